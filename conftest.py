@@ -1,0 +1,25 @@
+"""What every test and doctest starts from: float64, fixed seeds, one thread."""
+
+import os
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("default")
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(autouse=True)
+def known_start():
+    torch = pytest.importorskip("torch")
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -1,0 +1,34 @@
+"""Know how hard to clip: training under (L0, L1)-smoothness.
+
+The public names, and nothing else. They are looked up on first use, so that ``clipwise.theory``
+and ``clipwise.steps`` can be imported where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clipwise import steps as steps, theory as theory
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "steps": "",
+    "theory": "",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clipwise' has no attribute {name!r}")
+    home = _HOMES[name]
+    value = getattr(import_module(f"clipwise.{home}"), name) if home else import_module(f"clipwise.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

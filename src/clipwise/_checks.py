@@ -1,0 +1,50 @@
+"""Checks of what a caller handed in. Each returns what it accepts."""
+
+from __future__ import annotations
+
+import math
+
+
+def check_positive(name: str, value: float) -> float:
+    """``value`` if it is positive and finite."""
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise _error(name, "positive and finite", value)
+    return value
+
+
+def check_nonnegative(name: str, value: float) -> float:
+    """``value`` if it is zero or more, and finite."""
+    if not (_is_number(value) and math.isfinite(value) and value >= 0):
+        raise _error(name, "zero or more, and finite", value)
+    return value
+
+
+def check_finite(name: str, value: float) -> float:
+    """``value`` if it is a finite number."""
+    if not (_is_number(value) and math.isfinite(value)):
+        raise _error(name, "a finite number", value)
+    return value
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """``value`` if it is one of ``choices``."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
+    return value
+
+
+def check_count(name: str, value: int, *, least: int = 1) -> int:
+    """``value`` if it is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+        raise _error(name, f"a whole number of at least {least}", value)
+    return int(value)
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, (str, bytes, bool)) and hasattr(value, "__float__")
+
+
+def _error(name: str, needed: str, value: object) -> ValueError | TypeError:
+    kind = ValueError if _is_number(value) else TypeError
+    return kind(f"`{name}` must be {needed}, got {value!r}.")

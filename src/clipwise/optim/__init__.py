@@ -1,0 +1,1 @@
+"""The optimizers of the paper, as torch.optim.Optimizer subclasses."""

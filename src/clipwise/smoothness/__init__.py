@@ -1,0 +1,1 @@
+"""Measuring local smoothness along a training run."""

@@ -1,0 +1,1 @@
+"""The theory of the paper as numbers; needs numpy and scipy only."""

@@ -1,0 +1,1 @@
+"""Norms over lists of tensors."""
