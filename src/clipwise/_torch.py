@@ -1,0 +1,61 @@
+"""The parts of torch with an underscore in their name, behind one check.
+
+They are fast and stable in practice, but torch promises nothing about them: each is used only where it is
+there and gives the right answer on a small case, and every caller has a path that does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def fused_sgd() -> Callable[..., None] | None:
+    """``torch._fused_sgd_`` if it is there and follows the formula that the optimizers fold into it."""
+    kernel = getattr(torch, "_fused_sgd_", None)
+    return kernel if kernel is not None and _follows_formula(kernel) else None
+
+
+@cache
+def foreach_norm() -> Callable[..., list[Tensor]]:
+    """Norms of many tensors with one call, or one by one where torch has no such call."""
+    found = getattr(torch, "_foreach_norm", None)
+    return found if found is not None else _norms_one_by_one
+
+
+@cache
+def flatten() -> Callable[[list[Tensor]], Tensor]:
+    """Many tensors of one dtype and device copied into one vector."""
+    found = getattr(torch._C._nn, "flatten_dense_tensors", None)
+    return found if found is not None else lambda tensors: torch.cat([t.reshape(-1) for t in tensors])
+
+
+@cache
+def has_foreach() -> bool:
+    """Whether torch updates many tensors with one call."""
+    return all(hasattr(torch, f"_foreach_{name}") for name in ("add", "add_", "mul", "mul_"))
+
+
+def _norms_one_by_one(tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
+
+
+def _follows_formula(kernel: Callable[..., None]) -> bool:
+    """Try b <- mu*b + (1 - d)(g + w*p), p <- p - lr*b on five numbers."""
+    p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
+    b = torch.ones(5, dtype=torch.float64)
+    expected_b = 0.5 * b + 0.25 * (g + 3.0 * p)
+    expected_p = p - 0.1 * expected_b
+    try:
+        kernel(
+            [p], [g], [b], lr=0.1, weight_decay=3.0, momentum=0.5, dampening=0.75,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+    except (RuntimeError, TypeError):
+        return False
+    return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
