@@ -1,0 +1,308 @@
+import csv
+import json
+import math
+import resource
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from clipwise.smoothness.trace import FAILED, FIELDS, OK, Trace
+
+
+def filled(path=None, steps=range(3), **extra):
+    trace = Trace(path)
+    for step in steps:
+        trace.append({"step": step, "loss": 1.0 / (step + 1), "grad_norm": 0.5, "status": OK, **extra})
+    return trace
+
+
+def strict_lines(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+values = st.one_of(
+    st.none(),
+    st.floats(),
+    st.integers(),
+    st.booleans(),
+    st.text().filter(lambda s: s not in ("NaN", "Infinity", "-Infinity")),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False)),
+)
+names = st.text(min_size=1).filter(lambda s: s != "step" and "/" not in s)
+rows_of_anything = st.lists(
+    st.dictionaries(names, st.one_of(values, st.dictionaries(names, values, min_size=1))), max_size=6
+)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        keys = {k for k in a if a[k] is not None} | {k for k in b if b[k] is not None}
+        return all(same(a.get(k), b.get(k)) for k in keys)
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    if isinstance(a, dict) or isinstance(b, dict):
+        return same(a or {}, b or {})
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def without_none(value):
+    if isinstance(value, dict):
+        return {k: w for k, v in value.items() if (w := without_none(v)) is not None and w != {}}
+    return value
+
+
+@given(rows=rows_of_anything)
+def test_any_row_comes_back_from_memory_and_from_disk(rows, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    with Trace(path) as trace:
+        for step, row in enumerate(rows):
+            assert trace.append({"step": step, **row})
+    strict_lines(path)
+    loaded = Trace.load(path)
+    for step, row in enumerate(rows):
+        for kept in (trace[step], loaded[step]):
+            assert same(without_none(kept), without_none({"step": step, **row}))
+
+
+def test_missing_and_measured_nan_are_told_apart(tmp_path):
+    path = tmp_path / "t.jsonl"
+    with Trace(path) as trace:
+        trace.append({"step": 0, "loss": math.nan, "kappa": None, "smoothness": -math.inf})
+    row = Trace.load(path)[0]
+    assert math.isnan(row["loss"])
+    assert row["kappa"] is None
+    assert row["smoothness"] == -math.inf
+    assert np.isnan(Trace.load(path).column("kappa")).all()
+    assert strict_lines(path)[1] == {"step": 0, "loss": "NaN", "smoothness": "-Infinity"}
+
+
+def test_header_says_schema_versions_and_what_was_measured(tmp_path):
+    Trace(tmp_path / "t.jsonl", header={"model": "lstm", "fractions": [0.5, 1.0]}).close()
+    header = strict_lines(tmp_path / "t.jsonl")[0]
+    assert header["schema"] == 1
+    assert {"clipwise", "torch", "numpy", "scipy", "python"} <= set(header["versions"])
+    assert (header["model"], header["fractions"]) == ("lstm", [0.5, 1.0])
+    assert Trace.load(tmp_path / "t.jsonl").header == header
+
+
+def test_each_row_is_on_disk_as_soon_as_it_is_appended(tmp_path):
+    trace = Trace(tmp_path / "deep" / "folder" / "t.jsonl")
+    for step in range(3):
+        trace.append({"step": step})
+        assert len(strict_lines(trace.path)) == step + 2
+
+
+def test_numpy_and_torch_scalars_are_numbers():
+    trace = Trace()
+    trace.append({"step": np.int64(3), "loss": torch.tensor(2.5), "grad_norm": np.float32(0.5)})
+    assert (trace[0]["step"], trace[0]["loss"], trace[0]["grad_norm"]) == (3, 2.5, 0.5)
+    assert type(trace[0]["step"]) is int
+
+
+def test_torn_last_line_is_skipped_with_a_warning(tmp_path):
+    path = tmp_path / "t.jsonl"
+    filled(path).close()
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "loss": 0.2')
+    with pytest.warns(UserWarning, match="line 5, the last write was cut short"):
+        assert len(Trace.load(path)) == 3
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_continuing_a_torn_file_cuts_the_tear_and_loses_no_row(tmp_path, cut):
+    path = tmp_path / "t.jsonl"
+    filled(path).close()
+    torn = path.read_bytes()[:-cut]
+    path.write_bytes(torn)
+    complete = torn.count(b"\n") - 1
+    if torn.endswith(b"}"):  # only the newline is gone: the row is whole
+        complete += 1
+        trace = Trace(path)
+    elif torn.endswith(b"\n"):
+        trace = Trace(path)
+    else:
+        with pytest.warns(UserWarning, match="cut short"):
+            trace = Trace(path)
+    assert len(trace) == complete
+    trace.append({"step": 7})
+    assert [row["step"] for row in strict_lines(path)[1:]] == [*range(complete), 7]
+
+
+def test_broken_line_in_the_middle_costs_only_itself(tmp_path):
+    path = tmp_path / "t.jsonl"
+    filled(path).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b'{"step": 1, "lo\x00\xff\n', *lines[3:]]))
+    with pytest.warns(UserWarning, match="line 3, it is no JSON object"):
+        trace = Trace.load(path)
+    assert list(trace.column("step")) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "is empty"),
+        (b"step,loss\n1,2\n", "not a clipwise trace"),
+        (b'{"step": 1}\n', "not a clipwise trace"),
+        (b"\x89PNG\r\n", "not a clipwise trace"),
+        (b'{"format": "clipwise-trace", "schema": 2}\n', "Install a newer clipwise"),
+    ],
+)
+def test_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, match):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=match) as error:
+        Trace.load(path)
+    assert "\n" not in str(error.value)
+    if content:
+        with pytest.raises(ValueError, match=match):
+            Trace(path)
+        assert path.read_bytes() == content
+
+
+def test_continuing_a_file_does_not_double_rows(tmp_path):
+    path = tmp_path / "t.jsonl"
+    filled(path, steps=range(0, 50, 5)).close()
+    resumed = filled(path, steps=range(30, 70, 5))
+    assert list(resumed.column("step")) == list(range(0, 70, 5))
+    assert list(Trace.load(path).column("step")) == list(range(0, 70, 5))
+
+
+def test_row_between_others_is_new_but_a_second_one_is_not():
+    trace = filled(steps=[0, 10])
+    assert trace.append({"step": 5})
+    assert not trace.append({"step": 5})
+    assert trace.append({"loss": 1.0})  # rows without a step are never duplicates
+    assert trace.append({"loss": 1.0})
+    assert len(trace) == 5
+
+
+def test_continuing_with_another_header_warns(tmp_path):
+    Trace(tmp_path / "t.jsonl", header={"batch_size": 20}).close()
+    Trace(tmp_path / "t.jsonl", header={"batch_size": 20}).close()
+    with pytest.warns(UserWarning, match="differs in: batch_size"):
+        Trace(tmp_path / "t.jsonl", header={"batch_size": 40}).close()
+
+
+def test_merge_orders_by_step_and_keeps_the_first_part_of_a_step():
+    first, second = filled(steps=[0, 5, 10], part=1.0), filled(steps=[10, 3, 15], part=2.0)
+    merged = Trace.merge(first, second)
+    assert list(merged.column("step")) == [0, 3, 5, 10, 15]
+    assert list(merged.column("part")) == [1, 2, 1, 1, 2]
+    with pytest.raises(ValueError, match="at least one trace"):
+        Trace.merge()
+
+
+def test_full_disk_keeps_the_row_and_writes_it_later(tmp_path):
+    path = tmp_path / "t.jsonl"
+    trace = filled(path)
+    size = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))  # room for a part of a row only
+        with pytest.raises(OSError, match="large"):
+            trace.append({"step": 3, "loss": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(trace) == 4
+    assert path.stat().st_size == size
+    trace.append({"step": 4})
+    assert list(Trace.load(path).column("step")) == [0, 1, 2, 3, 4]
+
+
+def test_columns_are_views_and_cannot_be_written():
+    trace = filled(steps=range(1000))
+    a, b = trace.column("loss"), trace.column("loss")
+    assert np.shares_memory(a, b)
+    assert a.dtype == np.float64
+    with pytest.raises(ValueError, match="read-only"):
+        a[0] = 1.0
+    before = a.copy()
+    for step in range(1000, 3000):
+        trace.append({"step": step, "loss": -1.0})
+    np.testing.assert_array_equal(a, before)
+    assert trace.column("loss")[999:1001].tolist() == [1 / 1000, -1.0]
+    assert np.isnan(trace.column("grad_norm")[1000:]).all()
+
+
+def test_layers_are_columns_of_their_own(tmp_path):
+    path = tmp_path / "t.jsonl"
+    with Trace(path) as trace:
+        trace.append({"step": 0, "layers": {"encoder.0": {"smoothness": 2.0}, "a/b": {"smoothness": 3.0}}})
+    loaded = Trace.load(path)
+    assert loaded.column("layers/encoder.0/smoothness").tolist() == [2.0]
+    assert loaded.column("layers/a/b/smoothness").tolist() == [3.0]
+    assert loaded[0]["layers"]["a/b"] == {"smoothness": 3.0}
+
+
+def test_ok_marks_the_rows_measured_without_trouble():
+    trace = Trace()
+    for step, status in enumerate([OK, "nonfinite", None, FAILED + "no tensor", "zero-step"]):
+        trace.append({"step": step, "status": status})
+    assert trace.ok.tolist() == [True, False, True, False, False]
+    assert trace.column("status")[3] == "failed: no tensor"
+
+
+def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():
+    trace = filled()
+    with pytest.raises(KeyError, match="it has: step, loss"):
+        trace.column("sharpness")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        trace.append({"step": 9, "loss": 3.0, "model": object()})
+    trace.append({"step": 9})
+    assert trace[-1]["loss"] is None
+    trace.close()
+    with pytest.raises(ValueError, match="closed"):
+        trace.append({"step": 10})
+    with pytest.raises(IndexError):
+        trace[4]
+
+
+def test_csv_and_pandas_hold_every_cell(tmp_path):
+    trace = filled(layers={"out": {"smoothness": 2.0}})
+    trace.append({"step": 3, "loss": math.inf, "status": "nonfinite, so stopped", "note": "a\nb"})
+    trace.to_csv(tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == trace.names
+    assert rows[3] == {
+        "step": "3",
+        "loss": "inf",
+        "grad_norm": "",
+        "status": "nonfinite, so stopped",
+        "layers/out/smoothness": "",
+        "note": "a\nb",
+    }
+    frame = trace.to_pandas()
+    assert list(frame.columns) == trace.names
+    assert frame["step"].tolist() == [0, 1, 2, 3]
+    assert frame["status"].tolist() == ["ok"] * 3 + ["nonfinite, so stopped"]
+
+
+@pytest.mark.slow
+def test_loading_takes_bounded_memory_per_row(tmp_path):
+    # Measured at two sizes, so that what is constant (one chunk being parsed) drops out of the difference.
+    path = tmp_path / "t.jsonl"
+    names = [name for name in FIELDS if name not in ("step", "status", "layers")]
+    peaks, sizes = [], [20_000, 60_000]
+    for size in sizes:
+        with path.open("w") as file:
+            file.write(json.dumps({"format": "clipwise-trace", "schema": 1}) + "\n")
+            for step in range(size):
+                cells = ", ".join(f'"{name}": {step / 7 + i:.17g}' for i, name in enumerate(names))
+                file.write(f'{{"step": {step}, {cells}, "status": "ok"}}\n')
+        tracemalloc.start()
+        trace = Trace.load(path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(trace) == size
+        assert trace.nbytes <= 1.26 * (8 * 11 + 4) * size
+        np.testing.assert_array_equal(trace.column("loss"), np.arange(size) / 7)
+    # 11 numbers of 8 bytes and a status of 4: 92 bytes, a quarter of spare room at most, one column copied.
+    assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 150
