@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from clipwise import steps as steps, theory as theory
+    from clipwise.optim import ClippedSGD as ClippedSGD, NormalizedSGD as NormalizedSGD
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ClippedSGD": "optim",
+    "NormalizedSGD": "optim",
     "steps": "",
     "theory": "",
 }
-__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,4 +33,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_HOMES])

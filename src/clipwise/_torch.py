@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# One call for many tensors; None where torch lacks them, see `has_foreach`.
+foreach_add_: Any = getattr(torch, "_foreach_add_", None)
+foreach_mul: Any = getattr(torch, "_foreach_mul", None)
+foreach_mul_: Any = getattr(torch, "_foreach_mul_", None)
+
 
 @cache
 def fused_sgd() -> Callable[..., None] | None:
@@ -31,14 +36,14 @@ def foreach_norm() -> Callable[..., list[Tensor]]:
 @cache
 def flatten() -> Callable[[list[Tensor]], Tensor]:
     """Many tensors of one dtype and device copied into one vector."""
-    found = getattr(torch._C._nn, "flatten_dense_tensors", None)
+    found = getattr(getattr(torch._C, "_nn", None), "flatten_dense_tensors", None)
     return found if found is not None else lambda tensors: torch.cat([t.reshape(-1) for t in tensors])
 
 
 @cache
 def has_foreach() -> bool:
     """Whether torch updates many tensors with one call."""
-    return all(hasattr(torch, f"_foreach_{name}") for name in ("add", "add_", "mul", "mul_"))
+    return None not in (foreach_add_, foreach_mul, foreach_mul_)
 
 
 def _norms_one_by_one(tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:

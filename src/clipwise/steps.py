@@ -183,7 +183,7 @@ def clipped_from_normalized(*, lr: float, offset: float) -> ClippedParameters:
 def normalized_from_smoothness(*, L0: float, L1: float) -> NormalizedParameters:
     r"""``lr`` and ``offset`` with which normalized descent is :func:`smooth_clipped_step`, exactly.
 
-    :math:`1/(L_0 + \tfrac32 L_1 g) = \eta/(g + \beta)` with :math:`\eta = 2/(3L_1)`, :math:`\beta = 2L_0/(3L_1)`.
+    With :math:`\eta = 2/(3L_1)` and :math:`\beta = 2L_0/(3L_1)`.
 
     Example:
         >>> normalized_from_smoothness(L0=3.0, L1=2.0)

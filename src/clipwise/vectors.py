@@ -2,13 +2,14 @@ r"""Norms over lists of tensors: one vector, stored in pieces.
 
 The norm of a gradient is the number everything in this package turns on, so it is computed with care:
 accurate to about 1e-7 however large the tensors are, finite whenever the exact value is, and not rounded to
-zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded (DTensor) tensors count alike.
+zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded tensors count alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -71,6 +72,14 @@ def cpu_norm(tensors: Sequence[Tensor]) -> float:
     return norm if low < norm < high else _rescaled_norm(pieces)
 
 
+def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`cpu_norm` may be used: plain tensors of one real floating dtype, dense and on CPU."""
+    dtype = tensors[0].dtype
+    return dtype.is_floating_point and all(
+        type(t) is Tensor and t.dtype is dtype and t.layout is torch.strided and t.is_cpu for t in tensors
+    )
+
+
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers in vectors of at most `PIECE`: small tensors joined, large ones cut."""
     small = [t for t in tensors if t.numel() <= PIECE]
@@ -94,7 +103,9 @@ def _as_vector(t: Tensor) -> Tensor:
 
 def _rescaled_norm(pieces: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
-    largest = max((float(piece.abs().max()) for piece in pieces if piece.numel()), default=0.0, key=_nan_first)
+    largest = max(
+        (float(piece.abs().max()) for piece in pieces if piece.numel()), default=0.0, key=_nan_first
+    )
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     return largest * math.hypot(*(float(torch.linalg.vector_norm(p.double() / largest)) for p in pieces))
@@ -104,10 +115,10 @@ def _nan_first(x: float) -> float:
     return math.inf if math.isnan(x) else x
 
 
-def _sort(tensors: Iterable[Tensor]) -> tuple[list[Tensor], dict[tuple, list[Tensor]]]:
+def _sort(tensors: Iterable[Tensor]) -> tuple[list[Tensor], dict[tuple, list[Any]]]:
     """Dense real tensors, and local parts of sharded ones by their layout across ranks."""
     dense: list[Tensor] = []
-    sharded: dict[tuple, list[Tensor]] = {}
+    sharded: dict[tuple, list[Any]] = {}
     for t in tensors:
         if is_sharded(t):
             sharded.setdefault((t.device_mesh, t.placements), []).append(t)
@@ -123,7 +134,7 @@ def _real_and_dense(t: Tensor) -> Tensor:
     return torch.view_as_real(t) if t.is_complex() else t
 
 
-def is_sharded(t: Tensor) -> bool:
+def is_sharded(t: Tensor) -> TypeGuard[Any]:
     """Whether ``t`` is a DTensor, spread over several processes."""
     return type(t) is not Tensor and hasattr(t, "placements") and hasattr(t, "device_mesh")
 
@@ -144,15 +155,15 @@ def _norm_of_kind(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(foreach_norm()(tensors, 2, dtype=wide)))
 
 
-def _sharded_norm(tensors: list[Tensor]) -> Tensor:
+def _sharded_norm(tensors: list[Any]) -> Tensor:
     """Norm of DTensors with one mesh and placement: each rank's part, then one sum over the ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    mesh, placements = tensors[0].device_mesh, tensors[0].placements  # pyright: ignore[reportAttributeAccessIssue]
+    mesh, placements = tensors[0].device_mesh, tensors[0].placements
     if any(p.is_partial() for p in placements):
         placements = [Replicate() if p.is_partial() else p for p in placements]
-        tensors = [t.redistribute(mesh, placements) for t in tensors]  # pyright: ignore[reportAttributeAccessIssue]
-    local = [t.to_local() for t in tensors]  # pyright: ignore[reportAttributeAccessIssue]
+        tensors = [t.redistribute(mesh, placements) for t in tensors]
+    local = [t.to_local() for t in tensors]
     square = global_norm(local).to(local[0].device) ** 2
     parts = [Partial() if p.is_shard() else Replicate() for p in placements]
     return DTensor.from_local(square, mesh, parts, run_check=False).full_tensor().sqrt()

@@ -1,0 +1,114 @@
+"""From parameter groups to lists of tensors that one call can update."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise._torch import fused_sgd, has_foreach
+from clipwise.optim._update import Bundle, Rule
+from clipwise.vectors import is_sharded
+
+_KERNEL_DTYPES = (torch.float32, torch.float64)
+_BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
+
+
+@dataclass
+class Unit:
+    """The parameters that share one clipping decision."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    bundles: list[Bundle] = field(default_factory=list)
+
+    def attach_buffers(self, state: MutableMapping[Tensor, Any]) -> None:
+        """Sort the tensors into bundles, with momentum buffers where the group has momentum."""
+        group = self.group
+        rule = Rule(
+            lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
+            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
+        )  # fmt: skip
+        choose = _path_chooser(group)
+        bundles: dict[tuple, Bundle] = {}
+        for p, g in zip(self.params, self.grads, strict=True):
+            buffer, fresh = _buffer(state[p], p) if rule.momentum else (None, False)
+            p, g, buffer = _local_and_real(p, g, buffer)
+            path = choose(p, g, buffer)
+            # torch does not damp the first gradient that a buffer sees.
+            undamped = fresh and rule.dampening != 0
+            key = (path, p.dtype, p.device, undamped)
+            if key not in bundles:
+                bundles[key] = Bundle(path, rule.undamped() if undamped else rule)
+            bundles[key].add(p, g, buffer)
+        self.bundles = list(bundles.values())
+
+
+def collect(groups: list[dict[str, Any]], *, per_tensor: bool) -> list[Unit]:
+    """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
+    units = []
+    for group in groups:
+        params = [p for p in group["params"] if p.grad is not None]
+        if per_tensor:
+            units += [Unit(group, [p], [p.grad]) for p in params]
+        elif params:
+            units.append(Unit(group, params, [p.grad for p in params]))
+    return units
+
+
+def _buffer(state: dict[str, Any], p: Tensor) -> tuple[Tensor, bool]:
+    buffer = state.get(_BUFFER)
+    if buffer is not None:
+        return buffer, False
+    state[_BUFFER] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return state[_BUFFER], True
+
+
+def _local_and_real(p: Tensor, g: Any, buffer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The parts of sharded tensors that lie here, and complex numbers as pairs of real ones."""
+    if is_sharded(p):
+        if g.placements != p.placements:
+            g = g.redistribute(p.device_mesh, p.placements)
+        p, g = p.to_local(), g.to_local()
+        buffer = None if buffer is None else buffer.to_local()
+    if p.is_complex():
+        p, g = torch.view_as_real(p), torch.view_as_real(g)
+        buffer = None if buffer is None else torch.view_as_real(buffer)
+    return p, g, buffer
+
+
+def _path_chooser(group: dict[str, Any]) -> Any:
+    """The function from a parameter, its gradient and buffer to the path that is right for them."""
+    by_loop = (
+        group["differentiable"] or (group["foreach"] is False and not group["fused"]) or not has_foreach()
+    )
+    by_kernel = (
+        not by_loop and group["fused"] is not False and not group["foreach"] and fused_sgd() is not None
+    )
+
+    def choose(p: Tensor, g: Tensor, buffer: Tensor | None) -> str:
+        if by_loop or g.layout != torch.strided:
+            return "loop"
+        return "fused" if by_kernel and _kernel_is_right(p, g, buffer) else "foreach"
+
+    return choose
+
+
+def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
+    """Torch's kernel walks memory: on CPU it skips half precision, and unequal strides give wrong values."""
+    if g.dtype is not p.dtype or (p.dtype not in _KERNEL_DTYPES and p.device.type == "cpu"):
+        return False
+    if p.is_contiguous() and g.is_contiguous() and (buffer is None or buffer.is_contiguous()):
+        return True
+    stride = p.stride()
+    return g.stride() == stride and (buffer is None or buffer.stride() == stride) and _fills_memory(p)
+
+
+def _fills_memory(t: Tensor) -> bool:
+    """Whether some order of the dimensions makes ``t`` contiguous: no gaps and no overlaps."""
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return t.permute(order).is_contiguous()
