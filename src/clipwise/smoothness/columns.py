@@ -55,18 +55,28 @@ class Columns:
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append ``rows``: numbers as float64, everything else as a code into a table of distinct values."""
-        flat = [dict(_leaves(row)) for row in rows]
-        for path in dict.fromkeys(path for row in flat for path in row):
-            self._paths.setdefault(path)
-            values = [row.get(path) for row in flat]
-            numbers, others = _as_numbers(values)
-            if numbers is not None:
-                column = self._numbers.setdefault(path, _Growing(_MISSING_BITS))
-                column.write(self._length, numbers.view(np.int64))
-            if others:
-                words = self._words.setdefault(path, _Words())
-                words.write(self._length, len(values), others)
+        self._write_rows(rows, ())
         self._length += len(rows)
+
+    def _write_rows(self, rows: Sequence[Mapping[str, Any] | None], above: Path) -> None:
+        # Column by column, not row by row: one list and one array a key instead of a path a cell.
+        for key in dict.fromkeys(key for row in rows if row for key in row):
+            values = [row.get(key) if row else None for row in rows]
+            path = (*above, str(key))
+            if dict in set(map(type, values)):
+                self._write_rows([v if type(v) is dict else None for v in values], path)
+                values = [None if type(v) is dict and v else v for v in values]
+            self._write_cells(values, path)
+
+    def _write_cells(self, values: list[Any], path: Path) -> None:
+        numbers, others = _as_numbers(values)
+        if numbers is not None:
+            column = self._numbers.setdefault(path, _Growing(_MISSING_BITS))
+            column.write(self._length, numbers.view(np.int64))
+        if others:
+            self._words.setdefault(path, _Words()).write(self._length, len(values), others)
+        if numbers is not None or others:
+            self._paths.setdefault(path)
 
     def numbers(self, path: Path) -> np.ndarray:
         """The column as a read-only float64 view; NaN where there is no number."""
@@ -145,7 +155,7 @@ class _Words:
     def __init__(self) -> None:
         self.codes = _Growing(np.int32(-1))
         self.table: list[Any] = []
-        self._code: dict[str, int] = {}
+        self._code: dict[object, int] = {}
 
     def write(self, start: int, count: int, values: Iterable[tuple[int, Any]]) -> None:
         codes = np.full(count, -1, dtype=np.int32)
@@ -155,21 +165,17 @@ class _Words:
 
     def code_of(self, value: object) -> int:
         """The code, or -2, which no row has."""
-        return self._code.get(json.dumps(value, sort_keys=True), -2)
+        return self._code.get(_key(value), -2)
 
     def _intern(self, value: Any) -> int:
-        code = self._code.setdefault(json.dumps(value, sort_keys=True), len(self.table))
+        code = self._code.setdefault(_key(value), len(self.table))
         if code == len(self.table):
             self.table.append(value)
         return code
 
 
-def _leaves(row: Mapping[str, Any], above: Path = ()) -> Iterable[tuple[Path, Any]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, str(key)))
-        else:
-            yield (*above, str(key)), value
+def _key(value: Any) -> object:
+    return value if type(value) is str else (json.dumps(value, sort_keys=True),)
 
 
 def _as_numbers(values: list[Any]) -> tuple[np.ndarray | None, list[tuple[int, Any]]]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 FORMAT = "clipwise-trace"
 SCHEMA = 1
-_CHUNK = 16_384  # lines parsed at once
+_CHUNK = 4096  # lines parsed at once
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
