@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clipwise import steps as steps, theory as theory
     from clipwise.optim import ClippedSGD as ClippedSGD, NormalizedSGD as NormalizedSGD
+    from clipwise.smoothness.replay import Replay as Replay
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ClippedSGD": "optim",
     "NormalizedSGD": "optim",
+    "Replay": "smoothness.replay",
     "steps": "",
     "theory": "",
 }

@@ -1,0 +1,367 @@
+r"""A loss's gradient again at another point: same batch, same randomness, nothing left changed.
+
+A difference :math:`\nabla f(x + d) - \nabla f(x)` says something about :math:`f` only if both gradients are
+of the *same* :math:`f`: the same batch, the same dropout masks, the same buffers. :class:`Replay` runs a
+closure again under the random state and the buffers that the training pass saw, at points that it reaches
+by moving the parameters in place, and puts everything back bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from clipwise._checks import check_finite
+
+Gradients = Sequence["Tensor | None"]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """States of every global random generator: torch's CPU and accelerator, Python's, numpy's."""
+
+    cpu: Tensor
+    accelerator: Any
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """The states now."""
+        device = _accelerator_in_use()
+        states = None if device is None else _all_states(device)
+        return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self.cpu)
+        device = _accelerator_in_use()
+        if device is not None and self.accelerator is not None:
+            set_all = getattr(device, "set_rng_state_all", device.set_rng_state)
+            set_all(self.accelerator)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class PassState:
+    """What a forward pass reads and changes besides parameters: random states, buffers, modes, attributes.
+
+    Of a module's own attributes the public ones are kept by reference, so that a recurrent state carried as
+    ``self.hidden = new`` or a counter comes back too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.random = RandomState.capture()
+        modules = list(model.modules())
+        self._modes = [(module, module.training) for module in modules]
+        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+        tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
+        self._attributes = [(m, _public(m)) for m in modules if not isinstance(m, _WRAPPERS)]
+
+    def restore(self) -> None:
+        """Put everything back as it was when this was taken."""
+        for module, training in self._modes:
+            module.training = training
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                buffer.copy_(value)
+        for module, attributes in self._attributes:
+            for name in _public(module).keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+        self.random.restore()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A loss and its gradient at one point; None for a parameter that the loss does not depend on."""
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+
+
+class Replay:
+    r"""Gradients of one loss at several points, with the same batch and the same randomness.
+
+    Inside the ``with`` block the parameters may be moved; at its end parameters, ``.grad``, buffers, training
+    modes and random states are what they were at its start, bit for bit, also when the closure raised.
+
+    Memory beyond the model and its ``.grad``: one copy of the parameters once they are moved, and the
+    gradient that is returned.
+
+    Args:
+        model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one.
+        closure: Computes the loss and returns it as a scalar tensor; ``backward()`` is called on it. A
+            closure may also call ``backward()`` itself, once for each of several micro-batches, and return
+            the loss as a number.
+        state: What the training pass saw, taken just before it. Default: the state at the start of the block.
+
+    Example:
+        >>> w = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(w.weight, 3.0)
+        >>> with Replay(w, lambda: 2.0 * w.weight.square().sum()) as replay:
+        ...     here = replay.gradient()
+        ...     there = replay.gradient_at([torch.ones(1, 1)], 0.5)
+        >>> here.loss.item(), here.gradients[0].item(), there.gradients[0].item(), w.weight.item()
+        (18.0, 12.0, 14.0, 3.0)
+    """
+
+    def __init__(
+        self, model: nn.Module, closure: Callable[[], Any], *, state: PassState | None = None
+    ) -> None:
+        if not callable(closure):
+            raise TypeError(f"`closure` must be a function that returns the loss, got {_kind(closure)}.")
+        self.model = model
+        self.closure = closure
+        self.parameters = trainable_parameters(model)
+        self._start = state
+        self._home: list[Tensor] | None = None
+        self._aliased = gradients_live_in_buckets(model)
+
+    def __enter__(self) -> Replay:
+        self._end = PassState(self.model)
+        self._saved = [p.grad for p in self.parameters]
+        # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
+        values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
+        self._values: list[Tensor | None] = values
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.return_home()
+        with torch.no_grad():
+            for p, gradient, value in zip(self.parameters, self._saved, self._values, strict=True):
+                p.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
+        self._end.restore()
+        torch.clear_autocast_cache()
+        del self._end, self._saved, self._values
+
+    def gradient(self) -> Replayed:
+        """Loss and gradient where the parameters are."""
+        self._prepare()
+        loss = self._backward()
+        gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
+        self._drop_gradients()
+        if all(g is None for g in gradients):
+            raise ValueError(
+                "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
+                "Compute the loss with the model itself, outside `torch.no_grad()`."
+            )
+        if self._aliased:
+            gradients = [None if g is None else g.clone() for g in gradients]
+        return Replayed(loss, gradients)
+
+    def gradient_at(self, direction: Gradients, fraction: float) -> Replayed:
+        r"""Loss and gradient at :math:`x + \gamma d`, with :math:`x` where the block began.
+
+        Args:
+            direction: :math:`d`, one tensor for each of ``self.parameters``; None leaves it where it is.
+            fraction: :math:`\gamma`, any finite number.
+        """
+        self.move(direction, fraction)
+        return self.gradient()
+
+    def move(self, direction: Gradients, fraction: float) -> None:
+        r"""Put the parameters at :math:`x + \gamma d`, always from the saved :math:`x`."""
+        check_finite("fraction", fraction)
+        with torch.no_grad():
+            if self._home is None:
+                self._home = copies(self.parameters)
+            for p, home, d in zip(self.parameters, self._home, direction, strict=True):
+                local(p).copy_(local(home))
+                if d is not None and fraction != 0:
+                    local(p).add_(local(d), alpha=fraction)
+
+    def return_home(self) -> None:
+        """Put the parameters back where the block began."""
+        if self._home is None:
+            return
+        with torch.no_grad():
+            for p, home in zip(self.parameters, self._home, strict=True):
+                local(p).copy_(local(home))
+        self._home = None
+
+    def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[tuple[float, Replayed]]:
+        r"""Gradients at :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where the parameters are.
+
+        The end comes first, for it needs no move; then the inner points in ascending order. The copies in
+        ``start`` are overwritten with :math:`x_1`, so that two points of the segment, of which one is in the
+        model itself, take the memory of one.
+
+        Args:
+            start: Copies of the parameters at :math:`x_0`, as :func:`copies` makes them.
+            fractions: Every :math:`\gamma`, in (0, 1].
+        """
+        fractions = sorted(fractions)
+        if not fractions or not 0.0 < fractions[0] <= fractions[-1] <= 1.0:
+            raise ValueError(f"`fractions` must lie in (0, 1], got {fractions}.")
+        if 1.0 in fractions:
+            yield 1.0, self.gradient()
+        passed = 0.0
+        for fraction in (f for f in fractions if f < 1.0):
+            with torch.no_grad():
+                if self._home is None:
+                    self._swap_in(start, fraction)
+                else:  # towards the end only: every earlier rounding error shrinks
+                    for p, end in zip(self.parameters, self._home, strict=True):
+                        local(p).lerp_(local(end), (fraction - passed) / (1.0 - passed))
+            passed = fraction
+            yield fraction, self.gradient()
+
+    def hessian_product(self, direction: Gradients) -> list[Tensor | None]:
+        r""":math:`\nabla^2 f(x)\,d` by differentiating twice.
+
+        Not every kernel has a second derivative (fused attention, cuDNN's LSTM), and DDP and FSDP2 average
+        only what ``backward()`` computes; torch then raises a RuntimeError. Central differences of
+        :meth:`gradient_at` do without.
+        """
+        if spans_ranks(self.model):
+            raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
+        self._prepare()
+        loss = self._checked(self.closure())
+        gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
+        pairs = zip(gradients, direction, strict=True)
+        slopes = [(g * d).sum() for g, d in pairs if g is not None and d is not None and g.requires_grad]
+        self._drop_gradients()
+        if not slopes:  # a loss that is linear in every parameter
+            return [None if g is None else torch.zeros_like(g) for g in gradients]
+        slope = torch.stack(slopes).sum()
+        return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
+
+    def _prepare(self) -> None:
+        (self._start or self._end).restore()
+        self._drop_gradients()
+        torch.clear_autocast_cache()  # it may hold casts of parameters from before the move
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _backward(self) -> Tensor:
+        loss = failure = None
+        try:
+            with torch.enable_grad():
+                loss = self._checked(self.closure())
+        except Exception as error:
+            failure = error
+        # A rank that failed must not leave the others waiting in backward().
+        if any_rank(failure is not None, self.model):
+            raise failure or RuntimeError("The closure raised on another rank.")
+        assert loss is not None
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+    def _checked(self, loss: Any) -> Tensor:
+        if isinstance(loss, Real):
+            return torch.tensor(float(loss))
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"`closure` must return the loss as a scalar tensor, got {_kind(loss)}. "
+                "Return the loss alone: no outputs beside it."
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"`closure` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
+                "Reduce it with `.mean()`."
+            )
+        return loss
+
+    def _drop_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def _swap_in(self, start: list[Tensor], fraction: float) -> None:
+        for p, other in zip(self.parameters, start, strict=True):
+            inner = torch.lerp(local(other), local(p), fraction)
+            local(other).copy_(local(p))
+            local(p).copy_(inner)
+        self._home = start
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training moves, tied ones once."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "`model` is wrapped in FullyShardedDataParallel, whose flat parameters cannot be measured. "
+            "Shard it with `torch.distributed.fsdp.fully_shard`."
+        )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("`model` has no parameter with `requires_grad`: there is nothing to measure.")
+    return parameters
+
+
+def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """A copy of each tensor; of a DTensor, a DTensor."""
+    return [p.detach().clone() for p in parameters]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: of a DTensor its shard, else the tensor itself. It shares memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spans_ranks(model: nn.Module) -> bool:
+    """Whether a backward pass of the model communicates with other processes."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
+
+
+def any_rank(flag: bool, model: nn.Module) -> bool:
+    """Whether ``flag`` holds on any of the ranks that train ``model``."""
+    if not spans_ranks(model):
+        return flag
+    votes = torch.tensor(float(flag), device=local(next(model.parameters())).device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes > 0)
+
+
+def gradients_live_in_buckets(model: nn.Module) -> bool:
+    """Whether ``.grad`` shares memory with buckets that the next backward pass of DDP overwrites."""
+    wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+    return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
+
+
+_WRAPPERS = (DistributedDataParallel, torch._dynamo.OptimizedModule)
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _accelerator_in_use() -> Any:
+    """The module of the accelerator (``torch.cuda``, …) if it has been used, else None."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    device = torch.get_device_module(accelerator)
+    started = getattr(device, "is_initialized", lambda: True)
+    return device if started() else None
+
+
+def _all_states(device: Any) -> Any:
+    return getattr(device, "get_rng_state_all", device.get_rng_state)()
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -1,0 +1,298 @@
+"""Replay gives the gradient at another point, and leaves nothing changed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipwise.smoothness.replay import PassState, RandomState, Replay, copies, trainable_parameters
+
+
+def everything(model):
+    """Every number that training reads, as bytes."""
+    state = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    state += [p.grad.to_dense().clone() for p in model.parameters() if p.grad is not None]
+    modes = [m.training for m in model.modules()]
+    return state, modes, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def assert_same(one, two):
+    for a, b in zip(one[0], two[0], strict=True):
+        assert torch.equal(a, b)
+    assert one[1] == two[1]
+    assert torch.equal(one[2], two[2])
+    assert one[3:] == two[3:]
+
+
+class Tied(nn.Module):
+    """Tied, frozen, unused and sparse-gradient parameters in one small model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.rows = nn.Embedding(11, 4, sparse=True)
+        self.decoder = nn.Linear(4, 11, bias=False)
+        self.decoder.weight = self.embedding.weight
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.frozen(self.embedding(x) * self.rows(x))))
+
+
+class Stateful(nn.Module):
+    """Keeps its recurrent state and a counter as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.RNN(3, 5, batch_first=True)
+        self.hidden = torch.zeros(1, 4, 5)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        out, hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return out
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def batchnorm():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    x, y = torch.randn(5, 2, 6, 6), torch.randint(3, (5,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def tied():
+    model = Tied()
+    x, y = torch.randint(11, (7,)), torch.randint(11, (7,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def stateful():
+    model = Stateful()
+    x = torch.randn(4, 6, 3)
+    return model, lambda: model(x).square().mean()
+
+
+def noisy():
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+
+    def loss():
+        return model(x + torch.randn(4, 3) * random.random() + np.random.rand()).square().mean()
+
+    return model, loss
+
+
+def accumulated():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    parts = [(torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(3)]
+
+    def loss():
+        total = 0.0
+        for x, y in parts:
+            part = F.cross_entropy(model(x), y) / len(parts)
+            part.backward()
+            total += part.item()
+        return total
+
+    return model, loss
+
+
+def autocast():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+    x, y = torch.randn(5, 6, dtype=torch.float32), torch.randint(3, (5,))
+
+    def loss():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x), y)
+
+    return model, loss
+
+
+def spectral():
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    x = torch.randn(5, 4)
+    return model, lambda: model(x).square().mean()
+
+
+CASES = [mlp, batchnorm, tied, stateful, noisy, accumulated, autocast, spectral]
+
+
+def backward(closure):
+    loss = closure()
+    if isinstance(loss, torch.Tensor):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_equals_that_of_training_bit_for_bit(case):
+    model, closure = case()
+    before = PassState(model)
+    backward(closure)
+    with Replay(model, closure, state=before) as replay:
+        again = replay.gradient().gradients
+    for p, g in zip(trainable_parameters(model), again, strict=True):
+        assert (p.grad is None) == (g is None)
+        if g is not None:
+            assert torch.equal(p.grad.to_dense(), g.to_dense())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_left_changed(case):
+    model, closure = case()
+    backward(closure)
+    before = everything(model)
+    attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
+    with Replay(model, closure) as replay:
+        start = copies(replay.parameters)
+        direction = [torch.randn_like(p) for p in replay.parameters]
+        replay.gradient_at(direction, 0.3)
+        replay.gradient_at(direction, -1.7)
+        replay.return_home()
+        for s in start:
+            s.add_(0.1)
+        for _ in replay.along(start, (0.2, 0.6, 1.0)):
+            pass
+    assert_same(before, everything(model))
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_left_changed_when_the_closure_raises(case):
+    model, closure = case()
+    backward(closure)
+    before = everything(model)
+
+    def raising():
+        backward(closure)
+        model.eval()
+        raise KeyError("no such batch")
+
+    with pytest.raises(KeyError, match="no such batch"), Replay(model, raising) as replay:
+        replay.gradient_at([torch.randn_like(p) for p in replay.parameters], 0.5)
+    assert_same(before, everything(model))
+
+
+def test_gradient_objects_come_back_themselves():
+    model, closure = mlp()
+    backward(closure)
+    objects = [p.grad for p in model.parameters()]
+    with Replay(model, closure) as replay:
+        replay.gradient()
+    assert all(p.grad is g for p, g in zip(model.parameters(), objects, strict=True))
+
+
+def test_gradient_at_agrees_with_a_copied_model_moved_by_hand():
+    model, closure = mlp()
+    model.eval()
+    direction = [torch.randn_like(p) for p in model.parameters()]
+    with Replay(model, closure) as replay:
+        gradients = replay.gradient_at(direction, 0.25).gradients
+    with torch.no_grad():
+        for p, d in zip(model.parameters(), direction, strict=True):
+            p += 0.25 * d
+    backward(closure)
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+def test_points_along_the_segment_are_the_ones_asked_for():
+    model = nn.Linear(2, 3)
+    visited = []
+
+    def closure():
+        visited.append([p.detach().clone() for p in model.parameters()])
+        return model.weight.square().sum() + model.bias.sum()
+
+    start = copies(model.parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p += torch.randn_like(p)
+    end = copies(model.parameters())
+    with Replay(model, closure) as replay:
+        fractions = [fraction for fraction, _ in replay.along(copies(start), (0.25, 1.0, 0.75, 0.5))]
+    assert fractions == [1.0, 0.25, 0.5, 0.75]
+    for fraction, point in zip(fractions, visited, strict=True):
+        for a, b, p in zip(start, end, point, strict=True):
+            torch.testing.assert_close(p, a + fraction * (b - a), rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("fractions", [(), (0.0, 1.0), (0.5, 1.5)])
+def test_fractions_outside_the_segment_are_refused(fractions):
+    model, closure = mlp()
+    with Replay(model, closure) as replay, pytest.raises(ValueError, match=r"\(0, 1\]"):
+        list(replay.along(copies(replay.parameters), fractions))
+
+
+def test_hessian_product_of_a_quadratic_is_its_matrix():
+    model = nn.Linear(4, 1, bias=False)
+    H = torch.randn(4, 4)
+    H = H + H.T
+    d = torch.randn(1, 4)
+    with Replay(model, lambda: 0.5 * (model.weight @ H @ model.weight.T).sum()) as replay:
+        (product,) = replay.hessian_product([d])
+    torch.testing.assert_close(product, d @ H)
+
+
+def test_hessian_product_of_a_linear_loss_is_zero():
+    model = nn.Linear(4, 1)
+    with Replay(model, lambda: model.weight.sum()) as replay:
+        weight, bias = replay.hessian_product([torch.ones(1, 4), None])
+    assert torch.equal(weight, torch.zeros(1, 4))
+    assert bias is None
+
+
+def test_random_state_covers_all_global_generators():
+    state = RandomState.capture()
+    first = torch.rand(3), random.random(), np.random.rand()
+    state.restore()
+    again = torch.rand(3), random.random(), np.random.rand()
+    assert torch.equal(first[0], again[0])
+    assert first[1:] == again[1:]
+
+
+@pytest.mark.parametrize(
+    ("closure", "error", "words"),
+    [
+        (lambda m: None, TypeError, "got None"),
+        (lambda m: (m.weight.sum(), 1), TypeError, "Return the loss alone"),
+        (lambda m: m.weight, ValueError, r"shape \(1, 2\).*`\.mean\(\)`"),
+        (lambda m: torch.zeros(()), ValueError, "gave no gradient"),
+        (lambda m: 3.0, ValueError, "gave no gradient"),
+    ],
+)
+def test_closures_that_give_no_gradient_are_refused_in_words(closure, error, words):
+    model = nn.Linear(2, 1)
+    with pytest.raises(error, match=words), Replay(model, lambda: closure(model)) as replay:
+        replay.gradient()
+
+
+def test_nan_loss_gives_nan_gradients_and_changes_nothing():
+    model, closure = mlp()
+    before = everything(model)
+    with Replay(model, lambda: closure() * float("nan")) as replay:
+        result = replay.gradient()
+    assert result.loss.isnan()
+    assert all(g.isnan().all() for g in result.gradients)
+    assert_same(before, everything(model))
+
+
+def test_model_without_trainable_parameters_is_refused():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        Replay(nn.ReLU(), lambda: torch.zeros(()))
+
+
+def test_closure_must_be_callable():
+    with pytest.raises(TypeError, match="a function that returns the loss"):
+        Replay(nn.Linear(1, 1), torch.zeros(()))
