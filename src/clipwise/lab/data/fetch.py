@@ -1,0 +1,201 @@
+"""Bring the files of a data set into the cache: one at a time, verified, replaced atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pooch
+from filelock import FileLock
+from rich.console import Console
+
+
+class DataError(RuntimeError):
+    """A data set that is missing, broken or not what it claims to be; the message is one clear line."""
+
+
+class Unreachable(DataError):
+    """A source that did not answer; the next one may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the files of a data set can come from.
+
+    Args:
+        title: Words for the report, for example "the official archive".
+        read: Called with ``progress``; yields the name and the bytes of each file. Raises `Unreachable`
+            where the next source should be tried.
+    """
+
+    title: str
+    read: Callable[[bool], Iterable[tuple[str, bytes]]]
+
+
+def data_folder() -> Path | None:
+    """The folder in the environment variable ``CLIPWISE_DATA``, or None where it is not set."""
+    value = os.environ.get("CLIPWISE_DATA")
+    if not value:
+        return None
+    folder = Path(value)
+    if not folder.is_dir():
+        raise DataError(f"`CLIPWISE_DATA` must name a folder, got {value!r}. Unset it to use the cache.")
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where fetched data sets are kept: ``CLIPWISE_CACHE``, or the platform's cache folder."""
+    return Path(os.environ.get("CLIPWISE_CACHE") or pooch.os_cache("clipwise"))
+
+
+def notice(text: str) -> None:
+    """Tell the user one line, on standard error."""
+    Console(stderr=True, soft_wrap=True).print(f"[dim]clipwise data:[/] {text}", highlight=False)
+
+
+def sha256(data: bytes) -> str:
+    """SHA-256 of ``data``, in hexadecimal.
+
+    Example:
+        >>> sha256(b"")[:16]
+        'e3b0c44298fc1c14'
+    """
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_hash(file: str | Path, data: bytes, expected: str) -> bytes:
+    """``data`` if its SHA-256 is ``expected``; the error names file, expected and found."""
+    found = sha256(data)
+    if found != expected:
+        raise DataError(
+            f"{file} is not the file it should be: expected sha256 {expected}, found {found}. "
+            "Delete or replace it."
+        )
+    return data
+
+
+def read_verified(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
+    """The files in ``folder`` by name, all of them and all verified; None where one is not there."""
+    paths = {name: folder / name for name in hashes}
+    if not all(path.is_file() for path in paths.values()):
+        return None
+    return {name: check_hash(path, path.read_bytes(), hashes[name]) for name, path in paths.items()}
+
+
+def fetch(
+    name: str,
+    hashes: Mapping[str, str],
+    sources: Iterable[Source],
+    *,
+    offline: bool = False,
+    progress: bool = True,
+    only: Iterable[str] | None = None,
+) -> tuple[dict[str, bytes], str]:
+    """Files of the data set ``name`` from the cache, filled from the first source that answers.
+
+    One process fetches at a time (file lock); the others wait and then read what it left. A broken file in
+    the cache is fetched again. Files appear in the cache whole and verified or not at all.
+
+    Args:
+        name: Folder inside the cache.
+        hashes: SHA-256 of each file of the data set, by file name.
+        sources: Tried in order; a source that raises `Unreachable` passes to the next with one line.
+        offline: Use the cache alone.
+        progress: Show progress bars.
+        only: File names to return; all of them by default.
+
+    Returns:
+        The bytes by file name, and words that say where they came from.
+
+    Raises:
+        Unreachable: no source answered.
+        DataError: a file has the wrong hash, or the cache cannot be written.
+    """
+    wanted = {key: hashes[key] for key in (only or hashes)}
+    folder = cache_folder() / name
+    found = _cached(folder, wanted)
+    if found is not None:
+        return found, f"cache ({_origin(folder)})"
+    if offline:
+        raise Unreachable(f"{name} is not in the cache {folder}, and `offline` was asked for.")
+    with _locked(folder):
+        found = _cached(folder, wanted)
+        if found is not None:
+            return found, f"cache ({_origin(folder)})"
+        title = _fill(name, folder, hashes, sources, progress)
+        found = read_verified(folder, wanted)
+        assert found is not None
+        return found, title
+
+
+def _cached(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
+    try:
+        return read_verified(folder, hashes)
+    except DataError as error:
+        notice(f"{error} Fetching it again.")
+        return None
+
+
+def _fill(
+    name: str, folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool
+) -> str:
+    reasons = []
+    for source in sources:
+        try:
+            with writing(folder):
+                for file, data in source.read(progress):
+                    replace(folder / file, check_hash(f"{file} from {source.title}", data, hashes[file]))
+                replace(folder / "origin.txt", source.title.encode())
+            return source.title
+        except Unreachable as error:
+            reasons.append(str(error))
+            notice(f"{name}: {error} Trying the next source.")
+    raise Unreachable(f"{name} could not be fetched: {' '.join(reasons)}")
+
+
+def _origin(folder: Path) -> str:
+    file = folder / "origin.txt"
+    return file.read_text() if file.is_file() else "origin unknown"
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a disk that is full or not writable into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"Cannot write to the cache {folder}: {error.strerror or error}. "
+            "Set CLIPWISE_CACHE to a folder with space that can be written."
+        ) from error

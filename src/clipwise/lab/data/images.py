@@ -1,0 +1,125 @@
+"""Labelled images as whole tensors, their normalisation and augmentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """A set of labelled images, held in memory.
+
+    Args:
+        name: Short name, for file names and titles.
+        train_x: Training images, uint8, shaped (images, channels, height, width).
+        train_y: Their classes, int64.
+        test_x: Test images, uint8.
+        test_y: Their classes, int64.
+        mean: Mean of each channel over the training images, on the scale 0 to 1.
+        std: Standard deviation of each channel over the training images, on the same scale.
+        classes: The name of each class.
+        source: Where the images came from, in words for the report.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...]
+    source: str
+
+
+def normalise(images: Images, x: Tensor) -> Tensor:
+    r"""Pixels with mean 0 and deviation 1 over the training set, channel by channel.
+
+    .. math::
+        z = (x / 255 - \mu) / \sigma
+
+    Args:
+        images: The set whose ``mean`` and ``std`` are used.
+        x: uint8 images of that set, shaped (images, channels, height, width).
+
+    Returns:
+        Images in the default float type, on the device and in the memory format of ``x``.
+    """
+    x = x.to(torch.get_default_dtype())
+    mean = torch.tensor(images.mean, dtype=x.dtype, device=x.device).view(1, -1, 1, 1)
+    std = torch.tensor(images.std, dtype=x.dtype, device=x.device).view(1, -1, 1, 1)
+    return (x / 255 - mean) / std
+
+
+def augment(x: Tensor, generator: torch.Generator, *, padding: int = 4) -> Tensor:
+    """Each image shifted by up to ``padding`` pixels (black comes in at the edge) and flipped half the time.
+
+    The random crop and flip of He et al., for the whole batch at once.
+
+    Args:
+        x: uint8 images before normalisation, shaped (images, channels, height, width).
+        generator: Source of the shifts and flips; the same state gives the same images.
+        padding: Largest shift in each direction.
+
+    Returns:
+        Images shaped and typed like ``x``.
+
+    Example:
+        >>> x = torch.arange(12, dtype=torch.uint8).view(1, 3, 2, 2)
+        >>> augment(x, torch.Generator().manual_seed(0), padding=0).shape
+        torch.Size([1, 3, 2, 2])
+    """
+    num, _, height, width = x.shape
+    device = generator.device
+    top = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator, device=device).to(x.device)
+    left = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator, device=device).to(x.device)
+    flip = (torch.rand(num, 1, generator=generator, device=device) < 0.5).to(x.device)
+    columns = torch.arange(width, device=x.device)
+    rows = top + torch.arange(height, device=x.device)
+    columns = left + torch.where(flip, columns.flip(0), columns)
+    padded = F.pad(x, (padding,) * 4).permute(0, 2, 3, 1)
+    picked = padded[torch.arange(num, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return picked.permute(0, 3, 1, 2).contiguous()
+
+
+def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images, on the scale 0 to 1, exact sums."""
+    whole = x.permute(1, 0, 2, 3).flatten(1)
+    count = whole.shape[1]
+    # Counting the 256 values keeps the sums exact and needs no floating copy of all images.
+    counts = torch.stack([torch.bincount(channel.int(), minlength=256) for channel in whole]).double()
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    mean = counts @ levels / count
+    variance = counts @ levels**2 / count - mean**2
+    return tuple(mean.tolist()), tuple(variance.clamp(min=0).sqrt().tolist())
+
+
+def load_digits() -> Images:
+    """The stand-in for CIFAR-10 that is always there: scikit-learn's 1,797 handwritten digits.
+
+    The 8 x 8 grey images are magnified four times and repeated over three channels, so every model for
+    CIFAR-10 takes them. The first 1,437 are for training, the last 360 (by other writers) for testing.
+    """
+    from sklearn.datasets import load_digits as bundled
+
+    features, target = bundled(return_X_y=True)
+    levels = torch.as_tensor(features).view(-1, 1, 8, 8)  # 0 to 16
+    pixels = (levels * (255 / 16)).round().to(torch.uint8)
+    x = pixels.repeat_interleave(4, 2).repeat_interleave(4, 3).repeat(1, 3, 1, 1)
+    y = torch.as_tensor(target).long()
+    mean, std = channel_statistics(x[:1437])
+    return Images(
+        name="digits",
+        train_x=x[:1437],
+        train_y=y[:1437],
+        test_x=x[1437:],
+        test_y=y[1437:],
+        mean=mean,
+        std=std,
+        classes=tuple(str(i) for i in range(10)),
+        source="stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
+    )
