@@ -1,0 +1,224 @@
+r"""A training run as a folder.
+
+``config.json`` holds the recipe, ``metrics.jsonl`` one row a step and one an evaluation, ``trace.jsonl`` what
+the probe measured, ``checkpoint.pt`` the state to resume from, ``status.json`` how the run stands. The two
+row files are append-only, the others are replaced atomically. Everything but ``status.json`` is a function
+of the recipe and the data; only there are times kept.
+
+Rows of ``metrics.jsonl``: ``{"step": 1, "split": "train", "loss": ..., "grad_norm": ..., "coefficient": ...,
+"lr": ...}`` after each step, and ``{"step": 300, "split": "valid", "loss": ..., "perplexity": ...}`` (or
+``accuracy``, in per cent) after an evaluation. ``step`` counts the steps taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from clipwise.lab.recipes import Recipe, from_dict, to_dict
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+TRACE = "trace.jsonl"
+CHECKPOINT = "checkpoint.pt"
+STATUS = "status.json"
+
+RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
+INTERRUPTED, FAILED = "interrupted", "failed"
+ENDED = (FINISHED, DIVERGED)
+
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder says: its recipe, how it stands, and its rows."""
+
+    folder: Path
+    recipe: Recipe
+    status: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Run:
+        """The run in ``folder``."""
+        folder = Path(folder)
+        config = read_json(folder / CONFIG, needed="a run folder has one")
+        status = read_json(folder / STATUS) if (folder / STATUS).exists() else {"status": RUNNING, "step": 0}
+        return cls(folder=folder, recipe=_recipe_of(folder, config), status=status)
+
+    @property
+    def trace_path(self) -> Path:
+        """The file that the probe wrote; it may not exist."""
+        return self.folder / TRACE
+
+    def rows(self, split: str = "train") -> list[dict[str, Any]]:
+        """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
+        return [row for row in read_rows(self.folder / METRICS) if row["split"] == split]
+
+    def column(self, name: str, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one column of the metrics."""
+        rows = [row for row in self.rows(split) if name in row]
+        steps = np.array([row["step"] for row in rows], dtype=np.int64)
+        return steps, np.array([row[name] for row in rows], dtype=np.float64)
+
+
+def find_runs(folder: str | Path) -> list[Run]:
+    """Every run under ``folder``, by path."""
+    return [Run.load(path.parent) for path in sorted(Path(folder).rglob(CONFIG))]
+
+
+def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
+    """The run folder for ``recipe``: made, or with ``resume`` found again.
+
+    A folder that already holds a run is refused without ``resume``, and with it if its recipe is another
+    one. Nothing is overwritten.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).exists():
+        _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / CONFIG, to_dict(recipe))
+        return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
+    run = Run.load(folder)
+    if not resume:
+        raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
+    before, now = to_dict(run.recipe), to_dict(recipe)
+    changed = [
+        f"{k} {before.get(k)!r} → {now.get(k)!r}" for k in {**before, **now} if before.get(k) != now.get(k)
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run of another recipe ({', '.join(changed)}). Choose another folder."
+        )
+    return run
+
+
+def write_status(folder: Path, **values: Any) -> None:
+    """Replace ``status.json``."""
+    write_json(folder / STATUS, values)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder: a second process that wants it gets an error. The system lets go when we die."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: two writers are not kept apart
+        yield
+        return
+    with (folder / CONFIG).open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"Another process is training in {folder}. Wait for it, or end it.") from None
+        yield
+
+
+class RowFile:
+    """Append-only rows, strict JSON, flushed one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("ab")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        self._file.write(_dumps(row).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Bring the rows to the disk; the length of the file."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a torn last line is left out with a warning."""
+    if not path.exists():
+        return []
+    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    if last:
+        warnings.warn(f"{path} ends in a torn line, which is left out.", stacklevel=2)
+    try:
+        return [_loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is no row: {error}.") from None
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace ``path`` atomically: it holds the old values or the new ones, never half of them."""
+    replace_atomically(path, lambda file: file.write(_dumps(values, indent=2).encode() + b"\n"))
+
+
+def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
+    """The object in ``path``; an error in one line if it is missing or is none."""
+    try:
+        values = _loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"There is no {path}{f'; {needed}' if needed else ''}.") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, it holds {type(values).__name__}.")
+    return values
+
+
+def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a new file beside ``path``, bring it to the disk, and put it in its place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _refuse_foreign(folder: Path) -> None:
+    strangers = [name for name in (METRICS, TRACE, CHECKPOINT, STATUS) if (folder / name).exists()]
+    if strangers:
+        raise ValueError(f"{folder} has {strangers[0]} but no {CONFIG}: it is no run folder. Choose another.")
+
+
+def _recipe_of(folder: Path, config: dict[str, Any]) -> Recipe:
+    try:
+        return from_dict(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
+
+
+def _dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_strict(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _loads(text: str) -> Any:
+    return _special(json.loads(text))
+
+
+def _special(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _special(item) for key, item in value.items()}
+    return _SPECIAL.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,131 @@
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from clipwise.lab.recipes import RECIPES, Recipe, from_dict, get_recipe, to_dict, with_fields
+from clipwise.lab.tasks import seed_of
+
+
+@pytest.mark.parametrize("name", ["ptb-lstm", "ptb-awd-lstm", "cifar-resnet20", "cifar-resnet18"])
+@pytest.mark.parametrize("scale", ["laptop", "paper"])
+def test_every_recipe_exists_at_both_scales_and_names_its_figures(name, scale):
+    recipe = get_recipe(name, scale)
+    assert (recipe.name, recipe.scale) == (name, scale)
+    assert recipe.figures
+    assert set(recipe.figures) <= {f"fig{i}" for i in range(1, 9)}
+
+
+def test_recipes_serve_every_figure_that_trains():
+    served = {figure for recipe in RECIPES.values() for figure in recipe.figures}
+    assert served == {"fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig8"}  # fig7 is synthetic
+
+
+def test_unknown_field_is_an_error_with_the_nearest_and_all_valid_ones():
+    with pytest.raises(
+        ValueError, match=r"no field `max_nrom`. Did you mean `max_norm`\? Fields: name, .*bptt"
+    ):
+        get_recipe("ptb-lstm", max_nrom=0.25)
+
+
+def test_unknown_recipe_is_an_error_with_the_nearest_and_all_names():
+    with pytest.raises(
+        ValueError, match=r"no recipe 'ptb-lsmt'. Did you mean `ptb-lstm`\? Recipes: .*resnet20"
+    ):
+        get_recipe("ptb-lsmt")
+
+
+def test_unknown_scale_is_an_error():
+    with pytest.raises(ValueError, match="`scale` must be one of 'laptop', 'paper', got 'huge'"):
+        get_recipe("ptb-lstm", "huge")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lr": "fast"}, "`lr` must be of type float, got 'fast'"),
+        ({"lr": -1.0}, "`lr` must be positive"),
+        ({"max_norm": 0.0}, "`max_norm` must be positive"),
+        ({"steps": 2.5}, "`steps` must be of type int, got 2.5"),
+        ({"steps": True}, "`steps` must be of type int"),
+        ({"steps": 0}, "Set one of them"),
+        ({"steps": 5, "epochs": 5}, "Set one of them"),
+        ({"optimizer": "adam"}, "`optimizer` must be one of"),
+        ({"precision": "8-bit"}, "`precision` must be one of"),
+        ({"fractions": ()}, "`fractions` must be numbers in"),
+        ({"fractions": (0.0, 1.0)}, "`fractions` must be numbers in"),
+        ({"lr_drops": (1.5,)}, "`lr_drops` must be shares"),
+        ({"probe_data": 1.5}, "`probe_data` is a share"),
+        ({"dropout": 1.0}, "`dropout` is a probability below 1"),
+        ({"variable_bptt": "perhaps"}, "`variable_bptt` must be of type bool"),
+        ({"model": "transformer"}, "`model` must be one of"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(fields, words):
+    with pytest.raises(ValueError, match=words):
+        get_recipe("ptb-lstm", **fields)
+
+
+def test_text_from_a_command_line_is_read():
+    recipe = get_recipe(
+        "ptb-lstm", lr="30", max_norm="inf", steps="1e3", fractions=["0.5", "1"], variable_bptt="true"
+    )
+    assert (recipe.lr, recipe.max_norm, recipe.steps) == (30.0, math.inf, 1000)
+    assert recipe.fractions == (0.5, 1.0)
+    assert recipe.variable_bptt is True
+
+
+def test_steps_and_epochs_replace_each_other():
+    paper = get_recipe("ptb-awd-lstm", "paper")
+    assert (paper.steps, paper.epochs) == (0, 500)
+    assert dataclasses.replace(paper, steps=7, epochs=0) == with_fields(paper, steps=7)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda r: f"{r.name}-{r.scale}")
+def test_recipe_survives_json(recipe):
+    assert from_dict(to_dict(recipe)) == recipe
+
+
+@given(lr=st.floats(1e-6, 1e6), max_norm=st.floats(1e-6, 1e6) | st.just(math.inf))
+def test_seeds_leave_the_optimizer_out(lr, max_norm):
+    plain, other = get_recipe("ptb-lstm"), get_recipe("ptb-lstm", lr=lr, max_norm=max_norm, momentum=0.5)
+    assert seed_of(plain, "start") == seed_of(other, "start")
+
+
+def test_seeds_differ_by_purpose_seed_and_problem():
+    recipe = get_recipe("ptb-lstm")
+    seeds = {
+        seed_of(recipe, "start"),
+        seed_of(recipe, "dropout"),
+        seed_of(with_fields(recipe, seed=1), "start"),
+        seed_of(with_fields(recipe, hidden=64), "start"),
+        seed_of(get_recipe("cifar-resnet20"), "start"),
+    }
+    assert len(seeds) == 5
+
+
+def test_foreign_configuration_is_refused():
+    with pytest.raises(ValueError, match="`task` must be one of language, images"):
+        from_dict({"name": "x"})
+
+
+def test_label_says_the_setting():
+    labels = [
+        get_recipe("ptb-lstm", lr=30, max_norm=0.25).label,
+        get_recipe("ptb-lstm", lr=3, max_norm=math.inf).label,
+        get_recipe("ptb-lstm", optimizer="normalized", lr=7.5, offset=0.25).label,
+        get_recipe("cifar-resnet20").label,
+    ]
+    assert labels == [
+        "lr 30, clip 0.25",
+        "lr 3, no clip",
+        "lr 7.5, normalized, offset 0.25",
+        "lr 0.1, no clip, momentum 0.9",
+    ]
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        get_recipe("ptb-lstm").lr = 3.0
+    assert isinstance(get_recipe("ptb-lstm"), Recipe)
