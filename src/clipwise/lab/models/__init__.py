@@ -1,6 +1,5 @@
 """The models of the experiments: two LSTM language models and two residual networks."""
 
-from clipwise.lab.models.averaging import NonMonotoneAveraging as NonMonotoneAveraging
 from clipwise.lab.models.awd_lstm import (
     AWDLSTM as AWDLSTM,
     Activations as Activations,
