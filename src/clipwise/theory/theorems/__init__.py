@@ -1,0 +1,41 @@
+"""The paper's theorems as functions: recipe, bound and assumptions, printed, corrected and sharp."""
+
+from clipwise.theory.theorems.clipped import (
+    StepEquivalence as StepEquivalence,
+    descent_constant as descent_constant,
+    guaranteed_decrease as guaranteed_decrease,
+    ngd_equivalence as ngd_equivalence,
+    normalized_gd as normalized_gd,
+    theorem3 as theorem3,
+)
+from clipwise.theory.theorems.descent import (
+    LowerBoundPair as LowerBoundPair,
+    gradient_bound as gradient_bound,
+    lower_bound_pair as lower_bound_pair,
+    remark5 as remark5,
+    theorem4 as theorem4,
+    theorem6 as theorem6,
+    wall_height as wall_height,
+)
+from clipwise.theory.theorems.lemmas import (
+    GradientBound as GradientBound,
+    Inequality as Inequality,
+    NoisyStep as NoisyStep,
+    lemma2 as lemma2,
+    lemma9 as lemma9,
+    lemma11 as lemma11,
+    lemma12 as lemma12,
+    lemma13 as lemma13,
+)
+from clipwise.theory.theorems.results import (
+    Assumption as Assumption,
+    AssumptionError as AssumptionError,
+    Guarantee as Guarantee,
+)
+from clipwise.theory.theorems.stochastic import (
+    ClippingVerdict as ClippingVerdict,
+    noise_term as noise_term,
+    theorem7 as theorem7,
+    theorem8 as theorem8,
+    when_clipping_wins as when_clipping_wins,
+)
