@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipwise.smoothness.replay import PassState, RandomState, Replay, copies, trainable_parameters
+from clipwise.smoothness.passes import PassState, RandomState
+from clipwise.smoothness.ranks import copies
+from clipwise.smoothness.replay import Replay, trainable_parameters
 
 
 def everything(model):

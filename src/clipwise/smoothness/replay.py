@@ -8,83 +8,20 @@ by moving the parameters in place, and puts everything back bit for bit.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from clipwise._checks import check_finite
+from clipwise.smoothness.passes import PassState
+from clipwise.smoothness.ranks import any_rank, copies, gradients_live_in_buckets, local, spans_ranks
 
 Gradients = Sequence["Tensor | None"]
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """States of every global random generator: torch's CPU and accelerator, Python's, numpy's."""
-
-    cpu: Tensor
-    accelerator: Any
-    python: tuple[Any, ...]
-    numpy: Any
-
-    @classmethod
-    def capture(cls) -> RandomState:
-        """The states now."""
-        device = _accelerator_in_use()
-        states = None if device is None else _all_states(device)
-        return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        """Put the states back."""
-        torch.set_rng_state(self.cpu)
-        device = _accelerator_in_use()
-        if device is not None and self.accelerator is not None:
-            set_all = getattr(device, "set_rng_state_all", device.set_rng_state)
-            set_all(self.accelerator)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-class PassState:
-    """What a forward pass reads and changes besides parameters: random states, buffers, modes, attributes.
-
-    Of a module's own attributes the public ones are kept by reference, so that a recurrent state carried as
-    ``self.hidden = new`` or a counter comes back too.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.random = RandomState.capture()
-        modules = list(model.modules())
-        self._modes = [(module, module.training) for module in modules]
-        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
-        tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
-        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
-        self._attributes = [(m, _public(m)) for m in modules if not isinstance(m, _WRAPPERS)]
-
-    def restore(self) -> None:
-        """Put everything back as it was when this was taken."""
-        for module, training in self._modes:
-            module.training = training
-        for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in self._values:
-                buffer.copy_(value)
-        for module, attributes in self._attributes:
-            for name in _public(module).keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-        self.random.restore()
 
 
 @dataclass(frozen=True)
@@ -167,26 +104,33 @@ class Replay:
             gradients = [None if g is None else g.clone() for g in gradients]
         return Replayed(loss, gradients)
 
-    def gradient_at(self, direction: Gradients, fraction: float) -> Replayed:
-        r"""Loss and gradient at :math:`x + \gamma d`, with :math:`x` where the block began.
+    def gradient_at(
+        self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None
+    ) -> Replayed:
+        r"""Loss and gradient at :math:`x + \gamma d`.
 
         Args:
             direction: :math:`d`, one tensor for each of ``self.parameters``; None leaves it where it is.
             fraction: :math:`\gamma`, any finite number.
+            origin: :math:`x`; by default where the block began.
         """
-        self.move(direction, fraction)
+        self.move(direction, fraction, origin=origin)
         return self.gradient()
 
-    def move(self, direction: Gradients, fraction: float) -> None:
-        r"""Put the parameters at :math:`x + \gamma d`, always from the saved :math:`x`."""
+    def move(self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None) -> None:
+        r"""Put the parameters at :math:`x + \gamma d`, always from a saved :math:`x`."""
         check_finite("fraction", fraction)
         with torch.no_grad():
             if self._home is None:
                 self._home = copies(self.parameters)
-            for p, home, d in zip(self.parameters, self._home, direction, strict=True):
-                local(p).copy_(local(home))
+            for p, x, d in zip(self.parameters, origin or self._home, direction, strict=True):
+                local(p).copy_(local(x))
                 if d is not None and fraction != 0:
                     local(p).add_(local(d), alpha=fraction)
+
+    def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient at a point given whole, one tensor a parameter: a model as a gradient function."""
+        return self.gradient_at([None] * len(point), 0.0, origin=point).gradients
 
     def return_home(self) -> None:
         """Put the parameters back where the block began."""
@@ -224,8 +168,10 @@ class Replay:
             passed = fraction
             yield fraction, self.gradient()
 
-    def hessian_product(self, direction: Gradients) -> list[Tensor | None]:
-        r""":math:`\nabla^2 f(x)\,d` by differentiating twice.
+    def hessian_product(
+        self, direction: Gradients, *, origin: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        r""":math:`\nabla^2 f(x)\,d` by differentiating twice, at ``origin`` or where the parameters are.
 
         Not every kernel has a second derivative (fused attention, cuDNN's LSTM), and DDP and FSDP2 average
         only what ``backward()`` computes; torch then raises a RuntimeError. Central differences of
@@ -233,6 +179,8 @@ class Replay:
         """
         if spans_ranks(self.model):
             raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
+        if origin is not None:
+            self.move([None] * len(origin), 0.0, origin=origin)
         self._prepare()
         loss = self._checked(self.closure())
         gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
@@ -259,7 +207,8 @@ class Replay:
                 loss = self._checked(self.closure())
         except Exception as error:
             failure = error
-        # A rank that failed must not leave the others waiting in backward().
+        # A rank that failed must not leave the others waiting in backward(). (One that fails before a
+        # collective of the forward pass itself, FSDP2's or BatchNorm's, still does: torch knows no way out.)
         if any_rank(failure is not None, self.model):
             raise failure or RuntimeError("The closure raised on another rank.")
         assert loss is not None
@@ -305,62 +254,6 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     if not parameters:
         raise ValueError("`model` has no parameter with `requires_grad`: there is nothing to measure.")
     return parameters
-
-
-def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """A copy of each tensor; of a DTensor, a DTensor."""
-    return [p.detach().clone() for p in parameters]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: of a DTensor its shard, else the tensor itself. It shares memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def spans_ranks(model: nn.Module) -> bool:
-    """Whether a backward pass of the model communicates with other processes."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
-
-
-def any_rank(flag: bool, model: nn.Module) -> bool:
-    """Whether ``flag`` holds on any of the ranks that train ``model``."""
-    if not spans_ranks(model):
-        return flag
-    votes = torch.tensor(float(flag), device=local(next(model.parameters())).device)
-    dist.all_reduce(votes, dist.ReduceOp.MAX)
-    return bool(votes > 0)
-
-
-def gradients_live_in_buckets(model: nn.Module) -> bool:
-    """Whether ``.grad`` shares memory with buckets that the next backward pass of DDP overwrites."""
-    wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
-    return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
-
-
-_WRAPPERS = (DistributedDataParallel, torch._dynamo.OptimizedModule)
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
-
-
-def _accelerator_in_use() -> Any:
-    """The module of the accelerator (``torch.cuda``, …) if it has been used, else None."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return None
-    device = torch.get_device_module(accelerator)
-    started = getattr(device, "is_initialized", lambda: True)
-    return device if started() else None
-
-
-def _all_states(device: Any) -> Any:
-    return getattr(device, "get_rng_state_all", device.get_rng_state)()
 
 
 def _kind(value: object) -> str:

@@ -1,0 +1,95 @@
+"""What a forward pass reads and changes besides the parameters: kept, and put back bit for bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """States of every global random generator: torch's CPU and accelerator, Python's, numpy's."""
+
+    cpu: Tensor
+    accelerator: Any
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """The states now."""
+        device = _accelerator_in_use()
+        states = None if device is None else _all_states(device)
+        return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self.cpu)
+        device = _accelerator_in_use()
+        if device is not None and self.accelerator is not None:
+            set_all = getattr(device, "set_rng_state_all", device.set_rng_state)
+            set_all(self.accelerator)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class PassState:
+    """What a forward pass reads and changes besides parameters: random states, buffers, modes, attributes.
+
+    Of a module's own attributes the public ones are kept by reference, so that a recurrent state carried as
+    ``self.hidden = new`` or a counter comes back too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.random = RandomState.capture()
+        modules = list(model.modules())
+        self._modes = [(module, module.training) for module in modules]
+        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+        tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
+        self._attributes = [(m, _public(m)) for m in modules if not _is_wrapper(m)]
+
+    def restore(self) -> None:
+        """Put everything back as it was when this was taken."""
+        for module, training in self._modes:
+            module.training = training
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                buffer.copy_(value)
+        for module, attributes in self._attributes:
+            for name in _public(module).keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+        self.random.restore()
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """DDP or a compiled module: its attributes are machinery, not state of the model."""
+    return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _accelerator_in_use() -> Any:
+    """The module of the accelerator (``torch.cuda``, …) if it has been used, else None."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    device = torch.get_device_module(accelerator)
+    started = getattr(device, "is_initialized", lambda: True)
+    return device if started() else None
+
+
+def _all_states(device: Any) -> Any:
+    return getattr(device, "get_rng_state_all", device.get_rng_state)()

@@ -1,0 +1,133 @@
+"""Replay under torch.compile, and on two processes under DDP and FSDP2."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from clipwise.smoothness.passes import PassState
+from clipwise.smoothness.ranks import copies
+from clipwise.smoothness.replay import Replay
+from clipwise.vectors import global_norm
+from tests.processes import run_on_processes
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data():
+    torch.manual_seed(2)
+    return torch.randn(12, 6), torch.randint(3, (12,))
+
+
+def wrap(kind):
+    model = net().eval()  # in training mode BatchNorm would see half a batch on each rank
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "ddp-views":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if kind == "fsdp2":
+        for layer in (model[0], model[3]):
+            fully_shard(layer)
+        return fully_shard(model)
+    return model
+
+
+def measure(rank, kind, world_size=2):
+    model, (x, y) = wrap(kind), data()
+    share = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
+
+    def closure():
+        return F.cross_entropy(model(x[share]), y[share])
+
+    state = PassState(model)
+    closure().backward()
+    parameters = [p for p in model.parameters()]
+    before = [(p.detach().clone(), p.grad.clone()) for p in parameters]
+    start = copies(parameters)
+    with torch.no_grad():
+        for s, p in zip(start, parameters, strict=True):
+            s.add_(p.grad, alpha=0.5)
+    norms = []
+    with Replay(model, closure, state=state) as replay:
+        here = replay.gradient().gradients
+        equal = all(whole(g).equal(whole(b[1])) for g, b in zip(here, before, strict=True))
+        for _, there in replay.along(start, (0.25, 0.5, 1.0)):
+            difference = [a - b for a, b in zip(there.gradients, here, strict=True)]
+            norms.append(global_norm(difference).item())
+        moved = replay.gradient_at([b[1] for b in before], -0.5).gradients
+        norms.append(global_norm(moved).item())
+    restored = all(
+        whole(p.detach()).equal(whole(b[0])) and whole(p.grad).equal(whole(b[1]))
+        for p, b in zip(parameters, before, strict=True)
+    )
+    return norms, equal, restored
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fail_on_rank_one(rank):
+    model = DistributedDataParallel(nn.Linear(6, 3))
+    x, y = data()
+
+    def closure():
+        output = model(x)
+        if rank == 1:
+            raise KeyError("no such label")
+        return F.cross_entropy(output, y)
+
+    try:
+        with Replay(model, closure) as replay:
+            replay.gradient()
+    except (KeyError, RuntimeError) as error:
+        return str(error)
+
+
+def all_of_it(rank):
+    return {kind: measure(rank, kind) for kind in KINDS}, fail_on_rank_one(rank)
+
+
+KINDS = ("ddp", "ddp-views", "fsdp2")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_agree_with_one_and_a_failing_rank_does_not_hang_the_other():
+    alone, _, _ = measure(0, "plain", world_size=1)
+    (one, other), (two, failed) = run_on_processes(all_of_it)
+    for kind in KINDS:
+        for norms, equal, restored in (one[kind], two[kind]):
+            torch.testing.assert_close(torch.tensor(norms), torch.tensor(alone), rtol=1e-9, atol=1e-12)
+            assert equal
+            assert restored
+    assert "another rank" in other
+    assert "no such label" in failed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
+def test_compiled_model_with_dropout_replays_bit_for_bit():
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = torch.compile(plain, backend="aot_eager")
+    x, y = data()
+
+    def closure():
+        return F.cross_entropy(model(x), y)
+
+    state = PassState(model)
+    closure().backward()
+    gradients = [p.grad.clone() for p in plain.parameters()]
+    rng = torch.get_rng_state()
+    with Replay(model, closure, state=state) as replay:
+        again = replay.gradient().gradients
+        there = replay.gradient_at(gradients, -0.5).gradients
+    assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(there, gradients, strict=True))
+    assert torch.equal(rng, torch.get_rng_state())
