@@ -21,5 +21,6 @@ def known_start():
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
     yield
     torch.set_default_dtype(torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipwise._torch import fused_sgd, has_foreach
 from clipwise.optim._update import Bundle, Rule
-from clipwise.vectors import is_sharded
+from clipwise.vectors import homogeneous_cpu, is_sharded
 
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
@@ -24,15 +24,21 @@ class Unit:
     group: dict[str, Any]
     params: list[Tensor]
     grads: list[Tensor]
+    plain: bool = False  # whether all gradients are dense, real CPU tensors of one dtype
     bundles: list[Bundle] = field(default_factory=list)
 
-    def attach_buffers(self, state: MutableMapping[Tensor, Any]) -> None:
+    def make_bundles(self, state: MutableMapping[Tensor, Any]) -> None:
         """Sort the tensors into bundles, with momentum buffers where the group has momentum."""
         group = self.group
         rule = Rule(
             lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
             weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
         )  # fmt: skip
+        if self.plain and _uses_kernel(group):
+            buffers = [state[p].get(_BUFFER) for p in self.params] if rule.momentum else []
+            if _all_as_the_kernel_likes(self.params, self.grads, buffers):
+                self.bundles = [Bundle("fused", rule, self.params, self.grads, buffers)]
+                return
         choose = _path_chooser(group)
         bundles: dict[tuple, Bundle] = {}
         for p, g in zip(self.params, self.grads, strict=True):
@@ -52,11 +58,11 @@ def collect(groups: list[dict[str, Any]], *, per_tensor: bool) -> list[Unit]:
     """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
     units = []
     for group in groups:
-        params = [p for p in group["params"] if p.grad is not None]
-        if per_tensor:
-            units += [Unit(group, [p], [p.grad]) for p in params]
-        elif params:
-            units.append(Unit(group, params, [p.grad for p in params]))
+        pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
+        parts = [[pair] for pair in pairs] if per_tensor else [pairs] if pairs else []
+        for part in parts:
+            grads = [g for _, g in part]
+            units.append(Unit(group, [p for p, _ in part], grads, plain=homogeneous_cpu(grads)))
     return units
 
 
@@ -96,6 +102,26 @@ def _path_chooser(group: dict[str, Any]) -> Any:
         return "fused" if by_kernel and _kernel_is_right(p, g, buffer) else "foreach"
 
     return choose
+
+
+def _uses_loop(group: dict[str, Any]) -> bool:
+    return group["differentiable"] or (group["foreach"] is False and not group["fused"]) or not has_foreach()
+
+
+def _uses_kernel(group: dict[str, Any]) -> bool:
+    wanted = group["fused"] is not False and not group["foreach"] and not _uses_loop(group)
+    return wanted and fused_sgd() is not None
+
+
+def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers: list[Any]) -> bool:
+    """:func:`_kernel_is_right` for many tensors in the common case: a quick yes, or ask one by one."""
+    dtype = grads[0].dtype
+    if dtype not in _KERNEL_DTYPES:
+        return False
+    for t in [*params, *grads, *buffers]:  # a bare loop: this runs in every step
+        if t is None or not t.is_contiguous() or t.dtype is not dtype:
+            return False
+    return True
 
 
 def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:

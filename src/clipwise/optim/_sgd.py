@@ -137,13 +137,13 @@ class ScaledSGD(Optimizer, ABC):
         units = collect(self.param_groups, per_tensor=scope == "tensor")
         if not units:
             return
-        norms = self._norms([unit.grads for unit in units])
+        norms = self._norms(units)
         skip = self._skip_signal(norms)
         if skip is True:
             count_skip(self._counters, _combined(norms, scope))
             return
         for unit in units:
-            unit.attach_buffers(self.state)
+            unit.make_bundles(self.state)
         # What the rule looks at: the gradient, or the direction averaged by momentum.
         seen = self._average(units) if self.defaults["clip"] == "momentum" else norms
         coefficients = [self._coefficient(norm, unit.group) for unit, norm in zip(units, seen, strict=True)]
@@ -152,17 +152,18 @@ class ScaledSGD(Optimizer, ABC):
                 update(bundle, coefficient, skip=skip)
         self._count(units, norms, seen, coefficients, skip)
 
-    def _norms(self, vectors: list[list[Tensor]]) -> list[Any]:
+    def _norms(self, units: list[Unit]) -> list[Any]:
         """One norm for each unit; they are all the same if the scope is global."""
-        if self.defaults["norm_scope"] == "global":
-            return [self._norm([t for vector in vectors for t in vector])] * len(vectors)
-        return [self._norm(vector) for vector in vectors]
+        if self.defaults["norm_scope"] == "global" and len(units) > 1:
+            grads = [g for unit in units for g in unit.grads]
+            return [self._norm(grads, homogeneous_cpu(grads))] * len(units)
+        return [self._norm(unit.grads, unit.plain) for unit in units]
 
-    def _norm(self, tensors: list[Tensor]) -> Any:
+    def _norm(self, tensors: list[Tensor], plain: bool) -> Any:
         """A float, or a tensor where reading the number would mean waiting or losing its gradient."""
         if self.defaults["differentiable"]:
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
-        if homogeneous_cpu(tensors):
+        if plain:
             return cpu_norm(tensors)
         norm = global_norm(tensors)
         return norm.item() if norm.device.type == "cpu" else norm
@@ -198,7 +199,9 @@ class ScaledSGD(Optimizer, ABC):
         """Take the gradients into the momentum; the units then hold the averaged direction. Its norms."""
         for unit in units:
             unit.bundles = [average_(bundle) for bundle in unit.bundles]
-        return self._norms([[g for bundle in unit.bundles for g in bundle.grads] for unit in units])
+            unit.grads = [g for bundle in unit.bundles for g in bundle.grads]
+            unit.plain = homogeneous_cpu(unit.grads)
+        return self._norms(units)
 
     def _count(
         self,

@@ -199,8 +199,19 @@ def _kernel(
 ) -> None:
     kernel = fused_sgd()
     assert kernel is not None  # a bundle is on the fused path only where there is one
-    # Buffers start at zero, so no step is a first step to the kernel.
+    # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
+    # last is still in the cache.
     kernel(
-        params, grads, buffers, lr=lr, weight_decay=weight_decay, momentum=momentum, dampening=dampening,
-        nesterov=nesterov, maximize=rule.maximize, is_first_step=False, grad_scale=None, found_inf=found_inf,
-    )  # fmt: skip
+        params[::-1],
+        grads[::-1],
+        buffers[::-1],
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        maximize=rule.maximize,
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=found_inf,
+    )

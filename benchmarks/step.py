@@ -1,0 +1,158 @@
+"""The optimizer phase alone: clipwise against clip_grad_norm_ + SGD.
+
+    python benchmarks/step.py [--rounds 40] [--threads 1 2] [--json PATH]
+
+All variants share parameters and gradients and take turns in one process, in a new order each round, so that a
+busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
+threads by the clock. The gradients are put back before every timed call, outside the clock, because
+clip_grad_norm_ rewrites them.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from clipwise import ClippedSGD, NormalizedSGD
+
+LR, MAX_NORM = 1e-4, 0.25
+
+
+def awd_lstm_shapes():
+    layers = [(400, 1150), (1150, 1150), (1150, 400)]
+    lstm = [s for i, h in layers for s in [(4 * h, i), (4 * h, h), (4 * h,), (4 * h,)]]
+    return [(10_000, 400), *lstm, (10_000,)]
+
+
+def resnet20_shapes():
+    shapes = [(16, 3, 3, 3), (16,), (16,)]
+    width = 16
+    for out in (16, 32, 64):
+        for block in range(3):
+            shapes += [(out, width, 3, 3), (out,), (out,), (out, out, 3, 3), (out,), (out,)]
+            if block == 0 and out != 16:
+                shapes += [(out, width, 1, 1), (out,), (out,)]
+            width = out
+    return [*shapes, (10, 64), (10,)]
+
+
+SHAPES = {
+    "AWD-LSTM, 24.2 M in 14": awd_lstm_shapes(),
+    "10 M in 100": [(1000, 100)] * 100,
+    "ResNet20, 0.27 M in 65": resnet20_shapes(),
+}
+
+# Bytes read and written for each parameter, fp32: norm, scaling of the gradient, update.
+BYTES = {
+    "clip_grad_norm_ + SGD": {False: 4 + 8 + 12, True: 4 + 8 + 32},
+    "clip_grad_norm_ + SGD(foreach)": {False: 4 + 8 + 12, True: 4 + 8 + 32},
+    "clip_grad_norm_ + SGD(fused)": {False: 4 + 8 + 12, True: 4 + 8 + 20},
+    "ClippedSGD": {False: 4 + 12, True: 4 + 20},
+    "ClippedSGD(foreach)": {False: 4 + 12, True: 4 + 32},
+    "NormalizedSGD": {False: 4 + 12, True: 4 + 20},
+}
+
+
+def torch_step(params, **options):
+    sgd = torch.optim.SGD(params, lr=LR, **options)
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        sgd.step()
+
+    return step
+
+
+def variants(params, momentum):
+    m = {"momentum": 0.9} if momentum else {}
+    return {
+        "clip_grad_norm_ + SGD": torch_step(params, **m),
+        "clip_grad_norm_ + SGD(foreach)": torch_step(params, foreach=True, **m),
+        "clip_grad_norm_ + SGD(fused)": torch_step(params, fused=True, **m),
+        "ClippedSGD": ClippedSGD(params, lr=LR, max_norm=MAX_NORM, **m).step,
+        "ClippedSGD(foreach)": ClippedSGD(params, lr=LR, max_norm=MAX_NORM, foreach=True, **m).step,
+        "NormalizedSGD": NormalizedSGD(params, lr=LR * MAX_NORM, offset=MAX_NORM, **m).step,
+    }
+
+
+def measure(shapes, momentum, rounds, clock):
+    params = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
+    gradients = [torch.randn(s) for s in shapes]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    steps = variants(params, momentum)
+    flat = [torch.zeros(sum(g.numel() for g in gradients)) for _ in range(2)]
+    steps["add_"] = lambda: flat[0].add_(flat[1], alpha=1e-3)
+    times = {name: [] for name in steps}
+    shuffle = random.Random(0)
+    for k in range(-2, rounds):  # two rounds to warm up
+        for name in shuffle.sample(list(steps), len(steps)):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad.copy_(g)
+            start = clock()
+            steps[name]()
+            elapsed = clock() - start
+            if k >= 0:
+                times[name].append(elapsed)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def table(title, medians, momentum, num_params):
+    base = medians["clip_grad_norm_ + SGD"]
+    add = 12 * num_params / medians["add_"]
+    rows = []
+    print(f"\n{title}")
+    print(f"{'':34}{'ms':>9}{'speed-up':>10}{'B/param':>9}{'GB/s':>7}{'of add_':>9}")
+    for name, seconds in medians.items():
+        if name == "add_":
+            continue
+        moved = BYTES[name][momentum]
+        bandwidth = moved * num_params / seconds
+        rows.append(
+            {
+                "variant": name,
+                "milliseconds": 1e3 * seconds,
+                "speed_up": base / seconds,
+                "bytes_per_parameter": moved,
+                "gigabytes_per_second": bandwidth / 1e9,
+                "fraction_of_add_": bandwidth / add,
+            }
+        )
+        print(
+            f"{name:34}{1e3 * seconds:9.3f}{base / seconds:9.2f}x{moved:9d}"
+            f"{bandwidth / 1e9:7.1f}{bandwidth / add:9.0%}"
+        )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="timed calls of each variant (default 40)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    results = []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        clock = time.thread_time if threads == 1 else time.perf_counter
+        for name, shapes in SHAPES.items():
+            num_params = sum(torch.Size(s).numel() for s in shapes)
+            rounds = options.rounds if num_params > 1e6 else 5 * options.rounds
+            for momentum in (False, True):
+                kind = "momentum 0.9" if momentum else "plain"
+                title = f"{name} tensors, {kind}, {threads} thread{'s' if threads > 1 else ''}"
+                rows = table(title, measure(shapes, momentum, rounds, clock), momentum, num_params)
+                results.append({"shape": name, "momentum": momentum, "threads": threads, "variants": rows})
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Slow twins: the formulas as they stand, one number or one tensor at a time."""
+
+import math
+
+import torch
+
+
+def reference_norm(tensors):
+    """Euclidean norm in float64, in one go."""
+    return math.sqrt(sum(float((t.detach().to_dense().abs().double() ** 2).sum()) for t in tensors))
+
+
+class ReferenceSGD:
+    """Clipped or normalized SGD for a list of parameters, written from the formula."""
+
+    def __init__(
+        self,
+        params,
+        lr,
+        *,
+        coefficient,
+        momentum=0.0,
+        dampening=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        maximize=False,
+        clip="gradient",
+    ):
+        self.params = list(params)
+        self.lr, self.coefficient, self.clip = lr, coefficient, clip
+        self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
+        self.weight_decay, self.maximize = weight_decay, maximize
+        self.buffers = {}
+
+    @torch.no_grad()
+    def step(self):
+        sign = -1.0 if self.maximize else 1.0
+        grads = [p.grad.clone() for p in self.params]
+        if self.clip == "momentum" and self.momentum:
+            directions = [self.averaged(p, g) for p, g in zip(self.params, grads, strict=True)]
+            c = self.coefficient(reference_norm(directions))
+            for p, d in zip(self.params, directions, strict=True):
+                p -= self.lr * (sign * c * d + self.weight_decay * p)
+            return
+        c = self.coefficient(reference_norm(grads))
+        for p, g in zip(self.params, grads, strict=True):
+            d = sign * c * g + self.weight_decay * p
+            if self.momentum:
+                d = self.averaged(p, d)
+            p -= self.lr * d
+
+    def averaged(self, p, d):
+        if p in self.buffers:
+            self.buffers[p] = self.momentum * self.buffers[p] + (1 - self.dampening) * d
+        else:
+            self.buffers[p] = d.clone()
+        return d + self.momentum * self.buffers[p] if self.nesterov else self.buffers[p]

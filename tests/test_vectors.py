@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from clipwise import _torch, vectors
+from clipwise.vectors import cpu_norm, global_norm
+from tests.reference import reference_norm
+
+
+def relative_error(tensors):
+    exact = reference_norm(tensors)
+    return abs(float(global_norm(tensors)) / exact - 1)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]),
+    seed=st.integers(0, 100),
+)
+def test_norm_equals_the_reference(sizes, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(n, dtype=torch.float64, generator=generator).to(dtype) for n in sizes]
+    assert float(global_norm(tensors)) == pytest.approx(reference_norm(tensors), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constant", [False, True])
+def test_norm_of_25_million_fp32_elements_is_right_to_1e_6(constant):
+    t = torch.full((25_000_000,), 0.03, dtype=torch.float32)
+    if not constant:
+        t.normal_()
+    assert relative_error([t]) < 1e-6
+    # What it guards against: torch's own sum loses three digits at this size.
+    assert abs(float(torch.linalg.vector_norm(t)) / reference_norm([t]) - 1) > 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e19, 1e-20, 1e-38, 3e38])
+def test_norm_neither_overflows_nor_vanishes_in_fp32(scale):
+    t = torch.full((1000,), scale, dtype=torch.float32)
+    norm = float(global_norm([t, torch.zeros(3, dtype=torch.float32)]))
+    assert norm == pytest.approx(float(t[0]) * math.sqrt(1000), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300])
+def test_norm_neither_overflows_nor_vanishes_in_fp64(scale):
+    assert cpu_norm([torch.full((4,), scale)]) == pytest.approx(2 * scale, rel=1e-14)
+
+
+def test_large_and_tiny_entries_together():
+    t = torch.tensor([3e30, 1e-30, 4e30], dtype=torch.float32)
+    assert cpu_norm([t]) == pytest.approx(5e30, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.03, 0.1, 1 / 3, 0.7])
+def test_half_precision_is_added_up_in_single(dtype, value):
+    t = torch.full((998_867,), value, dtype=dtype)
+    assert relative_error([t]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)]
+)
+def test_nonfinite_entries_show_in_the_norm(entry, expected):
+    norm = float(global_norm([torch.tensor([1.0, entry]), torch.ones(3)]))
+    assert norm == expected or (math.isnan(norm) and math.isnan(expected))
+
+
+def test_nothing_and_zeros_have_norm_zero():
+    assert float(global_norm([])) == 0.0
+    assert cpu_norm([]) == 0.0
+    assert float(global_norm([torch.zeros(5), torch.empty(0)])) == 0.0
+
+
+def test_sparse_duplicates_are_added_before_squaring():
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0]), (5,))
+    assert float(global_norm([sparse])) == pytest.approx(5.0)
+
+
+def test_complex_counts_real_and_imaginary_part():
+    assert float(global_norm([torch.tensor([3 + 4j]), torch.tensor([12j])])) == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.T,
+        lambda t: t[::2, 1:],
+        lambda t: t[:1].expand(50, -1),
+        lambda t: t.reshape(10, 10, 30, 30).contiguous(memory_format=torch.channels_last),
+        lambda t: t.reshape(-1)[7],
+    ],
+    ids=["transposed", "sliced", "expanded", "channels last", "scalar"],
+)
+def test_strides_do_not_matter(view):
+    t = view(torch.randn(300, 300))
+    assert relative_error([t, torch.randn(3)]) < 1e-12
+
+
+def test_mixed_dtypes_and_tensors_that_require_grad():
+    tensors = [
+        torch.randn(10, requires_grad=True),
+        torch.randn(7, dtype=torch.float32),
+        torch.randn(3).bfloat16(),
+    ]
+    assert relative_error(tensors) < 1e-6
+
+
+def test_norm_without_torchs_underscore_functions(monkeypatch):
+    tensors = [torch.randn(n) for n in (1, 10, 100_000, 7)]
+    monkeypatch.setattr(vectors, "flatten", lambda: lambda ts: torch.cat([t.reshape(-1) for t in ts]))
+    assert relative_error(tensors) < 1e-12
+
+
+def test_capability_check_refuses_a_kernel_that_computes_something_else():
+    assert not _torch._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
+
+    def changed(*_args, **_kwargs):
+        raise TypeError("another signature")
+
+    assert not _torch._follows_formula(changed)
+    assert _torch.fused_sgd() is not None
