@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 
-class DataError(RuntimeError):
+class DataError(ValueError):
     """A data set that is missing, broken or not what it claims to be; the message is one clear line."""
 
 
