@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clipwise import steps as steps, theory as theory
     from clipwise.optim import ClippedSGD as ClippedSGD, NormalizedSGD as NormalizedSGD
+    from clipwise.smoothness.estimators import (
+        local_smoothness as local_smoothness,
+        segment_smoothness as segment_smoothness,
+    )
     from clipwise.smoothness.replay import Replay as Replay
+    from clipwise.smoothness.spectral import spectral_smoothness as spectral_smoothness
 
 __version__ = "0.1.0"
 
@@ -20,6 +25,9 @@ _HOMES = {
     "ClippedSGD": "optim",
     "NormalizedSGD": "optim",
     "Replay": "smoothness.replay",
+    "segment_smoothness": "smoothness.estimators",
+    "local_smoothness": "smoothness.estimators",
+    "spectral_smoothness": "smoothness.spectral",
     "steps": "",
     "theory": "",
 }

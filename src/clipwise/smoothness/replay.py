@@ -128,6 +128,11 @@ class Replay:
                 if d is not None and fraction != 0:
                     local(p).add_(local(d), alpha=fraction)
 
+    @property
+    def point(self) -> list[Tensor]:
+        """A copy of the parameters where the block began."""
+        return copies(self.parameters if self._home is None else self._home)
+
     def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient at a point given whole, one tensor a parameter: a model as a gradient function."""
         return self.gradient_at([None] * len(point), 0.0, origin=point).gradients

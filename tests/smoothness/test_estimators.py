@@ -1,0 +1,277 @@
+"""Estimates of smoothness against cases solved by hand and dense Hessians."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from clipwise.smoothness.estimators import (
+    difference,
+    hessian_product,
+    local_smoothness,
+    norm,
+    segment_smoothness,
+)
+from clipwise.smoothness.replay import Replay
+from clipwise.smoothness.spectral import spectral_smoothness
+
+
+def symmetric(size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(size, size, generator=generator)
+    return A + A.T
+
+
+@pytest.mark.parametrize("L", [0.5, 4.0])
+def test_segment_smoothness_of_isotropic_quadratic_is_its_curvature(L):
+    estimate = segment_smoothness(lambda x: L * x, torch.randn(7), torch.randn(7))
+    torch.testing.assert_close(estimate, torch.tensor(L))
+
+
+@given(seed=st.integers(0, 10_000), scale=st.floats(1e-3, 1e3), size=st.integers(1, 12))
+def test_segment_and_local_smoothness_of_quadratics_are_exact(seed, scale, size):
+    torch.manual_seed(seed)
+    H, x, d = scale * symmetric(size, seed), torch.randn(size), torch.randn(size)
+    exact = (H @ d).norm() / d.norm()
+    segment = segment_smoothness(lambda x: H @ x, x, x + d, fractions=(0.25, 0.5, 0.75, 1.0))
+    # A central difference is exact up to rounding, which is relative to the size of the gradient.
+    floor = 1e-9 * (H @ x).norm() / x.norm()
+    torch.testing.assert_close(segment, exact, rtol=1e-8, atol=0.0)
+    torch.testing.assert_close(local_smoothness(lambda x: H @ x, x, d), exact, rtol=1e-8, atol=floor.item())
+
+
+def test_segment_smoothness_sees_one_direction_only():
+    H = torch.diag(torch.tensor([100.0, 1.0]))
+    along_flat = segment_smoothness(lambda x: H @ x, torch.zeros(2), torch.tensor([0.0, 1.0]))
+    assert along_flat.item() == 1.0
+
+
+def test_segment_smoothness_takes_the_largest_over_the_fractions():
+    def gradient(x):  # f' = sin: the secants from 0 fall as the step grows
+        return torch.sin(x)
+
+    estimate = segment_smoothness(gradient, torch.zeros(1), torch.ones(1), fractions=(0.25, 0.5, 1.0))
+    torch.testing.assert_close(estimate, torch.tensor(np.sin(0.25) / 0.25))
+
+
+def test_segment_smoothness_of_groups_is_that_of_each_part():
+    def gradient(point):
+        return [2.0 * point[0], 5.0 * point[1], None]
+
+    start, end = (
+        [torch.zeros(2), torch.zeros(3), torch.zeros(1)],
+        [torch.ones(2), torch.ones(3), torch.zeros(1)],
+    )
+    groups = {"first": [0], "second": [1], "both": [0, 1], "still": [2]}
+    result = segment_smoothness(gradient, start, end, groups=groups)
+    assert result["first"].item() == 2.0
+    torch.testing.assert_close(result["second"], torch.tensor(5.0))
+    torch.testing.assert_close(result["both"], torch.tensor(np.sqrt((4 * 2 + 25 * 3) / 5)))
+    assert result["still"].isnan()
+
+
+def test_segment_that_did_not_move_is_refused():
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="Skip steps"):
+        segment_smoothness(lambda x: x, x, x.clone())
+    with pytest.raises(ValueError, match="Skip steps"):
+        local_smoothness(lambda x: x, x, torch.zeros(3))
+
+
+@pytest.mark.parametrize("fractions", [(), (0.0,), (0.5, 1.1), (float("nan"),)])
+def test_fractions_must_lie_on_the_segment(fractions):
+    with pytest.raises(ValueError, match=r"\(0, 1\]"):
+        segment_smoothness(lambda x: x, torch.zeros(1), torch.ones(1), fractions=fractions)
+
+
+def test_nan_gradient_gives_nan():
+    assert segment_smoothness(lambda x: x * float("nan"), torch.zeros(2), torch.ones(2)).isnan()
+
+
+@pytest.mark.parametrize("method", ["autograd", "differences"])
+def test_local_smoothness_away_from_quadratics_is_the_second_derivative(method):
+    x = torch.tensor([0.7])
+    estimate = local_smoothness(lambda x: 4 * x**3, x, torch.ones(1), method=method)
+    torch.testing.assert_close(estimate, torch.tensor(12 * 0.7**2), rtol=1e-9, atol=0.0)
+
+
+def test_local_smoothness_in_single_precision_is_good_to_a_thousandth():
+    x = torch.randn(50, dtype=torch.float32)
+    d = torch.randn(50, dtype=torch.float32)
+    exact = (torch.cosh(x.double()) * d).norm() / d.double().norm()
+    estimate = local_smoothness(lambda x: torch.sinh(x), x, d)
+    torch.testing.assert_close(estimate, exact, rtol=1e-3, atol=0.0)
+
+
+def dense_eigenvalues(model, closure):
+    names = list(dict(model.named_parameters()))
+    shapes = [p.shape for p in model.parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+
+    def loss(flat):
+        pieces = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+        return closure(lambda *a: torch.func.functional_call(model, dict(zip(names, pieces, strict=True)), a))
+
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, flat))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(4, 12), nn.Linear(4, 2)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).mean((1, 2)))
+
+
+class Saddle(nn.Module):
+    """w2·tanh(w1·x) near zero: the eigenvalue of largest size is negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False)
+        with torch.no_grad():
+            for p in self.parameters():
+                p *= 0.01
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def batch(*shape):
+    def loss(model):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(6, *shape, generator=generator)
+        return F.cross_entropy(model(x), torch.randint(2, (6,), generator=generator))
+
+    return loss
+
+
+def uphill(model):
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
+    out = model(x).squeeze(-1)
+    return -(out * x.sum(1)).mean() - 2.0 * out.square().mean()
+
+
+NETS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), batch(3)),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Softplus(), nn.Flatten(), nn.Linear(9, 2)),
+        batch(2, 4),
+    ),
+    "lstm": (Recurrent, batch(4, 2)),
+    "attention": (Attention, batch(3, 4)),
+    "saddle": (Saddle, uphill),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "differences"])
+@pytest.mark.parametrize("name", NETS)
+def test_spectral_smoothness_equals_the_norm_of_the_dense_hessian(name, method):
+    torch.manual_seed(4)
+    make, closure = NETS[name]
+    model = make()
+    with sdpa_kernel(SDPBackend.MATH):
+        eigenvalues = dense_eigenvalues(model, closure)
+    with Replay(model, lambda: closure(model)) as replay:
+        result = spectral_smoothness(replay, replay.point, method=method)
+    exact = eigenvalues.abs().max().item()
+    assert result.converged
+    assert result.value == pytest.approx(exact, rel=1e-5)
+    assert abs(result.eigenvalue) == result.value
+    if name == "saddle":
+        assert result.eigenvalue < 0
+
+
+def test_spectral_smoothness_that_runs_out_of_products_says_so_and_stays_below():
+    H = torch.diag(torch.linspace(0.9, 1.0, 400))
+    result = spectral_smoothness(lambda x: H @ x, torch.ones(400), max_products=5)
+    assert not result.converged
+    assert result.num_products == 5
+    assert 0.9 <= result.value <= 1.0
+    assert result.residual > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_spectral_smoothness_of_tiny_problems(size):
+    H = symmetric(size)
+    result = spectral_smoothness(lambda x: H @ x, torch.ones(size))
+    assert result.converged
+    assert result.value == pytest.approx(torch.linalg.matrix_norm(H, 2).item(), rel=1e-6)
+
+
+def test_spectral_smoothness_of_zero_hessian_is_zero():
+    result = spectral_smoothness(lambda x: torch.ones(5), torch.ones(5))
+    assert result.value == 0.0
+
+
+def test_spectral_smoothness_of_nan_is_marked():
+    result = spectral_smoothness(lambda x: x * float("nan"), torch.ones(5))
+    assert not result.converged
+    assert np.isnan(result.value)
+
+
+def test_spectral_smoothness_of_groups_is_that_of_diagonal_blocks():
+    H = symmetric(7)
+
+    def gradient(point):
+        return list((H @ torch.cat(point)).split([3, 4]))
+
+    result = spectral_smoothness(gradient, [torch.ones(3), torch.ones(4)], groups={"a": [0], "b": [1]})
+    assert result["a"].value == pytest.approx(torch.linalg.matrix_norm(H[:3, :3], 2).item(), rel=1e-6)
+    assert result["b"].value == pytest.approx(torch.linalg.matrix_norm(H[3:, 3:], 2).item(), rel=1e-6)
+
+
+def test_products_by_autograd_and_by_differences_agree_on_an_lstm():
+    model = Recurrent()
+    closure = NETS["lstm"][1]
+    d = [torch.randn_like(p) for p in model.parameters()]
+    with Replay(model, lambda: closure(model)) as replay:
+        point = replay.point
+        exact = hessian_product(replay, point, d, method="autograd")
+        near = hessian_product(replay, point, d, method="differences")
+    for a, b in zip(exact, near, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_fused_attention_falls_back_to_differences():
+    model = Attention()
+    closure = NETS["attention"][1]
+    d = [torch.randn_like(p) for p in model.parameters()]
+    with Replay(model, lambda: closure(model)) as replay:
+        point = replay.point
+        with pytest.raises(RuntimeError, match="derivative"):
+            hessian_product(replay, point, d, method="autograd")
+        fallen = local_smoothness(replay, point, d)
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = local_smoothness(replay, point, d, method="autograd")
+    torch.testing.assert_close(fallen, exact, rtol=1e-7, atol=0.0)
+
+
+def test_difference_of_sparse_gradients_equals_that_of_dense_ones():
+    indices = torch.tensor([[0, 2, 2]])
+    a = torch.sparse_coo_tensor(indices, torch.randn(3, 2), (4, 2), check_invariants=True)
+    b = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), torch.randn(2, 2), (4, 2), check_invariants=True)
+    dense = torch.randn(4, 2)
+    for one in (a, b, dense, None):
+        for two in (a, b, dense, None):
+            if one is None and two is None:
+                continue
+            zero = torch.zeros(4, 2)
+            expected = (zero if one is None else one.to_dense()) - (zero if two is None else two.to_dense())
+            torch.testing.assert_close(difference([one], [two])[0].to_dense(), expected)
+            torch.testing.assert_close(norm(difference([one], [two])), expected.norm())
