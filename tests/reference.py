@@ -55,3 +55,22 @@ class ReferenceSGD:
         else:
             self.buffers[p] = d.clone()
         return d + self.momentum * self.buffers[p] if self.nesterov else self.buffers[p]
+
+
+def quantile_line_by_enumeration(g, smoothness, *, quantile):
+    """(L0, L1) >= 0 of least check loss, by trying every corner: pairs of points, single points, zero."""
+    lines = [(0.0, 0.0)]
+    lines += [(y, 0.0) for y in smoothness]
+    lines += [(0.0, y / x) for x, y in zip(g, smoothness) if x > 0]
+    for i in range(len(g)):
+        for j in range(i):
+            if g[i] != g[j]:
+                slope = (smoothness[i] - smoothness[j]) / (g[i] - g[j])
+                lines.append((smoothness[i] - slope * g[i], slope))
+
+    def loss(line):
+        residuals = [y - line[0] - line[1] * x for x, y in zip(g, smoothness)]
+        return sum(max(quantile * r, (quantile - 1) * r) for r in residuals)
+
+    allowed = [line for line in lines if line[0] >= -1e-12 and line[1] >= -1e-12]
+    return min(allowed, key=loss), loss
