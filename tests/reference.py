@@ -61,7 +61,7 @@ def quantile_line_by_enumeration(g, smoothness, *, quantile):
     """(L0, L1) >= 0 of least check loss, by trying every corner: pairs of points, single points, zero."""
     lines = [(0.0, 0.0)]
     lines += [(y, 0.0) for y in smoothness]
-    lines += [(0.0, y / x) for x, y in zip(g, smoothness) if x > 0]
+    lines += [(0.0, y / x) for x, y in zip(g, smoothness, strict=True) if x > 0]
     for i in range(len(g)):
         for j in range(i):
             if g[i] != g[j]:
@@ -69,7 +69,7 @@ def quantile_line_by_enumeration(g, smoothness, *, quantile):
                 lines.append((smoothness[i] - slope * g[i], slope))
 
     def loss(line):
-        residuals = [y - line[0] - line[1] * x for x, y in zip(g, smoothness)]
+        residuals = [y - line[0] - line[1] * x for x, y in zip(g, smoothness, strict=True)]
         return sum(max(quantile * r, (quantile - 1) * r) for r in residuals)
 
     allowed = [line for line in lines if line[0] >= -1e-12 and line[1] >= -1e-12]
