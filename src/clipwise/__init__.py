@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clipwise import steps as steps, theory as theory
     from clipwise.optim import ClippedSGD as ClippedSGD, NormalizedSGD as NormalizedSGD
+    from clipwise.smoothness.calibrate import Calibration as Calibration, calibrate as calibrate
     from clipwise.smoothness.estimators import (
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
@@ -28,6 +29,8 @@ _HOMES = {
     "segment_smoothness": "smoothness.estimators",
     "local_smoothness": "smoothness.estimators",
     "spectral_smoothness": "smoothness.spectral",
+    "Calibration": "smoothness.calibration",
+    "calibrate": "smoothness.calibrate",
     "steps": "",
     "theory": "",
 }

@@ -1,0 +1,323 @@
+r"""Learning rate and clipping threshold before training, from a few dozen gradients at the starting point.
+
+For each of a handful of batches, the largest step :math:`h` along the gradient with
+
+.. math::
+    h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x), \qquad
+    \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
+
+The learning rate is the median of these steps, the threshold a multiple of the median gradient norm. With
+:math:`\kappa = 1` the step is the self-consistent :math:`1/\hat L`; clipping then keeps every later step
+within a small multiple of the length that was measured to be safe: the trust radius of clipped gradient
+descent, measured instead of assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from torch import Tensor, nn
+
+from clipwise._checks import check_count, check_nonnegative, check_positive
+from clipwise.smoothness.calibration import BatchCurve as BatchCurve, Calibration as Calibration
+from clipwise.smoothness.line import Line
+from clipwise.smoothness.ranks import any_rank
+from clipwise.smoothness.safestep import (
+    LARGEST,
+    LONG_STRIDE,
+    PER_OCTAVE,
+    SMALLEST,
+    NoBracket,
+    OutOfBudget,
+    Point,
+    crossing,
+    find_bracket,
+)
+
+# Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
+KAPPA = 1.0
+HEADROOM = 1.75
+ADAM_SHARE = 1 / 3
+
+START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
+SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
+FEWEST = 6  # gradients that one more batch is likely to take
+DISAGREEMENT = 10.0
+MAX_REPEAT_ERROR = 0.05
+MAX_ROUNDING_ERROR = 0.1
+SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
+
+_ALONG_SIGNS = {"Adam": True, "AdamW": True, "SGD": False, "ClippedSGD": False, "NormalizedSGD": False}
+
+
+def calibrate(
+    model: nn.Module,
+    loss_of_batch: Callable[[Any], Tensor | float],
+    batches: Iterable[Any],
+    *,
+    optimizer: str | type = "ClippedSGD",
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    kappa: float = KAPPA,
+    headroom: float = HEADROOM,
+    num_batches: int = 4,
+    max_gradients: int = 40,
+) -> Calibration:
+    r"""Learning rate and ``max_norm`` measured where training is about to start; nothing is changed.
+
+    Give it the batches that training will see: the size of a batch, and gradient accumulation inside
+    ``loss_of_batch``, are part of what is measured. Parameters, buffers, ``.grad`` and random states are what
+    they were afterwards, bit for bit. Under DDP and FSDP2 every rank calls with its share of each batch.
+
+    The answer changes as the problem does: with the loss times :math:`s`, ``lr`` is divided by :math:`s` and
+    ``max_norm`` multiplied; in parameters :math:`s` times as large, ``lr`` is multiplied by :math:`s^2`. The
+    order of the batches does not matter as long as all are used.
+
+    Args:
+        model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
+        loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
+            micro-batches and returns the loss as a number.
+        batches: At least one batch, better four to eight; a data loader will do.
+        optimizer: ``ClippedSGD``, ``NormalizedSGD``, torch's ``SGD``, ``Adam`` or ``AdamW``: class or name.
+        momentum: :math:`\beta` of SGD; the effective step is :math:`\eta/(1-\beta)`, so ``lr`` is
+            :math:`(1-\beta)h`.
+        weight_decay: :math:`\lambda` of SGD's L2 penalty, which belongs to the loss that is measured. AdamW's
+            decay is apart from the gradient and does not enter.
+        kappa: Largest safe change of the gradient, relative to itself.
+        headroom: Threshold in units of the gradient norm at the start.
+        num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
+        max_gradients: Largest number of gradients to evaluate.
+
+    Returns:
+        A :class:`Calibration`; print it.
+
+    Raises:
+        ValueError: the start is unusable, and the message says why and what to do.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> quadratic = lambda scale: 2.0 * scale * model.weight.square().sum()  # curvature 4 * scale
+        >>> cal = calibrate(model, quadratic, [1.0, 1.0, 1.0, 1.0])
+        >>> round(cal.lr, 6), round(cal.max_norm / cal.grad_norm, 6)
+        (0.25, 1.75)
+    """
+    name = _optimizer_name(optimizer)
+    check_positive("kappa", kappa)
+    check_positive("headroom", headroom)
+    check_nonnegative("weight_decay", weight_decay)
+    check_count("num_batches", num_batches)
+    check_count("max_gradients", max_gradients, least=20)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
+    signs = _ALONG_SIGNS[name]
+    if signs and momentum:
+        raise ValueError(
+            f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
+        )
+    search = _Search(kappa, max_gradients)
+    for batch in _shared(batches, model):
+        closure = _closure(loss_of_batch, batch)
+        decay = 0.0 if signs else weight_decay
+        with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
+            search.add(line)
+        sure = len(search.curve) >= num_batches and search.half_width <= SURE
+        if sure or search.left < FEWEST:
+            break
+    if not search.curve:
+        raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
+    return search.result(name, momentum=momentum, headroom=headroom, signs=signs)
+
+
+class _Search:
+    """Safe steps of one batch after another, each search starting at the answer before it."""
+
+    def __init__(self, kappa: float, max_gradients: int) -> None:
+        self.kappa, self.left, self.num_gradients = kappa, max_gradients, 0
+        self.curve: list[BatchCurve] = []
+        self.warnings: list[str] = []
+
+    def add(self, line: Line) -> None:
+        """Measure one more batch; it is left out if the gradients do not last."""
+        _check_start(line)
+        start, stride = START, LONG_STRIDE
+        if self.curve:
+            step = median(batch.safe_step for batch in self.curve)
+            start = round(PER_OCTAVE * math.log2(step / line.unit))
+            start, stride = min(max(start, SMALLEST), LARGEST), SHORT_STRIDE
+        else:
+            _check_repeatable(line)
+        try:
+            bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
+        except NoBracket as end:
+            raise _no_bracket(end.point, line.loss) from None
+        except OutOfBudget:
+            if not self.curve:
+                raise ValueError(
+                    "`max_gradients` is too small to find the first batch's safe step."
+                ) from None
+            self._spend(line)
+            return
+        step = crossing(bracket, kappa=self.kappa, loss=line.highest_loss)
+        self._check_precision(line, bracket.low.step)
+        points = tuple(sorted(line.points, key=lambda point: point.step))
+        self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.grad_norm))
+        self._spend(line)
+
+    def _spend(self, line: Line) -> None:
+        self.left -= line.num_gradients
+        self.num_gradients += line.num_gradients
+
+    def _check_precision(self, line: Line, step: float) -> None:
+        error = line.rounding_error(step)
+        if error > MAX_ROUNDING_ERROR:
+            raise ValueError(
+                f"The safe step drowns in rounding: in the parameters' precision it ends {error:.0%} of its "
+                "length from where it should. Calibrate a copy in float32 (`model.float()`); its lr and "
+                "max_norm hold for the model in half precision, too."
+            )
+        if line.half and not self.warnings:
+            self.warnings.append(
+                f"measured in half precision, where a step is off by {error:.1%} of its length. "
+                "float32 is surer."
+            )
+
+    @property
+    def _logs(self) -> np.ndarray:
+        return np.log([batch.safe_step for batch in self.curve])
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 90 % interval of the mean logarithm of the steps, by Student's t; inf for one batch."""
+        count = len(self.curve)
+        if count < 2:
+            return math.inf
+        # Besides their spread, steps carry the error of interpolating between neighbours of the lattice.
+        spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
+        return float(stats.t.ppf(0.95, count - 1)) * spread / math.sqrt(count)
+
+    def result(self, name: str, *, momentum: float, headroom: float, signs: bool) -> Calibration:
+        """The medians, as the optimizer takes them."""
+        steps = [batch.safe_step for batch in self.curve]
+        if max(steps) > DISAGREEMENT * min(steps):
+            raise ValueError(
+                f"The batches disagree: their safe steps reach from {min(steps):.3g} to {max(steps):.3g}, a "
+                f"factor of more than {DISAGREEMENT:g}. Use larger batches, shuffle the data, or look for a "
+                "batch that is not like the others."
+            )
+        grad_norm = median(batch.grad_norm for batch in self.curve)
+        max_norm = headroom * grad_norm
+        lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
+        if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
+            lr *= max_norm
+        factor = math.exp(self.half_width) if len(steps) > 1 else math.nan
+        warnings = self.warnings
+        if len(steps) == 1:
+            warnings = [
+                *warnings,
+                "a single batch: nothing says how far another one would differ. Give four.",
+            ]
+        cap = lr if name == "NormalizedSGD" else lr * max_norm
+        return Calibration(
+            optimizer=name,
+            lr=lr,
+            max_norm=max_norm,
+            step_cap=cap / (1.0 - momentum),
+            lr_interval=(lr / factor, lr * factor),
+            grad_norm=grad_norm,
+            num_gradients=self.num_gradients,
+            kappa=self.kappa,
+            headroom=headroom,
+            curve=tuple(self.curve),
+            warnings=tuple(warnings),
+        )
+
+
+def _optimizer_name(optimizer: str | type) -> str:
+    """The name of a supported optimizer, of a class that derives from it, or as given."""
+    names = (
+        [optimizer] if isinstance(optimizer, str) else [c.__name__ for c in getattr(optimizer, "__mro__", ())]
+    )
+    for name in names:
+        if name in _ALONG_SIGNS:
+            return name
+    raise ValueError(
+        f"`optimizer` must be one of {', '.join(_ALONG_SIGNS)}, as a class or a name, got {optimizer!r}. "
+        "For others there is no evidence that this measurement finds a good learning rate."
+    )
+
+
+def _shared(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+    """The batches, as long as every rank has one."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            "`batches` must be a sequence of batches, got a tensor. Put a single batch in a list."
+        )
+    iterator, end = iter(batches), object()
+    while True:
+        batch = next(iterator, end)
+        if any_rank(batch is end, model):
+            return
+        yield batch
+
+
+def _closure(loss_of_batch: Callable[[Any], Tensor | float], batch: Any) -> Callable[[], Tensor | float]:
+    def closure() -> Tensor | float:
+        loss = loss_of_batch(batch)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(
+                f"`loss_of_batch` must return a scalar, got a tensor of shape {tuple(loss.shape)}. "
+                "Reduce it with `.mean()`, as in training."
+            )
+        if not isinstance(loss, (Tensor, float, int)):
+            raise TypeError(f"`loss_of_batch` must return the loss alone, got a {type(loss).__name__}.")
+        return loss
+
+    return closure
+
+
+def _check_start(line: Line) -> None:
+    if not math.isfinite(line.loss):
+        raise ValueError(
+            f"The loss at the start is {line.loss}, so no step can be judged. Look at the initialisation, "
+            "the precision, and the batch itself."
+        )
+    if not math.isfinite(line.grad_norm):
+        raise ValueError(
+            "The gradient at the start is not finite although the loss is. A square root or logarithm at "
+            "zero, or an overflow in half precision, does that."
+        )
+    if line.grad_norm == 0:
+        raise ValueError(
+            "The gradient at the start is zero, so there is no direction to measure. The parameters may sit "
+            "at a saddle (all zeros?), every unit may be dead, or the gradient may vanish in half precision."
+        )
+
+
+def _check_repeatable(line: Line) -> None:
+    error = line.repeat_error()
+    if not error <= MAX_REPEAT_ERROR:
+        raise ValueError(
+            f"The gradient of one batch differs from itself by {error:.0%} when it is computed again, so "
+            "differences say nothing about the loss. Draw the batch outside `loss_of_batch`, random numbers "
+            "with torch's, numpy's or Python's global generators, which are replayed."
+        )
+
+
+def _no_bracket(point: Point, loss: float) -> ValueError:
+    if point.safe:
+        return ValueError(
+            f"No step became unsafe, up to {point.step:.3g} (a thousand times the length of the parameters): "
+            "the loss looks linear along its gradient, so it does not limit the learning rate. Is it bounded "
+            "below, and is it the loss to train on?"
+        )
+    return ValueError(
+        f"No step is safe, down to {point.step:.3g}, which changes the gradient by {point.kappa:.2g} times "
+        f"itself and takes the loss from {loss:.6g} to {point.loss:.6g}. The loss may jump, or rounding may "
+        "drown its differences: calibrate in float64."
+    )

@@ -1,0 +1,161 @@
+r"""One batch's loss along the line that an optimizer's first step takes.
+
+.. math::
+    h \mapsto f(x - h\,d), \qquad d = \nabla f(x) \text{ for SGD}, \quad d = \operatorname{sign} \nabla f(x)
+    \text{ for Adam}
+
+with the gradients paired: the same batch, the same randomness, and everything put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clipwise.smoothness.ranks import local, spans_ranks
+from clipwise.smoothness.replay import Replay
+from clipwise.smoothness.safestep import PER_OCTAVE, Point
+from clipwise.vectors import global_norm, is_sharded
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Line:
+    r"""A batch's loss and gradient along :math:`x - h\,d`; use it as a context.
+
+    The relative change of the gradient is, along the gradient itself and along its signs,
+
+    .. math::
+        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert}{\lVert \nabla f(x) \rVert}
+        = h\,\hat L(h), \qquad
+        \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
+
+    Args:
+        model: Its parameters are moved, and put back at the end.
+        closure: Returns the loss.
+        kappa: Largest safe :math:`\kappa`.
+        signs: Walk along the signs of the gradient.
+        weight_decay: :math:`\lambda` of a penalty :math:`\lambda\lVert x\rVert^2/2` that belongs to the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, closure: Callable[[], Any], *, kappa: float, signs: bool, weight_decay: float
+    ) -> None:
+        self.model, self.kappa, self.signs, self.weight_decay = model, kappa, signs, weight_decay
+        self.points: list[Point] = []
+        self.num_gradients = 0
+        self._replay = Replay(model, closure)
+
+    def __enter__(self) -> Line:
+        self._replay.__enter__()
+        try:
+            self._begin()
+        except BaseException:
+            self._replay.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._replay.__exit__(*exception)
+        del self._gradients, self.direction
+
+    def _begin(self) -> None:
+        parameters = self._replay.parameters
+        self.half = any(p.dtype in HALF for p in parameters)
+        self.loss, self._gradients = self._gradient(None)
+        self.grad_norm = _norm(self._gradients)
+        d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
+        self._slope = _dot(self._gradients, d)
+        # Along d, the length of x measures steps; a start at the origin has the loss to measure them by.
+        length, width = global_norm(parameters).item(), _norm(d)
+        self.unit = math.nan
+        if width > 0 and length > 0:
+            self.unit = length / width
+        elif self._slope > 0:
+            self.unit = abs(self.loss) / self._slope or 1.0 / width
+        # A loss that cannot be told from the first one has not risen.
+        self.highest_loss = self.loss + 4 * self._resolution * abs(self.loss)
+
+    def at(self, index: int) -> Point:
+        """The point with this lattice index, measured by one gradient."""
+        step = self.unit * 2.0 ** (index / PER_OCTAVE)
+        loss, gradients = self._gradient(-step)
+        kappa = self._change(gradients)
+        safe = kappa <= self.kappa and loss <= self.highest_loss and math.isfinite(loss)
+        self.points.append(Point(step=step, kappa=kappa, loss=loss, safe=safe))
+        return self.points[-1]
+
+    def repeat_error(self) -> float:
+        """How much the gradient at the start differs from itself, relative to its norm."""
+        _, again = self._gradient(0.0)
+        return _norm(_minus_(again, self._gradients)) / self.grad_norm
+
+    def rounding_error(self, step: float) -> float:
+        """How far from where it should end rounding puts the step, relative to its length."""
+        errors = []
+        self._replay.return_home()
+        with torch.no_grad():
+            for p, d in zip(self._replay.parameters, self.direction, strict=True):
+                if d is not None:
+                    wide, moved = p.detach().double(), p.detach().add(d, alpha=-step).double()
+                    errors.append(_norm([moved.sub_(wide).add_(d.double(), alpha=step)]))
+        return math.hypot(*errors) / (step * _norm(self.direction))
+
+    def _gradient(self, fraction: float | None) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradient, with the penalty; ``fraction`` None is the first time."""
+        replay = self._replay
+        there = replay.gradient() if fraction is None else replay.gradient_at(self.direction, fraction)
+        self.num_gradients += 1
+        self._resolution = torch.finfo(there.loss.dtype).eps if there.loss.is_floating_point() else 0.0
+        loss = _mean_over_ranks(there.loss, self.model)
+        gradients: list[Tensor | None] = [
+            g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
+        ]
+        if self.weight_decay:
+            decay, parameters = self.weight_decay, self._replay.parameters
+            with torch.no_grad():
+                gradients = [
+                    (torch.zeros_like(p) if g is None else g).add(p, alpha=decay)
+                    for p, g in zip(parameters, gradients, strict=True)
+                ]
+            loss += 0.5 * decay * global_norm(parameters).item() ** 2
+        return loss, gradients
+
+    def _change(self, gradients: list[Tensor | None]) -> float:
+        if self.signs:
+            return 1.0 - _dot(gradients, self.direction) / self._slope
+        return _norm(_minus_(gradients, self._gradients)) / self.grad_norm
+
+
+def _norm(tensors: list[Tensor | None]) -> float:
+    return global_norm([t for t in tensors if t is not None]).item()
+
+
+def _dot(a: list[Tensor | None], b: list[Tensor | None]) -> float:
+    """Inner product over all pieces, in float64, across the ranks that share sharded ones."""
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x is not None and y is not None:
+            part: Any = (x.double() * y.double()).sum()
+            total += (part.full_tensor() if is_sharded(part) else part).item()
+    return total
+
+
+def _minus_(a: list[Tensor | None], b: list[Tensor | None]) -> list[Tensor | None]:
+    """``a - b`` in the memory of ``a``; None counts as zero."""
+    with torch.no_grad():
+        return [x if y is None else -y if x is None else x.sub_(y) for x, y in zip(a, b, strict=True)]
+
+
+def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
+    """The loss of the whole batch, of which each rank has its share."""
+    if not spans_ranks(model):
+        return loss.item()
+    total = loss.double().to(local(next(model.parameters())).device)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

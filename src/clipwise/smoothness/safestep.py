@@ -1,0 +1,135 @@
+r"""The largest safe step along a line, by bracket and bisection.
+
+A step :math:`h` is safe if the gradient changes little over it and the loss does not rise. The search knows
+nothing of models: it asks for :math:`\kappa(h)` and :math:`f(h)` at steps of a fixed lattice,
+
+.. math::
+    h_k = u \cdot 2^{k/4}, \qquad k \in \mathbb{Z},
+
+so its answer depends on where the safe steps end, and not on where the search began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
+LARGEST = 10 * PER_OCTAVE  # a thousand units
+SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
+LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    r"""What one step does.
+
+    Args:
+        step: :math:`h`.
+        kappa: Change of the gradient over the step, relative to the gradient: :math:`h\,\hat L(h)`.
+        loss: :math:`f` after the step.
+        safe: Whether the step is safe.
+    """
+
+    step: float
+    kappa: float
+    loss: float
+    safe: bool
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Where safe steps end: the lattice index of the last safe one, and both points around the end."""
+
+    index: int
+    low: Point
+    high: Point
+
+
+class OutOfBudget(Exception):
+    """The search needs more evaluations than it may use."""
+
+
+class NoBracket(Exception):
+    """Every step of the lattice is safe, or none is; ``safe`` says which, ``point`` is the last one."""
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        self.point = point
+
+
+def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, budget: int) -> Bracket:
+    """The neighbours on the lattice between which steps stop being safe.
+
+    From ``start`` the search walks up while steps are safe, or down until one is, with strides that double
+    up to a factor of four; then it halves the bracket. No point is measured twice.
+
+    Args:
+        measure: The point with a given lattice index.
+        start: Lattice index to begin at.
+        stride: First stride, in lattice points.
+        budget: Largest number of points to measure.
+
+    Returns:
+        The bracket. The answer is the same for every ``start`` if the safe steps are those below one end.
+
+    Raises:
+        NoBracket: the walk reached the end of the lattice.
+        OutOfBudget: ``budget`` is used up.
+
+    Example:
+        >>> point = lambda k: Point(step=2.0 ** (k / 4), kappa=2.0 ** (k / 4), loss=0.0, safe=k <= 13)
+        >>> [find_bracket(point, start=k, stride=8, budget=20).index for k in (-40, 13, 14, 30)]
+        [13, 13, 13, 13]
+    """
+    points: dict[int, Point] = {}
+
+    def at(index: int) -> Point:
+        if len(points) >= budget:
+            raise OutOfBudget
+        points[index] = measure(index)
+        return points[index]
+
+    here, direction = start, 1 if at(start).safe else -1
+    while True:
+        there = min(max(here + direction * stride, SMALLEST), LARGEST)
+        if there == here:
+            raise NoBracket(points[here])
+        if at(there).safe != points[here].safe:
+            break
+        here, stride = there, min(2 * stride, LONG_STRIDE)
+    low, high = min(here, there), max(here, there)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle).safe else (low, middle)
+    return Bracket(low, points[low], points[high])
+
+
+def crossing(bracket: Bracket, *, kappa: float, loss: float) -> float:
+    r"""The step within the bracket at which :math:`\kappa` or the loss reaches its limit, by interpolation.
+
+    :math:`\log\kappa` is taken to be linear in :math:`\log h`, exact for a quadratic, and the loss linear in
+    :math:`h`. Where the upper point is not finite, the answer is the lower one.
+
+    Args:
+        bracket: Its lower point is safe, its upper one is not.
+        kappa: Largest safe :math:`\kappa`.
+        loss: Largest safe loss.
+
+    Example:
+        >>> low = Point(step=1.0, kappa=0.8, loss=0.0, safe=True)
+        >>> high = Point(step=1.5, kappa=1.2, loss=-1.0, safe=False)
+        >>> round(crossing(Bracket(0, low, high), kappa=1.0, loss=0.0), 12)
+        1.25
+    """
+    low, high = bracket.low, bracket.high
+    shares = []
+    if high.kappa > kappa and low.kappa > 0:
+        shares.append(math.log(kappa / low.kappa) / math.log(high.kappa / low.kappa))
+    if high.loss > loss:
+        part = (loss - low.loss) / (high.loss - low.loss)
+        shares.append(math.log1p(part * (high.step / low.step - 1.0)) / math.log(high.step / low.step))
+    finite = math.isfinite(high.kappa) and math.isfinite(high.loss)
+    share = min(max(min(shares), 0.0), 1.0) if finite and shares else 0.0
+    return low.step * (high.step / low.step) ** share
