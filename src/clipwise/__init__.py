@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
     )
+    from clipwise.smoothness.oracle import GradientOracle as GradientOracle
+    from clipwise.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from clipwise.smoothness.replay import Replay as Replay
     from clipwise.smoothness.spectral import spectral_smoothness as spectral_smoothness
 
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "ClippedSGD": "optim",
     "NormalizedSGD": "optim",
+    "GradientOracle": "smoothness.oracle",
+    "SmoothnessProbe": "smoothness.probe",
     "Replay": "smoothness.replay",
     "segment_smoothness": "smoothness.estimators",
     "local_smoothness": "smoothness.estimators",

@@ -44,3 +44,26 @@ def gradients_live_in_buckets(model: nn.Module) -> bool:
     """Whether ``.grad`` shares memory with buckets that the next backward pass of DDP overwrites."""
     wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
     return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
+
+
+def from_rank_zero(value: float, model: nn.Module) -> float:
+    """Rank 0's value, on all ranks that train ``model``."""
+    if not spans_ranks(model):
+        return value
+    box = torch.tensor(value, dtype=torch.float64, device=local(next(model.parameters())).device)
+    dist.broadcast(box, 0)
+    return box.item()
+
+
+def over_ranks(value: float, model: nn.Module, *, mean: bool) -> float:
+    """The mean or the sum of each rank's value."""
+    if not spans_ranks(model):
+        return value
+    box = torch.tensor(value, dtype=torch.float64, device=local(next(model.parameters())).device)
+    dist.all_reduce(box)
+    return box.item() / (dist.get_world_size() if mean else 1)
+
+
+def is_writer(model: nn.Module) -> bool:
+    """Whether this process writes files: rank 0, or a process that trains on its own."""
+    return not spans_ranks(model) or dist.get_rank() == 0

@@ -1,0 +1,209 @@
+"""The self-test of a replay: the same gradient twice, and the one that training computed; if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from clipwise.smoothness.estimators import difference, norm, precision
+from clipwise.smoothness.ranks import any_rank
+from clipwise.smoothness.replay import Gradients, Replay
+
+
+class NonDeterministicError(RuntimeError):
+    """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
+
+
+@dataclass
+class SeenPass:
+    """What the model was called with between two optimizer steps."""
+
+    inputs: list[Any] = field(default_factory=list)
+
+    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember one call."""
+        self.inputs.append(fingerprint((args, kwargs)))
+
+
+def check_determinism(
+    replay: Replay,
+    trained: Gradients | None = None,
+    *,
+    seen: SeenPass | None = None,
+    replayed: SeenPass | None = None,
+    eps: float | None = None,
+) -> float:
+    r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
+
+    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass.
+
+    Args:
+        replay: An open replay, where training computed its gradient.
+        trained: The gradient that training computed there, if the closure is to give the same.
+        seen: What the model was called with in training.
+        replayed: Filled by the caller's hook with what it is called with in replays.
+        eps: :math:`\varepsilon`; default: that of the parameters' dtype.
+    """
+    tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
+    first = replay.gradient().gradients
+    size = norm(first).item()
+    second = replay.gradient().gradients
+    error = norm(difference(second, first, overwrite=True)).item() / (size or 1.0)
+    if size != size or error != error:
+        return error  # not finite: nothing to compare, and the row will say so
+    if any_rank(error > tolerance, replay.model):
+        raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
+    if trained is not None:
+        gap = norm(difference(first, trained)).item() / (size or 1.0)
+        if any_rank(gap > tolerance, replay.model):
+            raise NonDeterministicError(
+                _why_not_training(replay, first, trained, gap, tolerance, seen, replayed)
+            )
+    return error
+
+
+def fingerprint(value: Any) -> list[tuple[Any, ...]]:
+    """A few numbers for every tensor in nested ``value``: equal values have equal ones."""
+    if isinstance(value, Tensor):
+        t = value.detach()
+        t = (t.to_dense() if t.layout != torch.strided else t).reshape(-1).to(torch.float64)
+        weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
+        return [(tuple(value.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())]
+    if isinstance(value, dict):
+        return [mark for part in value.values() for mark in fingerprint(part)]
+    if isinstance(value, (tuple, list)):
+        return [mark for part in value for mark in fingerprint(part)]
+    return []
+
+
+def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolerance: float) -> bool:
+    """Whether two fingerprints are of the same values, up to rounding."""
+    if [mark[0] for mark in one] != [mark[0] for mark in two]:
+        return False
+    return all(
+        abs(a - b) <= tolerance * max(scale, other) or a == b
+        for (_, *first, scale), (_, *second, other) in zip(one, two, strict=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
+    what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
+    (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
+    name, cause = "", ""
+    for (name, module, inputs, outputs), (_, _, inputs2, outputs2) in zip(calls, again, strict=False):
+        if alike(outputs, outputs2, tolerance):
+            continue
+        if not alike(inputs, inputs2, tolerance):
+            # A module inside changed nothing by itself: what went into the model did.
+            cause = (
+                "the model's input changes from call to call. The closure draws its batch (or augments it) "
+                "itself. Draw the batch before the closure, so that every call sees the same one."
+            )
+        else:
+            cause = (
+                f"module '{name}' ({type(module).__name__}) turns the same input into different outputs. It "
+                "draws outside the global generators of torch, numpy and Python (dropout with a generator of "
+                "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
+                "state as a buffer."
+            )
+        break
+    if not cause and not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
+        cause = (
+            "the model's output is the same, but the loss is not. The loss itself draws random numbers "
+            "outside the global generators, or changes what it reads. Make it a function of the batch alone."
+        )
+    return what + (
+        cause
+        or "the loss is the same, its gradient is not. A kernel adds up in random order. "
+        "Call `torch.use_deterministic_algorithms(True)`."
+    )
+
+
+def _why_not_training(
+    replay: Replay,
+    replayed: Gradients,
+    trained: Gradients,
+    gap: float,
+    tolerance: float,
+    seen: SeenPass | None,
+    inputs: SeenPass | None,
+) -> str:
+    what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
+    scale = norm(trained).item() / (norm(replayed).item() or 1.0)
+    scaled = [None if g is None else g * scale for g in replayed]
+    if norm(difference(scaled, trained)).item() <= 10 * tolerance * norm(trained).item():
+        return what + (
+            f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
+            "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
+            "an accumulated loss by the number of micro-batches in the closure too."
+        )
+    if _clipped_by_value(replayed, trained, tolerance):
+        return what + "it was clipped by value before the block. Clip inside the block."
+    here = inputs.inputs[: len(inputs.inputs) // 2] if inputs is not None else []  # of the first replay
+    batchnorm = any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules())
+    if seen is None or not seen.inputs:
+        return what + (
+            "and the probe did not see the forward pass of training, so that dropout masks cannot be drawn "
+            "again. Give the probe the module that you call, or call `probe.snapshot()` just before the "
+            "forward pass."
+        )
+    if len(seen.inputs) != len(here):
+        counts = f"training called the model {len(seen.inputs)} times, the closure {len(here)} times. "
+        if batchnorm:
+            return (
+                what
+                + counts
+                + (
+                    "BatchNorm statistics then come from other batches. Let the closure run the same "
+                    "micro-batches as training."
+                )
+            )
+        return what + counts + "Let the closure run the same micro-batches as training."
+    if not all(alike(a, b, tolerance) for a, b in zip(seen.inputs, here, strict=True)):
+        return what + (
+            "the model's input is not that of training. The closure uses another batch, or draws random "
+            "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
+        )
+    return what + (
+        "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`), weight "
+        "decay or a penalty added by hand, or the gradient of another loss. Let the closure compute all of "
+        "the loss, and nothing else."
+    )
+
+
+def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
+    present = [t for t in trained if t is not None]
+    bound = max(t.abs().max().item() for t in present)
+    clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
+    return norm(difference(clipped, trained)).item() <= 10 * tolerance * norm(trained).item()
+
+
+Call = tuple[str, nn.Module, list[Any], list[Any]]
+
+
+def _recorded(replay: Replay) -> tuple[list[Call], float]:
+    """One replay with the fingerprints of every module's inputs and outputs, inner modules first."""
+    calls: list[Call] = []
+
+    def recorder(name: str) -> Any:
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
+
+        return record
+
+    handles = [
+        module.register_forward_hook(recorder(name), with_kwargs=True)
+        for name, module in replay.model.named_modules()
+    ]
+    try:
+        loss = replay.gradient().loss.item()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, loss

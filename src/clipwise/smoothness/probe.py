@@ -1,0 +1,357 @@
+r"""One line in a training loop that measures smoothness along it, and changes nothing.
+
+At a measured step the probe keeps :math:`x_k` and the gradient there, lets the optimizer step to
+:math:`x_{k+1}`, replays the batch at points between the two, and writes one row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clipwise._checks import check_choice, check_count
+from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
+from clipwise.smoothness.estimators import check_fractions, norm, precision
+from clipwise.smoothness.measure import Measurement, layer_groups
+from clipwise.smoothness.oracle import GradientOracle, size_of
+from clipwise.smoothness.passes import PassState
+from clipwise.smoothness.ranks import copies, from_rank_zero, is_writer, over_ranks, spans_ranks
+from clipwise.smoothness.replay import Replay, trainable_parameters
+from clipwise.smoothness.schedule import Schedule
+from clipwise.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
+from clipwise.smoothness.watch import StepWatch, autocast_precision, watch_forward, watch_steps
+
+ESTIMATORS = ("segment", "local", "spectral")
+
+
+class SmoothnessProbe:
+    r"""Measures smoothness at the steps of a training loop.
+
+    .. code-block:: python
+
+        probe = cw.SmoothnessProbe(model, every=5, trace="runs/mine/trace.jsonl")
+        for x, y in loader:
+            def loss_fn(): return F.cross_entropy(model(x), y)
+            loss = loss_fn(); loss.backward()
+            with probe(loss_fn):
+                opt.step()
+            opt.zero_grad()
+
+    Any optimizer, and any clipping inside the block. Parameters, buffers, ``.grad``, optimizer state and
+    random states end up as they would without the probe, bit for bit. On the training batch one fraction
+    costs one extra forward and backward pass, because the gradient at :math:`x_k` is taken from ``.grad``.
+    The first measurement checks that the closure is a function of the parameters alone and raises
+    :class:`~clipwise.smoothness.determinism.NonDeterministicError`, which names the cause, if it is not.
+
+    Args:
+        model: The module that the loop calls; the wrapped one under DDP, FSDP2 and ``torch.compile``.
+        every: Steps between measurements.
+        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's: three
+            times the parameters, however many fractions.
+        estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
+            of the parameters) and ``"spectral"`` (dozens to hundreds of gradients). A mapping
+            ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only.
+        oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
+        trace: Where the rows go: a path, a :class:`~clipwise.smoothness.trace.Trace`, or None for memory.
+        max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
+            chosen from measured times, never shorter than ``every``.
+        layers: Also measure each layer: True for one group per module, or names with their parameters.
+        on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
+            step. Either way the step itself is untouched.
+
+    Attributes:
+        trace: The rows measured so far.
+        step: How many blocks have run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 5,
+        fractions: Iterable[float] = (0.5, 1.0),
+        estimators: Iterable[str] | Mapping[str, int] = ("segment",),
+        oracle: GradientOracle | None = None,
+        trace: Trace | str | Path | None = None,
+        max_overhead: float | None = None,
+        layers: bool | Mapping[str, Iterable[Tensor]] = False,
+        on_error: str = "mark",
+    ) -> None:
+        self.model = model
+        self.parameters = trainable_parameters(model)
+        self.fractions = check_fractions(fractions)
+        self.estimators = _estimators(estimators)
+        self.oracle = oracle
+        self.on_error = check_choice("on_error", on_error, ("mark", "raise"))
+        self.groups = layer_groups(model, self.parameters, layers)
+        gradients = len(self.fractions) + (oracle is not None)
+        self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=gradients + 2)
+        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
+        self.step = 0
+        self._measurements = 0
+        self._tested = False
+        self._warned: set[str] = set()
+        self._ended: float | None = None
+        self._forget_pass()
+        self._handle = watch_forward(model, self._saw_forward)
+
+    @contextmanager
+    def __call__(
+        self,
+        closure: Callable[[], Any],
+        *,
+        loss: Tensor | float | None = None,
+        batch_size: int | None = None,
+    ) -> Iterator[None]:
+        """Run the optimizer's step inside; measure around it if this step is due.
+
+        Args:
+            closure: Computes this step's loss again, as in :class:`~clipwise.smoothness.replay.Replay`.
+            loss: The loss that training computed, for the row. Without it the row holds the loss of the same
+                batch after the step.
+            batch_size: For the row. Default: the length of the model's first input, over all calls.
+        """
+        if self.step != self.schedule.next:
+            try:
+                yield
+            finally:
+                self._finish_step(spent=0.0)
+            return
+        started = time.perf_counter()
+        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
+        spent, routine = 0.0, self._tested
+        try:
+            before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
+            spent = self._clock() - started
+            with watch_steps(self.parameters) as steps:
+                yield
+            resumed = self._clock()
+            if before is not None:
+                self._attempt(row, partial(self._look_after, closure, before, steps, loss, row))
+            self._write(row)
+            spent += self._clock() - resumed
+            self._measurements += 1
+        finally:
+            before = None
+            self._finish_step(spent=spent, routine=routine)
+
+    def snapshot(self) -> None:
+        """Remember random states and buffers as they are now, as those that the training pass starts from.
+
+        Only needed where the loss draws random numbers before it calls the model, or does not call it as a
+        whole: then call this just before the loss is computed.
+        """
+        if self.step == self.schedule.next:
+            self._pass = PassState(self.model)
+
+    def close(self) -> None:
+        """Stop watching the model and close the trace's file."""
+        self._handle.remove()
+        self.trace.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to measure the same steps; the rows are in the trace."""
+        return {"step": self.step, "measurements": self._measurements, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.step = check_count("step", state["step"], least=0)
+        self._measurements = state["measurements"]
+        self.schedule.load_state_dict(state["schedule"])
+        self._forget_pass()
+
+    def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
+        gradients: list[Tensor | None] = [p.grad for p in self.parameters]
+        if all(g is None for g in gradients):
+            raise ValueError(
+                "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
+                "`zero_grad()` after it."
+            )
+        raw_norm = norm(gradients).item()
+        if not self._tested:
+            self._self_test(closure, gradients)
+        if self.oracle is None:
+            held = [None if g is None else g.detach().clone() for g in gradients]
+        else:
+            with self._replaying(self.oracle) as replay:
+                first = replay.gradient()
+            held, row["loss"] = first.gradients, self._mean(first.loss)
+        grad_norm = raw_norm if self.oracle is None else norm(held).item()
+        return Measurement(
+            start=copies(self.parameters),
+            gradients=held,
+            grad_norm=grad_norm,
+            raw_norm=raw_norm,
+            groups=self.groups,
+        )
+
+    def _look_after(
+        self,
+        closure: Callable[[], Any],
+        before: Measurement,
+        steps: StepWatch,
+        loss: Tensor | float | None,
+        row: dict[str, Any],
+    ) -> None:
+        if row["batch_size"] is None and self._batch_size:
+            row["batch_size"] = round(over_ranks(self._batch_size, self.model, mean=False))
+        row.update(before.norms(self.parameters))
+        row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
+        if loss is not None and self.oracle is None:
+            row["loss"] = self._mean(torch.as_tensor(loss))
+        if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
+            row["status"] = NONFINITE
+            return
+        if row["step_norm"] == 0:
+            row["status"] = ZERO_STEP
+            return
+        with self._replaying(self.oracle or closure) as replay:
+            if self._takes("local"):
+                row.update(before.local(replay, row, eps=self._eps))
+            if self._takes("spectral"):
+                row.update(before.spectral(replay, eps=self._eps))
+            if self._takes("segment"):
+                row.update(before.segment(replay, self.fractions, row))
+        if row.get("loss_after") is not None:
+            row["loss_after"] = self._mean(row["loss_after"])
+            row.setdefault("loss", row["loss_after"])
+        measured = [row.get(f"{kind}smoothness") for kind in ("", "local_", "spectral_")]
+        finite = all(math.isfinite(value) for value in measured if value is not None)
+        row["status"] = OK if finite else NONFINITE
+        if row["lr"] is not None and row.get("smoothness") is not None:
+            row["edge"] = row["lr"] * row["smoothness"] / 2
+
+    def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> None:
+        replayed = self._replayed = SeenPass()
+        if self.oracle is None:
+            with self._replaying(closure) as replay:
+                check_determinism(replay, gradients, seen=self._seen, replayed=replayed, eps=self._eps)
+        else:
+            with self._replaying(self.oracle) as replay:
+                check_determinism(replay, eps=self._eps)
+        self._tested = True
+
+    @contextmanager
+    def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
+        self._in_replay = True
+        # The oracle's batches are its own: both of its gradients start from the state of now.
+        state = None if closure is self.oracle else self._pass
+        if closure is self.oracle and self._oracle_state is None:
+            self._oracle_state = PassState(self.model)
+        try:
+            with Replay(self.model, closure, state=state or self._oracle_state) as replay:
+                yield replay
+        finally:
+            self._in_replay = False
+
+    def _saw_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step != self.schedule.next or not torch.is_grad_enabled():
+            return
+        if self._in_replay:
+            if not self._tested:
+                self._replayed.saw(args, kwargs)
+            return
+        if self._pass is None:
+            self._pass = PassState(self.model)
+        self._eps = autocast_precision(self.parameters[0])
+        self._batch_size += size_of([*args, *kwargs.values()])
+        if not self._tested:
+            self._seen.saw(args, kwargs)
+
+    def _forget_pass(self) -> None:
+        self._pass: PassState | None = None
+        self._oracle_state: PassState | None = None
+        self._seen, self._replayed = SeenPass(), SeenPass()
+        self._batch_size = 0.0
+        self._eps: float | None = None
+        self._in_replay = False
+
+    def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
+        """``measure()``, its failure noted in the row."""
+        try:
+            return measure()
+        except NonDeterministicError:
+            raise  # no measurement would mean anything: better now than after the run
+        except Exception as error:
+            row["status"] = f"{FAILED}{type(error).__name__}: {error}".splitlines()[0]
+            if self.on_error == "raise":
+                self._write(row)
+                raise
+            self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {error!r}.")
+            return None
+
+    def _write(self, row: dict[str, Any]) -> None:
+        try:
+            self.trace.append(row)
+        except OSError as error:
+            if self.on_error == "raise":
+                raise
+            self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
+
+    def _finish_step(self, *, spent: float, routine: bool = True) -> None:
+        now = time.perf_counter()
+        if self._ended is not None:
+            self.schedule.trained(max(now - self._ended - spent, 0.0))
+        if spent:
+            self.schedule.measured(spent, routine=routine)
+        self._ended = now
+        if self.schedule.needs_plan(self.step):
+            self.schedule.plan(self.step)
+            if self.schedule.max_overhead is not None:
+                assert self.schedule.next is not None
+                self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
+        self.step += 1
+        self._forget_pass()
+
+    def _takes(self, name: str) -> bool:
+        period = self.estimators.get(name)
+        return period is not None and self._measurements % period == 0
+
+    def _mean(self, loss: Tensor) -> float:
+        return over_ranks(loss.detach().item(), self.model, mean=True)
+
+    def _clock(self) -> float:
+        if torch.accelerator.is_available() and self.parameters[0].device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _new_trace(self, path: str | Path | None) -> Trace:
+        header = {
+            "model": type(self.model).__name__,
+            "num_parameters": sum(p.numel() for p in self.parameters),
+            "precision": precision(self.parameters),
+            "measured_on": "training batch" if self.oracle is None else f"{len(self.oracle)} fixed batches",
+            "fractions": list(self.fractions),
+            "estimators": dict(self.estimators),
+            "every": self.schedule.every,
+            "max_overhead": self.schedule.max_overhead,
+            "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
+        }
+        return Trace(path if is_writer(self.model) else None, header=header)
+
+
+def _estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(chosen, str):
+        chosen = (chosen,)
+    periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
+    if not periods:
+        raise ValueError(f"`estimators` must name at least one of {ESTIMATORS}, got none.")
+    for name, period in periods.items():
+        check_choice("estimators", name, ESTIMATORS)
+        check_count(f"estimators[{name!r}]", period)
+    return periods

@@ -1,0 +1,336 @@
+"""A probe measures what the formula says and changes nothing."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clipwise as cw
+from clipwise.smoothness.estimators import segment_smoothness
+from clipwise.smoothness.probe import SmoothnessProbe
+from clipwise.smoothness.trace import Trace
+from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_probed_and_unprobed_runs_are_bit_identical(name, optimizer):
+    plain = train(name, OPTIMIZERS[optimizer])
+    probed = train(
+        name,
+        OPTIMIZERS[optimizer],
+        make_probe=lambda m: SmoothnessProbe(
+            m, every=3, estimators={"segment": 1, "local": 4, "spectral": 20}, layers=True
+        ),
+    )
+    assert_same_run(plain, probed)
+    trace = probed[3].trace
+    assert len(trace) == 17
+    assert trace.ok.all(), list(trace.column("status"))
+    assert (trace.column("smoothness") > 0).all()
+
+
+def quadratic(H, x):
+    """0.5 xᵀHx as a model without input."""
+    model = nn.Module()
+    model.x = nn.Parameter(x)
+    return model, lambda: 0.5 * model.x @ H @ model.x
+
+
+def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
+    H = torch.randn(4, 4)
+    H, x = H + H.T, torch.randn(4)
+    model, loss_fn = quadratic(H, x.clone())
+    optimizer = cw.ClippedSGD(model.parameters(), lr=0.3, max_norm=0.5)
+    probe = SmoothnessProbe(model, every=1, estimators=("segment", "local", "spectral"))
+    loss = loss_fn()
+    loss.backward()
+    with probe(loss_fn, loss=loss, batch_size=7):
+        optimizer.step()
+    row, g = probe.trace[0], H @ x
+    d = -0.3 * min(1.0, 0.5 / g.norm().item()) * g
+    L = ((H @ d).norm() / d.norm()).item()
+    assert row["step"] == 0
+    assert row["status"] == "ok"
+    assert row["loss"] == loss.item()
+    assert row["loss_after"] == pytest.approx(0.5 * (x + d) @ H @ (x + d))
+    assert row["grad_norm"] == pytest.approx(g.norm().item())
+    assert row["step_norm"] == pytest.approx(d.norm().item())
+    assert row["smoothness"] == pytest.approx(L, rel=1e-8)
+    assert row["local_smoothness"] == pytest.approx(L, rel=1e-8)
+    assert row["spectral_smoothness"] == pytest.approx(torch.linalg.matrix_norm(H, 2).item(), rel=1e-6)
+    assert row["spectral_converged"]
+    assert row["kappa"] == pytest.approx((H @ d).norm().item() / g.norm().item())
+    assert row["lr"] == 0.3
+    assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / g.norm().item()))
+    assert row["edge"] == pytest.approx(0.15 * L)
+    assert row["batch_size"] == 7
+
+
+def step_of(model, loss_fn, probe, optimizer):
+    optimizer.zero_grad()
+    loss_fn().backward()
+    with probe(loss_fn):
+        optimizer.step()
+
+
+def net(*, dropout=0.0):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("fractions", [(1.0,), (0.5,), (0.5, 1.0), (0.2, 0.4, 0.6, 0.8, 1.0)])
+def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.7)
+    probe = SmoothnessProbe(model, every=1, fractions=fractions, layers=True)
+    start = [p.detach().clone() for p in model.parameters()]
+    step_of(model, loss_fn, probe, optimizer)
+    end = [p.detach().clone() for p in model.parameters()]
+    with cw.Replay(model, loss_fn) as replay:
+        whole = segment_smoothness(replay, start, end, fractions=fractions)
+        layers = segment_smoothness(
+            replay, start, end, fractions=fractions, groups={"0": [0, 1], "3": [2, 3]}
+        )
+    row = probe.trace[0]
+    assert row["smoothness"] == pytest.approx(whole.item(), rel=1e-9)
+    assert {name: layer["smoothness"] for name, layer in row["layers"].items()} == {
+        name: pytest.approx(value.item(), rel=1e-9) for name, value in layers.items()
+    }
+
+
+def test_rows_come_every_so_many_steps_from_the_first():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=4)
+    for _ in range(10):
+        step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace.column("step").tolist() == [0, 4, 8]
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+def test_clipping_inside_the_block_is_seen_as_a_coefficient():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    loss_fn().backward()
+    raw = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    with probe(loss_fn):
+        nn.utils.clip_grad_norm_(model.parameters(), raw / 4)
+        optimizer.step()
+    row = probe.trace[0]
+    assert row["grad_norm"] == pytest.approx(raw)
+    assert row["coefficient"] == pytest.approx(0.25, rel=1e-4)
+    assert row["step_norm"] == pytest.approx(0.1 * raw / 4, rel=1e-4)
+    after = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert after == pytest.approx(raw / 4, rel=1e-4)  # what the block left in `.grad` stays there
+
+
+def test_gradients_zeroed_inside_the_block_stay_so():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    loss_fn().backward()
+    with probe(loss_fn):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert probe.trace[0]["status"] == "ok"
+
+
+def test_accumulated_micro_batches_with_dropout_replay_exactly():
+    model, _ = net(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    parts = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
+
+    def loss_fn():
+        total = 0.0
+        for x, y in parts:
+            loss = F.cross_entropy(model(x), y) / len(parts)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn()
+        with probe(loss_fn):
+            optimizer.step()
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [12, 12, 12]
+
+
+def test_validation_between_steps_does_not_disturb_the_masks():
+    model, loss_fn = net(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.randn(9, 6))
+        step_of(model, loss_fn, probe, optimizer)  # the first one tests itself against `.grad`
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+def test_noise_drawn_before_the_model_needs_a_snapshot():
+    model, _ = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+
+    def loss_fn():
+        return F.cross_entropy(model(x + torch.randn(5, 6)), y)
+
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        probe.snapshot()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+    assert probe.trace.ok.all()
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_oracle_measures_the_weighted_mean_over_its_batches(carry):
+    model = nn.Linear(3, 1)
+    parts = [torch.randn(2, 3), torch.randn(6, 3), torch.randn(4, 3)]
+
+    def loss_of_batch(x, state=None):
+        out = model(x).square().mean()
+        return (out, state) if carry else out
+
+    oracle = cw.GradientOracle(loss_of_batch, parts, carry_state=carry)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 3)
+    probe = SmoothnessProbe(model, every=1, oracle=oracle)
+    start = [p.detach().clone() for p in model.parameters()]
+    step_of(model, lambda: model(x).square().mean(), probe, optimizer)
+    together = torch.cat(parts)
+    end = [p.detach().clone() for p in model.parameters()]
+    with cw.Replay(model, lambda: model(together).square().mean()) as replay:
+        exact = segment_smoothness(replay, start, end)
+        gradient = replay(start)
+    row = probe.trace[0]
+    assert row["smoothness"] == pytest.approx(exact.item(), rel=1e-9)
+    assert row["grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in gradient]).norm().item())
+
+
+def test_resumed_probe_measures_what_an_uninterrupted_one_does(tmp_path):
+    def run(path, stop):
+        torch.manual_seed(0)
+        model, loss_fn = net(dropout=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        probe = SmoothnessProbe(model, every=3, trace=path)
+        for step in range(11):
+            if step == stop:
+                saved = probe.state_dict()
+                probe.close()
+                probe = SmoothnessProbe(model, every=3, trace=path)
+                probe.load_state_dict(saved)
+            step_of(model, loss_fn, probe, optimizer)
+        probe.close()
+        return [dict(row) for row in Trace.load(path)]
+
+    assert run(tmp_path / "whole.jsonl", stop=None) == run(tmp_path / "parts.jsonl", stop=5)
+
+
+def test_autocast_and_loss_scaling_work_when_unscaled_before_the_block():
+    model, _ = net()
+    model.float()
+    x, y = torch.randn(5, 6, dtype=torch.float32), torch.randint(3, (5,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def loss_fn():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x), y)
+
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_fn()).backward()
+        scaler.unscale_(optimizer)
+        with probe(loss_fn):
+            scaler.step(optimizer)
+            scaler.update()
+    assert probe.trace.ok.all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
+@pytest.mark.parametrize("give_compiled", [True, False])
+def test_compiled_model_is_measured_like_the_plain_one(give_compiled):
+    values = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        x, y = torch.randn(5, 6), torch.randint(3, (5,))
+        model = torch.compile(plain, backend="aot_eager") if compiled else plain
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        probe = SmoothnessProbe(model if give_compiled else plain, every=1)
+        for _ in range(3):
+            step_of(model, lambda model=model, x=x, y=y: F.cross_entropy(model(x), y), probe, optimizer)
+        values.append(torch.from_numpy(probe.trace.column("smoothness").copy()))
+    torch.testing.assert_close(*values)
+
+
+def test_model_with_a_probe_can_be_copied_and_saved():
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1)
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (twin, loaded):
+        other(torch.randn(2, 6))
+    assert probe._pass is None  # neither of them is watched
+    step_of(model, loss_fn, probe, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert probe.trace.ok.all()
+
+
+def test_closed_probe_leaves_no_hook_behind():
+    model, _ = net()
+    before = len(model._forward_pre_hooks)
+    probe = SmoothnessProbe(model)
+    probe.close()
+    assert len(model._forward_pre_hooks) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": 0}, "`every`"),
+        ({"fractions": (0.5, 2.0)}, "`fractions`"),
+        ({"estimators": ("secant",)}, "`estimators` must be one of 'segment'"),
+        ({"estimators": ()}, "at least one"),
+        ({"max_overhead": -0.1}, "`max_overhead`"),
+        ({"on_error": "ignore"}, "`on_error`"),
+        ({"layers": {"mine": [torch.zeros(1)]}}, "trainable parameters"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        SmoothnessProbe(nn.Linear(1, 1), **arguments)
+
+
+def test_model_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        SmoothnessProbe(nn.ReLU())
+
+
+def test_step_that_does_not_move_is_marked():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    probe = SmoothnessProbe(model, every=1)
+    step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace[0]["status"] == "zero-step"
+    assert probe.trace[0]["smoothness"] is None
+    assert not math.isnan(probe.trace[0]["grad_norm"])
