@@ -1,0 +1,231 @@
+"""Whatever goes wrong in a measurement, the training step is as it would have been without it."""
+
+import errno
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipwise.smoothness.probe import SmoothnessProbe
+from clipwise.smoothness.schedule import Schedule
+from clipwise.smoothness.trace import Trace
+
+
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+class Flaky:
+    """A closure that works when training calls it and fails in the replays of some steps."""
+
+    def __init__(self, loss_fn, failure):
+        self.loss_fn, self.failure, self.armed = loss_fn, failure, False
+
+    def __call__(self):
+        loss = self.loss_fn()
+        return self.failure(loss) if self.armed else loss
+
+
+def no_such_batch(loss):
+    raise KeyError("no such batch\nand more")
+
+
+FAILURES = {
+    "raises": (no_such_batch, "failed: KeyError: 'no such batch"),
+    "no tensor": (lambda loss: "loss", "failed: TypeError: `closure` must return the loss"),
+    "nothing": (lambda loss: None, "failed: TypeError"),
+    "vector": (lambda loss: loss * torch.ones(3), "failed: ValueError: `closure` must return a scalar"),
+    "no gradient": (lambda loss: loss.detach(), "failed: ValueError: `closure` gave no gradient"),
+    "nan": (lambda loss: loss * float("nan"), "nonfinite"),
+    "inf": (lambda loss: loss * float("inf"), "nonfinite"),
+}
+
+
+def run(failure=None, *, on_error="mark", trace=None, at=2):
+    model, loss_fn = net()
+    closure = Flaky(loss_fn, failure)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    probe = SmoothnessProbe(model, every=1, on_error=on_error, trace=trace)
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = closure()
+        loss.backward()
+        closure.armed = failure is not None and step == at
+        try:
+            with probe(closure):
+                optimizer.step()
+        finally:
+            closure.armed = False
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()], torch.get_rng_state(), probe
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("at", [0, 2])  # in the self-test, and later
+@pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
+def test_failed_measurement_is_marked_and_training_goes_on_unchanged(name, at):
+    failure, status = FAILURES[name]
+    plain, marked = run(), run(failure, at=at)
+    assert plain[0] == marked[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], marked[1], strict=True))
+    assert torch.equal(plain[2], marked[2])
+    rows = list(marked[3].trace)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[at]["status"].startswith(status)
+    assert "\n" not in rows[at]["status"]
+    assert all(row["status"] == "ok" for row in rows if row["step"] != at)
+    assert rows[at]["smoothness"] is None or not math.isfinite(rows[at]["smoothness"])
+
+
+def test_first_failure_warns_and_later_ones_do_not():
+    with pytest.warns(UserWarning, match="failed at step 2.*Training goes on") as caught:
+        run(no_such_batch)
+    assert len(caught) == 1
+
+
+def test_failure_stops_the_run_after_the_step_if_asked():
+    model, loss_fn = net()
+    closure = Flaky(loss_fn, no_such_batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=2, on_error="raise")
+    for _ in range(2):
+        optimizer.zero_grad()
+        closure().backward()
+        with probe(closure):
+            optimizer.step()
+    optimizer.zero_grad()
+    closure().backward()
+    expected = [(p - 0.1 * p.grad).detach() for p in model.parameters()]
+    closure.armed = True
+    with pytest.raises(KeyError, match="no such batch"), probe(closure):
+        optimizer.step()
+    for p, e in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), e)
+    assert probe.trace[-1]["status"].startswith("failed")
+
+
+def test_exception_of_the_block_itself_passes_through():
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1)
+    loss_fn().backward()
+    with pytest.raises(ZeroDivisionError), probe(loss_fn):
+        raise ZeroDivisionError
+    assert len(probe.trace) == 0
+
+
+def test_empty_gradients_are_marked_with_the_way_out():
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1)
+    with pytest.warns(UserWarning, match=r"Call `loss.backward\(\)` before"), probe(loss_fn):
+        pass
+    assert "`.grad` is empty" in probe.trace[0]["status"]
+
+
+def test_gradient_that_is_not_finite_is_marked():
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1)
+    (loss_fn() * float("nan")).backward()
+    with probe(lambda: loss_fn() * float("nan")):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert probe.trace[0]["status"] == "nonfinite"
+
+
+class FullDisk(Trace):
+    """Every second write fails."""
+
+    def append(self, row):
+        super().append(row)
+        if row["step"] % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return True
+
+
+def test_full_disk_warns_once_keeps_the_rows_and_harms_nothing():
+    plain = run()
+    with pytest.warns(UserWarning, match="No space left on device") as caught:
+        full = run(trace=FullDisk())
+    assert len(caught) == 1
+    assert plain[0] == full[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], full[1], strict=True))
+    assert len(full[3].trace) == 5
+
+
+def test_full_disk_stops_the_run_if_asked():
+    with pytest.raises(OSError, match="No space left"):
+        run(trace=FullDisk(), on_error="raise")
+
+
+def test_really_full_disk_harms_nothing():
+    try:
+        with open("/dev/full", "w"):  # noqa: PTH123 (a device, not a path)
+            pass
+    except OSError:
+        pytest.skip("this system has no /dev/full")
+    model, loss_fn = net()
+    trace = Trace()
+    trace._file = _Full()
+    probe = SmoothnessProbe(model, every=1, trace=trace)
+    loss_fn().backward()
+    with pytest.warns(UserWarning, match="rows stay in memory"), probe(loss_fn):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert probe.trace[0]["status"] == "ok"
+
+
+class _Full:
+    """A file on a full device."""
+
+    def write(self, line):
+        with open("/dev/full", "wb") as file:  # noqa: PTH123
+            file.write(line if isinstance(line, bytes) else line.encode())
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("cost", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("budget", [0.02, 0.05, 0.5])
+def test_schedule_never_exceeds_its_budget(cost, budget):
+    schedule = Schedule(every=2, max_overhead=budget, first_cost=cost)
+    measured = []
+    for step in range(2000):
+        schedule.trained(1.0)
+        if step == schedule.next:
+            schedule.measured(cost)
+            measured.append(step)
+            assert schedule.probe_seconds <= budget * schedule.train_seconds * (1 + 1e-9)
+        if schedule.needs_plan(step):
+            schedule.plan(step)
+    assert len(measured) > 1
+    gaps = {b - a for a, b in itertools.pairwise(measured)}
+    wanted = max(2, cost / budget)
+    assert all(abs(gap - wanted) <= 1 for gap in gaps)
+
+
+def test_schedule_spends_what_a_first_long_measurement_took_over_the_following_steps():
+    schedule = Schedule(every=1, max_overhead=0.1, first_cost=1.0)
+    for step in range(400):
+        schedule.trained(1.0)
+        if step == schedule.next:
+            schedule.measured(5.0 if schedule.last_cost is None and schedule.probe_seconds == 0 else 1.0)
+        if schedule.needs_plan(step):
+            schedule.plan(step)
+    assert schedule.probe_seconds <= 0.1 * schedule.train_seconds
+    assert schedule.probe_seconds >= 0.08 * schedule.train_seconds
+
+
+def test_schedule_resumes_where_it_was():
+    one = Schedule(every=2, max_overhead=0.1)
+    for step in range(7):
+        one.trained(0.5)
+        if one.needs_plan(step):
+            one.plan(step)
+    two = Schedule(every=2, max_overhead=0.1)
+    two.load_state_dict(one.state_dict())
+    assert two.state_dict() == one.state_dict()
