@@ -211,7 +211,8 @@ def walk(
     rows = [
         buffer[i, ...] for i in range(len(buffer))
     ]  # views made once: indexing costs as much as arithmetic on few points
-    gradient, norm, scale, subtract = problem.gradient, problem.norm, problem.scale, np.subtract
+    gradient, subtract = problem.gradient, np.subtract
+    norm, scale = (problem.norm, problem.scale) if event else (np.absolute, np.multiply)
     x, begin, done, size = rows[0], 1, 0, FIRST_BLOCK
     x[...] = starts
     # A run that diverges overflows; it must neither warn nor stop the others.
@@ -223,7 +224,7 @@ def walk(
                 g = gradient(x)
                 if noise is not None:
                     g = g + z
-                x = subtract(x, scale(step(norm(g)), g), out=row)
+                x = subtract(x, scale(step(norm(g)), g), row)
             yield done, buffer[:num]
             begin, done, size = 0, done + num, 2 * size
 

@@ -91,7 +91,7 @@ class ClippedStep(StepRule):
         divide, minimum = np.divide, np.minimum
 
         def step(norm: Array) -> Array:
-            divide(cap, norm, out=norm)
+            divide(cap, norm, norm)
             return minimum(norm, lr, out=norm)
 
         return step

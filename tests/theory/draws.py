@@ -1,0 +1,105 @@
+"""Random problems, starts and guarantees: what certify is tried on."""
+
+import math
+
+import numpy as np
+
+from clipwise.theory import (
+    ExponentialWall,
+    Polynomial,
+    Quadratic,
+    Quartic,
+    Rescaled,
+    RotatedWalls,
+    SlowValley,
+    gradient_bound,
+    normalized_gd,
+    theorem3,
+    theorem6,
+    theorem7,
+    theorem8,
+)
+
+
+def log_uniform(rng, low, high):
+    return float(10 ** rng.uniform(math.log10(low), math.log10(high)))
+
+
+def draw_problem(rng):
+    """A problem, an L1 for which it has a frontier, and a start."""
+    L1 = log_uniform(rng, 0.1, 10)
+    kind = rng.integers(0, 6)
+    if kind == 0:
+        problem = Rescaled(Quartic(), height=log_uniform(rng, 0.1, 10), width=log_uniform(rng, 0.3, 3))
+        return problem, L1, rng.normal() * problem.width * 2
+    if kind == 1:
+        degree = 2 * int(rng.integers(2, 4))
+        problem = Polynomial([*rng.normal(size=degree), log_uniform(rng, 0.2, 2)])
+        return problem, L1, rng.normal() * 2
+    if kind == 2:
+        dim = int(rng.integers(1, 5))
+        curvatures = [log_uniform(rng, 0.05, 5) for _ in range(dim)]
+        problem = Quadratic(curvatures, rotation_seed=int(rng.integers(1000)))
+        return problem, L1, rng.normal(size=dim) * log_uniform(rng, 0.3, 10)
+    if kind == 3:
+        problem = ExponentialWall(L0=log_uniform(rng, 0.1, 10), L1=L1)
+        return problem, L1, rng.normal() * 3 / L1
+    if kind == 4:
+        dim = int(rng.integers(2, 5))
+        seed = int(rng.integers(1000))
+        problem = RotatedWalls(L0=log_uniform(rng, 0.1, 10), L1=L1, dim=dim, rotation_seed=seed)
+        return problem, L1, rng.normal(size=dim) * 2 / L1
+    problem = SlowValley(
+        log_uniform(rng, 0.05, 2), slope=rng.uniform(1.05, 3), width=log_uniform(rng, 0.3, 3)
+    )
+    return problem, L1, rng.normal() * 5
+
+
+def draw_class(rng):
+    """A problem and start with numbers that are true of them: L0, L1, gap."""
+    problem, L1, x0 = draw_problem(rng)
+    slack = 1.0 if rng.random() < 0.5 else log_uniform(rng, 1, 3)  # on the frontier, or inside
+    L0 = problem.frontier(L1) * slack
+    return problem, x0, dict(L0=L0, L1=L1, gap=float(problem.gap(np.asarray(x0))))
+
+
+def draw_deterministic(rng):
+    """A problem, a start, and a corrected or sharp guarantee of few enough iterations to run them all."""
+    while True:
+        problem, x0, numbers = draw_class(rng)
+        numbers["eps"] = float(problem.grad_norm(np.asarray(x0))) * log_uniform(rng, 1e-2, 0.9)
+        guarantee = draw_theorem(rng, numbers)
+        if guarantee.bound < 20_000:
+            return problem, x0, guarantee
+
+
+def draw_theorem(rng, numbers):
+    kind = rng.integers(0, 8)
+    if kind == 0:
+        return theorem3(**numbers)
+    if kind == 1:
+        return theorem3(**numbers, radius=log_uniform(rng, 0.1, 10))
+    if kind <= 4:
+        return theorem3(**numbers, version="sharp", form=("clipped", "smooth", "logarithmic")[kind - 2])
+    if kind == 5:
+        return normalized_gd(**numbers, version=("corrected", "sharp")[int(rng.integers(2))])
+    return theorem6(**numbers, version=("corrected", "sharp")[kind - 6])
+
+
+def draw_stochastic(rng):
+    """The same with noise; the accuracy is what a few thousand iterations are promised to reach."""
+    while True:
+        problem, x0, numbers = draw_class(rng)
+        steepest = gradient_bound(numbers["gap"], L0=numbers["L0"], L1=numbers["L1"])
+        tau = log_uniform(rng, 0.01, 1) * steepest
+        theorem, extra = theorem7, {}
+        if isinstance(problem, SlowValley):  # the gradient is bounded everywhere, as Theorem 8 needs
+            theorem, extra = theorem8, {"M": problem.slope * problem.eps}
+        version = ("corrected", "sharp")[int(rng.integers(2))]
+        start = float(problem.grad_norm(np.asarray(x0)))
+        eps = start * log_uniform(rng, 0.05, 0.9)
+        if numbers["gap"] <= 0 or eps <= 0:
+            continue
+        guarantee = theorem(**numbers, **extra, eps=eps, tau=tau, version=version)
+        if guarantee.bound < 1e5:
+            return problem, x0, guarantee

@@ -1,0 +1,203 @@
+"""Certificates: no true theorem is violated, and the false ones are caught by the same harness."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from clipwise.theory import (
+    BoundedNoise,
+    ClippedStep,
+    ExponentialWall,
+    FixedStep,
+    HeavyTailedNoise,
+    Quadratic,
+    Quartic,
+    ShiftedClippedStep,
+    SlowValley,
+    certify,
+    certify_lower_bound,
+    descend,
+    remark5,
+    theorem3,
+    theorem4,
+    theorem6,
+    theorem7,
+    theorem8,
+    wall_height,
+)
+from tests.theory.draws import draw_deterministic, draw_stochastic, log_uniform
+
+
+@pytest.mark.slow
+def test_no_deterministic_theorem_is_violated_over_2000_draws():
+    rng = np.random.default_rng(0)
+    seen, moved = Counter(), 0
+    for _ in range(2000):
+        problem, x0, guarantee = draw_deterministic(rng)
+        certificate = certify(problem, guarantee, x0)
+        assert certificate.status == "holds", (problem, x0, certificate)
+        assert certificate.measured <= certificate.bound
+        assert certificate.descent_excess is None or certificate.descent_excess <= 1e-9
+        seen[type(problem).__name__, guarantee.theorem, guarantee.version] += 1
+        moved += certificate.measured > 0
+    assert moved > 1900  # hardly any draw was over before it began
+    assert len(seen) > 30  # every problem met nearly every theorem
+
+
+@pytest.mark.slow
+def test_no_stochastic_theorem_is_violated_over_300_draws():
+    rng = np.random.default_rng(1)
+    seen, moved = Counter(), 0
+    for seed in range(300):
+        problem, x0, guarantee = draw_stochastic(rng)
+        law = ("sphere", "ball", "skewed")[seed % 3]
+        noise = BoundedNoise(guarantee.tau, law)
+        certificate = certify(problem, guarantee, x0, max_steps=100_001, noise=noise, num_runs=24, seed=seed)
+        assert certificate.status == "holds", (problem, x0, certificate)
+        seen[guarantee.theorem, guarantee.version] += 1
+        moved += certificate.measured > 0
+    assert moved > 280
+    assert min(seen[f"Theorem {n}", v] for n in (7, 8) for v in ("corrected", "sharp")) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["corrected", "sharp"])
+def test_no_lower_bound_is_violated_over_40_draws(version):
+    rng = np.random.default_rng(2)
+    tried = 0
+    while tried < 40:
+        L0, L1, kappa = log_uniform(rng, 0.1, 10), log_uniform(rng, 0.1, 10), log_uniform(rng, 1, 100)
+        M = kappa * L0 / L1
+        eps = min(L0 / 3, M / 2) * log_uniform(rng, 0.3, 1)
+        gap = max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) * log_uniform(rng, 1.001, 2)
+        guarantee = theorem4(L0=L0, L1=L1, M=M, gap=gap, eps=eps, version=version)
+        if guarantee.bound < 3000:
+            certificate = certify_lower_bound(guarantee, fractions=[0.5, 0.9, 0.999])
+            assert certificate.status == "holds", certificate
+            tried += 1
+
+
+def test_the_lower_bound_is_nearly_attained_on_its_own_pair():
+    guarantee = theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1, version="sharp")
+    certificate = certify_lower_bound(guarantee, fractions=[0.99, 0.999])
+    assert certificate.bound <= certificate.measured <= 1.02 * certificate.bound
+
+
+def test_the_printed_lower_bound_is_caught_outside_its_class():
+    certificate = certify_lower_bound(theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1, version="printed"))
+    assert certificate.status == "violated"
+    assert "L1 = 5 needs L0 = 5, and L0 = 1 is claimed" in certificate.reasons[0]
+    # ε above L0/3: the slow function is outside as well.
+    both = certify_lower_bound(theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.5, version="printed"))
+    assert any("slow valley is not in the class" in reason for reason in both.reasons)
+    # With L0 = L1 the printed pair is where it should be.
+    inside = theorem4(L0=5.0, L1=5.0, M=50.0, gap=12.0, eps=0.1, version="printed")
+    assert certify_lower_bound(inside).status == "holds"
+
+
+# Row 19.
+@pytest.mark.slow
+def test_the_printed_theorem_7_is_caught_cycling_and_the_corrected_is_not():
+    wall = ExponentialWall(L0=1.0, L1=5.0)
+    numbers = dict(L0=1.0, L1=5.0, gap=float(wall.value(np.array(2.0))), eps=5.0, tau=0.1)
+    printed = certify(wall, theorem7(**numbers, version="printed"), 2.0, num_runs=16)
+    assert printed.status == "violated"
+    assert printed.measured == math.inf
+    assert printed.num_steps > printed.bound
+    for version in ("corrected", "sharp"):
+        assert certify(wall, theorem7(**numbers, version=version), 2.0, num_runs=16).status == "holds"
+
+
+def test_the_printed_step_of_theorem_7_cycles_between_two_points():
+    wall = ExponentialWall(L0=1.0, L1=5.0)
+    T, tau, L1 = 10**6, 0.1, 5.0
+    lr = min(1 / 20, 1 / (128 * L1 * tau), 1 / math.sqrt(T))
+    rules = {c: ShiftedClippedStep(lr=lr, cap=c / (16 * L1), shift=tau) for c in (1 / lr, 1.0)}
+    printed = descend(wall, rules[1 / lr], 2.0, 4000, noise=BoundedNoise(tau), eps=0.05)
+    assert printed.hits == math.inf
+    assert np.ptp(printed.points[-400::2]) < 0.1
+    assert np.abs(np.diff(printed.points[-400:])).min() > 10
+    corrected = descend(wall, rules[1.0], 2.0, 4000, noise=BoundedNoise(tau), eps=0.05)
+    assert corrected.hits == pytest.approx(1706, rel=0.05)
+
+
+def test_a_bound_of_ten_to_the_tenth_is_certified_in_a_moment():
+    certificate = certify(Quartic(), theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4), 30.0)
+    assert (certificate.status, certificate.measured) == ("holds", 3208)
+    assert certificate.bound > 1e10
+    assert certificate.descent_excess <= 0
+
+
+def test_a_run_that_is_stopped_early_is_undecided():
+    certificate = certify(Quartic(), theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4), 30.0, max_steps=100)
+    assert certificate.status == "undecided"
+
+
+def test_a_false_gap_or_pair_or_M_is_caught():
+    numbers = dict(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-2)
+    assert "more than the gap" in certify(Quartic(), theorem3(**{**numbers, "gap": 1.0}), 30.0).reasons[0]
+    assert "not in the class" in certify(Quartic(), theorem3(**{**numbers, "L0": 0.1}), 30.0).reasons[0]
+    low = theorem6(**numbers, M=4 * 29.0**3)
+    assert "M = 97556 is claimed" in certify(Quartic(), low, 30.0).reasons[0]
+
+
+def test_a_rule_that_overshoots_breaks_the_descent_inequality():
+    # A step three times as long as it may be, dressed up as a guarantee of half a step's decrease.
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    honest = theorem3(L0=1.0, L1=1.0, gap=10.0, eps=1e-6)
+    rule = ClippedStep(lr=3.0, max_norm=1.0)
+    false = replace(honest, rule=rule, decrease=lambda g: 0.5 * rule.stepper(g.shape)(g.copy()) * g * g)
+    certificate = certify(wall, false, 1.4)
+    assert certificate.status == "violated"
+    assert "fell short of the promised decrease" in certificate.reasons[0]
+
+
+def test_a_step_that_is_too_long_never_arrives():
+    honest = theorem6(L0=1.0, L1=0.0, gap=8.0, eps=1e-3, M=4.0, version="sharp")
+    false = replace(honest, rule=FixedStep(lr=2.0), decrease=None, bound=1000.0)
+    certificate = certify(Quadratic([1.0]), false, [4.0])
+    assert certificate.status == "violated"
+    assert "took more than 1000 iterations" in certificate.reasons[0]
+
+
+def test_many_starts_are_certified_together():
+    starts = np.linspace(-30, 30, 11)
+    certificate = certify(Quartic(), theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-3), starts)
+    assert certificate.status == "holds"
+    singles = [certify(Quartic(), certificate.guarantee, x).measured for x in starts]
+    assert certificate.measured == max(singles)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: certify(Quartic(), theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1), 1.0),
+            "certify_lower_bound",
+        ),
+        (lambda: certify_lower_bound(theorem3(L0=1.0, L1=1.0, gap=1.0, eps=0.1)), "what `theorem4` returns"),
+        (
+            lambda: certify_lower_bound(remark5(L0=1.0, L1=1.0, M=2.0, gap=1.0, eps=0.1)),
+            "what `theorem4` returns",
+        ),
+        (
+            lambda: certify(Quartic(), theorem3(L0=0.16, L1=10.0, gap=1.0, eps=0.1), math.nan),
+            "`x0` must be finite",
+        ),
+        (
+            lambda: certify(
+                SlowValley(0.1),
+                theorem8(L0=1.0, L1=1.0, gap=1.0, eps=0.05, M=1.0, tau=0.1),
+                1.0,
+                noise=HeavyTailedNoise(0.1),
+            ),
+            "within the guarantee's radius",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,186 @@
+"""Iteration counts: against a loop written from the formula, by hand, and by the clock."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from clipwise import steps
+from clipwise.theory import (
+    BoundedNoise,
+    ClippedStep,
+    ExponentialWall,
+    FixedStep,
+    HeavyTailedNoise,
+    NormalizedStep,
+    Quadratic,
+    Quartic,
+    RotatedWalls,
+    descend,
+    first_hit,
+    hitting_time,
+)
+from clipwise.theory.complexity import BLOCK, FIRST_BLOCK, walk
+
+
+# Row 11.
+def test_first_hit_is_the_first_iteration_at_most_eps_and_inf_if_never():
+    norms = np.array([[3.0, 3.0, 1.0, math.nan], [1.0, 2.0, 5.0, 1.5], [0.5, 1.1, 0.1, 1.0]])
+    np.testing.assert_array_equal(first_hit(norms, 1.0), [1, math.inf, 0, 2])
+    assert first_hit([5.0, 4.0], 1.0) == math.inf
+
+
+def test_hitting_time_is_the_median_with_runs_that_never_hit_at_infinity():
+    assert hitting_time([1.0, 2.0, 3.0]).median == 2
+    assert hitting_time([4.0, 1.0, 2.0, 3.0]).median == 2  # by then at least half have hit
+    assert hitting_time([1.0, math.inf, math.inf]).median == math.inf
+    assert hitting_time([1.0, 2.0, math.inf]).num_censored == 1
+
+
+def test_interval_of_the_hitting_time_covers_the_median_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    true = math.ceil(math.log(0.5) / math.log(1 - 0.03))  # first t with P(T > t) ≤ ½ for a geometric law
+    covered = 0
+    for _ in range(1000):
+        hits = rng.geometric(0.03, size=41).astype(float)
+        hits[hits > 60] = math.inf  # censored
+        time_ = hitting_time(hits, confidence=0.95)
+        covered += time_.low <= true <= time_.high
+    assert covered >= 940
+
+
+def test_few_runs_know_no_interval():
+    few = hitting_time([5.0, 6.0, 7.0])
+    assert (few.low, few.high) == (0.0, math.inf)
+
+
+def slow_twin(problem, rule, x0, num_steps):
+    """One run, one number at a time, straight from the formula."""
+    x = np.array(x0, dtype=float)
+    path = [x]
+    for _ in range(num_steps):
+        g = problem.gradient(x)
+        norm = float(np.sqrt((np.asarray(g) ** 2).sum()))
+        x = x - rule(norm) * g
+        path.append(x)
+    return np.array(path)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, FIRST_BLOCK - 1, FIRST_BLOCK, FIRST_BLOCK + 1, 3 * BLOCK + 5])
+def test_descent_on_many_runs_is_each_run_by_itself(num_steps):
+    lrs, starts = np.array([[1.0], [5.0]]), np.array([3.0, -2.0, 0.1])
+    runs = descend(Quartic(), ClippedStep(lr=lrs, max_norm=0.01), starts, num_steps, eps=1e-3)
+    assert runs.points.shape == (num_steps + 1, 2, 3)
+    for i, lr in enumerate(lrs[:, 0]):
+        for j, start in enumerate(starts):
+
+            def rule(g, lr=lr):
+                return steps.clipped_step(g, lr=float(lr), max_norm=0.01)
+
+            path = slow_twin(Quartic(), rule, start, num_steps)
+            np.testing.assert_allclose(runs.points[:, i, j], path, rtol=1e-9, atol=1e-12)
+            assert runs.hits[i, j] == first_hit(np.abs(4 * path**3), 1e-3)
+
+
+def test_descent_in_space_is_each_run_by_itself():
+    f = RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0)
+    starts = np.random.default_rng(0).normal(size=(4, 3))
+    runs = descend(f, NormalizedStep(lr=0.1, offset=np.array([0.1, 0.2, 0.5, 1.0])), starts, 200)
+    for j, offset in enumerate([0.1, 0.2, 0.5, 1.0]):
+
+        def rule(g, offset=offset):
+            return steps.normalized_step(g, lr=0.1, offset=offset)
+
+        np.testing.assert_allclose(
+            runs.points[:, j], slow_twin(f, rule, starts[j], 200), rtol=1e-9, atol=1e-12
+        )
+    np.testing.assert_allclose(runs.values, f.value(runs.points))
+    np.testing.assert_allclose(runs.grad_norms, f.grad_norm(runs.points))
+
+
+def test_keeping_fewer_iterates_changes_nothing_else():
+    rule = ClippedStep(lr=np.array([1.0, 5.0]), max_norm=0.01)
+    full = descend(Quartic(), rule, 3.0, 2500, eps=1e-3)
+    thin = descend(Quartic(), rule, 3.0, 2500, eps=1e-3, every=700)
+    np.testing.assert_array_equal(thin.steps, [0, 700, 1400, 2100, 2500])
+    np.testing.assert_array_equal(thin.points, full.points[thin.steps])
+    np.testing.assert_array_equal(thin.hits, full.hits)
+    np.testing.assert_array_equal(thin.best_grad_norm, full.grad_norms.min(axis=0))
+    np.testing.assert_array_equal(descend(Quartic(), rule, 3.0, 1400, every=700).steps, [0, 700, 1400])
+
+
+def test_a_diverging_run_ends_as_diverged_and_stops_no_other():
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    runs = descend(wall, FixedStep(lr=np.array([0.1, 10.0])), 3.0, 3000, eps=1e-6)
+    assert list(runs.status) == ["done", "diverged"]
+    assert math.isfinite(runs.hits[0])
+    assert runs.hits[1] == math.inf
+
+
+def test_noise_enters_direction_and_norm_and_is_seeded():
+    f, rule = Quadratic.isotropic(1.0, dim=2), ClippedStep(lr=0.5, max_norm=0.3)
+    noise = BoundedNoise(0.2)
+    runs = [descend(f, rule, np.ones((5, 2)), 100, noise=noise, seed=seed).points for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert (runs[0] != runs[2]).any()
+    moves = np.linalg.norm(np.diff(runs[0], axis=0), axis=-1)
+    assert moves.max() <= 0.5 * 0.3 + 1e-12  # the cap holds for the noisy gradient
+    # Undo the step: where it was not clipped, move / lr − gradient is the noise, of length 0.2.
+    g = f.gradient(runs[0][:-1])
+    drawn = -np.diff(runs[0], axis=0) / 0.5 - g
+    unclipped = moves < 0.5 * 0.3 - 1e-9
+    np.testing.assert_allclose(np.linalg.norm(drawn, axis=-1)[unclipped], 0.2, rtol=1e-9)
+    assert unclipped.sum() > 50
+
+
+def test_every_noise_value_is_used_once_across_blocks():
+    class Ones(BoundedNoise):
+        def draw(self, rng, batch, event):
+            return np.ones(batch)
+
+    num_steps = 2 * BLOCK + 3
+    blocks = walk(Quadratic.isotropic(1e-300, dim=1), FixedStep(lr=1.0), np.zeros((1, 1)), 0)
+    assert [start for start, _ in blocks] == [0]
+    flat = descend(Quartic(), FixedStep(lr=1e-12), np.zeros(2), num_steps, noise=Ones(1.0))
+    np.testing.assert_allclose(flat.points[-1], -1e-12 * num_steps, rtol=1e-9)
+
+
+def test_clipping_keeps_descent_going_under_heavy_tails():
+    f, noise = Quadratic.isotropic(1.0, dim=1), HeavyTailedNoise(1.0, tail=1.2)
+    x0 = np.full((64, 1), 3.0)
+    clipped = descend(f, ClippedStep(lr=0.05, max_norm=1.0), x0, 2000, noise=noise)
+    plain = descend(f, FixedStep(lr=0.05), x0, 2000, noise=noise)
+    assert np.median(clipped.grad_norms[1000:]) < 0.5 * np.median(plain.grad_norms[1000:])
+    assert clipped.grad_norms[1000:].max() < 0.01 * plain.grad_norms[1000:].max()
+
+
+@pytest.mark.slow
+def test_a_million_iterations_of_64_step_sizes_take_under_ten_seconds():
+    rule = ClippedStep(lr=3e4 * 2.0 ** -np.linspace(5, 25, 64), max_norm=0.01)
+    start = time.process_time()
+    runs = descend(Quartic(), rule, 30.1234, 1_000_000, eps=1e-6, every=10_000)
+    elapsed = time.process_time() - start
+    assert runs.points.shape == (101, 64)
+    assert np.isfinite(runs.hits).sum() > 10
+    assert elapsed < 10
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: first_hit([1.0], 0.0), "`eps` must be positive"),
+        (lambda: hitting_time([math.nan]), "`hits` must not be NaN"),
+        (lambda: hitting_time([]), "number of hits"),
+        (lambda: hitting_time([1.0], confidence=1.0), "`confidence` must be between"),
+        (lambda: descend(Quartic(), FixedStep(lr=0.1), math.nan, 10), "`x0` must be finite"),
+        (lambda: descend(Quartic(domain=(-1, 1)), FixedStep(lr=0.1), 2.0, 10), "`x0` must lie in the domain"),
+        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, -1), "`num_steps` must be a whole number"),
+        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, every=0), "`every` must be a whole number"),
+        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, eps=-1.0), "`eps` must be positive"),
+        (lambda: descend(Quadratic([1.0, 1.0]), FixedStep(lr=0.1), 1.0, 10), "`x0` must have 2 coordinates"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,156 @@
+"""The deep linear network: Kronecker formulas against autograd, and why no (L0, L1) holds (row 7)."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from clipwise.theory import DeepLinear, sample_frontier
+
+WIDTHS = [3, 4, 2, 5, 6]  # four layers, all widths different
+
+
+@pytest.fixture
+def network():
+    return DeepLinear(WIDTHS, num_examples=7, seed=1)
+
+
+@pytest.fixture
+def point(network):
+    return np.random.default_rng(2).normal(size=network.event_shape)
+
+
+def autograd_loss(network):
+    X, Y = torch.tensor(network.inputs), torch.tensor(network.targets)
+
+    def loss(x):
+        out, start = X, 0
+        for columns, rows in zip(network.widths[:-1], network.widths[1:], strict=True):
+            out = x[start : start + rows * columns].reshape(rows, columns) @ out
+            start += rows * columns
+        return ((out - Y) ** 2).sum()
+
+    return loss
+
+
+def kronecker_parts(network, x):
+    W = network.weights(x)
+    n = len(W)
+
+    def product(start, end, first):  # W_end ⋯ W_start on `first`
+        for k in range(start, end + 1):
+            first = W[k] @ first
+        return first
+
+    A = [product(i + 1, n - 1, np.eye(W[i].shape[0])) for i in range(n)]
+    B = [product(0, i - 1, network.inputs) for i in range(n)]
+    R = product(0, n - 1, network.inputs) - network.targets
+    C = {(j, i): product(i + 1, j - 1, np.eye(W[i].shape[0])) for i in range(n) for j in range(i + 1, n)}
+    return W, A, B, R, C
+
+
+def commutation(rows, columns):
+    """K with vec_c(W) = K vec_r(W)."""
+    index = np.arange(rows * columns).reshape(rows, columns)
+    return np.eye(rows * columns)[index.T.reshape(-1)]
+
+
+def kronecker_block(W, A, B, R, C, i, j, *, commute=True, factor=2.0):
+    block = np.kron(A[i], B[i].T).T @ np.kron(A[j], B[j].T)
+    if j > i:
+        second = np.kron(C[j, i].T, B[i] @ R.T @ A[j])
+        block = block + (second @ commutation(*W[j].shape) if commute else second)
+    return factor * block
+
+
+def test_gradient_is_that_of_autograd_and_of_the_kronecker_formula(network, point):
+    x = torch.tensor(point, requires_grad=True)
+    autograd_loss(network)(x).backward()
+    exact = x.grad.numpy()
+    np.testing.assert_allclose(network.gradient(point), exact, rtol=1e-10, atol=1e-10)
+    _, A, B, R, _ = kronecker_parts(network, point)
+    corrected = np.concatenate([2 * np.kron(a, b.T).T @ R.reshape(-1) for a, b in zip(A, B, strict=True)])
+    np.testing.assert_allclose(corrected, exact, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(corrected / 2, exact / 2)  # as printed: half of it
+    # Column-major vec needs the factors the other way round.
+    column_major = 2 * np.kron(A[1], B[1].T).T @ R.T.reshape(-1)
+    assert not np.allclose(column_major, network.weights(exact)[1].T.reshape(-1))
+    swapped = 2 * np.kron(B[1].T, A[1]).T @ R.T.reshape(-1)
+    np.testing.assert_allclose(swapped, network.weights(exact)[1].T.reshape(-1))
+
+
+def test_hessian_is_that_of_autograd_to_1e_10(network, point):
+    exact = torch.autograd.functional.hessian(autograd_loss(network), torch.tensor(point)).numpy()
+    np.testing.assert_allclose(network.hessian(point), exact, rtol=1e-10, atol=1e-10)
+    assert network.hessian_norm(point) == pytest.approx(np.linalg.norm(exact, 2), rel=1e-12)
+    v = np.random.default_rng(0).normal(size=point.shape)
+    np.testing.assert_allclose(network.hessian_vector(point, v), exact @ v, rtol=1e-10, atol=1e-9)
+
+
+def test_every_hessian_block_is_the_corrected_kronecker_formula(network, point):
+    parts = kronecker_parts(network, point)
+    H = network.hessian(point)
+    for i in range(network.depth):
+        for j in range(i, network.depth):
+            block = H[network._slice(i), network._slice(j)]
+            np.testing.assert_allclose(block, kronecker_block(*parts, i, j), rtol=1e-10, atol=1e-10)
+
+
+def test_without_the_commutation_matrix_the_blocks_are_far_off(network, point):
+    parts = kronecker_parts(network, point)
+    H = network.hessian(point)
+    for i in range(network.depth):
+        for j in range(i + 1, network.depth):
+            block = H[network._slice(i), network._slice(j)]
+            off = np.linalg.norm(kronecker_block(*parts, i, j, commute=False) - block) / np.linalg.norm(block)
+            assert off > 0.05
+
+
+def test_the_second_term_as_printed_does_not_fit_together(network, point):
+    _, A, B, R, C = kronecker_parts(network, point)
+    with pytest.raises(ValueError, match=r"mismatch|align"):
+        np.kron(C[2, 0], B[0]) @ np.kron(np.eye(4), R @ A[2])
+
+
+def test_two_scalar_layers_have_no_gradient_and_an_unbounded_hessian():
+    f = DeepLinear([1, 1, 1], inputs=[[1.0]], targets=[[1.0]])  # (1 − w2 w1)²
+    c = np.array([1.0, 10.0, 1000.0])
+    orbit = np.stack([c, 1 / c], axis=-1)
+    np.testing.assert_allclose(f.value(orbit), 0, atol=1e-20)
+    np.testing.assert_allclose(f.grad_norm(orbit), 0, atol=1e-12)
+    np.testing.assert_allclose(f.hessian_norm(orbit), 2 * (c**2 + c**-2))
+
+
+def test_no_pair_holds_on_the_orbit_of_a_minimizer(network):
+    minimizer = network.minimizer()
+    orbit = np.stack([network.rescaled(minimizer, c) for c in (1.0, 10.0, 100.0, 1000.0)])
+    np.testing.assert_allclose(network.value(orbit), network.minimum, rtol=1e-9)
+    g, ell = network.grad_norm(orbit), network.hessian_norm(orbit)
+    assert (g < 1e-6).all()
+    assert sample_frontier(g, ell, 1000.0) > 1e5
+    assert network.frontier(1000.0) == math.inf
+
+
+def test_minimum_is_below_what_descent_finds_and_one_layer_is_a_quadratic(network):
+    single = DeepLinear([3, 2], num_examples=9, seed=0)
+    assert single.frontier(0.0) == pytest.approx(float(single.hessian_norm(np.zeros(6))))
+    assert single.grad_norm(single.minimizer()) == pytest.approx(0, abs=1e-10)
+    assert network.grad_norm(network.minimizer()) == pytest.approx(0, abs=1e-9)
+    x = np.random.default_rng(0).normal(size=(500, *network.event_shape)) * 0.7
+    assert network.value(x).min() > network.minimum
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DeepLinear([3]), "number of layers"),
+        (lambda: DeepLinear([3, 0]), r"`widths\[1\]`"),
+        (lambda: DeepLinear([2, 1], inputs=[[1.0]]), "`inputs` must have shape"),
+        (lambda: DeepLinear([1, 1], inputs=[[math.nan]]), "`inputs` must be a matrix of finite"),
+        (lambda: DeepLinear([1, 1]).rescaled(np.ones(1), 2.0), "at least two layers"),
+    ],
+)
+def test_bad_input_is_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

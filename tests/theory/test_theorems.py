@@ -1,0 +1,475 @@
+"""Theorems as functions: their numbers, what was wrong with them, and what they refuse."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from scipy.optimize import brentq
+
+from clipwise.theory import (
+    AssumptionError,
+    BoundedNoise,
+    ClippedStep,
+    ExponentialWall,
+    FixedStep,
+    LogarithmicStep,
+    NormalizedStep,
+    PrintedWall,
+    Quadratic,
+    Quartic,
+    RotatedWalls,
+    SlowValley,
+    SmoothClippedStep,
+    descend,
+    descent_constant,
+    gradient_bound,
+    guaranteed_decrease,
+    lower_bound_pair,
+    ngd_equivalence,
+    normalized_gd,
+    remark5,
+    theorem3,
+    theorem4,
+    theorem6,
+    theorem7,
+    theorem8,
+    wall_height,
+    when_clipping_wins,
+)
+
+positive = st.floats(1e-3, 1e3)
+SHARP_FORMS = ["clipped", "smooth", "logarithmic"]
+
+
+# Row 12.
+@pytest.mark.parametrize(
+    ("rule", "constant"),
+    [
+        (ClippedStep(lr=0.1, max_norm=1.0), 10.55),
+        (ClippedStep(lr=0.5, max_norm=2 / 3), 3.69),
+        (ClippedStep(lr=0.5, max_norm=1.0), 2.85),
+        (ClippedStep(lr=0.5, max_norm=1.14), 2.69),
+        (SmoothClippedStep(L0=1.0, L1=1.0), 2.59),
+        (LogarithmicStep(L0=1.0, L1=1.0), 2.59),
+        (NormalizedStep(lr=1.0, offset=1.0), 3.55),  # 1/(L0 + L1 g)
+        (ClippedStep(lr=1.0, max_norm=1.0), math.inf),  # the common mistake
+    ],
+)
+def test_constants_of_the_step_rules(rule, constant):
+    assert descent_constant(rule) == pytest.approx(constant, abs=0.005)
+
+
+def test_constants_used_in_bounds_are_rounded_up():
+    assert descent_constant(ClippedStep(lr=0.5, max_norm=1.14)) <= 2.693
+    assert descent_constant(LogarithmicStep(L0=1.0, L1=1.0)) <= 2.5888
+    assert descent_constant(ClippedStep(lr=0.5, max_norm=1.14)) > 2.69  # which is why 2.69 will not do
+
+
+def test_no_clip_of_the_family_has_a_much_better_constant():
+    grid = [(a, b) for a in np.linspace(0.4, 0.6, 9) for b in np.linspace(0.5, 0.65, 7)]
+    best = min(descent_constant(ClippedStep(lr=a, max_norm=b / a)) for a, b in grid)
+    assert best >= 2.686
+
+
+@given(g=positive, L0=positive, L1=positive)
+def test_smooth_clip_is_sure_of_its_decrease(g, L0, L1):
+    sure = guaranteed_decrease(1 / (L0 + 1.5 * L1 * g), g, L0=L0, L1=L1)
+    assert sure >= g * g / (2 * L0 + 3 * L1 * g) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Quartic(),
+        ExponentialWall(L0=0.7, L1=3.0),
+        Quadratic([2.0, 0.5, 0.1], rotation_seed=0),
+        RotatedWalls(L0=0.7, L1=3.0, dim=3, rotation_seed=0),
+        SlowValley(0.2),
+    ],
+    ids=lambda p: p.name,
+)
+def test_one_step_keeps_the_descent_inequality_on_every_problem(problem):
+    L1 = 3.0
+    L0 = problem.frontier(L1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4000, *problem.event_shape))
+    g = problem.grad_norm(x)
+    h = rng.uniform(0, 3, size=g.shape) / (L0 + L1 * g)
+    after = problem.value(x - problem.scale(h, problem.gradient(x)))
+    sure = guaranteed_decrease(h, g, L0=L0, L1=L1)
+    assert (after <= problem.value(x) - sure + 1e-9 * (np.abs(sure) + problem.value(x))).all()
+    # The paper's inequality, for steps of length at most 1/L1.
+    short = h * g <= 1 / L1
+    paper = problem.value(x) - h * g**2 + (5 * L0 + 4 * L1 * g) / 2 * h**2 * g**2
+    assert (after <= paper + 1e-12)[short].all()
+
+
+def test_the_papers_taylor_line_is_false():
+    # f(1) → f(0) on x⁴ with the mean of f'' in place of its weighted mean: 0 ≤ 1 − 4 + ½∫12t² dt = −1.
+    f, t = Quartic(), (np.arange(100_000) + 0.5) / 100_000
+    line = f.value(np.array(1.0)) - f.gradient(np.array(1.0)) + 0.5 * f.curvature(t).mean()
+    assert line == pytest.approx(-1)
+    assert f.value(np.array(0.0)) > line
+
+
+def test_one_case_of_the_papers_proof_is_false_and_its_conclusion_survives():
+    guarantee = theorem3(L0=1.0, L1=0.01, gap=1.0, eps=1.0, version="printed")
+    decrease = guarantee.decrease(np.array([50.0]))
+    assert decrease == pytest.approx(25)
+    assert decrease < 50**2 / 20
+    assert decrease >= 1 / 20
+
+
+def test_theorem3_printed_and_corrected_numbers():
+    printed = theorem3(L0=2.0, L1=3.0, gap=5.0, eps=0.1, version="printed")
+    assert printed.hyperparameters == {"lr": 1 / 20, "max_norm": pytest.approx(2 / 3)}
+    assert printed.bound == pytest.approx(20 * 2 * 5 / 0.01 + 20 * 9 * 5 / 2)
+    corrected = theorem3(L0=2.0, L1=3.0, gap=5.0, eps=0.1)
+    assert corrected.hyperparameters == {"lr": 1 / 20, "max_norm": pytest.approx(2 / 3)}
+    assert corrected.bound == pytest.approx(20 * 5 * max(2 / 0.01, 3 / 0.1))
+
+
+# Row 5.
+def test_theorem3_with_the_papers_radius_has_the_papers_threshold():
+    for L1 in (0.01, 3.0):
+        corrected = theorem3(L0=2.0, L1=L1, gap=5.0, eps=0.1, radius=1.0)
+        printed = theorem3(L0=2.0, L1=L1, gap=5.0, eps=0.1, version="printed")
+        assert corrected.hyperparameters["max_norm"] == pytest.approx(printed.hyperparameters["max_norm"])
+
+
+@given(L0=positive, L1=positive, gap=positive, share=st.floats(1e-3, 1.0))
+def test_theorem3_sharp_is_below_corrected_and_the_printed_second_term_never_leads(L0, L1, gap, share):
+    eps = share * L0 / L1
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps)
+    for form in SHARP_FORMS:
+        assert theorem3(**numbers, version="sharp", form=form).bound < theorem3(**numbers).bound
+    first, second = 20 * L0 * gap / eps**2, 20 * L1**2 * gap / L0
+    assert second <= first * (1 + 1e-9)
+
+
+# Row 12, the iterations observed on x⁴.
+@pytest.mark.parametrize(
+    ("version", "form", "iterations"),
+    [("corrected", "clipped", 3208), ("sharp", "clipped", 567), ("sharp", "smooth", 471)],
+)
+def test_iterations_on_the_quartic_are_those_observed(version, form, iterations):
+    guarantee = theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version=version, form=form)
+    assert guarantee.bound > 1e10
+    assert descend(Quartic(), guarantee.rule, 30.0, 5000, eps=1e-4).hits == iterations
+
+
+def test_without_L1_clipping_is_plain_descent():
+    guarantee = theorem3(L0=2.0, L1=0.0, gap=1.0, eps=0.1)
+    assert guarantee.hyperparameters["max_norm"] == math.inf
+    assert guarantee.bound == pytest.approx(20 * 2 / 0.01)
+
+
+# Row 10.
+@given(g=st.floats(0, 1e6), lr=positive, max_norm=positive)
+def test_normalized_over_clipped_step_is_between_one_half_and_one(g, lr, max_norm):
+    sharp = ngd_equivalence([g], lr=lr, max_norm=max_norm)
+    assert sharp.holds
+    assert ngd_equivalence([g], lr=lr, max_norm=max_norm, version="printed").holds
+    assert sharp.upper == 1
+
+
+def test_normalized_over_clipped_step_is_one_half_exactly_at_the_threshold():
+    assert ngd_equivalence([0.25], lr=3.0, max_norm=0.25).ratios == pytest.approx(0.5, abs=1e-15)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.8878), (10.0, 0.430), (100.0, 0.0676)])
+def test_normalized_descent_is_biased_by_skewed_noise_where_clipping_is_not(beta, expected):
+    # f = x²/2, noise −1 with probability 0.9 and +9 with 0.1: where the mean step vanishes.
+    values, probabilities = np.array([-1.0, 9.0]), np.array([0.9, 0.1])
+
+    def mean_step(rule, x):
+        g = x + values
+        return float((probabilities * rule(np.abs(g)) * g).sum())
+
+    normalized = brentq(lambda x: mean_step(NormalizedStep(lr=beta, offset=beta), x), -3, 3)
+    clipped = brentq(lambda x: mean_step(ClippedStep(lr=1.0, max_norm=beta), x), -0.9, 3)
+    assert normalized == pytest.approx(expected, abs=5e-4)
+    assert clipped == pytest.approx(0.8889 if beta == 1 else 0.0, abs=1e-3)
+
+
+def test_normalized_gd_sharp_is_the_smooth_clip():
+    numbers = dict(L0=1.3, L1=2.0, gap=1.0, eps=0.1)
+    g = np.logspace(-3, 3, 50)
+    np.testing.assert_allclose(
+        normalized_gd(**numbers, version="sharp").rule(g),
+        theorem3(**numbers, version="sharp", form="smooth").rule(g),
+    )
+
+
+# Row 14.
+@given(M=positive, L0=positive, L1=positive)
+def test_wall_height_is_the_gap_of_the_wall_and_above_its_quadratic_bound(M, L0, L1):
+    height = wall_height(M, L0=L0, L1=L1)
+    wall = ExponentialWall(L0=L0, L1=L1)
+    assert height == pytest.approx(float(wall.value(np.array(wall.start(M=M)))), rel=1e-6)
+    assert height >= M**2 / (2 * (L0 + L1 * M)) * (1 - 1e-9)
+    assert gradient_bound(height, L0=L0, L1=L1) == pytest.approx(M, rel=1e-6)
+    assert gradient_bound(height, L0=L0, L1=L1, version="corrected") >= M * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Quartic(), RotatedWalls(L0=0.7, L1=3.0, dim=3, rotation_seed=0), SlowValley(0.2)],
+    ids=lambda p: p.name,
+)
+def test_the_gradient_is_bounded_without_assumption_4(problem):
+    x = 2 * np.random.default_rng(0).normal(size=(300, *problem.event_shape))
+    L1 = 3.0
+    L0 = problem.frontier(L1)
+    for gap, g in zip(problem.gap(x), problem.grad_norm(x), strict=True):
+        assert g <= gradient_bound(float(gap), L0=L0, L1=L1) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("wall", [PrintedWall(L1=5.0), ExponentialWall(L0=1.0, L1=5.0)], ids=lambda w: w.name)
+def test_fixed_steps_diverge_exactly_above_the_limit_of_the_wall(wall):
+    steps = wall.largest_step(M=50.0) * np.array([0.999, 1.001])
+    runs = descend(wall, FixedStep(lr=steps), wall.start(M=50.0), 2000, eps=1e-3)
+    assert math.isfinite(runs.hits[0])
+    assert list(runs.status) == ["done", "diverged"]
+
+
+# Row 16.
+def test_the_printed_lower_bound_on_its_own_pair():
+    L1, M, eps = 5.0, 50.0, 0.01
+    gap = 2 * 0.5 + 5 * eps / 4
+    pair = lower_bound_pair(L0=1.0, L1=L1, M=M, gap=gap, eps=eps, version="printed")
+    assert pair.valley_start == pytest.approx(1 + 0.5 / eps)
+    run = descend(
+        pair.valley, FixedStep(lr=pair.largest_step), pair.valley_start, 70_000, eps=eps, every=70_000
+    )
+    assert run.hits == 64_671
+    assert theorem4(L0=1.0, L1=L1, M=M, gap=gap, eps=eps, version="printed").bound == pytest.approx(
+        64_017, abs=1
+    )
+    proof = L1 * M * (gap - 5 * eps / 4) / (8 * eps**2 * (math.log(M) + 1))
+    assert proof == pytest.approx(63_619, abs=1)
+
+
+def test_theorem4_corrected_numbers():
+    guarantee = theorem4(L0=2.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
+    assert guarantee.bound == pytest.approx(5 * 50 * 12 / (8 * 0.01 * math.log(1 + 125)))
+
+
+@given(share=st.floats(1e-3, 1.0), L0=positive, L1=positive, kappa=st.floats(1.0, 1e4))
+def test_theorem4_sharp_is_above_corrected_and_below_four_times_it(share, L0, L1, kappa):
+    M = kappa * L0 / L1
+    eps = share * min(L0 / 3, M / 2)
+    gap = max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) * 1.001
+    numbers = dict(L0=L0, L1=L1, M=M, gap=gap, eps=eps)
+    ratio = theorem4(**numbers, version="sharp").bound / theorem4(**numbers).bound
+    assert 1 - 1e-9 <= ratio <= 4 * (1 + 1e-9)
+
+
+# Row 17.
+def test_remark5_is_an_order_and_its_gain_grows_without_limit():
+    numbers = dict(L0=2.0, L1=5.0, gap=12.0, eps=0.1)
+    printed = remark5(**numbers, M=50.0, version="printed")
+    assert printed.bound == pytest.approx((250 / math.log(50) + 2) * 12 / 0.01)
+    assert printed.up_to_constant
+    gains = [remark5(**numbers, M=M).bound / (2.0 * 12 / 0.01) for M in (1e2, 1e4, 1e6)]
+    assert gains[0] > 30
+    assert gains[1] > 30 * gains[0]
+    assert gains[2] > 30 * gains[1]
+
+
+# Row 18.
+def test_theorem6_numbers_and_its_M_for_free():
+    printed = theorem6(L0=1.0, L1=2.0, gap=1.0, eps=0.1, M=3.0, version="printed")
+    assert printed.hyperparameters == {"lr": 1 / 14}
+    assert printed.bound == pytest.approx(2800)
+    sharp = theorem6(L0=1.0, L1=2.0, gap=1.0, eps=0.1, version="sharp")
+    assert pytest.approx(gradient_bound(1.0, L0=1.0, L1=2.0)) == sharp.M
+    assert sharp.bound == pytest.approx(2 * (1 + 2 * sharp.M) / 0.01)
+
+
+@given(h=st.floats(0.01, 1.99))
+def test_theorem6_every_step_below_two_over_K_descends_by_its_inequality(h):
+    wall = ExponentialWall(L0=1.0, L1=2.0)
+    M = 20.0
+    x0, K = wall.start(M=M), 1.0 + 2.0 * M
+    x = np.linspace(-x0, x0, 501)
+    g = wall.grad_norm(x)
+    after = wall.value(x - h / K * wall.gradient(x))
+    assert (after <= wall.value(x) - h / K * (1 - h / 2) * g**2 + 1e-12).all()
+
+
+def test_theorem6_as_printed_can_step_out_of_the_papers_neighbourhood():
+    # A step up to M/(2(M L1 + L0)) ≈ 1/(2 L1): for L1 < ½ that is more than 1.
+    guarantee = theorem6(L0=1e-3, L1=0.1, gap=100.0, eps=1.0, M=50.0, version="printed")
+    assert guarantee.hyperparameters["lr"] * 50.0 > 1
+
+
+# Row 19.
+def test_theorem7_numbers():
+    L0, L1, tau, eps, gap = 1.0, 5.0, 0.1, 0.5, 2.0
+    V = (5 * L0 + 2 * L1 * tau) * tau**2
+    delta = gap + V + 9 * tau * L0**2 / L1
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
+    printed = theorem7(**numbers, version="printed")
+    assert printed.bound == pytest.approx(
+        delta * max(128 * L1 / eps, 4 * delta / eps**4, (80 * L0 + 512 * L1 * tau) / eps**2)
+    )
+    corrected = theorem7(**numbers)
+    assert corrected.bound == pytest.approx(
+        delta * max(256 * L1 / eps, 64 * delta / eps**4, 160 * L0 / eps**2, 1024 * L1 * tau / eps**2)
+    )
+    lr = min(1 / 20, 1 / (128 * 0.5), 1 / math.sqrt(math.ceil(corrected.bound)))
+    assert corrected.hyperparameters == {"lr": lr, "cap": 1 / 80, "shift": tau}
+    assert printed.hyperparameters["cap"] == pytest.approx(1 / (80 * printed.hyperparameters["lr"]))
+
+
+@given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
+def test_theorem7_sharp_is_never_above_corrected_nor_above_its_simple_form(L0, L1, tau, gap, eps):
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
+    sharp = theorem7(**numbers, version="sharp").bound
+    assert sharp <= theorem7(**numbers).bound * (1 + 1e-9)
+    V = (5 * L0 + 2 * L1 * tau) * tau**2
+    simple = max(20 * L0 / eps**2, 128 * L1 * tau / eps**2, 32 * L1 / eps, 16 * V / eps**4)
+    assert sharp <= 16 * gap * simple * (1 + 1e-9)
+
+
+@given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
+def test_theorem7_sharp_satisfies_what_its_proof_needs(L0, L1, tau, gap, eps):
+    guarantee = theorem7(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau, version="sharp")
+    lr, T = guarantee.hyperparameters["lr"], guarantee.num_steps
+    V = (5 * L0 + 2 * L1 * tau) * tau**2
+    # While the gradient exceeds ε, the sum grows by min{ηε², ε/(32 L1)}; Markov wants it past 8(Δ0 + η²TV).
+    assert T * min(lr * eps**2, eps / (32 * L1)) >= 8 * (gap + lr**2 * T * V) * (1 - 1e-6)
+    assert lr <= 1 / (20 * L0)
+    assert lr <= 1 / (128 * L1 * tau)
+
+
+@given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
+def test_theorem7_corrected_satisfies_what_its_proof_needs_and_printed_does_not(L0, L1, tau, gap, eps):
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
+    delta = gap + (5 * L0 + 2 * L1 * tau) * tau**2 + 9 * tau * L0**2 / L1
+    progress = {}
+    for version in ("printed", "corrected"):
+        guarantee = theorem7(**numbers, version=version)
+        lr, T = guarantee.hyperparameters["lr"], guarantee.num_steps
+        progress[version] = T * min(lr * eps**2, eps / (32 * L1)) / (8 * delta)
+    assert progress["corrected"] >= 1 - 1e-6
+    assert progress["printed"] < 1  # too few iterations, by up to a factor 16
+
+
+def test_theorem7_sharp_does_not_blow_up_as_L1_vanishes():
+    numbers = dict(L0=1.0, gap=1.0, eps=0.1, tau=0.1)
+    assert theorem7(**numbers, L1=1e-6).bound > 1e6 * theorem7(**numbers, L1=1e-6, version="sharp").bound
+
+
+# Row 21.
+def test_theorem8_numbers():
+    numbers = dict(L0=1.0, L1=2.0, gap=3.0, eps=0.5, M=4.0, tau=0.5)
+    V, K = (5 + 4 * 2 * 4) * 4.5**2, 9.0
+    assert theorem8(**numbers, version="printed").bound == pytest.approx((3 + V) ** 2 / 0.5**4)
+    assert theorem8(**numbers).bound == pytest.approx((6 + V) ** 2 / 0.5**4)
+    sharp = theorem8(**numbers, version="sharp")
+    assert sharp.bound == pytest.approx(8 * K * 3 / 0.25 * 4)
+    assert sharp.hyperparameters == {"lr": pytest.approx(min(1 / K, 0.25 / (4 * K * 0.25)))}
+
+
+@given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive, M=positive)
+def test_theorem8_satisfies_what_its_proof_needs(L0, L1, tau, gap, eps, M):
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, M=M, tau=tau)
+    K, sharp = L0 + L1 * M, theorem8(**numbers, version="sharp")
+    h, T = sharp.hyperparameters["lr"], sharp.num_steps
+    assert 2 * gap / (h * T) + K * h * tau**2 <= eps**2 / 2 * (1 + 1e-6)
+    corrected = theorem8(**numbers)
+    h, T = corrected.hyperparameters["lr"], corrected.num_steps
+    V = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2
+    assert h * (M + tau) <= 1 / L1 * (1 + 1e-9)
+    assert (gap + V / 2) / math.sqrt(T) <= eps**2 / 2 * (1 + 1e-6)
+    assert sharp.bound <= corrected.bound * (1 + 1e-9)
+
+
+def test_noisy_descent_leaves_the_sublevel_set_and_its_M():
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    M = 0.5
+    runs = descend(
+        wall, FixedStep(lr=1 / 1.5), np.full(64, wall.start(M=M)), 500, noise=BoundedNoise(1.0), seed=0
+    )
+    above = runs.grad_norms > M
+    assert above.mean() > 0.1
+    assert runs.grad_norms.max() > 1.5 * M
+
+
+@pytest.mark.parametrize(
+    ("numbers", "verdict"),
+    [
+        (dict(L0=1.0, L1=10.0, M=50.0), "clipping wins"),
+        (dict(L0=1.0, L1=10.0, M=50.0, tau=100.0), "no need to clip"),
+        (dict(L0=1.0, L1=10.0, M=0.3), "clipping may help"),
+        (dict(L0=1.0, L1=10.0, M=0.01), "no need to clip"),
+        (dict(L0=1.0, L1=0.0, M=1e6), "no need to clip"),
+    ],
+)
+def test_clipping_wins_where_gradients_are_far_above_noise_and_curvature(numbers, verdict):
+    answer = when_clipping_wins(**numbers)
+    assert answer.verdict == verdict
+    assert answer.kappa == 1 + numbers["L1"] * numbers["M"] / numbers["L0"]
+    assert answer.words.lower().startswith(verdict)
+
+
+def test_the_gain_with_noise_is_the_ratio_of_the_two_leading_terms():
+    numbers = dict(L0=1.0, L1=2.0, tau=0.5)
+    eps, gap, M = 1e-4, 1.0, 300.0
+    plain = theorem8(**numbers, gap=gap, eps=eps, M=M, version="sharp").bound
+    clipped = theorem7(**numbers, gap=gap, eps=eps, version="sharp").bound
+    assert when_clipping_wins(**numbers, M=M).stochastic_gain == pytest.approx(plain / clipped, rel=1e-3)
+
+
+def test_a_guarantee_reads_as_a_sentence():
+    text = str(theorem3(L0=1.0, L1=2.0, gap=1.0, eps=0.1))
+    assert text.startswith(
+        "Theorem 3 (corrected): at most 2000 iterations to gradient norm 0.1, with lr = 0.1"
+    )
+    assert "L0 + L1‖∇f‖ everywhere" in text
+    assert "every fixed step" in str(theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1))
+
+
+GOOD = dict(L0=1.0, L1=5.0, gap=12.0, eps=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: theorem3(**{**GOOD, "L0": -1.0}), "`L0` must be positive"),
+        (lambda: theorem3(**{**GOOD, "L1": -1.0}), "`L1` must be zero or more"),
+        (lambda: theorem3(**{**GOOD, "eps": 0.0}), "`eps` must be positive"),
+        (lambda: theorem3(**{**GOOD, "gap": math.nan}), "`gap` must be zero or more"),
+        (lambda: theorem3(**GOOD, version="fixed"), "`version` must be one of 'printed'"),
+        (lambda: theorem3(**GOOD, form="smooth"), "`form` must be 'clipped' unless"),
+        (lambda: theorem3(**{**GOOD, "L1": 0.0}, version="printed"), "needs L1 > 0"),
+        (lambda: theorem3(**GOOD, radius=-1.0), "`radius` must be positive"),
+        (lambda: normalized_gd(**{**GOOD, "L1": 0.0}), "needs L1 > 0"),
+        (lambda: theorem4(**{**GOOD, "eps": 0.5}, M=50.0), "needs eps ≤ L0/3"),
+        (lambda: theorem4(**{**GOOD, "gap": 5.0}, M=50.0), r"needs gap ≥ ψ\(M\)"),
+        (lambda: theorem4(**GOOD, M=0.15), "needs eps ≤ M/2"),
+        (lambda: theorem4(**{**GOOD, "L0": 0.5}, M=50.0, version="printed"), "needs L0 ≥ 1"),
+        (lambda: theorem4(**GOOD, M=0.9, version="printed"), "needs M > 1"),
+        (lambda: theorem4(**GOOD, M=-1.0), "`M` must be positive"),
+        (lambda: theorem6(**GOOD, M=-1.0), "`M` must be zero or more"),
+        (lambda: theorem7(**GOOD, tau=-0.1), "`tau` must be zero or more"),
+        (lambda: theorem7(**{**GOOD, "L1": 0.0}, tau=0.1), "needs L1 > 0"),
+        (lambda: theorem7(**GOOD, tau=0.1, num_steps=10), "needs num_steps ≥"),
+        (lambda: theorem8(**GOOD, M=0.0, tau=0.1), "`M` must be positive"),
+        (lambda: remark5(**GOOD, M=0.5, version="printed"), "needs M > 1"),
+        (lambda: gradient_bound(-1.0, L0=1.0, L1=1.0), "`gap` must be zero or more"),
+        (lambda: when_clipping_wins(L0=0.0, L1=1.0, M=1.0), "`L0` must be positive"),
+        (lambda: ngd_equivalence([1.0], lr=0.0, max_norm=1.0), "`lr` must be positive"),
+    ],
+)
+def test_inapplicable_numbers_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_broken_assumption_has_its_own_error():
+    with pytest.raises(AssumptionError, match="does not apply"):
+        theorem4(**{**GOOD, "eps": 0.5}, M=50.0)
