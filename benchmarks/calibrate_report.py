@@ -1,0 +1,207 @@
+"""Table and figure of the calibration benchmark, from its results file alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.calibrate_tasks import DEVELOPMENT, TASKS
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from clipwise.lab.figures.style import COLOURS, panels, styled
+
+Row = dict[str, Any]
+Regrets = dict[str, dict[str, list[float]]]  # method, task, one number a seed; inf where it diverged
+TUNED, AIM = "best of grid", 0.02
+HALVES = {"development": [t.name for t in DEVELOPMENT], "held out": []}
+HALVES["held out"] = [name for name in TASKS if name not in HALVES["development"]]
+
+
+def regrets(rows: Iterable[Row], *, against: str = TUNED) -> Regrets:
+    """Regret of every evaluated run against the tuned grid on the same task and seed."""
+    rows = list(rows)
+    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == against and not r["diverged"]}
+    found: Regrets = {}
+    for r in rows:
+        reference = best.get((r["task"], r["seed"]))
+        if reference is None or r["label"].startswith(("grid", "choose")):
+            continue
+        regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
+        found.setdefault(r["label"], {}).setdefault(r["task"], []).append(regret)
+    return found
+
+
+def median_interval(by_task: dict[str, list[float]], *, draws: int = 500) -> tuple[float, float, float]:
+    """Median over tasks and seeds with its 90 % interval: tasks are drawn again, then seeds within them."""
+    random, tasks = np.random.default_rng(0), list(by_task.values())
+    medians = []
+    for _ in range(draws):
+        drawn = [tasks[i] for i in random.integers(len(tasks), size=len(tasks))]
+        values = [v for task in drawn for v in random.choice(task, size=len(task))]
+        medians.append(_median(values))
+    low, high = np.quantile(medians, [0.05, 0.95], method="inverted_cdf")
+    return _median([v for task in tasks for v in task]), float(low), float(high)
+
+
+def _median(values: list[float]) -> float:
+    """The upper median, which is one of the values: infinities need no arithmetic."""
+    return sorted(values)[len(values) // 2]
+
+
+def percent(value: float) -> str:
+    """A regret for the table."""
+    return "diverged" if math.isinf(value) else f"{100 * value:.1f} %"
+
+
+def summary(found: Regrets, half: str) -> list[tuple[str, str]]:
+    """One table row a method, the best median first."""
+    lines = []
+    for label, tasks in found.items():
+        own = {name: tasks[name] for name in HALVES[half] if name in tasks}
+        if not own:
+            continue
+        middle, low, high = median_interval(own)
+        worst = max(own, key=lambda name: _median(own[name]))
+        runs = [v for values in own.values() for v in values]
+        diverged = sum(math.isinf(v) for v in runs)
+        cells = (
+            label, percent(middle), f"{percent(low)} to {percent(high)}",
+            f"{percent(_median(own[worst]))} ({worst})", f"{diverged} of {len(runs)}", f"{len(own)}",
+        )  # fmt: skip
+        lines.append((middle, "| " + " | ".join(cells) + " |"))
+    head = "| method | median regret | 90 % interval | worst task | diverged | tasks |\n" + 6 * "|---" + "|"
+    return [("", head), *((str(m), line) for m, line in sorted(lines, key=lambda pair: pair[0]))]
+
+
+def by_task(rows: list[Row], found: Regrets) -> str:
+    """What the grid and the calibration chose for each task, and the regret of it."""
+    lines = [
+        "| task | half | best of grid: lr, max_norm | calibrated: lr, max_norm (gradients) "
+        "| loss at start, grid, calibrated | regret by seed | without clipping |",
+        7 * "|---" + "|",
+    ]
+    for name in TASKS:
+        grid = [r for r in rows if r["task"] == name and r["label"] == TUNED]
+        mine = [r for r in rows if r["task"] == name and r["label"] == "calibrated" and not r["problem"]]
+        if not grid or not mine or name not in found.get("calibrated", {}):
+            continue
+        chosen = "; ".join(_setting(r) for r in mine)
+        losses = ", ".join(f"{np.mean([r[k] or math.nan for r in some]):.4g}" for k, some in (
+            ("first_loss", grid), ("loss", grid), ("loss", mine)))  # fmt: skip
+        own = ", ".join(percent(v) for v in found["calibrated"][name])
+        bare = ", ".join(percent(v) for v in found.get("calibrated, no clipping", {}).get(name, []))
+        half = "development" if name in HALVES["development"] else "held out"
+        lines.append(f"| {name} | {half} | {_setting(grid[0])} | {chosen} | {losses} | {own} | {bare} |")
+    return "\n".join(lines)
+
+
+def _setting(row: Row) -> str:
+    threshold = row["chosen"].get("max_norm")
+    words = f"{row['chosen']['lr']:.3g}, {'none' if threshold is None else f'{threshold:.3g}'}"
+    return f"{words} ({row['spent']})" if row["spent"] else words
+
+
+def choices(rows: list[Row]) -> str:
+    """Median and worst regret of each pair of constants on the development tasks."""
+    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == TUNED}
+    found: dict[tuple[float, float], dict[str, list[float]]] = {}
+    for r in rows:
+        reference = best.get((r["task"], r["seed"]))
+        if r["label"] == "choose" and reference is not None:
+            pair = r["options"]["kappa"], r["options"]["headroom"]
+            regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
+            found.setdefault(pair, {}).setdefault(r["task"], []).append(regret)
+    lines = ["| kappa | headroom | median regret | worst task | diverged |", "|---|---|---|---|---|"]
+    for (kappa, headroom), tasks in sorted(found.items()):
+        runs = [v for values in tasks.values() for v in values]
+        worst = max(tasks, key=lambda name, tasks=tasks: _median(tasks[name]))
+        lines.append(
+            f"| {kappa:g} | {headroom:g} | {percent(_median(runs))} | {percent(_median(tasks[worst]))} "
+            f"({worst}) | {sum(math.isinf(v) for v in runs)} of {len(runs)} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(found: Regrets) -> Figure:
+    """Regret by task for all methods: one row a method, one mark a task, the median over seeds."""
+    held_out = HALVES["held out"]
+    key = {
+        label: _median([v for n, values in tasks.items() if n in held_out for v in values] or [math.inf])
+        for label, tasks in found.items()
+        if label != TUNED
+    }
+    order = sorted(key, key=lambda label: -key[label])
+    marks = "osD^vP*XphdH8"
+    with styled():
+        drawn, (panel,) = panels(1, 1, width=9.0, height=0.33 * len(order) + 1.8)
+        panel.axvspan(-0.2, AIM, color="#009E73", alpha=0.12, linewidth=0)
+        for number, name in enumerate(TASKS):
+            own = [(y, _median(found[label][name])) for y, label in enumerate(order) if name in found[label]]
+            panel.plot(
+                [min(v, DIVERGED) for _, v in own], [y for y, _ in own], marks[number % len(marks)],
+                markersize=6, color=COLOURS[number % len(COLOURS)], label=name,
+                fillstyle="full" if name in held_out else "none",
+            )  # fmt: skip
+        panel.set_xscale("symlog", linthresh=0.05)
+        panel.set_xticks([-0.2, -0.05, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, DIVERGED])
+        panel.xaxis.set_major_formatter(
+            FuncFormatter(lambda v, _: "diverged" if v >= DIVERGED else f"{v:.0%}")
+        )
+        panel.set_xlim(-0.6, 1.2 * DIVERGED)
+        panel.set_yticks(range(len(order)), order)
+        panel.set_xlabel("regret against the tuned grid of lr x max_norm (median over seeds)")
+        panel.set_title("Calibrated before training, tuned while training, and fixed: regret by task")
+        panel.legend(
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            title="filled: held out\nopen: development",
+            title_fontsize=8,
+        )
+    return drawn
+
+
+DIVERGED = 2.0  # where the figure puts runs that ended above their first loss
+
+
+def write(rows: list[Row], folder: Path, *, command: str) -> str:
+    """Write ``calibrate.md`` and ``calibrate.png``; the text."""
+    found = regrets(rows)
+    seconds = sum(r["seconds"] for r in rows)
+    seeds = sorted({r["seed"] for r in rows if r["label"] == "calibrated"})
+    parts = [
+        "# Regret of calibrated training\n",
+        f"`{command}`: {len(rows)} runs, {seconds / 3600:.2f} CPU hours, evaluated on seeds "
+        f"{', '.join(map(str, seeds))}; the grid was tuned on other seeds.\n",
+        "Regret = (loss - loss of the tuned grid) / (loss at the start - loss of the tuned grid), with the "
+        "same budget of gradient evaluations for all, what is spent before training included. A run diverged "
+        "if it ended above its first loss or in NaN. Intervals: bootstrap over tasks and seeds.\n",
+        "![Regret by task](calibrate.png)\n",
+    ]
+    for half, title in (
+        ("held out", "Tasks that no choice was made on"),
+        ("development", "Tasks on which the constants were chosen"),
+    ):
+        parts += [f"## {title}\n", "\n".join(line for _, line in summary(found, half)) + "\n"]
+    parts += ["## Task by task\n", by_task(rows, found) + "\n"]
+    for label, mine in (
+        ("best of grid, AdamW", "calibrated, AdamW"),
+        ("best of grid, momentum", "calibrated, momentum 0.9"),
+    ):
+        own = regrets(rows, against=label).get(mine)
+        if own:
+            parts.append(f"## {mine.capitalize()}: regret against the tuned grid of its own optimizer\n")
+            lines = ["| task | half | regret by seed |", "|---|---|---|"]
+            for name in (n for n in TASKS if n in own):
+                half = "development" if name in HALVES["development"] else "held out"
+                lines.append(f"| {name} | {half} | {', '.join(percent(v) for v in own[name])} |")
+            parts.append("\n".join(lines) + "\n")
+    parts += ["## The constants on the development tasks\n", choices(rows)]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(parts) + "\n"
+    (folder / "calibrate.md").write_text(text, encoding="utf-8")
+    figure(found).savefig(folder / "calibrate.png", dpi=110, metadata={"Software": None})
+    return text

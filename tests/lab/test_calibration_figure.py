@@ -1,0 +1,47 @@
+"""The figure of a calibration shows what was measured."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from clipwise import calibrate
+from clipwise.lab.figures.calibration import calibration
+
+
+def quadratic(curvatures):
+    model = torch.nn.Linear(2, 1, bias=False)
+    return calibrate(model, lambda L: 0.5 * L * model.weight.square().sum(), curvatures)
+
+
+def points(panel):
+    """Every finite point drawn as a line or a mark, and the heights of straight lines."""
+    return {(float(x), float(y)) for line in panel.lines for x, y in zip(*line.get_data(), strict=True)}
+
+
+def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
+    cal = quadratic([1.0, 2.0, 4.0, 2.0])
+    figure = calibration(cal)
+    left, right = figure.axes
+    for batch in cal.curve:
+        for p in batch.points:
+            assert (p.step, p.kappa) in points(left)
+            assert (p.step, p.loss - batch.loss) in points(right)
+    assert all(math.isclose(y, cal.kappa) for y in left.lines[-1].get_ydata()) or (0.0, cal.kappa) in points(
+        left
+    )
+    assert any("safe step 0.5" in str(line.get_label()) for line in left.lines)
+    figure.savefig(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_figure_of_one_batch_and_of_a_wall_is_drawn():
+    model = torch.nn.Linear(2, 1, bias=False)
+
+    def wall(batch):
+        w = model.weight.square().sum()
+        return w + torch.where(w > 1e3, w.new_tensor(math.inf), w.new_zeros(()))
+
+    assert len(calibration(calibrate(model, wall, [0])).axes) == 2

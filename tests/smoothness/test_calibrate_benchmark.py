@@ -1,0 +1,128 @@
+"""The regret benchmark in small: real training on the digits, resumed, counted and reported."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("dog")
+
+from benchmarks import calibrate as bench
+from benchmarks.calibrate_report import choices, median_interval, regrets, summary, write
+
+SMALL = ["logistic regression"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The whole way, on one task, one seed and a corner of the grid."""
+    path = tmp_path_factory.mktemp("calibrate") / "results.jsonl"
+    corner = [j for j in bench.grid_jobs(SMALL, 100) if j["options"]["lr"] in (0.3, 1.0, 3.0)]
+    corner = [j for j in corner if j["options"]["relative"] in (math.inf, 0.7)]
+    rows = bench.run_all(corner, path, processes=1)
+    bench.run_all(bench.retune_jobs(rows, SMALL, "grid"), path, processes=1)
+    bench.run_all(bench.evaluate_jobs(bench.read(path), SMALL, (1,)), path, processes=1)
+    return path
+
+
+@pytest.mark.slow
+def test_calibrated_training_is_near_the_grid_and_ahead_of_the_fixed_default(results):
+    found = regrets(bench.read(results))
+    for task in SMALL:
+        (mine,), (fixed,) = found["calibrated"][task], found["SGD 0.1, clip 1"][task]
+        assert mine < 0.05
+        assert mine < fixed
+        assert found["best of grid"][task] == [0.0]
+
+
+@pytest.mark.slow
+def test_every_method_of_the_table_ran(results):
+    rows = bench.read(results)
+    labels = {r["label"] for r in rows if r["seed"] == 1}
+    assert {"calibrated", "DoG", "Prodigy", "AutoClip, grid's lr", "ZClip, grid's lr", "AdamW 1e-3"} <= labels
+    assert len(labels) >= 17
+    assert all(r["problem"] == "" for r in rows)
+    spent = {r["label"]: r["spent"] for r in rows if r["seed"] == 1}
+    assert 0 < spent["calibrated"] <= 40
+    assert spent["range test, clip 1"] > 40
+    assert spent["DoG"] == 0
+
+
+@pytest.mark.slow
+def test_finished_runs_are_not_repeated_and_a_torn_line_is_left_out(results):
+    rows = bench.read(results)
+    with results.open("a") as file:
+        file.write('{"task": "logis')
+    assert bench.read(results) == rows
+    jobs = bench.evaluate_jobs(rows, SMALL, (1,))
+    assert bench.run_all(jobs, results, processes=1) == rows
+
+
+@pytest.mark.slow
+def test_report_holds_both_halves_the_figure_and_the_command(results, tmp_path):
+    text = write(bench.read(results), tmp_path, command="python -m benchmarks.calibrate")
+    assert (tmp_path / "calibrate.md").read_text() == text
+    assert (tmp_path / "calibrate.png").stat().st_size > 10_000
+    for words in (
+        "`python -m benchmarks.calibrate`",
+        "no choice was made on",
+        "| calibrated |",
+        *SMALL,
+    ):
+        assert words in text
+
+
+@pytest.mark.slow
+def test_budget_counts_what_was_spent_before_training(monkeypatch):
+    steps = []
+    plain = bench._losses
+    monkeypatch.setattr(bench, "_losses", lambda *a: steps.append(a[-1]) or plain(*a))
+    row = bench.train(bench.job("logistic regression", 1, "calibrated", "calibrated"), steps=60)
+    assert steps == [60 - row["spent"]]
+    assert json.dumps(row)  # a row is a line of the results file
+
+
+def row(label, loss, *, task="CNN", seed=1, diverged=False, **more):
+    return {
+        "task": task,
+        "seed": seed,
+        "label": label,
+        "loss": loss,
+        "first_loss": 3.0,
+        "diverged": diverged,
+        **more,
+    }
+
+
+def test_regret_is_the_share_of_the_grids_progress_that_is_missed():
+    rows = [
+        row("best of grid", 1.0),
+        row("mine", 1.5),
+        row("other", None, diverged=True),
+        row("mine", 0.5, seed=2),
+    ]
+    found = regrets(rows)
+    assert found["mine"]["CNN"] == [0.25]  # no tuned run on seed 2
+    assert found["other"]["CNN"] == [math.inf]
+
+
+def test_intervals_contain_the_median_and_widen_with_the_spread():
+    narrow = median_interval({"a": [0.01, 0.02, 0.03], "b": [0.01, 0.02, 0.03]})
+    wide = median_interval({"a": [0.0, 0.02, 0.2], "b": [-0.1, 0.02, math.inf]})
+    for middle, low, high in (narrow, wide):
+        assert low <= middle <= high
+    assert wide[2] - wide[1] > narrow[2] - narrow[1]
+
+
+def test_summary_puts_the_best_median_first_and_counts_divergence():
+    rows = [row("best of grid", 1.0), row("good", 1.02), row("bad", None, diverged=True)]
+    lines = [line for _, line in summary(regrets(rows), "development")][1:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["best of grid", "good", "bad"]
+    assert "1 of 1" in lines[-1]
+
+
+def test_choices_are_listed_by_constant():
+    rows = [row("best of grid", 1.0)]
+    rows += [row("choose", 1.1, options={"kappa": 1.0, "headroom": h}) for h in (0.5, 1.0)]
+    assert choices(rows).count("5.0 %") == 4
