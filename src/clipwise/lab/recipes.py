@@ -128,6 +128,7 @@ class LanguageRecipe(Recipe):
     Args:
         model: ``lstm`` or ``awd-lstm``.
         corpus: ``ptb``, ``topics`` (always there), or the path of a text file or folder.
+        num_words: Training words to use, the first of the text; 0 takes all.
         embedding: Size of the word vectors.
         hidden: Size of the hidden layers.
         layers: Number of LSTM layers.
@@ -150,6 +151,7 @@ class LanguageRecipe(Recipe):
 
     model: str = "lstm"
     corpus: str = "ptb"
+    num_words: int = 0
     embedding: int = 128
     hidden: int = 200
     layers: int = 2
@@ -173,6 +175,7 @@ class LanguageRecipe(Recipe):
             check_count(name, getattr(self, name))
         check_choice("averaging", self.averaging, ("never", "triggered", "always"))
         check_count("patience", self.patience)
+        check_count("num_words", self.num_words, least=0)
         for name in ("dropout", "weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"):
             if check_nonnegative(name, getattr(self, name)) >= 1:
                 raise ValueError(f"`{name}` is a probability below 1, got {getattr(self, name)!r}.")

@@ -129,7 +129,11 @@ class LanguageTask(Task):
         self.recipe = recipe
         self.corpus = corpus
         self.data_name, self.data_source = corpus.name, corpus.source
-        self.streams = batchify(corpus.train, recipe.batch_size)
+        words = corpus.train
+        if 0 < recipe.num_words < len(words):
+            words = words[: recipe.num_words]
+            self.data_source = f"the first {recipe.num_words:,} words of {corpus.source}"
+        self.streams = batchify(words, recipe.batch_size)
         if len(self.streams) < 2:
             raise ValueError(
                 f"The corpus has {len(corpus.train)} words: too few for `batch_size` {recipe.batch_size}."

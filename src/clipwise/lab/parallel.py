@@ -1,0 +1,178 @@
+"""Devices and processes: Lightning Fabric, kept quiet, and batch normalisation over the whole batch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.loggers.csv_logs import CSVLogger
+from lightning_fabric.loggers.logger import Logger
+from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from clipwise._checks import check_choice, check_count
+from clipwise.lab.runs import Run
+
+STRATEGIES = ("auto", "ddp", "fsdp")
+LOGGERS = ("csv", "tensorboard")
+
+# Here and not in a function: the processes that Fabric starts speak before they call anything of ours.
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+
+
+def make_fabric(
+    run: Run,
+    *,
+    devices: int = 1,
+    accelerator: str = "auto",
+    strategy: str = "auto",
+    loggers: tuple[str, ...] = (),
+) -> Fabric:
+    """Fabric for one run, or an error in one line if this machine does not have the devices."""
+    check_count("devices", devices)
+    check_choice("strategy", strategy, STRATEGIES)
+    for name in loggers:
+        check_choice("loggers", name, LOGGERS)
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_devices(devices, accelerator, strategy)
+    try:
+        return Fabric(
+            accelerator=accelerator,
+            devices=devices,
+            strategy=_strategy(devices, strategy),
+            precision=run.recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
+            loggers=[_logger(name, run) for name in loggers],
+        )
+    except (MisconfigurationException, ValueError) as error:
+        raise ValueError(
+            f"`devices` {devices} of `accelerator` {accelerator!r} cannot be had: {error}"
+        ) from None
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def starts_processes(fabric: Fabric) -> bool:
+    """Whether a launch of ``fabric`` starts processes of its own."""
+    return fabric.world_size > 1 and not under_torchrun()
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """``x`` of every process, in the order of ranks."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+def global_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` with every batch norm taking its statistics over all processes.
+
+    Torch's own ``SyncBatchNorm`` runs on accelerators only; on the CPU :class:`GlobalBatchNorm2d` does it.
+    """
+    if device.type != "cpu":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = GlobalBatchNorm2d
+    return model
+
+
+class GlobalBatchNorm2d(nn.BatchNorm2d):
+    r"""Batch norm with mean and variance over the batches of all processes together.
+
+    .. math::
+        \mu = \frac{1}{N}\sum x, \qquad \sigma^2 = \frac{1}{N}\sum (x - \mu)^2
+
+    with both sums over every process, in two passes so that nothing cancels.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalised input; in evaluation mode, or alone, exactly ``BatchNorm2d``."""
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().forward(input)
+        count = input.numel() / input.shape[1] * dist.get_world_size()
+        mean = _sum_over_processes(input.sum((0, 2, 3))) / count
+        centred = input - mean.view(1, -1, 1, 1)
+        variance = _sum_over_processes(centred.square().sum((0, 2, 3))) / count
+        self._remember(mean.detach(), variance.detach() * (count / (count - 1)))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.affine:
+            scale = scale * self.weight
+        normalised = centred * scale.view(1, -1, 1, 1)
+        return normalised + self.bias.view(1, -1, 1, 1) if self.affine else normalised
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(variance, weight)
+
+
+def _sum_over_processes(x: Tensor) -> Tensor:
+    total = _AllReduce.apply(x)
+    assert isinstance(total, Tensor)
+    return total
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over processes; every process's loss depends on it, so its gradient is summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _check_devices(devices: int, accelerator: str, strategy: str) -> None:
+    if accelerator == "cpu":
+        cores = max(2, os.cpu_count() or 1)
+        if devices > cores and not under_torchrun():
+            raise ValueError(f"`devices` must be at most the {cores} cores of this machine, got {devices}.")
+    elif accelerator == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(
+            f"`devices` must be at most the {torch.cuda.device_count()} GPUs here, got {devices}."
+        )
+    if strategy == "fsdp" and not under_torchrun():
+        raise ValueError("`strategy` 'fsdp' needs one process a device: start it with torchrun.")
+
+
+def _strategy(devices: int, strategy: str) -> Any:
+    if strategy == "fsdp":
+        from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
+
+        return ModelParallelStrategy(_shard, save_distributed_checkpoint=False)
+    if under_torchrun():
+        return "ddp"
+    return "auto" if devices == 1 else "ddp_spawn"
+
+
+def _shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """Every parameter sharded over the data-parallel processes (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def _logger(name: str, run: Run) -> Logger:
+    if name == "csv":
+        return CSVLogger(root_dir=run.folder, name="csv")
+    return TensorBoardLogger(root_dir=run.folder, name="tensorboard")

@@ -1,0 +1,312 @@
+"""Many runs of one recipe over a grid of fields."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from clipwise.lab.jobs import Job, run_jobs
+from clipwise.lab.recipes import Recipe, with_fields
+from clipwise.lab.runs import ENDED, FAILED, STATUS, read_json, write_json
+from clipwise.lab.train import RunResult, train
+
+TABLE = "sweep.csv"
+HEATMAP = "heatmap.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One point of the grid and what became of it."""
+
+    fields: dict[str, Any]
+    folder: Path
+    status: str
+    result: RunResult | None = None
+    message: str = ""
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss over the last 50 steps; NaN if the trial did not finish."""
+        return self.result.train_loss if self.result and self.status == "finished" else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """Every trial of a sweep, in the order of the grid."""
+
+    folder: Path
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """The finished trial with the lowest training loss."""
+        finished = [trial for trial in self.trials if math.isfinite(trial.train_loss)]
+        if not finished:
+            raise ValueError(f"No trial of {self.folder} finished: there is no best one.")
+        return min(finished, key=lambda trial: trial.train_loss)
+
+    def __str__(self) -> str:
+        console = Console(width=110)
+        with console.capture() as captured:
+            console.print(_table(self.trials))
+        return captured.get().rstrip()
+
+
+def sweep(
+    recipe: Recipe,
+    grid: Mapping[str, Sequence[Any]],
+    folder: str | Path,
+    *,
+    engine: str = "joblib",
+    workers: int = 2,
+    address: str | None = None,
+    progress: bool = True,
+    checkpoint_seconds: float = 60.0,
+    offline: bool = False,
+) -> SweepResult:
+    """Train ``recipe`` at every point of ``grid``, each in a run folder of its own.
+
+    Run again, it skips what has ended and goes on with the rest. A trial that fails or diverges is recorded
+    and the others carry on. At the end there are ``sweep.csv`` and a heat map in ``folder``.
+
+    Args:
+        recipe: What the trials share.
+        grid: Values to try, by field: ``{"lr": [1, 10], "max_norm": [0.25, inf], "seed": [0, 1, 2]}``.
+        folder: Holds one folder a trial, named for its fields.
+        engine: ``joblib``, processes on this machine; or ``ray``.
+        workers: Trials at a time; they share torch's threads, so that cores are not oversubscribed.
+        address: Of a Ray cluster; None starts one on this machine.
+        progress: Show a live table (a line a trial without a terminal).
+        checkpoint_seconds: Time between two checkpoints of a trial.
+        offline: Use no network for the data.
+    """
+    folder = Path(folder)
+    points = _points(recipe, grid)
+    folders = {name: folder / name for name in points}
+    jobs = [
+        Job(
+            name=name,
+            folder=folders[name],
+            function=run_trial,
+            arguments={
+                "recipe": with_fields(recipe, **fields),
+                "folder": folders[name],
+                "checkpoint_seconds": checkpoint_seconds,
+                "offline": offline,
+            },
+            total=recipe.steps,
+        )
+        for name, fields in points.items()
+        if not has_ended(folders[name])
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def trials() -> tuple[Trial, ...]:
+        return tuple(_trial(fields, folders[name]) for name, fields in points.items())
+
+    outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
+    with _live_table(trials, shown=progress) as watch:
+        for number, outcome in enumerate(outcomes(watch=watch), 1):
+            trial = _trial(points[outcome.name], folders[outcome.name], outcome.error)
+            if progress and watch is None:
+                print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
+    result = SweepResult(folder=folder, trials=trials())
+    _write_csv(result, folder / TABLE)
+    draw_heatmap(result, folder / HEATMAP)
+    return result
+
+
+def run_trial(
+    recipe: Recipe, folder: Path, *, checkpoint_seconds: float = 60.0, offline: bool = False, threads: int = 1
+) -> RunResult:
+    """One trial: from its checkpoint if it has one. An error is left in its ``status.json``."""
+    try:
+        return train(
+            recipe,
+            folder,
+            resume=True,
+            progress=False,
+            checkpoint_seconds=checkpoint_seconds,
+            threads=threads,
+            offline=offline,
+        )
+    except Exception as error:
+        if folder.is_dir() and not (folder / STATUS).exists():
+            write_json(folder / STATUS, {"status": FAILED, "step": 0, "message": str(error)})
+        raise
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run in ``folder`` finished or diverged."""
+    path = folder / STATUS
+    return path.exists() and read_json(path)["status"] in ENDED
+
+
+def draw_heatmap(result: SweepResult, path: Path) -> None:
+    """Final training loss over the two fields with most values, mean over the others; grey if diverged."""
+    from matplotlib.figure import Figure
+
+    rows, columns = _axes(result)
+    down, across = (_values(result, name) for name in (rows, columns))
+    losses = np.full((len(down), len(across)), np.nan)
+    words = np.full(losses.shape, "", dtype=object)
+    for i, j in itertools.product(range(len(down)), range(len(across))):
+        cell = [t for t in result.trials if _at(t, rows) == down[i] and _at(t, columns) == across[j]]
+        finished = [t.train_loss for t in cell if math.isfinite(t.train_loss)]
+        if finished and len(finished) == len(cell):
+            losses[i, j] = np.mean(finished)
+            words[i, j] = f"{losses[i, j]:.3g}"
+        else:
+            words[i, j] = f"{sum(t.status == 'diverged' for t in cell)} of {len(cell)}\ndiverged"
+    figure = Figure(figsize=(2.6 + 1.1 * len(across), 1.6 + 0.8 * len(down)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_facecolor("0.85")
+    image = axes.imshow(losses, cmap="viridis_r", aspect="auto")
+    middle = np.nanmean(losses) if np.isfinite(losses).any() else 0.0
+    for i, j in itertools.product(range(len(down)), range(len(across))):
+        dark = math.isfinite(losses[i, j]) and losses[i, j] > middle
+        axes.text(j, i, words[i, j], ha="center", va="center", color="white" if dark else "black", fontsize=8)
+    axes.set_xticks(range(len(across)), [_short(value) for value in across])
+    axes.set_yticks(range(len(down)), [_short(value) for value in down])
+    axes.set_xlabel(columns.replace("_", " "))
+    axes.set_ylabel(rows.replace("_", " "))
+    if np.isfinite(losses).any():
+        figure.colorbar(image, label="final training loss")
+    figure.savefig(path, dpi=150)
+
+
+def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """The points of the grid by name, each a valid recipe."""
+    if not grid:
+        raise ValueError("`grid` must name at least one field and its values.")
+    for name, values in grid.items():
+        if isinstance(values, (str, bytes)) or not len(values):
+            raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
+    points: dict[str, dict[str, Any]] = {}
+    for values in itertools.product(*grid.values()):
+        trial = with_fields(recipe, **dict(zip(grid, values, strict=True)))
+        fields = {name: getattr(trial, name) for name in grid}
+        name = ",".join(f"{key}={_short(value)}" for key, value in fields.items())
+        if name in points:
+            raise ValueError(f"`grid` has the point {name} twice.")
+        points[name] = fields
+    return points
+
+
+def _trial(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
+    path = folder / STATUS
+    if not path.exists():
+        return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)
+    status = read_json(path)
+    result = RunResult.load(folder) if "train_loss" in status else None
+    return Trial(
+        fields=fields,
+        folder=folder,
+        status=status["status"],
+        result=result,
+        message=error or status["message"],
+    )
+
+
+@contextmanager
+def _live_table(
+    trials: Callable[[], tuple[Trial, ...]], *, shown: bool
+) -> Iterator[Callable[[], None] | None]:
+    """A table that a call brings up to date; None where there is no terminal."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    with Live(_table(trials()), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(_table(trials()), refresh=True)
+
+
+def _table(trials: Sequence[Trial]) -> Table:
+    table = Table(*(trials[0].fields if trials else ()), "status", "step", "train loss", "held out")
+    for trial in trials:
+        table.add_row(
+            *(_short(value) for value in trial.fields.values()),
+            trial.status,
+            str(trial.result.step) if trial.result else "",
+            f"{trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else "",
+            ", ".join(f"{k} {v:.4g}" for k, v in _held_out(trial).items() if k != "loss"),
+        )
+    return table
+
+
+def _in_words(trial: Trial) -> str:
+    if math.isfinite(trial.train_loss):
+        return f"{trial.status}, training loss {trial.train_loss:.4f}"
+    return f"{trial.status}{f': {trial.message}' if trial.message else ''}"
+
+
+def _held_out(trial: Trial) -> dict[str, float]:
+    metrics = trial.result.metrics if trial.result else {}
+    return metrics.get("valid") or metrics.get("test") or {}
+
+
+def _write_csv(result: SweepResult, path: Path) -> None:
+    names = list(result.trials[0].fields)
+    units = sorted({key for trial in result.trials for key in _held_out(trial)})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                *names,
+                "status",
+                "steps",
+                "train_loss",
+                *(f"held_out_{unit}" for unit in units),
+                "seconds",
+                "folder",
+                "message",
+            ]
+        )
+        for trial in result.trials:
+            held_out = _held_out(trial)
+            writer.writerow(
+                [
+                    *trial.fields.values(),
+                    trial.status,
+                    trial.result.step if trial.result else 0,
+                    trial.train_loss,
+                    *(held_out.get(unit, "") for unit in units),
+                    round(trial.result.seconds, 1) if trial.result else "",
+                    trial.folder.name,
+                    trial.message,
+                ]
+            )
+
+
+def _axes(result: SweepResult) -> tuple[str, str]:
+    """The two fields to draw: those with most values, the seed last of all."""
+    names = list(result.trials[0].fields)
+    ranked = sorted(names, key=lambda name: (name == "seed", -len(_values(result, name))))
+    columns = ranked[0]
+    return (ranked[1] if len(ranked) > 1 and ranked[1] != "seed" else ""), columns
+
+
+def _values(result: SweepResult, name: str) -> list[Any]:
+    return list(dict.fromkeys(_at(trial, name) for trial in result.trials))
+
+
+def _at(trial: Trial, name: str) -> Any:
+    return trial.fields[name] if name else ""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(_short(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value).rsplit("/", 1)[-1]

@@ -1,0 +1,380 @@
+"""The training loop: one recipe, one run folder."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+
+from clipwise._checks import check_count, check_nonnegative
+from clipwise.lab.parallel import make_fabric, starts_processes
+from clipwise.lab.progress import Reporter, run_progress
+from clipwise.lab.recipes import LanguageRecipe, Recipe
+from clipwise.lab.runs import (
+    DIVERGED,
+    ENDED,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    Run,
+    locked,
+    open_run,
+    write_status,
+)
+from clipwise.lab.session import Session
+from clipwise.lab.tasks import make_task
+
+LAST_STEPS = 50  # the final training loss is the mean over so many steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        folder: The run folder.
+        status: ``finished``, ``diverged`` or ``interrupted`` (resume it).
+        step: Steps taken.
+        train_loss: Mean training loss over the last 50 steps; NaN if it diverged.
+        metrics: What the last evaluation said, by split: loss, and perplexity or accuracy.
+        num_parameters: Parameters of the model.
+        seconds: Time spent training, over all resumptions.
+        data: Where the data came from.
+        message: Why the run diverged, or what its data are not.
+    """
+
+    folder: Path
+    status: str
+    step: int
+    train_loss: float
+    metrics: dict[str, dict[str, float]]
+    num_parameters: int
+    seconds: float
+    data: str
+    message: str = ""
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RunResult:
+        """The result that a run left in its folder."""
+        run = Run.load(folder)
+        values = {name: run.status[name] for name in cls.__dataclass_fields__ if name != "folder"}
+        return cls(folder=run.folder, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    progress: bool
+    checkpoint_seconds: float
+    threads: int | None
+    offline: bool
+
+
+def train(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    devices: int = 1,
+    accelerator: str = "auto",
+    strategy: str = "auto",
+    loggers: tuple[str, ...] = (),
+    checkpoint_seconds: float = 60.0,
+    threads: int | None = None,
+    offline: bool = False,
+) -> RunResult:
+    """Train ``recipe`` and keep everything in ``folder``.
+
+    A run that was killed goes on with ``resume=True`` as if nothing had happened: on the CPU its parameters,
+    metrics and trace end bit for bit as those of a run never killed. Ctrl-C ends with a checkpoint. A run
+    that diverges is a result: it ends with the status ``diverged`` and keeps its rows.
+
+    Args:
+        recipe: What to train; see :func:`clipwise.lab.recipes.get_recipe`.
+        folder: The run folder: new, or with ``resume`` that of the same recipe.
+        resume: Go on from the folder's checkpoint, or start if there is none.
+        progress: Show a live line (plain lines without a terminal).
+        devices: Processes that share each batch; it must divide ``batch_size``. Or use torchrun.
+        accelerator: ``cpu``, ``cuda``, or whichever is there.
+        strategy: ``ddp`` (``auto``), or ``fsdp`` under torchrun.
+        loggers: ``csv`` and ``tensorboard``, written inside the folder.
+        checkpoint_seconds: Time between two checkpoints.
+        threads: Torch threads of each process; None leaves them alone.
+        offline: Use no network for the data.
+    """
+    check_nonnegative("checkpoint_seconds", checkpoint_seconds)
+    if threads is not None:
+        check_count("threads", threads)
+    run = open_run(folder, recipe, resume=resume)
+    if run.status["status"] in ENDED:
+        return RunResult.load(run.folder)
+    fabric = make_fabric(run, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers)
+    options = _Options(
+        progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
+    )
+    with locked(run.folder), _quiet(), _left_to_processes(fabric):
+        try:
+            fabric.launch(partial(_train, run=run, options=options))
+        except BaseException as error:
+            write_status(run.folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
+            raise
+    return RunResult.load(run.folder)
+
+
+def _train(fabric: Fabric, run: Run, options: _Options) -> None:
+    """One process of a run, from the start or the checkpoint to the end."""
+    recipe = run.recipe
+    with _surroundings(recipe, options), _stop_signal() as stop:
+        task = make_task(
+            recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
+        )
+        session = Session(fabric, run, task)
+        clock = _Clock(run, session, options.checkpoint_seconds)
+        total = task.num_steps()
+        title = f"{recipe.name} {recipe.label}"
+        shown = options.progress and fabric.is_global_zero
+        with closing(session), run_progress(title, total, start=session.step, shown=shown) as report:
+            clock.write(RUNNING)
+            status, message = _loop(session, total, clock, stop, report)
+        clock.write(status, message)
+        fabric.barrier()
+
+
+def _loop(
+    session: Session, total: int, clock: _Clock, stop: threading.Event, report: Reporter
+) -> tuple[str, str]:
+    """Train until the last step, divergence, or a signal; the status and its reason."""
+    fabric, task, recipe = session.fabric, session.task, session.run.recipe
+    model, optimizer, probe = session.model, session.optimizer, session.probe
+    loss_sum = torch.zeros((), device=fabric.device)
+    model.train()
+    while session.step < total:
+        step = session.step
+        batch = fabric.to_device(task.batch(step))
+        state = None if task.starts_over(step) else session.state
+        for group in session.raw_optimizer.param_groups:
+            group["lr"] = recipe.lr * _drop(recipe, step / total) * task.lr_factor(step)
+
+        def loss_of_batch(batch: Any = batch, state: Any = state) -> torch.Tensor:
+            return task.loss(model, batch, state)[0]
+
+        loss, session.state = task.loss(model, batch, state)
+        fabric.backward(loss)
+        size = batch[1].numel() * fabric.world_size
+        with probe(loss_of_batch, loss=loss, batch_size=size) if probe else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        if session.averaging:
+            session.averaging.after_step()
+        session.step += 1
+        loss_sum += loss.detach()
+
+        # Only here is the device waited for.
+        if session.step % recipe.log_every and session.step < total:
+            continue
+        count = recipe.log_every if session.step % recipe.log_every == 0 else session.step % recipe.log_every
+        reason = _record(session, loss_sum / count, report)
+        loss_sum.zero_()
+        if reason:
+            return DIVERGED, reason
+        if session.step == total or (recipe.eval_every and session.step % recipe.eval_every == 0):
+            if _evaluate(session, task.splits if session.step == total else task.splits[:1]):
+                session.save()
+                return FINISHED, "validation no longer improves"
+        stopping = _any_process(fabric, stop.is_set())
+        if session.step == total or stopping or _any_process(fabric, clock.is_due()):
+            session.save()
+            clock.saved()
+        if stopping and session.step < total:
+            return INTERRUPTED, "stopped by a signal; resume it"
+    return FINISHED, ""
+
+
+def _record(session: Session, loss: torch.Tensor, report: Reporter) -> str:
+    """Write the row of this step; the reason if the run has diverged."""
+    recipe, fabric = session.run.recipe, session.fabric
+    reduced = fabric.all_reduce(loss, reduce_op="mean") if fabric.world_size > 1 else loss
+    assert isinstance(reduced, torch.Tensor)
+    value = float(reduced)
+    stats = session.raw_optimizer.clip_stats()
+    if session.first_loss is None:
+        session.first_loss = value
+    row = {
+        "step": session.step,
+        "split": "train",
+        "loss": value,
+        "grad_norm": stats["grad_norm"],
+        "coefficient": stats["coefficient"],
+        "lr": session.raw_optimizer.param_groups[0]["lr"],
+    }
+    _write(session, row)
+    unit = {"perplexity": math.exp(min(value, 700.0))} if session.task.metric == "perplexity" else {}
+    clipped = 100 * stats["clipped_fraction"]
+    report(session.step, loss=value, **unit, grad_norm=stats["grad_norm"], clipped_percent=clipped)
+    if not math.isfinite(value) or not math.isfinite(stats["grad_norm"]):
+        return f"the loss or the gradient is not finite at step {session.step}"
+    if value > recipe.diverged_above * session.first_loss:
+        return f"the loss passed {recipe.diverged_above:g} times the first one at step {session.step}"
+    return ""
+
+
+def _evaluate(session: Session, splits: tuple[str, ...]) -> bool:
+    """Write a row for each split, of the average where there is one; whether the run is to end here."""
+    task, averaging = session.task, session.averaging
+    averaged = averaging is not None and averaging.evaluated is not session.module
+    model = averaging.evaluated if averaging and averaged else session.model
+    model.eval()
+    for split in splits:
+        values = task.evaluate(model, split, session.fabric.device)
+        _write(session, {"step": session.step, "split": split, **values})
+        if averaging and split == task.splits[0]:
+            averaging.after_validation(values["loss"])
+    session.model.train()
+    recipe = session.run.recipe
+    fine_tuning = isinstance(recipe, LanguageRecipe) and recipe.averaging == "always"
+    return fine_tuning and averaging is not None and averaging.finished
+
+
+def _write(session: Session, row: dict[str, Any]) -> None:
+    if session.metrics is not None:
+        session.metrics.write(row)
+        if session.fabric.loggers:
+            numbers = {f"{row['split']}/{k}": v for k, v in row.items() if k not in ("step", "split")}
+            session.fabric.log_dict(numbers, step=row["step"])
+
+
+class _Clock:
+    """Keeps the time of a run and its ``status.json``."""
+
+    def __init__(self, run: Run, session: Session, interval: float) -> None:
+        self._run, self._session, self._interval = run, session, interval
+        self._before = float(run.status.get("seconds", 0.0))
+        self._start = self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self._last >= self._interval
+
+    def saved(self) -> None:
+        """A checkpoint was written."""
+        self._last = time.monotonic()
+        self.write(RUNNING)
+
+    def write(self, status: str, message: str = "") -> None:
+        """Replace ``status.json``."""
+        run, session = self._run, self._session
+        ended = status != RUNNING
+        result = RunResult(
+            folder=run.folder,
+            status=status,
+            step=session.step,
+            train_loss=_final_loss(run) if ended and status != DIVERGED else math.nan,
+            metrics=_final_metrics(run) if ended else {},
+            num_parameters=session.num_parameters,
+            seconds=self._before + time.monotonic() - self._start,
+            data=session.task.data_source,
+            message=message,
+        )
+        if session.fabric.is_global_zero:
+            values = {name: getattr(result, name) for name in result.__dataclass_fields__ if name != "folder"}
+            write_status(run.folder, **values)
+
+
+def _final_loss(run: Run) -> float:
+    _, losses = run.column("loss")
+    return float(losses[-max(1, LAST_STEPS // run.recipe.log_every) :].mean()) if len(losses) else math.nan
+
+
+def _final_metrics(run: Run) -> dict[str, dict[str, float]]:
+    last = {split: run.rows(split)[-1:] for split in ("valid", "test")}
+    return {
+        split: {k: v for k, v in rows[0].items() if k not in ("step", "split")}
+        for split, rows in last.items()
+        if rows
+    }
+
+
+def _drop(recipe: Recipe, share: float) -> float:
+    """Factor of the learning rate after so large a share of the run."""
+    return 0.1 ** sum(share >= drop for drop in recipe.lr_drops)
+
+
+def _any_process(fabric: Fabric, flag: bool) -> bool:
+    """Whether any process says so: all must stop, or save, at the same step."""
+    if fabric.world_size == 1:
+        return flag
+    votes = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
+    return bool(votes)
+
+
+@contextmanager
+def _surroundings(recipe: Recipe, options: _Options) -> Iterator[None]:
+    """Float type, threads and global generators for a run; the caller's come back afterwards."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or a polite end sets; a second Ctrl-C ends at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _left_to_processes(fabric: Fabric) -> Iterator[None]:
+    """While processes of ours train, Ctrl-C is theirs: they save, and end."""
+    if not starts_processes(fabric) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Fabric's advice about things that a run folder settles."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
+        yield
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
