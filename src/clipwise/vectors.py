@@ -70,7 +70,8 @@ def cpu_norm(tensors: Sequence[Tensor]) -> float:
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     norms = [torch.linalg.vector_norm(rows, 2, 1, dtype=wide) for rows in _rows(tensors)]
-    norm = torch.linalg.vector_norm(torch.cat(norms).double()).item()
+    together = norms[0] if len(norms) == 1 else torch.cat(norms)
+    norm = torch.linalg.vector_norm(together.double()).item()
     low, high = _SAFE.get(dtype, _SAFE_SINGLE)
     return norm if low < norm < high else _rescaled_norm(tensors)
 
@@ -85,27 +86,32 @@ def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers as matrices with rows of at most `ROW`: large tensors as they lie, small ones joined."""
-    matrices, small = [], []
-    for t in tensors:
-        size = t.numel()
-        if size <= SMALL:
-            small.append(t)
-        else:
-            matrices += _as_matrices(_as_vector(t), size)
-    if small:
-        joined = flatten()(small)
-        matrices += _as_matrices(joined, joined.numel())
-    return matrices
+    """The same numbers in rows of at most `ROW`: large tensors as they lie in memory, small ones joined."""
+    sizes = list(map(Tensor.numel, tensors))
+    if max(sizes) <= SMALL:
+        return [_joined(tensors, sum(sizes))]
+    pairs = list(zip(tensors, sizes, strict=True))
+    rows, rests = [], []
+    for vector, size in ((_as_vector(t), n) for t, n in pairs if n > SMALL):
+        length = _row_length(size)
+        full = size if length else size // ROW * ROW
+        rows.append(vector[:full].view(-1, length or ROW))
+        if full < size:
+            rests.append(vector[full:])
+    small = [t for t, n in pairs if n <= SMALL] + rests
+    return [*rows, _joined(small, sum(map(Tensor.numel, small)))] if small else rows
 
 
-def _as_matrices(vector: Tensor, size: int) -> list[Tensor]:
-    """``vector`` in rows, without a rest if its size has a divisor that suits."""
-    length = _row_length(size)
-    if length:
-        return [vector.view(-1, length)]
-    full = size // ROW * ROW
-    return [vector[:full].view(-1, ROW), vector[full:].view(1, -1)]
+def _joined(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Small tensors copied into one, with zeros at the end to fill the last row."""
+    missing = -size % ROW or (ROW if size == 0 else 0)
+    zeros = [_zeros(missing, tensors[0].dtype)] if missing else []
+    return flatten()([*tensors, *zeros]).view(-1, ROW)
+
+
+@cache
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device="cpu")
 
 
 @cache
@@ -160,6 +166,15 @@ def is_sharded(t: Tensor) -> TypeGuard[Any]:
     return type(t) is not Tensor and hasattr(t, "placements") and hasattr(t, "device_mesh")
 
 
+def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor that is spread like ``like``; itself if that is not spread."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+
+
 def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple, list[Tensor]]:
     kinds: dict[tuple, list[Tensor]] = {}
     for t in tensors:
@@ -171,7 +186,12 @@ def _norm_of_kind(tensors: list[Tensor]) -> Tensor:
     """Norm of real, dense tensors of one dtype and device."""
     if tensors[0].device.type == "cpu":
         return torch.tensor(cpu_norm(tensors), dtype=torch.float64)
-    # On an accelerator the sum runs in float64 where there is one: no check of the range, so no waiting.
+    return device_norm(tensors)
+
+
+def device_norm(tensors: list[Tensor]) -> Tensor:
+    """Norm of real, dense tensors of one dtype on an accelerator, as a tensor that nobody has waited for."""
+    # Summed in float64 where there is one: then the range needs no check, and a check would wait.
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
     return torch.linalg.vector_norm(torch.stack(foreach_norm()(tensors, 2, dtype=wide)))
 

@@ -37,20 +37,20 @@ class Unit:
         if self.plain and _uses_kernel(group):
             buffers = [state[p].get(_BUFFER) for p in self.params] if rule.momentum else []
             if _all_as_the_kernel_likes(self.params, self.grads, buffers):
-                self.bundles = [Bundle("fused", rule, self.params, self.grads, buffers)]
+                self.bundles = [Bundle("fused", rule, self.params, self.grads, buffers, self.params)]
                 return
         choose = _path_chooser(group)
         bundles: dict[tuple, Bundle] = {}
-        for p, g in zip(self.params, self.grads, strict=True):
-            buffer, fresh = _buffer(state[p], p) if rule.momentum else (None, False)
-            p, g, buffer = _local_and_real(p, g, buffer)
+        for whole, g in zip(self.params, self.grads, strict=True):
+            buffer, fresh = _buffer(state[whole], whole) if rule.momentum else (None, False)
+            p, g, buffer = _local_and_real(whole, g, buffer)
             path = choose(p, g, buffer)
             # torch does not damp the first gradient that a buffer sees.
             undamped = fresh and rule.dampening != 0
             key = (path, p.dtype, p.device, undamped)
             if key not in bundles:
                 bundles[key] = Bundle(path, rule.undamped() if undamped else rule)
-            bundles[key].add(p, g, buffer)
+            bundles[key].add(p, g, buffer, whole)
         self.bundles = list(bundles.values())
 
 
@@ -58,11 +58,15 @@ def collect(groups: list[dict[str, Any]], *, per_tensor: bool) -> list[Unit]:
     """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
     units = []
     for group in groups:
-        pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
-        parts = [[pair] for pair in pairs] if per_tensor else [pairs] if pairs else []
-        for part in parts:
-            grads = [g for _, g in part]
-            units.append(Unit(group, [p for p, _ in part], grads, plain=homogeneous_cpu(grads)))
+        params = list(group["params"])
+        grads = [p.grad for p in params]
+        if any(g is None for g in grads):
+            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+            grads = [g for g in grads if g is not None]
+        if per_tensor:
+            units += [Unit(group, [p], [g], homogeneous_cpu([g])) for p, g in zip(params, grads, strict=True)]
+        elif params:
+            units.append(Unit(group, params, grads, homogeneous_cpu(grads)))
     return units
 
 
@@ -115,13 +119,14 @@ def _uses_kernel(group: dict[str, Any]) -> bool:
 
 def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers: list[Any]) -> bool:
     """:func:`_kernel_is_right` for many tensors in the common case: a quick yes, or ask one by one."""
-    dtype = grads[0].dtype
-    if dtype not in _KERNEL_DTYPES:
-        return False
-    for t in [*params, *grads, *buffers]:  # a bare loop: this runs in every step
-        if t is None or not t.is_contiguous() or t.dtype is not dtype:
-            return False
-    return True
+    dtype, contiguous = grads[0].dtype, Tensor.is_contiguous
+    return (
+        dtype in _KERNEL_DTYPES
+        and all(map(contiguous, grads))
+        and all(map(contiguous, params))
+        and all(p.dtype is dtype for p in params)
+        and all(b is not None and b.dtype is dtype and b.is_contiguous() for b in buffers)
+    )
 
 
 def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from clipwise.optim._statistics import (
     summarise,
 )
 from clipwise.optim._update import average_, update
-from clipwise.vectors import cpu_norm, global_norm, homogeneous_cpu
+from clipwise.vectors import as_sharded, cpu_norm, global_norm, homogeneous_cpu
 
 _COUNTERS = "clip_stats"
 # Settings that hold for the whole optimizer: a group cannot have its own.
@@ -176,7 +176,7 @@ class ScaledSGD(Optimizer, ABC):
         stays_on_device = policy == "skip" and self.defaults["clip"] == "gradient" and fused_sgd() is not None
         if stays_on_device and isinstance(norms[0], Tensor) and not self.defaults["differentiable"]:
             return (~torch.stack([norm.isfinite() for norm in norms]).all()).to(torch.float32)
-        if all(math.isfinite(norm) for norm in norms):
+        if all(math.isfinite(_plain(norm)) for norm in norms):
             return False
         if policy == "raise":
             raise FloatingPointError(self._blame())
@@ -199,7 +199,11 @@ class ScaledSGD(Optimizer, ABC):
         """Take the gradients into the momentum; the units then hold the averaged direction. Its norms."""
         for unit in units:
             unit.bundles = [average_(bundle) for bundle in unit.bundles]
-            unit.grads = [g for bundle in unit.bundles for g in bundle.grads]
+            unit.grads = [
+                as_sharded(g, whole)
+                for bundle in unit.bundles
+                for g, whole in zip(bundle.grads, bundle.wholes, strict=True)
+            ]
             unit.plain = homogeneous_cpu(unit.grads)
         return self._norms(units)
 

@@ -57,9 +57,11 @@ class Bundle:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    wholes: list[Tensor] = field(default_factory=list)  # the parameters that `params` are the local parts of
 
-    def add(self, p: Tensor, g: Tensor, buffer: Tensor | None) -> None:
+    def add(self, p: Tensor, g: Tensor, buffer: Tensor | None, whole: Tensor) -> None:
         """Add one parameter."""
+        self.wholes.append(whole)
         self.params.append(p)
         self.grads.append(g)
         if buffer is not None:
@@ -116,7 +118,7 @@ def average_(bundle: Bundle) -> Bundle:
         directions = [
             torch.add(rule.momentum * b, g) for g, b in zip(bundle.grads, bundle.buffers, strict=True)
         ]
-    return Bundle(bundle.path, rule.without_momentum(), bundle.params, directions)
+    return Bundle(bundle.path, rule.without_momentum(), bundle.params, directions, wholes=bundle.wholes)
 
 
 def _can_fold(rule: Rule, scale: float) -> bool:

@@ -1,0 +1,589 @@
+"""What every torch optimizer promises, and what ours promise beyond that."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from clipwise import ClippedSGD, NormalizedSGD, _torch
+from clipwise.optim import _bundles, _sgd, _update
+from clipwise.vectors import device_norm
+from tests.reference import ReferenceSGD
+
+OPTIMIZERS = {
+    "clipped": lambda params, **o: ClippedSGD(params, **({"lr": 0.1, "max_norm": 1.0} | o)),
+    "normalized": lambda params, **o: NormalizedSGD(params, **({"lr": 0.1, "offset": 1.0} | o)),
+}
+MODES = {
+    "default": {},
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "nesterov decay": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    "clip momentum": {"momentum": 0.9, "clip": "momentum"},
+    "tensor scope": {"norm_scope": "tensor"},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def parameters(*shapes, dtype=None, scale=1.0):
+    params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in shapes]
+    for p in params:
+        p.grad = scale * torch.randn_like(p)
+    return params
+
+
+def values(params):
+    return [p.detach().clone() for p in params]
+
+
+def assert_same(before, after):
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_optimizer
+@every_mode
+def test_gradients_are_bit_identical_after_the_step(make, mode):
+    params = parameters((3, 4), (5,), (1,))
+    opt = make(params, **mode)
+    for _ in range(3):
+        before = [p.grad.clone() for p in params]
+        opt.step()
+        assert_same(before, [p.grad for p in params])
+
+
+@every_optimizer
+@every_mode
+def test_zero_gradient_moves_nothing(make, mode):
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.zeros(3)
+    make([p], **(mode | {"weight_decay": 0.0})).step()
+    assert torch.equal(p.detach(), torch.ones(3))
+
+
+@every_optimizer
+def test_parameters_without_gradient_stay_and_do_not_count(make):
+    a, b = parameters((2,), (2,))
+    b.grad = None
+    before = b.detach().clone()
+    opt = make([a, b], momentum=0.9)
+    opt.step()
+    assert torch.equal(b.detach(), before)
+    assert b not in opt.state
+    assert opt.clip_stats()["grad_norm"] == pytest.approx(a.grad.norm().item())
+
+
+@every_optimizer
+def test_no_gradient_at_all_is_no_step(make):
+    p = nn.Parameter(torch.ones(2))
+    opt = make([p])
+    opt.step()
+    assert opt.clip_stats()["steps"] == 0
+
+
+# --- non-finite gradients -------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_mode
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_raise_names_the_parameter_and_changes_nothing(make, mode, bad):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    opt = make(net.named_parameters(), **mode)
+    opt.step()
+    before, state = values(net.parameters()), copy.deepcopy(opt.state_dict())
+    net[1].bias.grad[0] = bad
+    with pytest.raises(FloatingPointError, match=r"`1\.bias`.*Nothing was changed.*skip"):
+        opt.step()
+    assert_same(before, values(net.parameters()))
+    torch.testing.assert_close(opt.state_dict()["state"], state["state"], rtol=0, atol=0)
+    assert opt.clip_stats()["steps"] == 1
+
+
+def test_raise_counts_unnamed_parameters():
+    params = parameters((2,), (3,))
+    params[1].grad[0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"parameter 1 of group 0, shape \(3,\)"):
+        ClippedSGD(params, lr=0.1, max_norm=1.0).step()
+
+
+@every_optimizer
+@every_mode
+def test_skip_changes_nothing_and_counts(make, mode):
+    params = parameters((2, 2), (3,))
+    opt = make(params, nonfinite="skip", **mode)
+    opt.step()
+    before, state = values(params), copy.deepcopy(opt.state_dict())
+    params[0].grad[0, 0] = math.inf
+    opt.step()
+    assert_same(before, values(params))
+    torch.testing.assert_close(opt.state_dict()["state"], state["state"], rtol=0, atol=0)
+    stats = opt.clip_stats()
+    assert (stats["steps"], stats["skipped"], stats["grad_norm"]) == (1, 1, math.inf)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}])
+def test_propagate_does_what_torch_does(bad, path):
+    ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    for p in (ours, theirs):
+        p.grad = torch.tensor([1.0, bad, 1.0])
+    ClippedSGD([ours], lr=0.1, max_norm=1.0, nonfinite="propagate", **path).step()
+    torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+    torch.optim.SGD([theirs], lr=0.1).step()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), equal_nan=True)
+
+
+# --- shapes, strides, dtypes ----------------------------------------------------------------------
+
+
+def strided(kind, size=8):
+    base = torch.randn(size, size)
+    return {
+        "contiguous": base,
+        "transposed": base.T,
+        "sliced": torch.randn(size, 2 * size)[:, ::2],
+        "expanded": torch.randn(size, 1).expand(size, size),
+    }[kind]
+
+
+@every_mode
+@pytest.mark.parametrize("param", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("grad", ["contiguous", "transposed", "sliced", "expanded"])
+def test_strides_of_parameters_and_gradients_do_not_matter(param, grad, mode):
+    storage = strided(param)
+    p, q = nn.Parameter(storage), nn.Parameter(storage.contiguous().clone())
+    g = strided(grad)
+    p.grad, q.grad = g, g.contiguous().clone()
+    neighbours = None if param != "sliced" else storage._base[:, 1::2].clone()
+    ours = ClippedSGD([p], lr=0.1, max_norm=1.0, **mode)
+    plain = {k: v for k, v in mode.items() if k not in ("foreach", "fused", "norm_scope")}
+    theirs = ReferenceSGD([q], 0.1, coefficient=lambda n: min(1, 1 / n), **plain)
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p.detach(), q.detach())
+    if neighbours is not None:
+        assert torch.equal(storage._base[:, 1::2], neighbours)
+
+
+def test_channels_last_uses_the_kernel_and_is_right():
+    p = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+    p.grad = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    assert _bundles._kernel_is_right(p, p.grad, None)
+    expected = p.detach() - 0.1 * p.grad / p.grad.norm()
+    ClippedSGD([p], lr=0.1, max_norm=1.0).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+@pytest.mark.parametrize("size", [*range(1, 35), 63, 64, 65, 1000, 70_000])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_every_element_of_every_size_is_updated(size, momentum):
+    p = nn.Parameter(torch.zeros(size))
+    p.grad = torch.full((size,), 2.0)
+    opt = ClippedSGD([p], lr=1.0, max_norm=size**0.5, momentum=momentum)
+    opt.step()
+    torch.testing.assert_close(p.detach(), torch.full((size,), -1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", [{}, {"momentum": 0.9}, {"fused": True}, {"weight_decay": 0.1}])
+def test_half_precision_is_really_updated(dtype, mode):
+    p = nn.Parameter(torch.ones(100, dtype=dtype))
+    p.grad = torch.full((100,), 3.0, dtype=dtype)
+    opt = ClippedSGD([p], lr=0.5, max_norm=1.0, **mode)
+    opt.step()
+    decay = mode.get("weight_decay", 0.0)
+    torch.testing.assert_close(
+        p.detach().double(), torch.full((100,), 1 - 0.5 * (0.1 + decay)), rtol=0, atol=4e-3
+    )
+    assert opt.clip_stats()["grad_norm"] == pytest.approx(30.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", [{}, {"momentum": 0.9}, {"foreach": False}])
+def test_complex_parameters(mode):
+    p = nn.Parameter(torch.tensor([3 + 4j, 0j]))
+    p.grad = torch.tensor([3 + 4j, 12j])
+    ClippedSGD([p], lr=1.0, max_norm=1.3, **mode).step()
+    torch.testing.assert_close(p.detach(), torch.tensor([0.9 * (3 + 4j), -1.2j]))
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}]
+)
+def test_sparse_gradients_count_and_step_like_dense_ones(mode):
+    ours, theirs = nn.Embedding(6, 2, sparse=True), nn.Embedding(6, 2)
+    theirs.load_state_dict(ours.state_dict())
+    a = ClippedSGD([*ours.parameters()], lr=0.5, max_norm=0.5, **mode)
+    b = ClippedSGD([*theirs.parameters()], lr=0.5, max_norm=0.5, **mode)
+    for _ in range(4):
+        for net, opt in ((ours, a), (theirs, b)):
+            opt.zero_grad()
+            (net(torch.tensor([1, 1, 3])) ** 2).sum().backward()
+            opt.step()
+    assert ours.weight.grad.is_sparse
+    torch.testing.assert_close(ours.weight.detach(), theirs.weight.detach())
+    assert a.clip_stats()["grad_norm"] == pytest.approx(b.clip_stats()["grad_norm"])
+
+
+def test_dense_sparse_and_half_parameters_in_one_group():
+    dense, half = parameters((4,), (4,), scale=2.0)
+    half = nn.Parameter(half.detach().bfloat16())
+    half.grad = torch.ones(4, dtype=torch.bfloat16)
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([0])).sum().backward()
+    norm = math.sqrt(dense.grad.norm().item() ** 2 + 4 + 2)
+    before = dense.detach().clone()
+    opt = ClippedSGD([dense, half, embedding.weight], lr=1.0, max_norm=0.1)
+    opt.step()
+    torch.testing.assert_close(dense.detach(), before - 0.1 / norm * dense.grad)
+    assert opt.clip_stats()["grad_norm"] == pytest.approx(norm)
+
+
+@given(st.integers(-25, 25))
+def test_steps_scale_with_the_gradient_until_clipped(exponent):
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0]) * 10.0**exponent
+    ClippedSGD([p], lr=1.0, max_norm=1.0).step()
+    length = p.detach().norm().item()
+    assert length == pytest.approx(min(1.0, 5 * 10.0**exponent), rel=1e-12)
+
+
+# --- torch's conventions --------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_mode
+def test_state_dict_round_trip_continues_exactly(make, mode):
+    torch.manual_seed(3)
+    net = nn.Linear(3, 2)
+    twin = copy.deepcopy(net)
+    a, b = make(net.parameters(), **mode), make(twin.parameters(), **mode)
+    batches = [torch.randn(4, 3) for _ in range(6)]
+
+    def step(model, opt, x):
+        opt.zero_grad()
+        (model(x) ** 2).sum().backward()
+        opt.step()
+
+    for x in batches[:3]:
+        step(net, a, x)
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "opt": a.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin.load_state_dict(saved["net"])
+    b.load_state_dict(saved["opt"])
+    for x in batches[3:]:
+        step(net, a, x)
+        step(twin, b, x)
+    assert_same(values(net.parameters()), values(twin.parameters()))
+    assert a.clip_stats() == b.clip_stats()
+    assert b.clip_stats()["steps"] == 6
+
+
+@every_optimizer
+def test_deepcopy_and_pickle_keep_settings_and_counters(make):
+    params = parameters((3,))
+    opt = make(params, norm_scope="tensor", nonfinite="skip", momentum=0.9)
+    opt.step()
+    for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert twin.clip_stats() == opt.clip_stats()
+        twin.step()
+        assert twin.defaults == opt.defaults
+
+
+def test_a_state_dict_of_torch_sgd_loads():
+    params = parameters((3,), (2,))
+    sgd = torch.optim.SGD(params, lr=0.3, momentum=0.9)
+    sgd.step()
+    opt = ClippedSGD(params, lr=0.1, max_norm=0.7, momentum=0.9)
+    opt.load_state_dict(sgd.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.3
+    assert opt.param_groups[0]["max_norm"] == 0.7
+    assert torch.equal(opt.state[params[0]]["momentum_buffer"], sgd.state[params[0]]["momentum_buffer"])
+    opt.step()
+
+
+def test_an_older_state_dict_without_later_entries_loads():
+    params = parameters((3,))
+    opt = ClippedSGD(params, lr=0.1, max_norm=0.7)
+    old = opt.state_dict()
+    for name in ("clip_stats", "nonfinite", "norm_scope", "differentiable", "fused"):
+        old["param_groups"][0].pop(name, None)
+    opt.load_state_dict(old)
+    opt.step()
+    assert opt.clip_stats()["steps"] == 1
+
+
+@every_optimizer
+def test_closure_is_called_with_gradients_on_and_its_loss_returned(make):
+    p = nn.Parameter(torch.tensor([2.0]))
+    opt = make([p])
+
+    def closure():
+        opt.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).item() == 4.0
+    assert p.item() != 2.0
+
+
+@every_optimizer
+def test_step_hooks_run(make):
+    seen = []
+    opt = make(parameters((2,)))
+    opt.register_step_pre_hook(lambda *_: seen.append("pre"))
+    opt.register_step_post_hook(lambda *_: seen.append("post"))
+    opt.step()
+    assert seen == ["pre", "post"]
+
+
+def test_lr_and_max_norm_can_be_scheduled():
+    p = nn.Parameter(torch.zeros(1))
+    opt = ClippedSGD([p], lr=1.0, max_norm=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    lengths = []
+    for k in range(3):
+        p.grad = torch.tensor([10.0])
+        opt.param_groups[0]["max_norm"] = 1.0 + k
+        before = p.item()
+        opt.step()
+        schedule.step()
+        lengths.append(before - p.item())
+    assert lengths == pytest.approx([1.0, 0.5 * 2, 0.25 * 3])
+
+
+@every_mode
+def test_tensor_lr(mode):
+    a, b = parameters((3,)), parameters((3,))
+    b[0].data.copy_(a[0].data)
+    b[0].grad.copy_(a[0].grad)
+    ClippedSGD(a, lr=torch.tensor(0.1), max_norm=1.0, **mode).step()
+    ClippedSGD(b, lr=0.1, max_norm=1.0, **mode).step()
+    torch.testing.assert_close(a[0].detach(), b[0].detach(), rtol=1e-7, atol=1e-7)
+
+
+def test_grad_scaler_unscales_before_the_norm_is_taken():
+    p = nn.Parameter(torch.zeros(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt = ClippedSGD([p], lr=1.0, max_norm=1.0)
+    scaler.scale((p * torch.tensor([3.0, 4.0])).sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.6, -0.8]))
+    assert opt.clip_stats()["grad_norm"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+def test_gradients_flow_through_a_differentiable_step(options):
+    def after(start):
+        p = start.clone()
+        p.grad = 2 * start
+        opt = ClippedSGD([p], lr=0.1, max_norm=1.0, differentiable=True, **options)
+        opt.step()
+        return p
+
+    assert torch.autograd.gradcheck(after, (torch.tensor([3.0, 4.0], requires_grad=True),))
+
+
+def test_training_a_compiled_model():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    twin = copy.deepcopy(net)
+    compiled = torch.compile(net, backend="eager")
+    x = torch.randn(5, 3)
+    for model, params in ((compiled, net.parameters()), (twin, twin.parameters())):
+        opt = ClippedSGD(params, lr=0.1, max_norm=0.5)
+        for _ in range(3):
+            opt.zero_grad()
+            (model(x) ** 2).mean().backward()
+            opt.step()
+    torch.testing.assert_close(net.weight, twin.weight)
+
+
+def test_repr_shows_settings_and_hides_counters():
+    opt = ClippedSGD(parameters((2,)), lr=0.1, max_norm=0.7)
+    opt.step()
+    assert "max_norm: 0.7" in repr(opt)
+    assert "recent" not in repr(opt)
+    assert opt.clip_stats()["steps"] == 1
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def test_clip_stats_over_all_steps_and_over_the_recent_window():
+    p = nn.Parameter(torch.zeros(1))
+    opt = ClippedSGD([p], lr=0.01, max_norm=1.0)
+    for k in range(250):
+        p.grad = torch.tensor([2.0 if k < 100 or k >= 200 else 0.5])
+        opt.step()
+    stats = opt.clip_stats()
+    assert stats == {
+        "grad_norm": 2.0,
+        "coefficient": 0.5,
+        "steps": 250,
+        "clipped_fraction": 150 / 250,
+        "recent_clipped_fraction": 50 / 100,
+        "skipped": 0,
+    }
+
+
+def test_normalized_sgd_reports_its_step_relative_to_zero_gradient():
+    p = nn.Parameter(torch.zeros(1))
+    opt = NormalizedSGD([p], lr=0.01, offset=1.0)
+    p.grad = torch.tensor([3.0])
+    opt.step()
+    assert opt.clip_stats()["coefficient"] == pytest.approx(0.25)
+    assert opt.clip_stats()["clipped_fraction"] == 1.0
+
+
+# --- without torch's underscore functions, and where numbers stay on the device -------------------
+
+
+@pytest.fixture
+def without_kernel(monkeypatch):
+    for module in (_bundles, _sgd, _update):
+        monkeypatch.setattr(module, "fused_sgd", lambda: None)
+
+
+@pytest.fixture
+def without_foreach(monkeypatch, without_kernel):
+    monkeypatch.setattr(_bundles, "has_foreach", lambda: False)
+
+
+@pytest.fixture
+def numbers_stay_on_device(monkeypatch):
+    """As on an accelerator: the norm is a tensor that is not read."""
+    monkeypatch.setattr(_sgd.ScaledSGD, "_norm", lambda self, tensors, plain: device_norm(tensors))
+
+
+@every_mode
+@pytest.mark.parametrize("world", ["without_kernel", "without_foreach", "numbers_stay_on_device"])
+def test_every_world_gives_the_same_steps(world, mode, request):
+    params, twins = parameters((4, 3), (5,)), parameters((4, 3), (5,))
+    for p, q in zip(params, twins, strict=True):
+        q.data.copy_(p.data)
+        q.grad.copy_(p.grad)
+    theirs = ClippedSGD(twins, lr=0.1, max_norm=1.0, **mode)
+    for _ in range(3):
+        theirs.step()
+    stats = theirs.clip_stats()
+    request.getfixturevalue(world)
+    ours = ClippedSGD(
+        params,
+        lr=0.1,
+        max_norm=1.0,
+        **(mode if world == "numbers_stay_on_device" else mode | {"fused": None}),
+    )
+    for _ in range(3):
+        ours.step()
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-7, atol=1e-7)
+    for name, value in ours.clip_stats().items():
+        assert value == pytest.approx(stats[name])
+
+
+@pytest.mark.parametrize("mode", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"foreach": True}])
+def test_skipping_on_the_device_changes_nothing(mode, numbers_stay_on_device):
+    params = parameters((2, 2), (3,))
+    opt = ClippedSGD(params, lr=0.1, max_norm=1.0, nonfinite="skip", **mode)
+    opt.step()
+    before, state = values(params), copy.deepcopy(opt.state_dict()["state"])
+    params[0].grad[0, 0] = math.nan
+    opt.step()
+    assert_same(before, values(params))
+    torch.testing.assert_close(opt.state_dict()["state"], state, rtol=0, atol=0)
+    assert (opt.clip_stats()["steps"], opt.clip_stats()["skipped"]) == (1, 1)
+
+
+def test_nothing_is_read_from_the_device_in_a_step(monkeypatch, numbers_stay_on_device):
+    params = parameters((2, 2), (3,))
+    opt = ClippedSGD(params, lr=0.1, max_norm=1.0, nonfinite="skip", momentum=0.9)
+    opt.step()
+
+    def refuse(*_args):
+        raise AssertionError("the step waited for the device")
+
+    for name in ("item", "__float__", "__bool__", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    opt.step()
+
+
+def test_fused_is_refused_where_torch_has_no_kernel(without_kernel):
+    with pytest.raises(RuntimeError, match="needs torch"):
+        ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0, fused=True)
+    assert _torch.fused_sgd() is not None
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"lr": math.nan}, ValueError, "Invalid learning rate"),
+        ({"lr": math.inf}, ValueError, "Invalid learning rate"),
+        ({"lr": "fast"}, TypeError, "`lr` must be a number, got 'fast'"),
+        ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
+        ({"max_norm": 0}, ValueError, "`max_norm` must be positive and finite, got 0"),
+        ({"max_norm": -1.0}, ValueError, "`max_norm`.*got -1.0"),
+        ({"max_norm": math.nan}, ValueError, "`max_norm`.*got nan"),
+        ({"max_norm": None}, TypeError, "`max_norm`.*got None"),
+        ({"momentum": -0.1}, ValueError, "Invalid momentum value: -0.1"),
+        ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay value: -0.1"),
+        ({"dampening": math.nan}, ValueError, "Invalid dampening value: nan"),
+        ({"nesterov": True}, ValueError, "Nesterov momentum requires a momentum and zero dampening"),
+        ({"clip": "weights"}, ValueError, "`clip` must be one of 'gradient', 'momentum', got 'weights'"),
+        ({"norm_scope": "layer"}, ValueError, "`norm_scope` must be one of"),
+        ({"nonfinite": "ignore"}, ValueError, "`nonfinite` must be one of"),
+        ({"foreach": True, "fused": True}, RuntimeError, "cannot be `True` together"),
+        ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
+        ({"foreach": True, "differentiable": True}, RuntimeError, "`foreach` does not support"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        ClippedSGD(parameters((2,)), **({"lr": 0.1, "max_norm": 1.0} | options))
+
+
+def test_wrong_offset_is_named():
+    with pytest.raises(ValueError, match="`offset` must be positive and finite, got 0"):
+        NormalizedSGD(parameters((2,)), lr=0.1, offset=0)
+
+
+def test_an_empty_parameter_list_is_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ClippedSGD([], lr=0.1, max_norm=1.0)
+
+
+def test_a_parameter_in_two_groups_is_refused():
+    (p,) = parameters((2,))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ClippedSGD([{"params": [p]}, {"params": [p]}], lr=0.1, max_norm=1.0)
+
+
+def test_a_wrong_group_is_refused_and_not_added():
+    opt = ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0)
+    with pytest.raises(ValueError, match="`max_norm`"):
+        opt.add_param_group({"params": parameters((3,)), "max_norm": -2.0})
+    with pytest.raises(ValueError, match="`norm_scope` holds for all groups"):
+        opt.add_param_group({"params": parameters((3,)), "norm_scope": "tensor"})
+    assert len(opt.param_groups) == 1
