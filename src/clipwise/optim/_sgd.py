@@ -39,11 +39,26 @@ class ScaledSGD(Optimizer, ABC):
 
     threshold: str
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        check_choice("clip", defaults["clip"], ("gradient", "momentum"))
-        check_choice("norm_scope", defaults["norm_scope"], ("global", "group", "tensor"))
-        check_choice("nonfinite", defaults["nonfinite"], ("raise", "skip", "propagate"))
-        fused, foreach, differentiable = (defaults[name] for name in ("fused", "foreach", "differentiable"))
+    def __init__(
+        self,
+        params: ParamsT,
+        rule: dict[str, Any],
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        clip: str = "gradient",
+        norm_scope: str = "global",
+        nonfinite: str = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        check_choice("clip", clip, ("gradient", "momentum"))
+        check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))
+        check_choice("nonfinite", nonfinite, ("raise", "skip", "propagate"))
         if fused and differentiable:
             raise RuntimeError("`fused` does not support `differentiable`")
         if fused and foreach:
@@ -52,7 +67,12 @@ class ScaledSGD(Optimizer, ABC):
             raise RuntimeError("`foreach` does not support `differentiable`")
         if fused and fused_sgd() is None:
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        super().__init__(params, defaults)
+        options = {
+            "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+            "clip": clip, "norm_scope": norm_scope, "nonfinite": nonfinite, "maximize": maximize,
+            "foreach": foreach, "fused": fused, "differentiable": differentiable,
+        }  # fmt: skip
+        super().__init__(params, rule | options)
 
     @abstractmethod
     def _coefficient(self, norm: Any, group: dict[str, Any]) -> Any:

@@ -78,13 +78,9 @@ class ClippedSGD(ScaledSGD):
         differentiable: bool = False,
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr, "max_norm": max_norm, "momentum": momentum, "dampening": dampening,
-                "weight_decay": weight_decay, "nesterov": nesterov, "clip": clip, "norm_scope": norm_scope,
-                "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach, "fused": fused,
-                "differentiable": differentiable,
-            },
+            params, {"lr": lr, "max_norm": max_norm}, momentum=momentum, dampening=dampening,
+            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope, nonfinite=nonfinite,
+            maximize=maximize, foreach=foreach, fused=fused, differentiable=differentiable,
         )  # fmt: skip
 
     def _check_group(self, group: dict[str, Any]) -> None:

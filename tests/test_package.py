@@ -1,0 +1,71 @@
+"""What a user gets from the package: few dependencies, one version, a wheel that works."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+
+import clipwise
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = "lightning_fabric pooch rich tyro joblib matplotlib plotly sklearn pandas ray jinja2 PIL".split()
+
+
+def run(code, *, blocked=()):
+    """Run ``code`` in a new interpreter in which the ``blocked`` packages are not installed."""
+    block = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {list(blocked)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+sys.meta_path.insert(0, Blocked())
+"""
+    return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, check=False)
+
+
+def test_runtime_needs_torch_numpy_and_scipy_only():
+    needed = {re.split(r"[<>=!~ ;\[]", r)[0] for r in requires("clipwise") or [] if "extra ==" not in r}
+    assert needed == {"torch", "numpy", "scipy"}
+
+
+def test_version_stands_in_one_place():
+    assert version("clipwise") == clipwise.__version__
+    assert f"version: {clipwise.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_every_public_name_is_there():
+    for name in dir(clipwise):
+        assert getattr(clipwise, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'ClipedSGD'"):
+        _ = clipwise.ClipedSGD
+
+
+@pytest.mark.slow
+def test_public_names_work_without_the_extras():
+    names = [n for n in dir(clipwise) if not n.startswith("__")]
+    # jinja2 is blocked only for us: torch itself may use it
+    blocked = [name for name in EXTRAS if name != "jinja2"]
+    done = run(f"import clipwise\nfor n in {names!r}: getattr(clipwise, n)\nprint('fine')", blocked=blocked)
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.slow
+def test_steps_and_theory_import_without_torch():
+    done = run("import clipwise.steps, clipwise.theory\nprint('fine')", blocked=["torch"])
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "clipwise/py.typed" in names
+    assert all(n.startswith(("clipwise/", f"clipwise-{clipwise.__version__}.dist-info/")) for n in names)
+    assert not [n for n in names if n.endswith((".npz", ".gz", ".pt"))]
