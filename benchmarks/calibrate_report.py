@@ -112,15 +112,15 @@ def choices(rows: list[Row]) -> str:
     for r in rows:
         reference = best.get((r["task"], r["seed"]))
         if r["label"] == "choose" and reference is not None:
-            pair = r["options"]["kappa"], r["options"]["headroom"]
+            pair = r["options"]["kappa"], r["options"]["clip_at"]
             regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
             found.setdefault(pair, {}).setdefault(r["task"], []).append(regret)
-    lines = ["| kappa | headroom | median regret | worst task | diverged |", "|---|---|---|---|---|"]
-    for (kappa, headroom), tasks in sorted(found.items()):
+    lines = ["| kappa | clip_at | median regret | worst task | diverged |", "|---|---|---|---|---|"]
+    for (kappa, clip_at), tasks in sorted(found.items()):
         runs = [v for values in tasks.values() for v in values]
         worst = max(tasks, key=lambda name, tasks=tasks: _median(tasks[name]))
         lines.append(
-            f"| {kappa:g} | {headroom:g} | {percent(_median(runs))} | {percent(_median(tasks[worst]))} "
+            f"| {kappa:g} | {clip_at:g} | {percent(_median(runs))} | {percent(_median(tasks[worst]))} "
             f"({worst}) | {sum(math.isinf(v) for v in runs)} of {len(runs)} |"
         )
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipwise import ClippedSGD, NormalizedSGD, calibrate
-from clipwise.smoothness.calibrate import ADAM_SHARE, HEADROOM
+from clipwise.smoothness.calibrate import ADAM_SHARE, CLIP_AT
 from clipwise.vectors import global_norm
 
 
@@ -38,7 +38,7 @@ def test_learning_rate_of_an_isotropic_quadratic_is_kappa_over_its_curvature(cur
     cal = calibrate(model, lambda b: 0.5 * curvature * model.x.square().sum(), [0] * 4, kappa=kappa)
     assert math.isclose(cal.lr, kappa / curvature, rel_tol=1e-9)
     assert math.isclose(cal.grad_norm, 5 * curvature)
-    assert math.isclose(cal.max_norm, HEADROOM * 5 * curvature)
+    assert math.isclose(cal.max_norm, CLIP_AT * 5 * curvature)
     assert math.isclose(cal.step_cap, cal.lr * cal.max_norm)
 
 
@@ -196,9 +196,10 @@ def test_parameters_times_s_change_the_learning_rate_exactly(scale, optimizer, p
 @pytest.mark.parametrize("optimizer", ["ClippedSGD", "AdamW"])
 def test_order_of_the_batches_does_not_matter(seed, optimizer):
     model, loss, batches = mlp()
-    cal = calibrate(model, loss, batches, optimizer=optimizer)
+    options = {"optimizer": optimizer, "num_batches": len(batches)}  # or the first ones may be enough
+    cal = calibrate(model, loss, batches, **options)
     shuffled = random.Random(seed).sample(batches, len(batches))
-    again = calibrate(model, loss, shuffled, optimizer=optimizer)
+    again = calibrate(model, loss, shuffled, **options)
     assert (again.lr, again.max_norm, again.step_cap) == (cal.lr, cal.max_norm, cal.step_cap)
 
 
@@ -219,8 +220,8 @@ def test_more_batches_are_asked_for_while_they_spread():
     model = Vector([1.0, 1.0])
     close = calibrate(model, lambda L: L * model.x.square().sum(), [1.0] * 8)
     spread = calibrate(model, lambda L: L * model.x.square().sum(), [1.0, 2.0, 0.5, 4.0, 1.0, 2.0, 0.5, 4.0])
-    assert len(close.curve) == 4
-    assert len(spread.curve) > 4
+    assert len(close.curve) == 3
+    assert len(spread.curve) > 3
     assert spread.lr_interval[1] / spread.lr_interval[0] > close.lr_interval[1] / close.lr_interval[0]
 
 
@@ -347,10 +348,15 @@ def test_calibrated_pair_trains_and_the_words_name_it():
     assert f"lr {cal.lr:.3g}" in str(cal)
     assert "90 % interval" in str(cal)
     assert len(cal.reasons) == 2
-    assert cal.grad_norm == pytest.approx(global_norm(gradient(loss, batches, model)).item(), rel=0.5)
 
 
-def gradient(loss, batches, model):
-    model.zero_grad()
-    loss(batches[0]).backward()
-    return [p.grad for p in model.parameters()]
+def test_grad_norm_is_the_median_of_the_batches():
+    model, loss, batches = mlp()
+    cal = calibrate(model, loss, batches[:3])
+    norms = []
+    for batch in batches[:3]:
+        model.zero_grad()
+        loss(batch).backward()
+        norms.append(global_norm([p.grad for p in model.parameters()]).item())
+    assert math.isclose(cal.grad_norm, sorted(norms)[1], rel_tol=1e-12)
+    assert [batch.grad_norm for batch in cal.curve] == norms

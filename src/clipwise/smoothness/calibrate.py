@@ -41,7 +41,7 @@ from clipwise.smoothness.safestep import (
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
 KAPPA = 1.0
-HEADROOM = 1.75
+CLIP_AT = 1.75
 ADAM_SHARE = 1 / 3
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
@@ -64,8 +64,8 @@ def calibrate(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     kappa: float = KAPPA,
-    headroom: float = HEADROOM,
-    num_batches: int = 4,
+    clip_at: float = CLIP_AT,
+    num_batches: int = 3,
     max_gradients: int = 40,
 ) -> Calibration:
     r"""Learning rate and ``max_norm`` measured where training is about to start; nothing is changed.
@@ -82,14 +82,14 @@ def calibrate(
         model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
         loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
             micro-batches and returns the loss as a number.
-        batches: At least one batch, better four to eight; a data loader will do.
+        batches: At least one batch, better eight; a data loader will do.
         optimizer: ``ClippedSGD``, ``NormalizedSGD``, torch's ``SGD``, ``Adam`` or ``AdamW``: class or name.
         momentum: :math:`\beta` of SGD; the effective step is :math:`\eta/(1-\beta)`, so ``lr`` is
             :math:`(1-\beta)h`.
         weight_decay: :math:`\lambda` of SGD's L2 penalty, which belongs to the loss that is measured. AdamW's
             decay is apart from the gradient and does not enter.
         kappa: Largest safe change of the gradient, relative to itself.
-        headroom: Threshold in units of the gradient norm at the start.
+        clip_at: Threshold in units of the gradient norm at the start.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
@@ -109,7 +109,7 @@ def calibrate(
     """
     name = _optimizer_name(optimizer)
     check_positive("kappa", kappa)
-    check_positive("headroom", headroom)
+    check_positive("clip_at", clip_at)
     check_nonnegative("weight_decay", weight_decay)
     check_count("num_batches", num_batches)
     check_count("max_gradients", max_gradients, least=20)
@@ -131,7 +131,7 @@ def calibrate(
             break
     if not search.curve:
         raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
-    return search.result(name, momentum=momentum, headroom=headroom, signs=signs)
+    return search.result(name, momentum=momentum, clip_at=clip_at, signs=signs)
 
 
 class _Search:
@@ -201,7 +201,7 @@ class _Search:
         spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
         return float(stats.t.ppf(0.95, count - 1)) * spread / math.sqrt(count)
 
-    def result(self, name: str, *, momentum: float, headroom: float, signs: bool) -> Calibration:
+    def result(self, name: str, *, momentum: float, clip_at: float, signs: bool) -> Calibration:
         """The medians, as the optimizer takes them."""
         steps = [batch.safe_step for batch in self.curve]
         if max(steps) > DISAGREEMENT * min(steps):
@@ -211,7 +211,7 @@ class _Search:
                 "batch that is not like the others."
             )
         grad_norm = median(batch.grad_norm for batch in self.curve)
-        max_norm = headroom * grad_norm
+        max_norm = clip_at * grad_norm
         lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
@@ -220,7 +220,7 @@ class _Search:
         if len(steps) == 1:
             warnings = [
                 *warnings,
-                "a single batch: nothing says how far another one would differ. Give four.",
+                "a single batch: nothing says how far another one would differ. Give eight.",
             ]
         cap = lr if name == "NormalizedSGD" else lr * max_norm
         return Calibration(
@@ -232,7 +232,7 @@ class _Search:
             grad_norm=grad_norm,
             num_gradients=self.num_gradients,
             kappa=self.kappa,
-            headroom=headroom,
+            clip_at=clip_at,
             curve=tuple(self.curve),
             warnings=tuple(warnings),
         )

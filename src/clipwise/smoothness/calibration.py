@@ -39,7 +39,7 @@ class Calibration:
         grad_norm: Median gradient norm at the start.
         num_gradients: Gradients evaluated.
         kappa: Largest safe change of the gradient.
-        headroom: ``max_norm / grad_norm``.
+        clip_at: ``max_norm / grad_norm``.
         curve: The measured steps, batch by batch.
         warnings: What to know before relying on the numbers.
     """
@@ -52,7 +52,7 @@ class Calibration:
     grad_norm: float
     num_gradients: int
     kappa: float
-    headroom: float
+    clip_at: float
     curve: tuple[BatchCurve, ...]
     warnings: tuple[str, ...] = ()
 
@@ -68,7 +68,7 @@ class Calibration:
         return (
             f"A step of {step:.3g} along its first direction, and no longer one, changes the gradient of a "
             f"batch by at most {self.kappa:g} times itself and does not raise its loss.",
-            f"The gradient norm at the start is {self.grad_norm:.3g}; clipping at {self.headroom:g} times "
+            f"The gradient norm at the start is {self.grad_norm:.3g}; clipping at {self.clip_at:g} times "
             "that keeps later steps near the length that was measured to be safe.",
         )
 
