@@ -74,8 +74,9 @@ class NormalizedSGD(ScaledSGD):
     ) -> None:
         super().__init__(
             params, {"lr": lr, "offset": offset}, momentum=momentum, dampening=dampening,
-            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope, nonfinite=nonfinite,
-            maximize=maximize, foreach=foreach, fused=fused, differentiable=differentiable,
+            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope,
+            nonfinite=nonfinite, maximize=maximize, foreach=foreach, fused=fused,
+            differentiable=differentiable,
         )  # fmt: skip
 
     def _check_group(self, group: dict[str, Any]) -> None:
