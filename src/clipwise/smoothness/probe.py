@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
-from clipwise.smoothness.estimators import check_fractions, norm, precision
+from clipwise.smoothness.estimators import check_fractions, norm
 from clipwise.smoothness.measure import Measurement, layer_groups
 from clipwise.smoothness.oracle import GradientOracle, size_of
 from clipwise.smoothness.passes import PassState
@@ -334,7 +334,7 @@ class SmoothnessProbe:
         header = {
             "model": type(self.model).__name__,
             "num_parameters": sum(p.numel() for p in self.parameters),
-            "precision": precision(self.parameters),
+            "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
             "measured_on": "training batch" if self.oracle is None else f"{len(self.oracle)} fixed batches",
             "fractions": list(self.fractions),
             "estimators": dict(self.estimators),

@@ -1,0 +1,88 @@
+"""Two processes measure what one does, agree when to measure, and one of them writes."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import clipwise as cw
+from clipwise.smoothness.probe import SmoothnessProbe
+from clipwise.smoothness.trace import Trace
+from tests.processes import run_on_processes
+from tests.smoothness.loops import assert_same_run, train
+
+STEPS = 50
+
+
+def clipped(parameters):
+    return cw.ClippedSGD(parameters, lr=0.5, max_norm=0.3), None
+
+
+def ddp(model):
+    return DistributedDataParallel(model.eval())  # without dropout: each rank draws its own masks
+
+
+def fsdp2(model):
+    model.eval()
+    for layer in (model[0], model[3]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def probes(path=None):
+    return lambda model: SmoothnessProbe(
+        model, every=5, estimators={"segment": 1, "local": 5, "spectral": 10}, layers=True, trace=path
+    )
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def measure(rank, folder):
+    share = slice(rank * 3, rank * 3 + 3)
+    results = {}
+    for kind, wrap in (("ddp", ddp), ("fsdp2", fsdp2)):
+        plain = train("mlp", clipped, steps=STEPS, wrap=wrap, share=share)
+        probed = train(
+            "mlp", clipped, steps=STEPS, wrap=wrap, share=share, make_probe=probes(f"{folder}/{kind}.jsonl")
+        )
+        for run in (plain, probed):
+            run[1][:] = [whole(t) for t in run[1]]
+        results[kind] = plain[:3], probed[:3], [dict(row) for row in probed[3].trace]
+    budget = train(
+        "mlp",
+        clipped,
+        steps=200,
+        wrap=ddp,
+        share=share,
+        make_probe=lambda m: SmoothnessProbe(m, every=1, fractions=(1.0,), max_overhead=0.3),
+    )[3]
+    return results, budget.trace.column("step").tolist()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does_and_agree_when(tmp_path):
+    alone = train("mlp", clipped, steps=STEPS, wrap=lambda m: m.eval(), make_probe=probes())[3].trace
+    (first, steps), (second, other_steps) = run_on_processes(measure, str(tmp_path))
+    for kind in ("ddp", "fsdp2"):
+        for plain, probed, rows in (first[kind], second[kind]):
+            assert_same_run(plain, probed)
+            assert [row["step"] for row in rows] == [row["step"] for row in alone]
+            for row, expected in zip(rows, alone, strict=True):
+                assert row["status"] == "ok"
+                assert row["batch_size"] == expected["batch_size"] == 6
+                for name in ("loss", "grad_norm", "step_norm", "smoothness", "kappa", "lr", "coefficient"):
+                    assert row[name] == pytest.approx(expected[name], rel=1e-6)
+                for name in ("local_smoothness", "spectral_smoothness"):
+                    if expected[name] is not None:
+                        assert row[name] == pytest.approx(expected[name], rel=1e-6)
+                for layer, values in expected["layers"].items():
+                    assert row["layers"][layer]["smoothness"] == pytest.approx(values["smoothness"], rel=1e-6)
+        written = Trace.load(tmp_path / f"{kind}.jsonl")  # once: by rank 0
+        assert len(written) == len(alone)
+        assert written.header["world_size"] == 2
+    assert steps == other_steps
+    assert len(steps) >= 2
+    assert torch.get_default_dtype() == torch.float64
