@@ -31,7 +31,8 @@ def slope_interval(
 
     is compared with Student's law. The autocovariances R of signs and norms enter as a product because, under
     the slope tested, the two are independent; :math:`x_w` is the mean of x weighted by 1/(a + bx), as for
-    noise in proportion to the line. Where a would be negative, the line through the origin is tested as well.
+    noise in proportion to the line. If the estimate itself goes through the origin, so that the condition on
+    its intercept binds, lines through the origin are tested as well.
 
     The truth that the interval covers: the slope of the q-quantile line of the law that the steps come from.
     With x = 1/g and y = ℓ/g the same line has slope L0 and intercept L1, so this gives both intervals.
@@ -52,9 +53,10 @@ def slope_interval(
         (True, True, True)
     """
     num = len(x)
-    signs = _signs(x, y, np.array([slope]), quantile)[0][0]
+    signs, intercept = _signs(x, y, np.array([slope]), quantile)
+    signs, bound = signs[0], bool(intercept[0] <= 1e-9 * np.abs(y).max())
     length = coverage_length(num, 2 * block_length(signs * (x - x.mean()), signs))
-    keep = _Test(x, y, quantile=quantile, level=level, length=length)
+    keep = _Test(x, y, quantile=quantile, level=level, length=length, bound=bound)
     ray = y / np.maximum(x, 1e-300)
     # With an intercept of at least zero no slope exceeds the steepest ray.
     top = float(ray.max())
@@ -68,8 +70,10 @@ def slope_interval(
 class _Test:
     """Which slopes are not rejected."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, *, quantile: float, level: float, length: int) -> None:
-        self.x, self.y, self.quantile, self.length = x, y, quantile, length
+    def __init__(
+        self, x: np.ndarray, y: np.ndarray, *, quantile: float, level: float, length: int, bound: bool
+    ) -> None:
+        self.x, self.y, self.quantile, self.length, self.bound = x, y, quantile, length, bound
         num = len(x)
         freedom = max(2.0, 1.5 * (num / length - 1.0))
         self.critical = float(stats.t.ppf(0.5 + level / 2, freedom)) * math.sqrt(num / (num - length + 1))
@@ -83,6 +87,8 @@ class _Test:
         shift = (weight * x).sum(axis=1) / weight.sum(axis=1) - x.mean()
         product = _autocovariance(signs, self.length) * (self.covariance + shift[:, None] ** 2)
         kept = self._small(signs @ x, product)
+        if not self.bound:
+            return kept
         through_origin = self.quantile - (self.y < slopes[:, None] * x)
         product = _autocovariance(through_origin, self.length) * (self.covariance + x.mean() ** 2)
         return kept | ((intercept < 0) & self._small(through_origin @ x, product))

@@ -1,0 +1,88 @@
+"""When not to trust a fit: each doubt in words, with the numbers that raised it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clipwise.smoothness.points import Points
+
+
+def doubts_about(points: Points, *, L1: float, effective: float) -> tuple[str, ...]:
+    """Reasons to doubt a fit of these points; empty if there is none.
+
+    Args:
+        points: What was fitted.
+        L1: The slope that came out.
+        effective: Number of rows over the block length: how many independent pieces of evidence there are.
+    """
+    found = (
+        _few_points(points, effective),
+        _narrow_range(points),
+        _saturated(points, L1),
+        _edge_of_stability(points),
+        _noise_floor(points),
+    )
+    return tuple(doubt for doubt in found if doubt)
+
+
+def kappa_saturated(points: Points) -> bool:
+    """Whether the gradient turns over by the same amount at every step, so that κ carries no information."""
+    kappa = points.kappa[np.isfinite(points.kappa)]
+    if len(kappa) == 0:
+        return False
+    low, middle, high = np.quantile(kappa, [0.25, 0.5, 0.75])
+    return bool(middle >= 1.0 and (high - low) <= 0.3 * middle)
+
+
+def _few_points(points: Points, effective: float) -> str | None:
+    if len(points) >= 50 and effective >= 10:
+        return None
+    return (
+        f"Few points: {len(points)} rows, worth about {effective:.0f} independent ones. "
+        "The intervals are wide, and may still be too narrow; probe more often or longer."
+    )
+
+
+def _narrow_range(points: Points) -> str | None:
+    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
+    if high / low >= 1.5:
+        return None
+    return (
+        f"The gradient norm hardly varies ({low:.3g} to {high:.3g} for nine rows in ten), so L1 is not "
+        "identified: many pairs on the frontier describe these points equally well."
+    )
+
+
+def _saturated(points: Points, L1: float) -> str | None:
+    mostly_clipped = points.clipped.mean() > 0.5
+    if not (mostly_clipped and kappa_saturated(points)):
+        return None
+    kappa, length = np.nanmedian(points.kappa), np.median(points.step_norm)
+    return (
+        f"κ is saturated: one step changes the gradient by {kappa:.2f} times its norm, nearly always. With "
+        f"clipped steps of length {length:.3g} that alone gives a slope of {kappa / length:.3g} (the fit's "
+        f"L1 is {L1:.3g}): the slope is set by the step length. Look at local or spectral smoothness."
+    )
+
+
+def _edge_of_stability(points: Points) -> str | None:
+    plain = ~points.clipped & np.isfinite(points.step_size)
+    if plain.mean() < 0.5:
+        return None
+    number = points.step_size[plain] * points.smoothness[plain] / 2
+    if not 0.65 <= np.median(number) <= 1.35:
+        return None
+    return (
+        f"Edge of stability: lr·L/2 is {np.median(number):.2f} in the median. Smoothness has settled at 2/lr "
+        "whatever the gradient norm, so the fit measures the learning rate."
+    )
+
+
+def _noise_floor(points: Points) -> str | None:
+    kappa = points.kappa[np.isfinite(points.kappa)]
+    if len(kappa) == 0 or np.median(kappa) >= 100 * points.eps:
+        return None
+    return (
+        f"Noise floor: a step changes the gradient by {np.median(kappa):.1e} of its norm, near the rounding "
+        f"error of the precision ({points.eps:.1e}). Measure in float64 or over longer steps."
+    )

@@ -1,0 +1,99 @@
+"""What a trace says, as arrays: the usable rows, and what follows from them without any fitting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from clipwise._checks import check_choice
+from clipwise.smoothness.trace import Trace
+
+ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
+LEAST_ROWS = 10
+# Relative rounding error of one operation, by the name that torch prints.
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Usable rows of a trace, in the order of the steps; NaN where a quantity was not measured."""
+
+    step: np.ndarray
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    smoothness: np.ndarray
+    step_norm: np.ndarray
+    lr: np.ndarray
+    kappa: np.ndarray
+    noise: np.ndarray
+    clipped: np.ndarray
+    skipped: int
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def step_size(self) -> np.ndarray:
+        """Length of the step over the gradient norm; the learning rate for plain descent."""
+        return self.step_norm / self.grad_norm
+
+    @property
+    def stride(self) -> int:
+        """Training steps from one row to the next."""
+        between = np.diff(self.step)
+        return max(1, int(np.median(between))) if np.isfinite(between).any() else 1
+
+
+def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
+    """Rows of ``trace`` with status ok and a positive, finite gradient norm and smoothness.
+
+    Raises:
+        ValueError: If fewer than ten are left; it says how many there were and what became of the others.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    grad_norm, smoothness = trace.column("grad_norm"), trace.column(estimator)
+    measured = np.isfinite(grad_norm) & (grad_norm > 0) & np.isfinite(smoothness) & (smoothness >= 0)
+    keep = trace.ok & measured
+    order = np.flatnonzero(keep)
+    order = order[np.argsort(trace.column("step")[order], kind="stable")]
+    if len(order) < LEAST_ROWS:
+        raise ValueError(_too_few(trace, measured, keep, estimator))
+    column = {name: trace.column(name)[order] for name in ("step", "loss", "step_norm", "lr", "coefficient")}
+    g, ell = grad_norm[order], smoothness[order]
+    kappa = trace.column("kappa")[order]
+    noise = trace.column("noise")[order] if "noise" in trace.names else np.full(len(order), np.nan)
+    return Points(
+        step=column["step"],
+        loss=column["loss"],
+        grad_norm=g,
+        smoothness=ell,
+        step_norm=column["step_norm"],
+        lr=column["lr"],
+        kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
+        noise=noise,
+        clipped=_clipped(column["coefficient"], column["step_norm"], column["lr"] * g),
+        skipped=len(trace) - len(order),
+        eps=_EPS.get(str(trace.header.get("dtype", "float32")).removeprefix("torch."), _EPS["float32"]),
+    )
+
+
+def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarray) -> np.ndarray:
+    """Where the optimizer told its coefficient, below 1; else where the step is shorter than lr·‖g‖."""
+    told = np.isfinite(coefficient)
+    with np.errstate(invalid="ignore"):
+        return np.where(told, coefficient < 1 - 1e-6, step_norm < (1 - 1e-3) * unclipped)
+
+
+def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
+    lost = []
+    if not_ok := int((~trace.ok).sum()):
+        lost.append(f"{not_ok} marked as not ok")
+    if without := int((trace.ok & ~measured).sum()):
+        lost.append(f"{without} without a positive finite `grad_norm` and a finite `{estimator}`")
+    reason = f" ({', '.join(lost)})" if lost else ""
+    return (
+        f"`trace` must have at least {LEAST_ROWS} usable rows, got {int(keep.sum())} of {len(trace)}"
+        f"{reason}. Train longer, probe more often, or look at the `status` of the rows."
+    )
