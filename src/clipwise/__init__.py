@@ -17,10 +17,12 @@ if TYPE_CHECKING:
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
     )
+    from clipwise.smoothness.fit import fit_smoothness as fit_smoothness
     from clipwise.smoothness.oracle import GradientOracle as GradientOracle
     from clipwise.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from clipwise.smoothness.replay import Replay as Replay
     from clipwise.smoothness.spectral import spectral_smoothness as spectral_smoothness
+    from clipwise.smoothness.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,8 @@ _HOMES = {
     "GradientOracle": "smoothness.oracle",
     "SmoothnessProbe": "smoothness.probe",
     "Replay": "smoothness.replay",
+    "Trace": "smoothness.trace",
+    "fit_smoothness": "smoothness.fit",
     "segment_smoothness": "smoothness.estimators",
     "local_smoothness": "smoothness.estimators",
     "spectral_smoothness": "smoothness.spectral",
