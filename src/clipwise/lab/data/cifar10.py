@@ -51,10 +51,12 @@ def load_cifar10(
             files, source = found, "from CLIPWISE_DATA"
         else:
             files, source = fetch("cifar10", HASHES, SOURCES, offline=offline, progress=progress, only=only)
-    except Unreachable as error:
+    except Unreachable:
         if not fallback:
             raise
-        notice(f"{error} Using scikit-learn's digits instead: these are not CIFAR-10 results.")
+        notice(
+            "CIFAR-10 cannot be had here. Using scikit-learn's digits instead: these are not CIFAR-10 results."
+        )
         return load_digits()
     arrays = _decode(files)
     title = "CIFAR-10 subset" if subset else "CIFAR-10"

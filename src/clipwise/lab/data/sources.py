@@ -91,7 +91,8 @@ def npm_archive(package: str, version: str, archive: Archive, folder: Path, *, p
     if npm is None:
         raise Unreachable(f"npm, which would fetch {package} {version}, is not installed.")
     # A cache of its own, thrown away afterwards: the user's would keep the archive for nothing.
-    options = ["--loglevel", "error", "--ignore-scripts", "--cache", "cache", "--fetch-retries", "1"]
+    options = ["--loglevel", "error", "--ignore-scripts", "--cache", "cache"]
+    options += ["--fetch-retries", "1", "--fetch-retry-mintimeout", "1000"]
     return _by_client(
         "npm", [npm, "pack", *options, f"{package}@{version}"], archive, folder, progress=progress
     )
@@ -125,7 +126,8 @@ def _run(client: str, command: Sequence[str], archive: Archive, folder: Path, *,
             process.kill()
             process.wait()
     if process.returncode or not (folder / archive.file).is_file():
-        said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith(("ERROR", "npm error", "npm ERR"))] or lines
         raise Unreachable(f"{client} could not fetch {archive.file} ({' '.join(said[:2])[:200]}).")
 
 
