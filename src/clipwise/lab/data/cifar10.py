@@ -54,9 +54,7 @@ def load_cifar10(
     except Unreachable:
         if not fallback:
             raise
-        notice(
-            "CIFAR-10 cannot be had here. Using scikit-learn's digits instead: these are not CIFAR-10 results."
-        )
+        notice("CIFAR-10 cannot be had here. Using scikit-learn's digits: these are not CIFAR-10 results.")
         return load_digits()
     arrays = _decode(files)
     title = "CIFAR-10 subset" if subset else "CIFAR-10"

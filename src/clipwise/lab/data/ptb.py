@@ -52,9 +52,7 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
     except Unreachable:
         if not fallback:
             raise
-        notice(
-            "PTB cannot be had here. Using the standard library's own text instead: these are not PTB results."
-        )
+        notice("PTB cannot be had here. Using the standard library's own text: these are not PTB results.")
         return load_topics()
     lines = {
         split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
