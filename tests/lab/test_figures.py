@@ -251,7 +251,7 @@ def test_agreement_is_taken_at_common_steps(part_and_whole):
         assert found.ratio == pytest.approx(1)
     figure = data_fraction(*part_and_whole)
     words = texts(figure)
-    assert "10% of the data against all of it (lr 10, clip 0.25)" in words
+    assert "Measured on 10% of the data and on all data (lr 10, clip 0.25)" in words
     for panel in figure.axes[2:4]:
         assert "correlation of logs 1.000" in panel.get_legend().get_texts()[-1].get_text()
 

@@ -45,16 +45,23 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
         title: Title of the figure.
     """
     part, whole = loaded(part), loaded(whole)
-    share = part.recipe.probe_data
+    names = share(part), share(whole)
     gradient, smoothness = agreement(part, whole)
     with styled():
         figure, axes = panels(2, 2, width=4.6, height=3.0)
         for column, (found, name) in enumerate(((gradient, GRADIENT), (smoothness, SMOOTHNESS))):
-            _over_time(axes[column], found, name, share)
-            _against(axes[2 + column], found, name, share)
-        default = f"{share:.0%} of the data against all of it ({part.recipe.label})"
+            _over_time(axes[column], found, name, names)
+            _against(axes[2 + column], found, name, names)
+        default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
         describe(figure, title or default, [part, whole])
     return figure
+
+
+def share(run: Run) -> str:
+    """On how much of the training data the run's probe measured, in words."""
+    if run.recipe.probe_data == 0:
+        return "the batch"
+    return "all data" if run.recipe.probe_data == 1 else f"{run.recipe.probe_data:.0%} of the data"
 
 
 def agreement(part: Run | str | Path, whole: Run | str | Path) -> tuple[Agreement, Agreement]:
@@ -78,20 +85,20 @@ def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreemen
     return Agreement(steps=steps, part=part, whole=whole, correlation=correlation, ratio=ratio)
 
 
-def _over_time(panel: Axes, found: Agreement, name: str, share: float) -> None:
+def _over_time(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
     panel.set_title(f"{name.split('$')[0]}over training")
     panel.set_xlabel("iteration")
     panel.set_ylabel(name)
     log_axes(panel, x=False)
-    panel.plot(found.steps, found.whole, color=COLOURS[6], linewidth=2.2, alpha=0.5, label="all data")
-    panel.plot(found.steps, found.part, color=COLOURS[1], linestyle="--", label=f"{share:.0%} of the data")
+    panel.plot(found.steps, found.whole, color=COLOURS[6], linewidth=2.2, alpha=0.5, label=shares[1])
+    panel.plot(found.steps, found.part, color=COLOURS[1], linestyle="--", label=shares[0])
     panel.legend(loc="best")
 
 
-def _against(panel: Axes, found: Agreement, name: str, share: float) -> None:
-    panel.set_title(f"{name.split('$')[0]}, {share:.0%} against all".replace(" ,", ","))
-    panel.set_xlabel("from all data")
-    panel.set_ylabel(f"from {share:.0%} of the data")
+def _against(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
+    panel.set_title(f"{name.split('$')[0]}from both")
+    panel.set_xlabel(f"from {shares[1]}")
+    panel.set_ylabel(f"from {shares[0]}")
     if len(found.steps) == 0:
         return
     log_axes(panel)

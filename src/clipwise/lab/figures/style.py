@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,12 +85,18 @@ def setting(run: Run) -> str:
 
 def describe(figure: Figure, title: str, runs: Sequence[Run]) -> None:
     """Put the title above the panels, and below them what was trained on which data."""
-    figure.suptitle(title, fontsize=11, fontweight="bold")
+    width = figure.get_figwidth()
+    figure.suptitle(_wrapped(title, width / 0.095), fontsize=11, fontweight="bold")
     recipes = dict.fromkeys(f"{run.recipe.name}, {run.recipe.scale} scale" for run in runs)
     data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
     seeds = sorted({run.recipe.seed for run in runs})
     words = [*recipes, f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}", *data]
-    figure.supxlabel("; ".join(words), fontsize=7.5, color="#555555")
+    figure.supxlabel(_wrapped("; ".join(words), width / 0.062), fontsize=7.5, color="#555555")
+
+
+def _wrapped(text: str, characters: float) -> str:
+    """Each line of ``text`` broken so that it fits."""
+    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, int(characters)))
 
 
 def log_axes(panel: Axes, *, x: bool = True, y: bool = True) -> None:
