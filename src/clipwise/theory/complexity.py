@@ -126,6 +126,7 @@ def descend(
     *,
     eps: float | None = None,
     every: int = 1,
+    until_hit: bool = False,
     noise: Noise | None = None,
     seed: int = 0,
 ) -> Descent:
@@ -141,6 +142,7 @@ def descend(
         num_steps: Number of iterations.
         eps: Gradient norm of which to report the first hit.
         every: Keep every so many iterates, and the last.
+        until_hit: Stop soon after every run has hit ``eps``.
         noise: Noise to add to every gradient; direction and norm both see it.
         seed: Seed of the noise.
 
@@ -157,6 +159,8 @@ def descend(
     check_count("every", every)
     if eps is not None:
         check_positive("eps", eps)
+    elif until_hit:
+        raise ValueError("`until_hit` needs `eps`: without it nothing can be hit.")
     batch = starts.shape[: starts.ndim - len(problem.event_shape)]
     hits, best = np.full(batch, math.inf), np.full(batch, math.inf)
     kept: list[Array] = []
@@ -168,10 +172,13 @@ def descend(
         if eps is not None:
             hits = np.minimum(hits, start + first_hit(norms, eps))
         wanted = list(range(-start % every, len(block), every))
-        if start + len(block) > num_steps and num_steps % every:
+        finished = until_hit and bool(np.isfinite(hits).all())
+        if (finished or start + len(block) > num_steps) and len(block) - 1 not in wanted:
             wanted.append(len(block) - 1)
         kept.append(block[wanted])
         kept_steps += [start + i for i in wanted]
+        if finished:
+            break
     points = np.concatenate(kept)
     with np.errstate(over="ignore", invalid="ignore"):
         values, grad_norms = problem.value(points), problem.grad_norm(points)
