@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clipwise import steps as steps, theory as theory
     from clipwise.optim import ClippedSGD as ClippedSGD, NormalizedSGD as NormalizedSGD
+    from clipwise.smoothness.advice import advise as advise
     from clipwise.smoothness.calibrate import Calibration as Calibration, calibrate as calibrate
     from clipwise.smoothness.estimators import (
         local_smoothness as local_smoothness,
@@ -34,6 +35,7 @@ _HOMES = {
     "Replay": "smoothness.replay",
     "Trace": "smoothness.trace",
     "fit_smoothness": "smoothness.fit",
+    "advise": "smoothness.advice",
     "segment_smoothness": "smoothness.estimators",
     "local_smoothness": "smoothness.estimators",
     "spectral_smoothness": "smoothness.spectral",

@@ -10,7 +10,7 @@ def make_trace(grad_norm, smoothness, *, header=None, every=1, **columns):
     for i, (g, ell) in enumerate(zip(grad_norm, smoothness, strict=True)):
         row = {"step": i * every, "grad_norm": float(g), "smoothness": float(ell), "status": OK}
         for name, values in columns.items():
-            value = values if np.isscalar(values) else values[i]
+            value = values if values is None or np.isscalar(values) else values[i]
             row[name] = None if value is None else float(value)
         trace.append(row)
     return trace

@@ -1,0 +1,174 @@
+"""Several runs of one task, or the stages of one run: what was set, how far the loss fell, what to try next.
+
+Curvature adapts to the step: a run with a small step walks into sharp regions where only a small step is
+stable. So curvature alone cannot say which setting is best; how fast the loss falls can.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from clipwise.smoothness.points import Points, usable_points
+from clipwise.smoothness.trace import Trace
+
+_LEAST_STAGE = 10  # rows that make a change of lr a stage of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run, or one stage of a run: its setting and how it went."""
+
+    lr: float
+    max_norm: float  # inf if no step was clipped
+    points: Points | None  # None if the run ended before it could be measured
+    diverged: bool
+    score: float  # lower is better: the loss at the end, or the fall per step for a stage
+    error: float  # standard error of the score
+
+    @property
+    def words(self) -> str:
+        """The setting as a person writes it."""
+        clip = "no clipping" if math.isinf(self.max_norm) else f"max_norm {self.max_norm:.3g}"
+        return f"lr {self.lr:.3g}, {clip}"
+
+
+def settings_of(traces: tuple[Trace, ...]) -> list[Setting]:
+    """One setting a trace; for a single trace whose lr was changed in stages, one a stage."""
+    if len(traces) == 1:
+        points = usable_points(traces[0])
+        return [_stage(part) for part in _stages(points)]
+    horizon = _common_end(traces)
+    return [_whole(trace, horizon) for trace in traces]
+
+
+def best_of(settings: list[Setting]) -> Setting:
+    """The largest step among the settings whose score is within its error of the best.
+
+    Raises:
+        ValueError: If no run both kept its loss finite and recorded it.
+    """
+    alive = [s for s in settings if not s.diverged and math.isfinite(s.score) and s.points is not None]
+    if not alive:
+        raise ValueError("no run kept a finite loss, so none can be recommended. Start from a smaller lr.")
+    least = min(alive, key=lambda s: s.score)
+    near = [s for s in alive if s.score <= least.score + max(least.error, s.error)]
+    return max(near, key=lambda s: (s.lr, s.max_norm))
+
+
+def next_setting(best: Setting, settings: list[Setting], *, step_cap: float) -> dict[str, float] | None:
+    """What to try if ``best`` lies at the edge of what was tried; None if both sides were seen.
+
+    Args:
+        best: The setting recommended.
+        settings: All that were tried.
+        step_cap: Longest step that the best run's region tolerates, for a larger lr that has only been seen
+            without clipping.
+    """
+    tried = sorted({s.lr for s in settings})
+    above = [s for s in settings if s.lr > best.lr]
+    ratio = _ratio(tried)
+    if not above:
+        return {"lr": best.lr * ratio, "max_norm": best.max_norm}
+    if all(s.diverged and math.isinf(s.max_norm) for s in above):
+        lr = min(s.lr for s in above)
+        return {"lr": lr, "max_norm": step_cap / lr}  # the larger lr, but with the step kept safe
+    if best.lr == tried[0]:
+        return {"lr": best.lr / ratio, "max_norm": best.max_norm}
+    return None
+
+
+def neighbours(best: Setting, settings: list[Setting]) -> tuple[float, float]:
+    """The tried learning rates below and above the best: the optimum lies between them, if it lies inside."""
+    below = [s.lr for s in settings if s.lr < best.lr]
+    above = [s.lr for s in settings if s.lr > best.lr]
+    return max(below, default=best.lr), min(above, default=best.lr)
+
+
+def _ratio(tried: list[float]) -> float:
+    steps = [b / a for a, b in pairwise(tried)]
+    return float(np.clip(np.median(steps), 2.0, 4.0)) if steps else 3.0
+
+
+def _whole(trace: Trace, horizon: float) -> Setting:
+    losses = trace.column("loss")
+    try:
+        points = usable_points(trace)
+    except ValueError:
+        points = None
+    lr = float(np.nanmedian(trace.column("lr"))) if np.isfinite(trace.column("lr")).any() else math.nan
+    finite = losses[np.isfinite(losses) & (trace.column("step") <= horizon)]
+    score, error = _level(finite)
+    diverged = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
+    max_norm = _max_norm(points) if points is not None else _told_max_norm(trace)
+    return Setting(lr=lr, max_norm=max_norm, points=points, diverged=diverged, score=score, error=error)
+
+
+def _stage(points: Points) -> Setting:
+    finite = np.isfinite(points.loss)
+    score, error = _fall(points.step[finite], points.loss[finite])
+    lr = float(np.median(points.lr))
+    return Setting(
+        lr=lr,
+        max_norm=_max_norm(points),
+        points=points,
+        diverged=score > 0 and score > 2 * error,
+        score=score,
+        error=error,
+    )
+
+
+def _stages(points: Points) -> list[Points]:
+    """The points cut where lr jumps by more than a tenth, short pieces left out; whole if there is one."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jumps = np.flatnonzero(np.abs(np.diff(np.log(points.lr))) > 0.1) + 1
+    edges = [0, *jumps.tolist(), len(points)]
+    parts = [(a, b) for a, b in pairwise(edges) if b - a >= _LEAST_STAGE]
+    if len(parts) < 2:
+        return [points]
+    arrays = [name for name, value in vars(points).items() if isinstance(value, np.ndarray)]
+    return [replace(points, **{name: getattr(points, name)[a:b] for name in arrays}) for a, b in parts]
+
+
+def _max_norm(points: Points) -> float:
+    """Gradient norm at which clipping starts: step length over lr, where steps were clipped."""
+    threshold = (points.step_norm / points.lr)[points.clipped]
+    threshold = threshold[np.isfinite(threshold)]
+    return float(np.median(threshold)) if len(threshold) else math.inf
+
+
+def _told_max_norm(trace: Trace) -> float:
+    coefficient, norm = trace.column("coefficient"), trace.column("grad_norm")
+    threshold = (coefficient * norm)[coefficient < 1 - 1e-6]
+    threshold = threshold[np.isfinite(threshold)]
+    return float(np.median(threshold)) if len(threshold) else math.inf
+
+
+def _common_end(traces: tuple[Trace, ...]) -> float:
+    ends = [trace.column("step")[-1] for trace in traces if len(trace) and _ends_finite(trace)]
+    return float(min(ends, default=math.inf))
+
+
+def _ends_finite(trace: Trace) -> bool:
+    return bool(len(trace) and np.isfinite(trace.column("loss")[-1]) and trace[-1]["status"] != "nonfinite")
+
+
+def _level(losses: np.ndarray) -> tuple[float, float]:
+    """Mean loss over the last tenth (five rows at least), and its standard error."""
+    if len(losses) == 0:
+        return math.nan, math.nan
+    last = losses[-max(5, len(losses) // 10) :]
+    return float(last.mean()), float(last.std(ddof=1) / math.sqrt(len(last))) if len(last) > 1 else 0.0
+
+
+def _fall(step: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
+    """Least-squares slope of the loss per step, and its standard error."""
+    if len(step) < 3:
+        return math.nan, math.nan
+    x = step - step.mean()
+    slope = float(x @ loss / (x @ x))
+    residual = loss - loss.mean() - slope * x
+    return slope, math.sqrt(float(residual @ residual) / (len(step) - 2) / float(x @ x))
