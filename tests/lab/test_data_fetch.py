@@ -2,9 +2,9 @@
 
 import hashlib
 import io
+import multiprocessing
 import os
-import subprocess
-import sys
+import random
 import tarfile
 import threading
 import time
@@ -15,7 +15,7 @@ from clipwise.lab.data import fetch as fetching, sources
 from clipwise.lab.data.fetch import DataError, Source, Unreachable, fetch
 from tests.lab.servers import serving
 
-FILES = {"a.txt": b"first " * 9000, "b.txt": os.urandom(100_000)}
+FILES = {"a.txt": b"first " * 9000, "b.txt": random.Random(0).randbytes(100_000)}
 HASHES = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
 
 
@@ -163,39 +163,50 @@ def test_cache_that_cannot_be_made_says_how_to_move_it(server, tmp_path, monkeyp
         get(server)
 
 
-# Other processes: each runs this with the server's address.
-SCRIPT = """
-import sys
-from clipwise.lab.data.fetch import DataError
-import tests.lab.test_data_fetch as here
-url, md5, here.HASHES["a.txt"], here.HASHES["b.txt"], limit = sys.argv[1:]
-if int(limit):
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-try:
-    files, _ = here.fetch("set", here.HASHES, [here.source(url, md5)], progress=False)
-except DataError as error:
-    sys.exit(str(error))
-print({name: here.hashlib.sha256(data).hexdigest() for name, data in files.items()} == here.HASHES)
-"""
+# Other processes, forked from a helper that has imported everything once.
 
 
-def start(server, *, file_limit=0):
-    arguments = [f"{server.url}/set.tgz", server.md5, *HASHES.values(), str(file_limit)]
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def fetch_in_process(cache, url, md5, file_limit, answer):
+    os.environ["CLIPWISE_CACHE"] = cache
+    if file_limit:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    try:
+        files, _ = fetch("set", HASHES, [source(url, md5)], progress=False)
+        answer.send("whole" if files == FILES else "not whole")
+    except DataError as error:
+        answer.send(str(error))
+
+
+def start(server, cache, *, file_limit=0):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    answer, theirs = context.Pipe(duplex=False)
+    arguments = (str(cache), f"{server.url}/set.tgz", server.md5, file_limit, theirs)
+    process = context.Process(target=fetch_in_process, args=arguments)
+    process.start()
+    theirs.close()
+    return process, answer
+
+
+def result(process, answer):
+    assert answer.poll(60)
+    words = answer.recv()
+    process.join(60)
+    assert process.exitcode == 0
+    answer.close()
+    return words
 
 
 @pytest.mark.slow
 def test_processes_that_start_together_fetch_once_and_all_get_whole_files(server, cache):
     server.gate = threading.Event()
-    running = [start(server) for _ in range(2)]
+    running = [start(server, cache) for _ in range(4)]
     assert server.half_sent.wait(60)
-    time.sleep(1.5)  # the other reaches the lock
+    time.sleep(1)  # the others reach the lock
     server.gate.set()
-    for process in running:
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out.strip()) == (0, "True"), err
+    assert [result(*one) for one in running] == ["whole"] * 4
     assert server.requests == ["/set.tgz"]
     assert left_over(cache) == []
 
@@ -203,23 +214,22 @@ def test_processes_that_start_together_fetch_once_and_all_get_whole_files(server
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_transfer_the_next_process_starts_cleanly(server, cache):
     server.gate = threading.Event()
-    killed = start(server)
+    killed, answer = start(server, cache)
     assert server.half_sent.wait(60)
     time.sleep(0.2)
     killed.kill()
-    killed.communicate()
+    killed.join()
+    answer.close()
     assert left_over(cache) != []
     server.gate.set()
-    out, err = start(server).communicate(timeout=60)
-    assert out.strip() == "True", err
+    assert result(*start(server, cache)) == "whole"
     assert left_over(cache) == []
 
 
 @pytest.mark.slow
 def test_full_disk_is_one_clear_line_and_leaves_no_part(server, cache):
     # A limit on file size fails the write exactly as a disk without space does.
-    process = start(server, file_limit=20_000)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Cannot write to the cache" in err.splitlines()[-1]
+    words = result(*start(server, cache, file_limit=20_000))
+    assert words.startswith("Cannot write to the cache")
+    assert "\n" not in words
     assert left_over(cache) == []
