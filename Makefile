@@ -37,6 +37,9 @@ format: $(READY)  ## rewrite the code as `make check` wants it
 bench: $(READY)  ## speed, side by side with the alternatives
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
+docs: $(READY)  ## the documentation in site/
+	$(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
+
 build: $(READY)  ## wheel and source archive in dist/
 	$(BIN)/python -m build
 
