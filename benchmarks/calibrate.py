@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--part", choices=parts, default="all")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--labels", nargs="+", help="evaluate only these methods")
     parser.add_argument("--results", type=Path, default=Path("runs/calibrate.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--jobs", type=int, default=2)
@@ -262,7 +263,9 @@ def main() -> None:
     if options.part in ("all", "choose"):
         run_all(choose_jobs(), path, processes=jobs)
     if options.part in ("all", "evaluate"):
-        run_all(evaluate_jobs(read(path), tasks, tuple(options.seeds)), path, processes=jobs)
+        wanted = evaluate_jobs(read(path), tasks, tuple(options.seeds))
+        wanted = [j for j in wanted if options.labels is None or j["label"] in options.labels]
+        run_all(wanted, path, processes=jobs)
     if options.part in ("all", "report", "evaluate"):
         from benchmarks.calibrate_report import write
 
