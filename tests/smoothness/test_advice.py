@@ -81,6 +81,16 @@ def test_advice_scales_with_the_loss_and_with_the_parameters():
     assert other.gain == pytest.approx(base.gain, rel=1e-6)
 
 
+def test_saturated_kappa_is_no_evidence_that_clipping_pays():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.4 * rng.standard_normal(200))
+    kappa = 1.6 + 0.05 * rng.standard_normal(200)
+    advice = advise(make_trace(g, kappa * g / 0.05, step_norm=0.05, lr=1.0, kappa=kappa))
+    assert "cannot be told from this trace" in advice.verdict
+    assert advice.step_cap == pytest.approx(0.05 * 1.5 / 1.63, rel=0.1)  # today's step, near enough
+    assert any("repeats today's setting" in reason for reason in advice.reasons)
+
+
 def test_small_gain_says_that_clipping_is_not_needed():
     advice = advise(run(L0=5.0, L1=0.0))
     assert advice.gain < 1.5

@@ -202,7 +202,8 @@ def _from_one(
         return lr, max_norm, lr * max_norm
 
     few = slice(None, None, -(-len(g) // _MOST_ROWS))
-    length = coverage_length(len(g[few]), block_length(g[few], ell[few]))
+    chosen = block_length(g[few], ell[few])
+    length = coverage_length(len(g[few]), chosen)
     rows = moving_blocks(len(g[few]), length=length, resamples=resamples, rng=rng)
     lines = resampled_lines(g[few][rows], ell[few][rows], quantile=quantile)
     drawn = np.array([recommend((a, b)) for a, b in lines if a > 0 or b > 0])
@@ -225,7 +226,7 @@ def _from_one(
         next_setting=None,
         verdict=f"{does_clipping_pay(points, L0, L1, gain, noise)} {tolerated(points, L0, L1, constant)}",
         reasons=reasons(points, L0, L1, gain, noise, inert, constant),
-        warnings=doubts_about(points, L1=L1, effective=len(g[few]) / length),
+        warnings=doubts_about(points, L1=L1, effective=len(g[few]) / chosen),
     )
 
 

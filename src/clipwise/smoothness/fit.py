@@ -86,7 +86,7 @@ class SmoothnessFit:
         lines = [
             f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}"
             + (f" ({self.num_skipped} rows skipped)" if self.num_skipped else ""),
-            *(f"  {name:<16}{value:<10}{note}" for name, value, note in self._table()),
+            *(f"  {name:<18}{value:<9}{note}" for name, value, note in self._table()),
         ]
         return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
 

@@ -26,6 +26,12 @@ def does_clipping_pay(points: Points, L0: float, L1: float, gain: float, noise: 
             f"The large gradients are mostly noise ({noise:.3g}, with the largest norm {largest:.3g}): a "
             "lower lr or a larger batch helps more than clipping."
         )
+    if kappa_saturated(points) and points.clipped.mean() > 0.5:
+        return (
+            "Whether clipping pays cannot be told from this trace: its steps all have the same length and "
+            "change the gradient by the same share of its norm (κ is saturated), and that alone makes "
+            "smoothness grow with the gradient norm."
+        )
     times = "many" if math.isinf(gain) else f"{gain:.3g}"
     return (
         f"Clipping pays here: smoothness grows with the gradient norm, to {times} times its value at small "

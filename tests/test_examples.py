@@ -1,0 +1,32 @@
+"""Every example runs as a stranger would run it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clipwise import Trace
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_example(name, *arguments):
+    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", EXAMPLES / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.slow
+def test_measuring_a_training_loop_gives_a_fit_an_advice_and_a_picture(tmp_path):
+    words = run_example("measure_smoothness.py", tmp_path)
+    assert "(L0, L1) along this trajectory: 80 rows" in words
+    assert "This region tolerates a step of" in words
+    assert len(Trace.load(tmp_path / "trace.jsonl")) == 80
+    assert (tmp_path / "smoothness.png").stat().st_size > 10_000
