@@ -60,7 +60,14 @@ def trajectories(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
                     _trajectory(panel, quantity, points[:, index], lrs[index], order, lrs[index] == best_lr)
                 panel.set(yscale="log", title=f"{title}: {label}", xlim=(0, len(points) - 1))
                 panel.set_xlabel("iteration" if row else "")
-            axes[3 * row].legend(title="step size", loc="upper right", title_fontsize=7.5)
+            axes[3 * row].legend(
+                title="step size",
+                loc="upper right",
+                title_fontsize=7.5,
+                ncols=2,
+                handlelength=1.0,
+                columnspacing=0.7,
+            )
         threshold = result.config.max_norm
         figure.suptitle(f"x⁴ from {result.config.x0:g}; clipping threshold {threshold:g}", fontweight="bold")
         figure.supxlabel(
