@@ -52,8 +52,7 @@ def check_determinism(
     tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
     first = replay.gradient().gradients
     size = norm(first).item()
-    second = replay.gradient().gradients
-    error = norm(difference(second, first, overwrite=True)).item() / (size or 1.0)
+    error = norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
     if size != size or error != error:
         return error  # not finite: nothing to compare, and the row will say so
     if any_rank(error > tolerance, replay.model):

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from clipwise.smoothness.estimators import difference, hessian_product, norm
+from clipwise.smoothness.ranks import local
 from clipwise.smoothness.replay import Replay
 from clipwise.smoothness.spectral import spectral_smoothness
 
@@ -47,6 +49,13 @@ class Measurement:
             }
         return row
 
+    def share(self, present: Sequence[Tensor | None]) -> None:
+        """Drop copies of gradients that ``.grad`` still holds after the step, for the memory."""
+        for i, (held, now) in enumerate(zip(self.gradients, present, strict=True)):
+            if held is not None and now is not None and not held.is_sparse and held.shape == now.shape:
+                if torch.equal(local(held), local(now)):
+                    self.gradients[i] = now
+
     def segment(self, replay: Replay, fractions: Iterable[float], row: Row) -> Row:
         r"""The paper's estimate: :func:`~clipwise.smoothness.estimators.segment_smoothness` in place.
 
@@ -54,6 +63,8 @@ class Measurement:
         fraction.
         """
         fractions = tuple(fractions)
+        if fractions == (1.0,):
+            self.start = []  # the parameters are there already
         secants: list[float] = []
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}

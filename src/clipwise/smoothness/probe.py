@@ -25,7 +25,14 @@ from clipwise.smoothness.estimators import check_fractions, norm
 from clipwise.smoothness.measure import Measurement, layer_groups
 from clipwise.smoothness.oracle import GradientOracle, size_of
 from clipwise.smoothness.passes import PassState
-from clipwise.smoothness.ranks import copies, from_rank_zero, is_writer, over_ranks, spans_ranks
+from clipwise.smoothness.ranks import (
+    copies,
+    from_rank_zero,
+    gradients_live_in_buckets,
+    is_writer,
+    over_ranks,
+    spans_ranks,
+)
 from clipwise.smoothness.replay import Replay, trainable_parameters
 from clipwise.smoothness.schedule import Schedule
 from clipwise.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
@@ -56,8 +63,9 @@ class SmoothnessProbe:
     Args:
         model: The module that the loop calls; the wrapped one under DDP, FSDP2 and ``torch.compile``.
         every: Steps between measurements.
-        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's: three
-            times the parameters, however many fractions.
+        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's: at most
+            three times the parameters, however many fractions; twice where ``.grad`` is not clipped in place
+            or the only fraction is 1.
         estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
             of the parameters) and ``"spectral"`` (dozens to hundreds of gradients). A mapping
             ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only.
@@ -215,6 +223,8 @@ class SmoothnessProbe:
         if row["step_norm"] == 0:
             row["status"] = ZERO_STEP
             return
+        if self.oracle is None and not gradients_live_in_buckets(self.model):
+            before.share([p.grad for p in self.parameters])
         with self._replaying(self.oracle or closure) as replay:
             if self._takes("local"):
                 row.update(before.local(replay, row, eps=self._eps))

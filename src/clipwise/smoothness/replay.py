@@ -242,9 +242,10 @@ class Replay:
 
     def _swap_in(self, start: list[Tensor], fraction: float) -> None:
         for p, other in zip(self.parameters, start, strict=True):
-            inner = torch.lerp(local(other), local(p), fraction)
-            local(other).copy_(local(p))
-            local(p).copy_(inner)
+            for end, begin in zip(_pieces(local(p)), _pieces(local(other)), strict=True):
+                inner = torch.lerp(begin, end, fraction)
+                begin.copy_(end)
+                end.copy_(inner)
         self._home = start
 
 
@@ -259,6 +260,11 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     if not parameters:
         raise ValueError("`model` has no parameter with `requires_grad`: there is nothing to measure.")
     return parameters
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor, small enough that a copy of one needs no memory to speak of."""
+    return tensor.view(-1).split(1 << 18) if tensor.is_contiguous() else (tensor,)
 
 
 def _kind(value: object) -> str:
