@@ -8,8 +8,8 @@ For each of a handful of batches, the largest step :math:`h` along the gradient 
 
 The learning rate is the median of these steps, the threshold a multiple of the median gradient norm. With
 :math:`\kappa = 1` the step is the self-consistent :math:`1/\hat L`; clipping then keeps every later step
-within a small multiple of the length that was measured to be safe: the trust radius of clipped gradient
-descent, measured instead of assumed.
+within the length that was measured to be safe: the trust radius of clipped gradient descent, measured
+instead of assumed.
 """
 
 from __future__ import annotations

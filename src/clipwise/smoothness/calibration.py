@@ -65,11 +65,18 @@ class Calibration:
     def reasons(self) -> tuple[str, str]:
         """Why these numbers, in two sentences."""
         step = median(batch.safe_step for batch in self.curve)
-        return (
+        measured = (
             f"A step of {step:.3g} along its first direction, and no longer one, changes the gradient of a "
-            f"batch by at most {self.kappa:g} times itself and does not raise its loss.",
+            f"batch by at most {self.kappa:g} times itself and does not raise its loss."
+        )
+        if self.optimizer in ("Adam", "AdamW"):
+            return (
+                measured,
+                f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum.",
+            )
+        return measured, (
             f"The gradient norm at the start is {self.grad_norm:.3g}; clipping at {self.clip_at:g} times "
-            "that keeps later steps near the length that was measured to be safe.",
+            f"that keeps every step within {self.clip_at:g} times the length that was measured to be safe."
         )
 
     def __str__(self) -> str:
