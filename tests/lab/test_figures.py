@@ -296,3 +296,18 @@ def test_nothing_to_draw_is_an_error():
 def test_folder_that_is_no_run_is_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match=r"There is no .*config.json"):
         scatter([tmp_path])
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_from_a_training_run(tmp_path):
+    from clipwise.lab.train import train
+
+    sizes = {"embedding": 8, "hidden": 8, "bptt": 8, "batch_size": 4, "eval_size": 500}
+    recipe = get_recipe("ptb-lstm", corpus="topics", steps=40, probe_every=2, eval_every=20, lr=3.0, **sizes)
+    result = train(recipe, tmp_path / "run", progress=False, offline=True)
+    assert result.status == "finished"
+    words = texts(scatter([result.folder]))
+    assert "rank correlation" in words
+    assert "pydoc_data.topics" in words
+    steps, _ = line(curves([result.folder]).axes[1], "lr 3, clip 0.25")
+    np.testing.assert_array_equal(steps, [20, 40])
