@@ -1,0 +1,146 @@
+"""The words and tables of the page, as plain values for its template."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clipwise.lab.page import words
+from clipwise.lab.page.views import RunView
+from clipwise.lab.runs import read_json
+from clipwise.smoothness.advice import Advice, advise
+
+CLAIMS = "claims.json"
+_MOST_NOTES = 4  # of what is missing, at the top; each run says it in full
+_MOST_PICTURES = 2_500_000  # bytes of figures that go into a page
+
+
+def verdicts(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """One verdict for each task, from all of its traces together."""
+    tasks: dict[str, list[RunView]] = {}
+    for view in views:
+        tasks.setdefault(str(view.fields.get("name", view.name)), []).append(view)
+    return [_verdict(name if len(tasks) > 1 else "", task) for name, task in tasks.items()]
+
+
+def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
+    # A run that diverged tells the others' advice something too, so all traces with rows take part.
+    traces = [view.trace for view in task if view.trace is not None and len(view.trace)]
+    advice = advise(*traces) if traces else None
+    missing = [f"{view.name}: {doubt}" if len(task) > 1 else doubt for view in task for doubt in view.doubts]
+    if advice is None or advice.refused:
+        said = advice.verdict if advice else "No advice: nothing was measured."
+        notes = [words for words in missing if words not in said]
+        return {"title": title, "verdict": said, "warnings": tuple(notes[:_MOST_NOTES])}
+    fitted = task[0].warnings if len(task) == 1 else ()
+    return {
+        "title": title,
+        "verdict": advice.verdict,
+        "advice": advice_in_words(advice),
+        "reasons": advice.reasons,
+        "warnings": tuple(dict.fromkeys((*fitted, *advice.warnings, *missing[:_MOST_NOTES]))),
+    }
+
+
+def advice_in_words(advice: Advice) -> dict[str, str]:
+    """The numbers of the advice, rounded for reading."""
+    clipped = advice.clipped_fraction
+    following = advice.next_setting or {}
+    return {
+        "lr": _number(advice.lr),
+        "lr_interval": _interval(advice.lr_interval),
+        "max_norm": _number(advice.max_norm),
+        "max_norm_interval": _interval(advice.max_norm_interval),
+        "step_cap": _number(advice.step_cap),
+        "step_cap_interval": _interval(advice.step_cap_interval),
+        "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
+        "next": ", ".join(f"{name} {value:.3g}" for name, value in following.items()),
+    }
+
+
+def run_sections(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """What the template shows of each run."""
+    return [_run(index, view) for index, view in enumerate(views)]
+
+
+def _run(index: int, view: RunView) -> dict[str, Any]:
+    charts = [
+        _chart("norm", "Gradient norm", words.norm_in_words(view)),
+        _chart("loss", "Loss", words.loss_in_words(view)),
+    ]
+    if len(view.measured.get("step", ())):
+        scatter = _chart(
+            "scatter", "Smoothness against gradient norm", words.scatter_in_words(view), switch=True
+        )
+        charts = [
+            scatter,
+            *charts,
+            _chart("edge", "lr·L/2 and the edge of stability", words.edge_in_words(view)),
+        ]
+    if view.layers:
+        charts.append(_chart("layers", "Smoothness by layer", words.layers_in_words(view)))
+    return {
+        "index": index,
+        "name": view.name,
+        "setting": view.setting,
+        "status": view.status,
+        "badge": view.status if view.status in ("finished", "diverged", "failed") else "",
+        "words": words.run_in_words(view),
+        "verdict": view.advice.verdict if view.advice else "",
+        "warnings": view.warnings,
+        "doubts": view.doubts,
+        "fit": str(view.fit) if view.fit else "",
+        "charts": charts,
+        "setup": _setup(view),
+    }
+
+
+def _chart(kind: str, title: str, summary: str, *, switch: bool = False) -> dict[str, Any]:
+    return {"kind": kind, "title": title, "summary": summary, "switch": switch}
+
+
+def _setup(view: RunView) -> list[tuple[str, str]]:
+    header = {key: value for key, value in view.header.items() if key not in ("format", "schema")}
+    found = {**view.fields, **view.facts, **header}
+    return [(key.replace("_", " "), v if isinstance(v, str) else json.dumps(v)) for key, v in found.items()]
+
+
+def claims_of(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """The table of claims of the first reproduction among ``paths``."""
+    for path in paths:
+        if (path / CLAIMS).is_file():
+            found = read_json(path / CLAIMS)
+            notes = [f"Data: {source}." for source in found.get("data", ())]
+            return {"rows": found.get("claims", ()), "notes": [*notes, *found.get("notes", ())]}
+    return None
+
+
+def gallery_of(paths: Sequence[Path]) -> list[dict[str, str]]:
+    """The figures of the reproductions among ``paths``, as many as a page can carry."""
+    pictures, room = [], _MOST_PICTURES
+    for path in paths:
+        if not (path / CLAIMS).is_file():
+            continue
+        for file in sorted((path / "figures").glob("*.png")):
+            content = file.read_bytes()
+            room -= len(content) * 4 // 3
+            if room > 0:
+                words = f"{file.stem.replace('fig', 'Figure ')}; also as {file.with_suffix('.svg').name}"
+                pictures.append({"data": base64.b64encode(content).decode(), "words": words})
+    return pictures
+
+
+def _number(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "unknown"
+    return "no clipping" if math.isinf(value) else f"{value:.3g}"
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    if interval is None or not all(map(math.isfinite, interval)):
+        return ""
+    return f"{interval[0]:.3g} to {interval[1]:.3g}"
