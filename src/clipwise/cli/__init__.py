@@ -1,0 +1,91 @@
+"""The command line: ``clipwise reproduce | train | sweep | report | advise | calibrate | data``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from clipwise import __version__
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+# What the extra `lab` brings, by the names under which it is imported.
+LAB = (
+    "tyro", "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, 1 (failed), 2 (wrong usage) or 130 (interrupted).
+
+    Args:
+        argv: The command line without the program's name; default: that of this process.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        return _run(args)
+    except Exception as error:
+        if debug:
+            raise
+        return _explain(error)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("clipwise: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(args: list[str]) -> int:
+    if args == ["--version"]:
+        print(f"clipwise {__version__}")
+        return 0
+    from clipwise.cli.commands import COMMANDS
+    from clipwise.cli.parse import UsageError, nearest
+
+    if not args or args[0] in ("--help", "-h", "help"):
+        print(_usage({name: words for name, (_, words) in COMMANDS.items()}))
+        return 0 if args else WRONG_USAGE
+    name, *rest = args
+    if name not in COMMANDS:
+        listed = ", ".join(COMMANDS)
+        raise UsageError(
+            f"clipwise: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
+        )
+    try:
+        return COMMANDS[name][0](rest)
+    except SystemExit as end:  # after --help
+        return int(end.code or 0)
+
+
+def _usage(commands: dict[str, str]) -> str:
+    lines = [f"  {name:<11}{words}" for name, words in commands.items()]
+    return "\n".join(
+        [
+            "usage: clipwise COMMAND [OPTIONS]",
+            "",
+            "Know how hard to clip: train, measure smoothness, choose lr and max_norm.",
+            "",
+            *lines,
+            "",
+            "options: --help after any command, --version, --debug (tracebacks)",
+            "example: clipwise advise runs/mine/trace.jsonl",
+        ]
+    )
+
+
+def _explain(error: Exception) -> int:
+    """One line about what went wrong, and the exit code."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LAB:
+        print(
+            f"clipwise: this needs {error.name}, which is not installed: pip install 'clipwise[lab]'",
+            file=sys.stderr,
+        )
+        return FAILED
+    usage = type(error).__name__ == "UsageError"
+    words = " ".join(str(error).split()) or type(error).__name__
+    if not usage and not isinstance(error, (ValueError, OSError)):
+        words = f"{type(error).__name__}: {words} (run it again with --debug for the traceback)"
+    print(words if usage else f"clipwise: {words}", file=sys.stderr)
+    return WRONG_USAGE if usage else FAILED

@@ -1,0 +1,113 @@
+"""Command lines read by tyro, with its complaints brought down to one helpful line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+Options = TypeVar("Options")
+WIDTH = 80
+
+
+class UsageError(Exception):
+    """A command line that cannot be run: one line for the user, exit code 2."""
+
+
+def parse(kind: type[Options], args: Sequence[str], *, prog: str) -> Options:
+    """The options of a command.
+
+    Args:
+        kind: A dataclass: one option a field.
+        args: The command line after the command.
+        prog: The command as it was typed, for usage and hints.
+
+    Raises:
+        UsageError: with the nearest option for an unknown one.
+        SystemExit: after ``--help``.
+    """
+    complaint, said = io.StringIO(), io.StringIO()
+    redirected = contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(said)
+    try:
+        with redirected[0], redirected[1], _width(WIDTH if "--help" in args or "-h" in args else 1000):
+            options, unknown = tyro.cli(
+                kind,
+                args=list(args),
+                prog=prog,
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            print(_short_usage(said.getvalue()), end="")
+            raise
+        raise UsageError(f"{prog}: {_one_line(complaint.getvalue())} See {prog} --help.") from None
+    if unknown:
+        raise UsageError(unknown_option(unknown[0], option_names(kind), prog=prog))
+    return options
+
+
+def unknown_option(name: str, known: Iterable[str], *, prog: str) -> str:
+    """The line for an option that does not exist.
+
+    Example:
+        >>> unknown_option("--max-nrom", ["--max-norm", "--lr"], prog="clipwise train")
+        'clipwise train: there is no option --max-nrom. Did you mean --max-norm? See clipwise train --help.'
+    """
+    what = "option" if name.startswith("-") else "use for"
+    return f"{prog}: there is no {what} {name}.{nearest(name, known)} See {prog} --help."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is closest, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def option_names(kind: Any) -> list[str]:
+    """Every option of a command, as it is typed."""
+    return [
+        f"--{'no-' if item.default is True else ''}{name.replace('_', '-')}"
+        for name, item in kind.__dataclass_fields__.items()
+    ]
+
+
+def _short_usage(text: str) -> str:
+    """Help whose usage line fits the terminal: the options are listed below it anyway."""
+    usage, _, rest = text.partition("\n")
+    if len(usage) > WIDTH:
+        usage = f"{usage.split(' [')[0]} [-h] [OPTIONS]"
+    return "\n".join(line.rstrip() for line in [usage, *rest.split("\n")])
+
+
+def _one_line(box: str) -> str:
+    """The first paragraph of what tyro says, without its frame."""
+    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
+    words = []
+    for line in lines:
+        if set(line) <= set("─"):
+            break
+        words.append(line)
+    said = re.sub(r"\s+", " ", " ".join(words)).strip()
+    said = said.replace("Missing from", "missing from").removesuffix(".")
+    return f"{said[:1].lower()}{said[1:]}."
+
+
+@contextlib.contextmanager
+def _width(columns: int) -> Iterator[None]:
+    """Let tyro think that the terminal has this width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(columns)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
