@@ -110,6 +110,15 @@ def test_keeping_fewer_iterates_changes_nothing_else():
     np.testing.assert_array_equal(descend(Quartic(), rule, 3.0, 1400, every=700).steps, [0, 700, 1400])
 
 
+def test_stopping_when_all_have_hit_changes_no_hit():
+    rule = ClippedStep(lr=np.array([1.0, 5.0]), max_norm=0.01)
+    full = descend(Quartic(), rule, 3.0, 20_000, eps=1e-3, every=100)
+    short = descend(Quartic(), rule, 3.0, 20_000, eps=1e-3, every=100, until_hit=True)
+    np.testing.assert_array_equal(short.hits, full.hits)
+    assert full.hits.max() <= short.steps[-1] < 2000
+    np.testing.assert_array_equal(short.points[:3], full.points[:3])
+
+
 def test_a_diverging_run_ends_as_diverged_and_stops_no_other():
     wall = ExponentialWall(L0=1.0, L1=1.0)
     runs = descend(wall, FixedStep(lr=np.array([0.1, 10.0])), 3.0, 3000, eps=1e-6)
@@ -171,13 +180,14 @@ def test_a_million_iterations_of_64_step_sizes_take_under_ten_seconds():
     [
         (lambda: first_hit([1.0], 0.0), "`eps` must be positive"),
         (lambda: hitting_time([math.nan]), "`hits` must not be NaN"),
-        (lambda: hitting_time([]), "number of hits"),
+        (lambda: hitting_time([]), "`hits` must have one entry"),
         (lambda: hitting_time([1.0], confidence=1.0), "`confidence` must be between"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), math.nan, 10), "`x0` must be finite"),
         (lambda: descend(Quartic(domain=(-1, 1)), FixedStep(lr=0.1), 2.0, 10), "`x0` must lie in the domain"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, -1), "`num_steps` must be a whole number"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, every=0), "`every` must be a whole number"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, eps=-1.0), "`eps` must be positive"),
+        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, until_hit=True), "`until_hit` needs `eps`"),
         (lambda: descend(Quadratic([1.0, 1.0]), FixedStep(lr=0.1), 1.0, 10), "`x0` must have 2 coordinates"),
     ],
 )

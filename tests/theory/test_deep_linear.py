@@ -144,7 +144,7 @@ def test_minimum_is_below_what_descent_finds_and_one_layer_is_a_quadratic(networ
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DeepLinear([3]), "number of layers"),
+        (lambda: DeepLinear([3]), "`widths` must have an input and an output"),
         (lambda: DeepLinear([3, 0]), r"`widths\[1\]`"),
         (lambda: DeepLinear([2, 1], inputs=[[1.0]]), "`inputs` must have shape"),
         (lambda: DeepLinear([1, 1], inputs=[[math.nan]]), "`inputs` must be a matrix of finite"),

@@ -150,6 +150,13 @@ def test_polynomial_of_odd_degree_is_unbounded_below_and_still_smooth():
     assert Polynomial([0, 1, 0, 0, 2]).minimum == pytest.approx(-0.375)
 
 
+def test_polynomials_of_low_degree_have_no_curvature_or_the_same_everywhere():
+    assert (Polynomial([3.0]).frontier(1.0), Polynomial([3.0]).minimum) == (0, 3)
+    assert (Polynomial([3.0, 2.0]).frontier(1.0), Polynomial([3.0, 2.0]).minimum) == (0, -math.inf)
+    assert (Polynomial([3.0, 2.0, 1.0]).frontier(0.0), Polynomial([3.0, 2.0, 1.0]).minimum) == (2, 2)
+    assert Polynomial([0.0, 0.0, 0.0, 0.0, -1.0]).minimum == -math.inf
+
+
 def test_polynomial_in_two_variables_need_not_be_smooth():
     # x²y² at (c, 0): ∇f = (2xy², 2x²y) = 0 and ∇²f = diag(0, 2c²).
     c = np.array([1.0, 10.0, 1000.0])
@@ -335,6 +342,7 @@ def test_heavy_tails_follow_their_power():
         (lambda: Polynomial([1.0, 1.0], domain=(2, 1)), "`domain` must be an interval"),
         (lambda: Quartic().frontier(-1.0), "`L1` must be zero or more"),
         (lambda: Quadratic([1.0, -1.0]), r"`curvatures\[1\]` must be zero or more"),
+        (lambda: Quadratic([]), "`curvatures` must have one entry"),
         (lambda: Rescaled(Quartic(), height=0.0), "`height` must be positive"),
         (lambda: BoundedNoise(-1.0), "`radius` must be positive"),
         (lambda: BoundedNoise(1.0, "cube"), "`law` must be one of"),

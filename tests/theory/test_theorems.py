@@ -15,6 +15,7 @@ from clipwise.theory import (
     FixedStep,
     LogarithmicStep,
     NormalizedStep,
+    Polynomial,
     PrintedWall,
     Quadratic,
     Quartic,
@@ -82,6 +83,8 @@ def test_smooth_clip_is_sure_of_its_decrease(g, L0, L1):
     "problem",
     [
         Quartic(),
+        Polynomial([1.0, -2.0, 0.5, 0.0, 0.3]),
+        PrintedWall(L1=3.0),
         ExponentialWall(L0=0.7, L1=3.0),
         Quadratic([2.0, 0.5, 0.1], rotation_seed=0),
         RotatedWalls(L0=0.7, L1=3.0, dim=3, rotation_seed=0),

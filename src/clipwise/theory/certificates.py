@@ -98,6 +98,8 @@ def certify(
     if reasons:
         return _certificate(problem, guarantee, math.inf, None, 0, reasons)
     if guarantee.tau is not None:
+        if starts.shape != problem.event_shape:
+            raise ValueError(f"`x0` must be one start where there is noise, got shape {starts.shape}.")
         noise = _noise_within(noise, guarantee)
         starts = np.array(np.broadcast_to(starts, (check_count("num_runs", num_runs), *problem.event_shape)))
     limit = min(max_steps, math.floor(guarantee.bound) + 1)
@@ -190,9 +192,7 @@ def certify_lower_bound(
         return _certificate(pair.valley, guarantee, math.inf, None, 0, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
     too_long = FixedStep(lr=pair.largest_step * 1.001)
-    if math.isfinite(
-        _first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 10_000).item()
-    ):
+    if math.isfinite(_first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
         reasons.append("a step above the limit of the wall reached its minimum")
     hits, num_steps = np.zeros(steps.shape), min(max_steps, math.ceil(guarantee.bound) * 4 + 100)
     for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):

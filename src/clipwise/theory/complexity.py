@@ -78,7 +78,9 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
         (9.0, (5.0, inf), 2)
     """
     times = np.sort(np.ravel(np.asarray(hits, dtype=np.float64)))
-    n = check_count("number of hits", times.size)
+    n = times.size
+    if n == 0:
+        raise ValueError("`hits` must have one entry for each run, got none.")
     if np.isnan(times).any():
         raise ValueError("`hits` must not be NaN. A run that never hits counts as inf.")
     if not 0 < confidence < 1:

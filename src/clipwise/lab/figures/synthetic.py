@@ -121,11 +121,11 @@ def jittered(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
         left.set(yscale="log", xlabel="start x0", ylabel="final |f′|, best of the grid")
         left.set_title("Each start with its best step size")
         left.legend(loc="center left", bbox_to_anchor=(0.0, 0.7))
-        _ratios(right, best["gd"] / best["clipped"], "best of the grid for each start", COLOURS[2], "-")
+        _ratios(right, best["gd"] / best["clipped"], "best of the grid, each start", COLOURS[2], "-")
         _ratios(
             right,
             kept[0] / kept[1],
-            f"the step sizes that are best from {result.config.x0:g}",
+            f"best step sizes from {result.config.x0:g}",
             COLOURS[3],
             "--",
         )

@@ -62,7 +62,9 @@ class DeepLinear(Problem):
         seed: int = 0,
     ) -> None:
         self.widths = tuple(check_count(f"widths[{i}]", width) for i, width in enumerate(widths))
-        self.depth = check_count("number of layers, len(widths) - 1,", len(self.widths) - 1)
+        self.depth = len(self.widths) - 1
+        if self.depth < 1:
+            raise ValueError(f"`widths` must have an input and an output width at least, got {widths!r}.")
         rng = np.random.default_rng(seed)
         n = check_count("num_examples", num_examples)
         self.inputs = _matrix("inputs", rng.normal(size=(self.widths[0], n)) if inputs is None else inputs)

@@ -170,7 +170,9 @@ class Quadratic(Problem):
         for i, curvature in enumerate(curvatures):
             check_nonnegative(f"curvatures[{i}]", curvature)
         self.curvatures = np.array(curvatures, dtype=np.float64)
-        dim = check_count("dimension", self.curvatures.size)
+        dim = self.curvatures.size
+        if dim == 0:
+            raise ValueError("`curvatures` must have one entry for each dimension, got none.")
         self.event_shape = (dim,)
         self.rotation = random_rotation(dim, rotation_seed)
         self.hessian = self.rotation.T @ (self.curvatures[:, None] * self.rotation)

@@ -17,7 +17,13 @@ from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
 from clipwise._checks import check_choice, check_nonnegative, check_positive
-from clipwise.steps import check_threshold, clipped_step, normalized_from_clipped, normalized_step
+from clipwise.steps import (
+    check_threshold,
+    clipped_step,
+    normalized_from_clipped,
+    normalized_from_smoothness,
+    normalized_step,
+)
 from clipwise.theory.problems.base import Array
 from clipwise.theory.problems.walls import phi
 from clipwise.theory.rules import (
@@ -221,7 +227,7 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         rule = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm))
         bound = 2 * clipped.bound
     else:
-        rule = NormalizedStep(lr=1 / (1.5 * L1), offset=L0 / (1.5 * L1))
+        rule = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1))
         bound = gap * (2 * L0 / eps**2 + 3 * L1 / eps)
 
     def decrease(g: Array) -> Array:

@@ -103,8 +103,8 @@ class NoisyStep:
         L0: :math:`L_0 > 0`.
         L1: :math:`L_1 > 0`.
         tau: :math:`\tau > 0`.
-        lr: :math:`\eta \le \min\{1/(20L_0), 1/(128L_1\tau)\}`.
-        L0, L1, tau and lr are numbers, or one for each law.
+        lr: :math:`\eta \le \min\{1/(20L_0), 1/(128L_1\tau)\}`. This and the other constants are one number
+            each, or one for each law.
 
     Example:
         >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),

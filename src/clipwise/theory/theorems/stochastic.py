@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from clipwise._checks import check_count, check_nonnegative, check_positive
 from clipwise.theory.rules import FixedStep, ShiftedClippedStep
+from clipwise.theory.theorems.clipped import SHARP_CONSTANT
 from clipwise.theory.theorems.results import (
     Assumption,
     Guarantee,
@@ -260,7 +261,7 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
         kappa=kappa,
         threshold=threshold,
         excess=excess,
-        deterministic_gain=2 * kappa / 2.693,
+        deterministic_gain=2 * kappa / SHARP_CONSTANT,
         stochastic_gain=None if tau == 0 else 32 * (L0 + L1 * M) / (256 * (5 * L0 + 2 * L1 * tau)),
         verdict=verdict,
         words=f"{verdict.capitalize()}: {reach}, {origin}",
