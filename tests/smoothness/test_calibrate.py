@@ -117,6 +117,7 @@ def test_weight_decay_belongs_to_the_loss():
     cal = calibrate(model, lambda b: 0.5 * 2.0 * model.x.square().sum(), [0] * 4, weight_decay=0.5)
     assert math.isclose(cal.lr, penalised.lr, rel_tol=1e-9)
     assert math.isclose(cal.lr, 1 / 2.5, rel_tol=1e-9)
+    assert math.isclose(cal.grad_norm, 10.0)  # of the loss alone: the optimizer clips before it decays
 
 
 def test_gradient_accumulation_gives_the_numbers_of_the_whole_batch():

@@ -166,7 +166,7 @@ class _Search:
         step = crossing(bracket, kappa=self.kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
         points = tuple(sorted(line.points, key=lambda point: point.step))
-        self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.grad_norm))
+        self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
         self._spend(line)
 
     def _spend(self, line: Line) -> None:
@@ -292,7 +292,7 @@ def _check_start(line: Line) -> None:
             "The gradient at the start is not finite although the loss is. A square root or logarithm at "
             "zero, or an overflow in half precision, does that."
         )
-    if line.grad_norm == 0:
+    if line.raw_norm == 0:
         raise ValueError(
             "The gradient at the start is zero, so there is no direction to measure. The parameters may sit "
             "at a saddle (all zeros?), every unit may be dead, or the gradient may vanish in half precision."

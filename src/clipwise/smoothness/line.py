@@ -116,6 +116,8 @@ class Line:
         gradients: list[Tensor | None] = [
             g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
         ]
+        if fraction is None:
+            self.raw_norm = _norm(gradients)  # the optimizer clips before it adds the penalty
         if self.weight_decay:
             decay, parameters = self.weight_decay, self._replay.parameters
             with torch.no_grad():
