@@ -150,15 +150,28 @@ def test_unpaired_differences_fabricate_L1_on_a_quadratic_and_paired_ones_do_not
 
 
 def test_control_shows_the_correlation_that_a_spread_spectrum_makes():
-    # A constant Hessian, yet rank correlation near 1 with clipping: the control must show it too.
+    # A constant Hessian, yet rank correlation near 1 with clipping: the control must allow for it.
     fit = fit_smoothness(quadratic_trace(curvature=np.geomspace(0.1, 5, 20), noise=0.02, steps=250))
-    assert fit.spearman > 0.8
+    assert fit.spearman > 0.9
     assert fit.control is not None
     assert fit.control.spearman > 0.6
-    assert fit.control.spearman_interval[1] > 0.75
+    assert fit.control.spearman_interval[1] > 0.97
 
 
-def test_control_stays_near_zero_where_smoothness_follows_the_gradient_within_the_noise():
+@pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [0.2, 0.5, np.inf])
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_no_run_on_a_constant_hessian_goes_beyond_its_control(max_norm, noise):
+    for num, low, high in ((20, 0.1, 5.0), (20, 0.01, 20.0), (100, 0.5, 5.0)):
+        trace = quadratic_trace(
+            curvature=np.geomspace(low, high, num), noise=noise, max_norm=max_norm, steps=200, seed=num
+        )
+        fit = fit_smoothness(trace)
+        assert fit.control is not None
+        assert fit.spearman_interval[0] < fit.control.spearman_interval[1] + 0.02
+
+
+def test_control_stays_low_where_smoothness_follows_the_gradient_without_a_trend():
     # Norm and smoothness rise and fall together with no trend: no constant Hessian does that.
     rng = np.random.default_rng(1)
     g, ell = simulated(rng, phi=0.8, L0=0.2, noise=0.1)

@@ -6,9 +6,10 @@ the control would always print zero. If they differ, the estimate along a step,
 :math:`\lVert H d\rVert/\lVert d\rVert`, falls as the sharp directions are worked off, and the gradient norm
 falls with it: a rank correlation of up to 1 without any (L0, L1) effect. So the honest null is anisotropic,
 and it is matched to the run: as many rows, the same learning rate, the same step lengths where steps were
-clipped, a spectrum that reaches over the smoothness seen, a start with the run's own gradient norm and
-smoothness, and gradient noise that brings both to the level where the run ended. What the run shows beyond
-its control is not explained by a constant Hessian; what it shares with it may be.
+clipped, a start with the run's own gradient norm and smoothness, and gradient noise that brings both to the
+level where the run ended. The spectrum of the run is not known, so many quadratics are drawn, with different
+spectra, and the interval of the control spans them. What the run shows beyond its control is not explained
+by a constant Hessian; what it shares with it may be.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import root_scalar
 
-_DIMENSION = 48  # eigenvalues, evenly spaced on a logarithmic scale
+_DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64
 _MOST_ROWS = 1000
 _MOST_STEPS = 4000
@@ -37,59 +38,70 @@ class Run:
 
 
 def constant_hessian_runs(run: Run, *, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient norms and smoothness of runs like ``run`` on a quadratic, shape (replicates, rows) each.
+    """Gradient norms and smoothness of runs like ``run`` on quadratics, shape (replicates, rows) each.
 
     Args:
         run: What to imitate.
-        rng: Signs of the start and the noise come from here.
+        rng: Draws the quadratics, their starts and the noise.
     """
     run = _thinned(run)
-    quadratic = _Quadratic.like(run)
-    noise = quadratic.noise_level(run, rng) if run.noise is None else run.noise
-    return quadratic.descend(run, noise=noise, replicates=_REPLICATES, rng=rng)
+    quadratics = _Quadratics.like(run, rng)
+    noise = np.full(_REPLICATES, run.noise) if run.noise is not None else quadratics.noise_level(run, rng)
+    return quadratics.descend(run, noise=noise, rng=rng)
 
 
 @dataclass(frozen=True)
-class _Quadratic:
+class _Quadratics:
+    """One quadratic a replicate, each as an array of shape (replicates, dimension)."""
+
     curvature: np.ndarray  # eigenvalues of H
-    start: np.ndarray  # size of each component of the first gradient
-    noise_share: np.ndarray  # share of each direction in the squared gradient noise
+    start: np.ndarray  # components of the first gradient
+    noise: np.ndarray  # root mean square share of each direction in gradient noise of norm one
 
     @classmethod
-    def like(cls, run: Run) -> _Quadratic:
-        """Spectrum, start and noise whose gradients have the smoothness of the run's first and last parts."""
+    def like(cls, run: Run, rng: np.random.Generator) -> _Quadratics:
+        """Quadratics whose gradients have the smoothness of the run's first and last parts.
+
+        The spectrum is not known from the run: the estimates bound it from inside. So each quadratic draws
+        its own ends, up to three times beyond what was seen, and its own first gradient.
+        """
         low, high = float(run.smoothness.min()), float(run.smoothness.max())
+        tops = high * np.exp(rng.uniform(0.0, np.log(3.0), _REPLICATES))
         plain = run.step_size[np.isinf(run.step_cap)]
         if len(plain):
-            # Unclipped descent runs away where lr·λ > 2: the run's own quadratic must carry its own lr.
-            high = min(high, 1.9 / float(np.median(plain)))
-        curvature = np.geomspace(max(min(low, high), 1e-9 * high), high, _DIMENSION)
-        part = max(1, len(run.smoothness) // 10)
-        first = np.median(run.smoothness[:part])
-        last = np.median(run.smoothness[len(run.smoothness) // 2 :])
-        start = np.median(run.grad_norm[:part]) * np.sqrt(_shares(curvature, float(first)))
-        return cls(curvature, start, _shares(curvature, float(last)))
+            # Unclipped descent runs away where lr·λ > 2: a quadratic must be able to carry the run's own lr.
+            tops = np.minimum(tops, 1.9 / float(np.median(plain)))
+        bottoms = np.maximum(low, 1e-6 * high) * np.exp(-rng.uniform(0.0, np.log(3.0), _REPLICATES))
+        bottoms = np.minimum(bottoms, 0.999 * tops)
+        curvature = np.geomspace(bottoms, tops, _DIMENSION, axis=1)
+        part = max(3, len(run.smoothness) // 30)
+        first = float(np.median(run.smoothness[:part]))
+        last = float(np.median(run.smoothness[len(run.smoothness) // 2 :]))
+        start = np.array([np.sqrt(_shares(row, first, rng)) for row in curvature])
+        noise = np.array([np.sqrt(_shares(row, last, rng)) for row in curvature])
+        return cls(curvature, float(np.median(run.grad_norm[:part])) * start, noise)
 
-    def noise_level(self, run: Run, rng: np.random.Generator) -> float:
-        """Noise that makes the gradient norm of the second half as large as the run's."""
+    def noise_level(self, run: Run, rng: np.random.Generator) -> np.ndarray:
+        """Noise that makes the gradient norm of the second half as large as the run's, for each quadratic."""
         half = len(run.grad_norm) // 2
         target = float(np.median(run.grad_norm[half:]))
         seed = int(rng.integers(2**31))
-        low, high = 0.0, target
+        low, high = np.zeros(len(self.start)), np.full(len(self.start), target)
         for _ in range(6):
             noise = 0.5 * (low + high)
-            grad_norm, _ = self.descend(run, noise=noise, replicates=8, rng=np.random.default_rng(seed))
-            low, high = (noise, high) if np.median(grad_norm[:, half:]) < target else (low, noise)
+            grad_norm, _ = self.descend(run, noise=noise, rng=np.random.default_rng(seed))
+            quiet = np.median(grad_norm[:, half:], axis=1) < target
+            low, high = np.where(quiet, noise, low), np.where(quiet, high, noise)
         return 0.5 * (low + high)
 
     def descend(
-        self, run: Run, *, noise: float, replicates: int, rng: np.random.Generator
+        self, run: Run, *, noise: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         """Noisy descent with the run's own step rule; only every ``stride``-th step is recorded."""
-        slope = self.start * rng.choice([-1.0, 1.0], size=(replicates, len(self.start)))
-        spread = noise * np.sqrt(self.noise_share)
+        slope = self.start.copy()  # H x
+        spread = noise[:, None] * self.noise
         rows = len(run.grad_norm)
-        norms, smoothness = np.empty((2, replicates, rows))
+        norms, smoothness = np.empty((2, len(slope), rows))
         for row in range(rows):
             for inner in range(run.stride):
                 gradient = slope + spread * rng.standard_normal(slope.shape)
@@ -98,24 +110,28 @@ class _Quadratic:
                     norms[:, row] = norm
                     smoothness[:, row] = np.linalg.norm(self.curvature * gradient, axis=1) / norm
                 size = np.minimum(run.step_size[row], run.step_cap[row] / np.maximum(norm, 1e-300))
-                slope -= size[:, None] * self.curvature * gradient  # H x, moved with x
+                slope -= size[:, None] * self.curvature * gradient
         return norms, smoothness
 
 
-def _shares(curvature: np.ndarray, smoothness: float) -> np.ndarray:
-    r"""Squared shares :math:`w \propto \lambda^p` with :math:`\sqrt{\sum w\lambda^2}` the ``smoothness``."""
+def _shares(curvature: np.ndarray, smoothness: float, rng: np.random.Generator) -> np.ndarray:
+    r"""Random shares, tilted by :math:`\lambda^p` until :math:`\sqrt{\sum w\lambda^2}` is ``smoothness``."""
     log = np.log(curvature / curvature[-1])
+    # A small shape concentrates the gradient on a few directions, a large one spreads it over all.
+    shape = np.exp(rng.uniform(np.log(0.2), np.log(20.0)))
+    drawn = np.log(np.maximum(rng.gamma(shape, size=len(curvature)), 1e-12))
 
     def shares(power: float) -> np.ndarray:
-        weight = np.exp(power * log - np.max(power * log))
+        weight = drawn + power * log
+        weight = np.exp(weight - weight.max())
         return weight / weight.sum()
 
     def excess(power: float) -> float:
         return float(np.sqrt(shares(power) @ curvature**2)) / smoothness - 1.0
 
-    if curvature[-1] / curvature[0] < 1 + 1e-9 or excess(-30.0) >= 0:
-        return shares(-30.0)
-    return shares(30.0) if excess(30.0) <= 0 else shares(root_scalar(excess, bracket=(-30.0, 30.0)).root)
+    if excess(-40.0) >= 0:
+        return shares(-40.0)
+    return shares(40.0) if excess(40.0) <= 0 else shares(root_scalar(excess, bracket=(-40.0, 40.0)).root)
 
 
 def _thinned(run: Run) -> Run:
