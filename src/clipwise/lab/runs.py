@@ -73,7 +73,8 @@ class Run:
 
 def find_runs(folder: str | Path) -> list[Run]:
     """Every run under ``folder``, by path."""
-    return [Run.load(path.parent) for path in sorted(Path(folder).rglob(CONFIG))]
+    found = (path.parent for path in sorted(Path(folder).rglob(STATUS)))
+    return [Run.load(path) for path in found if (path / CONFIG).exists()]
 
 
 def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:

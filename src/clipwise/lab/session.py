@@ -167,10 +167,13 @@ def make_oracle(task: Task, model: nn.Module, share: float, fabric: Fabric) -> G
 
 
 def _started(recipe: Recipe, module: nn.Module) -> nn.Module:
-    """``module`` with the parameters of the run that the recipe starts from."""
+    """``module`` with the parameters of the run that the recipe starts from, averaged ones if it has them."""
     if isinstance(recipe, LanguageRecipe) and recipe.start_from:
         saved = load_checkpoint(Path(recipe.start_from) / CHECKPOINT)
-        module.load_state_dict(saved["model"])
+        average = (saved["averaging"] or {}).get("average") or {}
+        prefix = "module."
+        averaged = {k.removeprefix(prefix): v for k, v in average.items() if k.startswith(prefix)}
+        module.load_state_dict(averaged or saved["model"])
     return module
 
 

@@ -1,0 +1,163 @@
+"""Which runs the figures of the paper need, and on which data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from clipwise._checks import check_choice
+from clipwise.lab.recipes import SCALES, Recipe, get_recipe, with_fields
+
+FIGURES = tuple(f"fig{number}" for number in range(1, 9))
+SEEDS = (0, 1, 2)
+SHOWN_SEED = 1  # of the scatter plots; seed 0 of the first setting is the longer run of figure 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run of the plan.
+
+    Args:
+        setting: Short name of the setting, the same for all seeds.
+        recipe: What to train.
+        figures: Figures that use it.
+        cost: Rough cost in seconds on one core of a laptop; long runs start first.
+    """
+
+    setting: str
+    recipe: Recipe
+    figures: tuple[str, ...]
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """Name of the run and of its folder."""
+        return f"{self.setting}-seed{self.recipe.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All runs, and how many steps of each the comparisons use."""
+
+    scale: str
+    runs: tuple[Planned, ...]
+    synthetic: bool
+    figures: tuple[str, ...]
+
+    def of(self, setting: str) -> list[Planned]:
+        """The runs of one setting, by seed."""
+        return [run for run in self.runs if run.setting == setting]
+
+
+# Setting: learning rate, threshold, figures. The names are those of the paper's legend.
+LANGUAGE = {
+    "lm-lr30clip0.25": (30.0, 0.25, ("fig1", "fig2", "fig4", "fig5")),
+    "lm-lr10clip0.25": (10.0, 0.25, ("fig4", "fig8")),
+    "lm-lr2clip0.25": (2.0, 0.25, ("fig2", "fig4")),
+    "lm-lr2": (2.0, math.inf, ("fig2", "fig4", "fig8")),
+    "lm-lr4": (4.0, math.inf, ("fig4",)),
+    "lm-lr10": (10.0, math.inf, ("fig4",)),
+    "lm-lr30": (30.0, math.inf, ("fig4",)),
+}
+# Setting: learning rate, threshold, momentum, figures.
+IMAGES = {
+    "cifar-momentum": (0.1, math.inf, 0.9, ("fig3", "fig4")),
+    "cifar-lr1": (1.0, math.inf, 0.0, ("fig3", "fig4")),
+    "cifar-lr5clip0.25": (5.0, 0.25, 0.0, ("fig3", "fig4")),
+}
+SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
+CLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm < math.inf)
+UNCLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm == math.inf)
+
+_LANGUAGE_STEPS = {"laptop": 240, "paper": 0}
+_LONG_STEPS = 480  # the longer run of figure 5 at laptop scale
+_IMAGE_STEPS = {"laptop": 160, "paper": 0}
+
+
+def make_plan(
+    scale: str = "laptop",
+    figures: tuple[str, ...] | None = None,
+    *,
+    language: dict[str, object] | None = None,
+    images: dict[str, object] | None = None,
+) -> Plan:
+    """The runs that ``figures`` (default: all) need at ``scale``.
+
+    Args:
+        scale: ``laptop``, all in a quarter of an hour on two cores; or ``paper``.
+        figures: Such as ``("fig2", "fig8")``.
+        language: Fields to change in every language-model run.
+        images: Fields to change in every image run.
+    """
+    check_choice("scale", scale, SCALES)
+    chosen = tuple(figures) if figures else FIGURES
+    for figure in chosen:
+        check_choice("figures", figure, FIGURES)
+    fields = language or {}
+    runs = [*_language(scale, fields), *_images(scale, images or {}), *_shares(scale, fields)]
+    wanted = tuple(run for run in runs if set(run.figures) & set(chosen))
+    return Plan(
+        scale=scale,
+        runs=tuple(sorted(wanted, key=lambda run: -run.cost)),
+        synthetic="fig7" in chosen,
+        figures=chosen,
+    )
+
+
+def compared_steps(recipe: Recipe) -> int:
+    """Steps over which runs of a setting are compared: the longer run counts as far as the others go."""
+    return min(recipe.steps, _LANGUAGE_STEPS["laptop"]) if recipe.steps == _LONG_STEPS else recipe.steps
+
+
+def _language(scale: str, fields: dict[str, object]) -> list[Planned]:
+    runs = []
+    for setting, (lr, max_norm, figures) in LANGUAGE.items():
+        # AWD-LSTM at paper scale, as the paper; the quantitative comparison is on the two-layer LSTM.
+        names = ["ptb-lstm"] if scale == "laptop" or figures == ("fig4", "fig8") else ["ptb-awd-lstm"]
+        for name in names:
+            recipe = get_recipe(name, scale, lr=lr, max_norm=max_norm)
+            if scale == "laptop":
+                recipe = with_fields(recipe, steps=_LANGUAGE_STEPS[scale], eval_every=60)
+            recipe = with_fields(recipe, **fields)
+            for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
+                run = replace(recipe, seed=seed)
+                if scale == "laptop" and setting == "lm-lr30clip0.25" and seed == 0 and not fields:
+                    run = with_fields(run, steps=_LONG_STEPS)
+                cost = 0.2 * run.steps if max_norm < math.inf or lr < 10 else 1.0
+                runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=cost))
+    return runs
+
+
+def _images(scale: str, fields: dict[str, object]) -> list[Planned]:
+    runs = []
+    for setting, (lr, max_norm, momentum, figures) in IMAGES.items():
+        recipe = get_recipe("cifar-resnet20", scale, lr=lr, max_norm=max_norm, momentum=momentum)
+        if scale == "laptop":
+            recipe = with_fields(recipe, steps=_IMAGE_STEPS[scale], batch_size=64, eval_every=40)
+        recipe = with_fields(recipe, **fields)
+        for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
+            run = replace(recipe, seed=seed)
+            runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=0.25 * run.steps))
+    return runs
+
+
+def _shares(scale: str, fields: dict[str, object]) -> list[Planned]:
+    """The same run twice, measured on a tenth of its text and on all of it.
+
+    At laptop scale the text is the first 28,000 words: with all of PTB one gradient takes minutes.
+    """
+    lr, max_norm, _ = LANGUAGE["lm-lr30clip0.25"]
+    if scale == "paper":
+        recipe = get_recipe("ptb-awd-lstm", scale, lr=lr, max_norm=max_norm, epochs=1, probe_every=60)
+    else:
+        recipe = get_recipe("ptb-lstm", lr=lr, max_norm=max_norm, num_words=28_000, steps=120, probe_every=10)
+    recipe = with_fields(recipe, **fields)
+    return [
+        Planned(
+            setting=setting,
+            recipe=replace(recipe, seed=SHOWN_SEED, probe_data=share),
+            figures=("fig6",),
+            cost=recipe.steps * (0.2 + 1.5 * share),
+        )
+        for setting, share in SHARES.items()
+    ]

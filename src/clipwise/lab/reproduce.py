@@ -1,0 +1,306 @@
+"""All experiments of the paper with one call: data, runs, figures, and the table of claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from clipwise.lab.claims import Claim, as_markdown, make_claims, write_claims
+from clipwise.lab.data import load_cifar10, load_ptb
+from clipwise.lab.evidence import Results
+from clipwise.lab.jobs import Job, run_jobs
+from clipwise.lab.plan import FIGURES, IMAGES, LANGUAGE, SHARES, SHOWN_SEED, Plan, Planned, make_plan
+from clipwise.lab.progress import duration
+from clipwise.lab.recipes import ImageRecipe, LanguageRecipe
+from clipwise.lab.runs import Run, write_json
+from clipwise.lab.sweep import has_ended, run_trial
+
+SUMMARY = "reproduction.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """What a reproduction left.
+
+    Args:
+        folder: Holds ``runs``, ``figures``, ``claims.md`` and ``claims.json``.
+        figures: Image files by figure.
+        claims: The table of claims.
+        data: Where the data came from; stand-ins are named as such.
+        failures: What went wrong, in one line each; the rest was done all the same.
+        seconds: Time that this call took.
+    """
+
+    folder: Path
+    figures: dict[str, Path]
+    claims: tuple[Claim, ...]
+    data: tuple[str, ...]
+    failures: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        verdicts = [claim.verdict for claim in self.claims]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        lines = [
+            f"{len(self.figures)} figures and {len(self.claims)} claims ({counts}) in {self.folder}, "
+            f"after {duration(self.seconds)}",
+            *(f"data: {source}" for source in self.data),
+            *(f"failed: {failure}" for failure in self.failures),
+        ]
+        return "\n".join(lines)
+
+
+def reproduce(
+    folder: str | Path,
+    *,
+    figures: Sequence[str] | None = None,
+    scale: str = "laptop",
+    progress: bool = True,
+    offline: bool = False,
+    engine: str = "joblib",
+    workers: int = 2,
+    address: str | None = None,
+    plan: Plan | None = None,
+) -> Reproduction:
+    """Regenerate figures of the paper, and the table of what supports its claims and what does not.
+
+    Run again, it skips every run that has ended, goes on with the others, and draws anew.
+
+    Args:
+        folder: Where everything goes.
+        figures: Such as ``["fig2", "fig8"]``; default all eight.
+        scale: ``laptop``, in a quarter of an hour on two cores; or ``paper``.
+        progress: Show how far it is (plain lines without a terminal).
+        offline: Use no network: data that are not here are replaced by stand-ins, and the report says so.
+        engine: ``joblib`` or ``ray``.
+        workers: Runs at a time.
+        address: Of a Ray cluster.
+        plan: Runs to make instead of the ones that ``figures`` and ``scale`` name.
+    """
+    start = time.monotonic()
+    folder = Path(folder)
+    plan = plan or make_plan(scale, tuple(figures) if figures else None)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    names, sources = _data(plan, offline=offline, progress=progress)
+    runs = folder / "runs" / "-".join(names) if names else folder / "runs"
+    failures = _run(plan, runs, engine=engine, workers=workers, address=address, progress=progress)
+    drawn, undrawn = _draw(plan, runs, folder, progress=progress)
+    claims = tuple(make_claims(Results(plan, runs, synthetic=folder / "synthetic")))
+    notes = [f"Scale: {plan.scale}."]
+    write_claims(claims, folder, data=sources, notes=notes)
+    result = Reproduction(
+        folder=folder,
+        figures=drawn,
+        claims=claims,
+        data=tuple(sources),
+        failures=(*failures, *undrawn),
+        seconds=time.monotonic() - start,
+    )
+    values = asdict(result) | {"folder": str(folder), "figures": {k: str(v) for k, v in drawn.items()}}
+    write_json(folder / SUMMARY, values)
+    if progress:
+        print(as_markdown(claims, data=sources, notes=notes), flush=True)
+    return result
+
+
+def _data(plan: Plan, *, offline: bool, progress: bool) -> tuple[list[str], list[str]]:
+    """Fetch what the plan needs, once, before many processes want it; short names and sources."""
+    loaded = []
+    recipes = [run.recipe for run in plan.runs]
+    corpora = {r.corpus for r in recipes if isinstance(r, LanguageRecipe)}
+    images = {r.images for r in recipes if isinstance(r, ImageRecipe)}
+    if "ptb" in corpora:
+        loaded.append(load_ptb(offline=offline, progress=progress))
+    for name in sorted(images & {"cifar10", "cifar10-subset"}):
+        loaded.append(load_cifar10(subset=name == "cifar10-subset", offline=offline, progress=progress))
+    names = [data.name for data in loaded]
+    # The stand-ins and any other data are in no need of fetching, but the report names them too.
+    others = sorted((corpora - {"ptb"}) | (images - {"cifar10", "cifar10-subset"}))
+    return [*names, *(Path(other).stem for other in others)], [*(data.source for data in loaded), *others]
+
+
+def _run(
+    plan: Plan, runs: Path, *, engine: str, workers: int, address: str | None, progress: bool
+) -> list[str]:
+    """Make every run that has not ended; the failures, a line each."""
+    planned = {run.name: run for run in plan.runs}
+    left = [run for run in plan.runs if not has_ended(runs / run.name)]
+    jobs = [
+        Job(
+            name=run.name,
+            folder=runs / run.name,
+            function=run_trial,
+            # The data are in the cache now, or cannot be had: no process need ask the network again.
+            arguments={"recipe": run.recipe, "folder": runs / run.name, "offline": True},
+            total=run.recipe.steps,
+        )
+        for run in left
+    ]
+    failures = []
+    with _progress(plan.runs, jobs, runs, shown=progress) as (watch, ended):
+        for outcome in run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch):
+            run = planned[outcome.name]
+            if outcome.error:
+                failures.append(f"{outcome.name}: {outcome.error}")
+            ended(run, outcome.error)
+    return failures
+
+
+@contextmanager
+def _progress(
+    runs: Sequence[Planned], jobs: Sequence[Job], folder: Path, *, shown: bool
+) -> Iterator[tuple[Callable[[], None] | None, Callable[[Planned, str], None]]]:
+    """How far all runs are, weighted by cost: a live bar, or a line for each run that ends."""
+    total = sum(run.cost for run in runs)
+    by_name = {run.name: run for run in runs}
+    before = total - sum(by_name[job.name].cost for job in jobs)
+    start, count = time.monotonic(), len(runs) - len(jobs)
+
+    def done() -> float:
+        return before + sum(_share(job) * by_name[job.name].cost for job in jobs)
+
+    def line(run: Planned, error: str) -> None:
+        nonlocal count
+        count += 1
+        elapsed = time.monotonic() - start
+        share = (done() - before) / max(total - before, 1e-9)
+        left = elapsed / share * (1 - share) if share > 0 else float("inf")
+        words = error or _ending(folder / run.name)
+        if shown:
+            print(f"[{count}/{len(runs)}] {run.name}: {words} ({duration(left)} left)", flush=True)
+
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal and jobs):
+        yield None, line
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=32),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[under_way]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("training", total=total, under_way="")
+
+        def watch() -> None:
+            busy = [f"{job.name} {job.steps()}/{job.total or '?'}" for job in jobs if _is_busy(job)]
+            bar.update(task, completed=done(), under_way=", ".join(busy))
+
+        def ended(run: Planned, error: str) -> None:
+            bar.console.print(f"{run.name}: {error or _ending(folder / run.name)}", highlight=False)
+
+        yield watch, ended
+
+
+def _share(job: Job) -> float:
+    if has_ended(job.folder):
+        return 1.0
+    return min(1.0, job.steps() / job.total) if job.total else 0.0
+
+
+def _is_busy(job: Job) -> bool:
+    return job.steps() > 0 and not has_ended(job.folder)
+
+
+def _ending(folder: Path) -> str:
+    run = Run.load(folder)
+    status, loss = run.status["status"], run.status.get("train_loss", float("nan"))
+    return (
+        f"finished, training loss {loss:.3f}"
+        if status == "finished"
+        else f"{status}, {run.status['message']}"
+    )
+
+
+def _draw(plan: Plan, runs: Path, folder: Path, *, progress: bool) -> tuple[dict[str, Path], list[str]]:
+    """Every figure of the plan, from the run folders alone; what could not be drawn, a line each."""
+    drawn, failures = {}, []
+    for figure in (figure for figure in FIGURES if figure in plan.figures):
+        try:
+            drawn[figure] = DRAW[figure](plan, runs, folder)
+        except (ValueError, OSError) as error:
+            failures.append(f"{figure}: {error}")
+        if progress:
+            print(f"{figure}: {drawn[figure] if figure in drawn else failures[-1]}", flush=True)
+    return drawn, failures
+
+
+def _path(plan: Plan, runs: Path, setting: str, seed: int | None = None) -> Path:
+    """Folder of one run of a setting: the seed that the scatter plots show, or the only one there is."""
+    planned = plan.of(setting)
+    chosen = [run for run in planned if run.recipe.seed == seed] or planned[-1:]
+    if not chosen:
+        raise ValueError(f"the plan has no run of {setting}")
+    return runs / chosen[0].name
+
+
+def _all(plan: Plan, runs: Path, settings: Sequence[str]) -> list[Path]:
+    return [runs / run.name for setting in settings for run in sorted(plan.of(setting), key=lambda r: r.name)]
+
+
+def _scatter(
+    settings: Sequence[str], title: str, name: str, *, seeds: Sequence[int] = (), log: Sequence[bool] = ()
+) -> Callable[[Plan, Path, Path], Path]:
+    def draw(plan: Plan, runs: Path, folder: Path) -> Path:
+        from clipwise.lab.figures import save, scatter
+
+        chosen = seeds or [SHOWN_SEED] * len(settings)
+        paths = [_path(plan, runs, setting, seed) for setting, seed in zip(settings, chosen, strict=True)]
+        figure = scatter(paths, title=title, log=list(log) or True)
+        return save(figure, folder / "figures" / name)[0]
+
+    return draw
+
+
+def _draw_curves(plan: Plan, runs: Path, folder: Path) -> Path:
+    from clipwise.lab.figures import curves, save
+
+    paths = _all(plan, runs, [*LANGUAGE, *IMAGES])
+    return save(
+        curves(paths, title="Figure 4: training with and without clipping"), folder / "figures" / "fig4"
+    )[0]
+
+
+def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
+    from clipwise.lab.figures import data_fraction, save
+
+    part, whole = (_path(plan, runs, setting) for setting in SHARES)
+    return save(data_fraction(part, whole), folder / "figures" / "fig6")[0]
+
+
+def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
+    from clipwise.lab.figures.synthetic import draw_synthetic
+    from clipwise.lab.synthetic import run_synthetic
+
+    run_synthetic(folder / "synthetic", progress=False)
+    return draw_synthetic(folder / "synthetic")[0]
+
+
+def _draw_gd(plan: Plan, runs: Path, folder: Path) -> Path:
+    from clipwise.lab.figures import lstm_gd, save
+
+    gd, clipped = (_path(plan, runs, name, SHOWN_SEED) for name in ("lm-lr2", "lm-lr10clip0.25"))
+    return save(lstm_gd(gd, clipped), folder / "figures" / "fig8")[0]
+
+
+_FIRST = "lm-lr30clip0.25"
+DRAW: dict[str, Callable[[Plan, Path, Path], Path]] = {
+    "fig1": _scatter([_FIRST], "Figure 1: smoothness against gradient norm, LSTM on PTB", "fig1"),
+    "fig2": _scatter([_FIRST, "lm-lr2", "lm-lr2clip0.25"], "Figure 2: language model", "fig2"),
+    "fig3": _scatter([*IMAGES], "Figure 3: ResNet20", "fig3"),
+    "fig4": _draw_curves,
+    "fig5": _scatter(
+        [_FIRST, _FIRST], "Figure 5: linear scale, and the longer run", "fig5",
+        seeds=[SHOWN_SEED, 0], log=[False, True],
+    ),
+    "fig6": _draw_shares,
+    "fig7": _draw_synthetic,
+    "fig8": _draw_gd,
+}  # fmt: skip
