@@ -12,21 +12,18 @@ from clipwise.smoothness.fit import fit_smoothness
 from clipwise.smoothness.quantile import resampled_lines
 from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import NONFINITE, Trace
+from clipwise.theory.problems import ExponentialWall
 from tests.smoothness.traces import autoregression, make_trace, quadratic_run, simulated
 
 
-def exponential_wall_descent(*, L0, L1, start, lr, max_norm, steps):
-    """Clipped descent on f = (L0/L1²)(e^{L1|x|} − L1|x| − 1), where f'' = L0 + L1|f'| exactly."""
-
-    def slope(x):
-        return L0 / L1 * math.expm1(L1 * abs(x)) * math.copysign(1, x)
-
+def clipped_descent(problem, *, start, lr, max_norm, steps):
+    """Gradient norms, secants over the step, exact curvature and step lengths along clipped descent."""
     x, rows = start, []
     for _ in range(steps):
-        g = slope(x)
+        g = float(problem.gradient(np.array(x)))
         step = -min(lr, lr * max_norm / abs(g)) * g
-        secant = abs(slope(x + step) - g) / abs(step)
-        rows.append((abs(g), secant, L0 * math.exp(L1 * abs(x)), abs(step)))
+        secant = abs(float(problem.gradient(np.array(x + step))) - g) / abs(step)
+        rows.append((abs(g), secant, float(problem.hessian_norm(np.array(x))), abs(step)))
         x += step
     return np.array(rows).T
 
@@ -34,8 +31,8 @@ def exponential_wall_descent(*, L0, L1, start, lr, max_norm, steps):
 @pytest.mark.parametrize(("L0", "L1"), [(1.0, 5.0), (0.3, 20.0), (50.0, 0.5)])
 def test_fit_finds_L0_and_L1_of_the_exponential_wall_along_a_descent(L0, L1):
     # Theory's simplest good recipe, steps a tenth as long so that the secant is the local curvature.
-    g, secant, local, length = exponential_wall_descent(
-        L0=L0, L1=L1, start=3 / L1, lr=0.05 / L0, max_norm=L0 / L1, steps=150
+    g, secant, local, length = clipped_descent(
+        ExponentialWall(L0=L0, L1=L1), start=3 / L1, lr=0.05 / L0, max_norm=L0 / L1, steps=150
     )
     keep = g > 1e-6 * g.max()
     trace = make_trace(g[keep], secant[keep], local_smoothness=local[keep], step_norm=length[keep])

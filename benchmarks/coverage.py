@@ -1,0 +1,76 @@
+"""How often the intervals of fit_smoothness cover the truth: python benchmarks/coverage.py [runs].
+
+Autocorrelated traces with known L0, L1 and rank correlation; nine in ten intervals should cover.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+from scipy import stats
+
+from clipwise.smoothness.correlation import Correlations
+from clipwise.smoothness.quantile import resampled_lines
+from clipwise.smoothness.scores import slope_interval
+
+# rows, correlation of neighbours, L0, L1, quantile of the line
+SCENARIOS = [
+    (100, 0.3, 1.0, 2.0, 0.95),
+    (200, 0.7, 1.0, 2.0, 0.95),
+    (300, 0.5, 1.0, 2.0, 0.95),
+    (300, 0.8, 1.0, 2.0, 0.95),
+    (300, 0.7, 0.0, 2.0, 0.95),
+    (300, 0.7, 1.0, 0.0, 0.95),
+    (300, 0.7, 1.0, 2.0, 0.75),
+    (300, 0.9, 1.0, 2.0, 0.95),
+    (1000, 0.9, 1.0, 2.0, 0.95),
+]
+
+
+def autoregression(rng: np.random.Generator, num: int, phi: float) -> np.ndarray:
+    noise = rng.standard_normal(num + 200) * math.sqrt(1 - phi**2)
+    values = np.zeros(num + 200)
+    for t in range(1, num + 200):
+        values[t] = phi * values[t - 1] + noise[t]
+    return values[200:]
+
+
+def smoothness(g: np.ndarray, noise: np.ndarray, L0: float, L1: float) -> np.ndarray:
+    return (L0 + L1 * g) * np.exp(0.4 * noise)
+
+
+def rank_correlation(L0: float, L1: float) -> float:
+    z = np.random.default_rng(0).standard_normal((2, 2_000_000))
+    g = np.exp(0.5 * z[0])
+    return float(stats.spearmanr(g, smoothness(g, z[1], L0, L1)).statistic)
+
+
+def coverage(num: int, phi: float, L0: float, L1: float, quantile: float, *, runs: int) -> dict[str, float]:
+    factor, rank = math.exp(0.4 * stats.norm.ppf(quantile)), rank_correlation(L0, L1)
+    covered = {"rank corr.": 0, "L0": 0, "L1": 0}
+    for seed in range(runs):
+        rng = np.random.default_rng([seed, num])
+        g = np.exp(0.5 * autoregression(rng, num, phi))
+        ell = smoothness(g, autoregression(rng, num, phi), L0, L1)
+        line = resampled_lines(g[None], ell[None], quantile=quantile)[0]
+        common = {"quantile": quantile, "level": 0.9}
+        found = {
+            "rank corr.": Correlations.of(g, ell, level=0.9, resamples=200, rng=rng).spearman_interval,
+            "L0": slope_interval(1 / g, ell / g, slope=float(line[0]), **common),
+            "L1": slope_interval(g, ell, slope=float(line[1]), **common),
+        }
+        for name, truth in (("rank corr.", rank), ("L0", L0 * factor), ("L1", L1 * factor)):
+            covered[name] += found[name][0] <= truth <= found[name][1]
+    return {name: count / runs for name, count in covered.items()}
+
+
+if __name__ == "__main__":
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    print(f"Share of {runs} traces whose 90 % interval covers the truth")
+    print("| rows | neighbours | L0 | L1 | line | rank corr. | L0 | L1 |\n|" + " --- |" * 8)
+    for num, phi, L0, L1, quantile in SCENARIOS:
+        share = coverage(num, phi, L0, L1, quantile, runs=runs)
+        cells = [num, phi, f"{L0:g}", f"{L1:g}", quantile, *(f"{value:.1%}" for value in share.values())]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
