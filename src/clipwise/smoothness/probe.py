@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
-from clipwise.smoothness.estimators import check_fractions, norm
+from clipwise.smoothness.estimators import check_fractions, difference, norm
 from clipwise.smoothness.measure import Measurement, layer_groups
 from clipwise.smoothness.oracle import GradientOracle, size_of
 from clipwise.smoothness.passes import PassState
@@ -120,14 +120,17 @@ class SmoothnessProbe:
         *,
         loss: Tensor | float | None = None,
         batch_size: int | None = None,
+        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
     ) -> Iterator[None]:
-        """Run the optimizer's step inside; measure around it if this step is due.
+        r"""Run the optimizer's step inside; measure around it if this step is due.
 
         Args:
             closure: Computes this step's loss again, as in :class:`~clipwise.smoothness.replay.Replay`.
             loss: The loss that training computed, for the row. Without it the row holds the loss of the same
                 batch after the step.
             batch_size: For the row. Default: the length of the model's first input, over all calls.
+            halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
+                :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`. Costs one more pass over the batch.
         """
         if self.step != self.schedule.next:
             try:
@@ -137,6 +140,8 @@ class SmoothnessProbe:
             return
         started = time.perf_counter()
         row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
+        if loss is not None and self.oracle is None:
+            row["loss"] = self._mean(torch.as_tensor(loss))
         spent, routine = 0.0, self._tested
         try:
             before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
@@ -144,8 +149,10 @@ class SmoothnessProbe:
             with watch_steps(self.parameters) as steps:
                 yield
             resumed = self._clock()
+            if halves is not None:
+                row["noise"] = self._attempt(row, partial(self._noise, halves))
             if before is not None:
-                self._attempt(row, partial(self._look_after, closure, before, steps, loss, row))
+                self._attempt(row, partial(self._look_after, closure, before, steps, row))
             self._write(row)
             spent += self._clock() - resumed
             self._measurements += 1
@@ -208,15 +215,12 @@ class SmoothnessProbe:
         closure: Callable[[], Any],
         before: Measurement,
         steps: StepWatch,
-        loss: Tensor | float | None,
         row: dict[str, Any],
     ) -> None:
         if row["batch_size"] is None and self._batch_size:
             row["batch_size"] = round(over_ranks(self._batch_size, self.model, mean=False))
         row.update(before.norms(self.parameters))
         row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
-        if loss is not None and self.oracle is None:
-            row["loss"] = self._mean(torch.as_tensor(loss))
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
             return
@@ -240,6 +244,13 @@ class SmoothnessProbe:
         row["status"] = OK if finite else NONFINITE
         if row["lr"] is not None and row.get("smoothness") is not None:
             row["edge"] = row["lr"] * row["smoothness"] / 2
+
+    def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
+        first, second = halves
+        with self._replaying(first) as replay:
+            gradients = replay.gradient().gradients
+        with self._replaying(second) as replay:
+            return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
 
     def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> None:
         replayed = self._replayed = SeenPass()

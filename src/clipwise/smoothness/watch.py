@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,14 @@ class ForwardWatch:
 
     def __init__(self, listener: Seen) -> None:
         self._listener = weakref.WeakMethod(listener)
+        # The compiler, where it is in use, is not to look into the listener. (Asking for it loads it.)
+        self._tell: Any = torch.compiler.disable(_tell) if "torch._dynamo" in sys.modules else _tell
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the listener, if it is still there."""
         listener = self._listener()
         if listener is not None:
-            listener(args, kwargs)
+            self._tell(listener, args, kwargs)
 
     def __reduce__(self) -> Any:
         return _nobody_watches, ()  # also when pickled with the model
@@ -37,6 +40,10 @@ class ForwardWatch:
 def watch_forward(model: nn.Module, listener: Seen) -> RemovableHandle:
     """Call ``listener(args, kwargs)`` before every forward pass of ``model``."""
     return model.register_forward_pre_hook(ForwardWatch(listener), with_kwargs=True)
+
+
+def _tell(listener: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    listener(args, kwargs)
 
 
 def _nobody_watches() -> Callable[..., None]:
