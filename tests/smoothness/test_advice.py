@@ -129,8 +129,12 @@ def test_line_through_the_origin_still_gives_a_step_cap():
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20), "neither lr nor step lengths"),
         (lambda: make_trace([1.0, 2.0] * 20, [0.0, 0.0] * 20, lr=0.1, step_norm=0.1), "no curvature"),
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=2.0), "momentum, Adam"),
+        (
+            lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=0.06, coefficient=1.0),
+            "steps are 0.45 times",
+        ),
     ],
-    ids=["empty", "short", "no steps", "flat", "momentum"],
+    ids=["empty", "short", "no steps", "flat", "momentum", "momentum that turns"],
 )
 def test_advice_is_refused_with_the_reason(trace, reason):
     advice = advise(trace())

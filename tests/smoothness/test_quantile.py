@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line, resampled_lines
 from tests.reference import quantile_line_by_enumeration
@@ -9,6 +9,7 @@ numbers = st.floats(0.01, 100)
 clouds = st.lists(st.tuples(numbers, numbers), min_size=3, max_size=14)
 
 
+@settings(max_examples=50)
 @given(cloud=clouds, quantile=st.sampled_from([0.5, 0.75, 0.9, 0.95]))
 def test_quantile_line_has_the_least_loss_of_all_lines(cloud, quantile):
     g, ell = np.array(cloud).T

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipwise.smoothness.trace import FAILED, FIELDS, OK, Trace
 
@@ -57,6 +57,7 @@ def without_none(value):
     return value
 
 
+@settings(max_examples=40)
 @given(rows=rows_of_anything)
 def test_any_row_comes_back_from_memory_and_from_disk(rows, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
@@ -247,6 +248,14 @@ def test_ok_marks_the_rows_measured_without_trouble():
         trace.append({"step": step, "status": status})
     assert trace.ok.tolist() == [True, False, True, False, False]
     assert trace.column("status")[3] == "failed: no tensor"
+
+
+def test_word_in_a_number_column_does_not_turn_it_into_words():
+    trace = filled()
+    trace.append({"step": 3, "loss": "lost"})
+    assert trace.column("loss").dtype == np.float64
+    assert np.isnan(trace.column("loss")[3])
+    assert trace[3]["loss"] == "lost"
 
 
 def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():

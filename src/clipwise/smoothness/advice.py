@@ -281,12 +281,16 @@ def _check_supports(points: Points) -> None:
     known = np.isfinite(points.lr) & np.isfinite(points.step_norm)
     if not known.any():
         raise ValueError("neither lr nor step lengths were recorded, so the step taken is unknown.")
-    ratio = np.median((points.step_norm / (points.lr * points.grad_norm))[known])
-    if ratio > 1.1:
+    told = np.isfinite(points.coefficient)
+    expected = points.lr * points.grad_norm * np.where(told, points.coefficient, 1.0)
+    ratio = float(np.median((points.step_norm / expected)[known]))
+    # Where no coefficient was told, a step shorter than lr·‖g‖ may simply have been clipped.
+    if ratio > 1.1 or (ratio < 0.9 and told[known].all()):
         raise ValueError(
-            f"steps are {ratio:.3g} times lr·‖g‖, so they are not plain or clipped descent (momentum, Adam, "
-            "weight decay): lr and max_norm of such a method do not follow from L0 and L1. Probe a run with "
-            "plain SGD, or read the fit itself."
+            f"steps are {ratio:.3g} times what lr, gradient and clipping give. So they are no plain or "
+            "clipped descent (momentum, Adam, weight decay), or were measured on other batches than "
+            "they were taken on, and lr and max_norm do not follow from L0 and L1. Probe plain SGD on its "
+            "training batches, or read the fit itself."
         )
 
 

@@ -25,6 +25,7 @@ class Points:
     smoothness: np.ndarray
     step_norm: np.ndarray
     lr: np.ndarray
+    coefficient: np.ndarray
     kappa: np.ndarray
     noise: np.ndarray
     clipped: np.ndarray
@@ -71,6 +72,7 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
         smoothness=ell,
         step_norm=column["step_norm"],
         lr=column["lr"],
+        coefficient=column["coefficient"],
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
         noise=noise,
         clipped=_clipped(column["coefficient"], column["step_norm"], column["lr"] * g),

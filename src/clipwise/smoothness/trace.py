@@ -53,6 +53,7 @@ FIELDS = (
     "status",
     "layers",
 )
+_NUMBERS = frozenset(FIELDS) - {"status", "layers"}
 _COUNTS = ("step", "batch_size")  # whole numbers, read back as int
 
 
@@ -196,7 +197,7 @@ class Trace:
         if path not in self._columns.paths and name not in FIELDS:
             known = ", ".join(self.names) or "none yet"
             raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
-        if self._columns.has_words(path):
+        if self._columns.has_words(path) and name not in _NUMBERS:
             return self._columns.words(path)
         return self._columns.numbers(path)
 
