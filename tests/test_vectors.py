@@ -55,6 +55,12 @@ def test_large_and_tiny_entries_together():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [0.03, 0.1, 1 / 3, 0.7])
+def test_many_tiny_vectors_of_equal_entries_are_cut_into_rows(dtype, value):
+    assert relative_error([torch.full((999,), value, dtype=dtype) for _ in range(100)]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.03, 0.1, 1 / 3, 0.7])
 def test_half_precision_is_added_up_in_single(dtype, value):
     t = torch.full((998_867,), value, dtype=dtype)
     assert relative_error([t]) < 1e-6
@@ -110,7 +116,7 @@ def test_mixed_dtypes_and_tensors_that_require_grad():
 
 def test_norm_without_torchs_underscore_functions(monkeypatch):
     tensors = [torch.randn(n) for n in (1, 10, 100_000, 7)]
-    monkeypatch.setattr(vectors, "flatten", lambda: lambda ts: torch.cat([t.reshape(-1) for t in ts]))
+    monkeypatch.setattr(vectors, "foreach_norm", lambda: _torch._norms_one_by_one)
     assert relative_error(tensors) < 1e-12
 
 

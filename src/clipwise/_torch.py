@@ -34,13 +34,6 @@ def foreach_norm() -> Callable[..., list[Tensor]]:
 
 
 @cache
-def flatten() -> Callable[[list[Tensor]], Tensor]:
-    """Many tensors of one dtype and device copied into one vector."""
-    found = getattr(getattr(torch._C, "_nn", None), "flatten_dense_tensors", None)
-    return found if found is not None else lambda tensors: torch.cat([t.reshape(-1) for t in tensors])
-
-
-@cache
 def has_foreach() -> bool:
     """Whether torch updates many tensors with one call."""
     return None not in (foreach_add_, foreach_mul, foreach_mul_)

@@ -1,7 +1,7 @@
 r"""Norms over lists of tensors: one vector, stored in pieces.
 
 The norm of a gradient is the number everything in this package turns on, so it is computed with care:
-accurate to 6e-7 however large the tensors are, finite whenever the exact value is, and not rounded to
+accurate to about 1e-7 however large the tensors are, finite whenever the exact value is, and not rounded to
 zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded tensors count alike.
 """
 
@@ -15,14 +15,16 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from clipwise._torch import flatten, foreach_norm
+from clipwise._torch import foreach_norm
 
-# torch adds up the fp32 squares of a long vector one after the other on CPU: over 25 M elements the norm is
-# off by 1e-3, or 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the
-# entries, hardly slower, and all threads take part.
+# torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
+# 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
+# hardly slower, and all threads take part.
 ROW = 512
-# Tensors below this size are copied into one vector first: a call costs more than the copy.
-SMALL = 1 << 16
+# Up to this size a tensor is not worth cutting into rows: 1e-7, and 5e-5 at worst, if all entries are equal.
+MIDDLE = 1 << 16
+# Vectors up to this size are joined first: a call for each would cost more than the copy.
+TINY = 1 << 10
 
 # Between these norms no square of an entry that matters has overflowed or vanished.
 _SAFE = {torch.float64: (1e-140, 1e150)}
@@ -68,10 +70,13 @@ def cpu_norm(tensors: Sequence[Tensor]) -> float:
     if not tensors:
         return 0.0
     dtype = tensors[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    norms = [torch.linalg.vector_norm(rows, 2, 1, dtype=wide) for rows in _rows(tensors)]
-    together = norms[0] if len(norms) == 1 else torch.cat(norms)
-    norm = torch.linalg.vector_norm(together.double()).item()
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    middle, matrices = _sorted_by_size(tensors)
+    norms = [norm.item() for norm in foreach_norm()(middle, 2, dtype=wide)] if middle else []
+    if matrices:
+        rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=wide) for matrix in matrices]
+        norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
+    norm = math.hypot(*norms)  # neither overflows nor loses digits
     low, high = _SAFE.get(dtype, _SAFE_SINGLE)
     return norm if low < norm < high else _rescaled_norm(tensors)
 
@@ -85,33 +90,33 @@ def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
     return dtype.is_floating_point
 
 
-def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in rows of at most `ROW`: large tensors as they lie in memory, small ones joined."""
-    sizes = list(map(Tensor.numel, tensors))
-    if max(sizes) <= SMALL:
-        return [_joined(tensors, sum(sizes))]
-    pairs = list(zip(tensors, sizes, strict=True))
-    rows, rests = [], []
-    for vector, size in ((_as_vector(t), n) for t, n in pairs if n > SMALL):
-        length = _row_length(size)
-        full = size if length else size // ROW * ROW
-        rows.append(vector[:full].view(-1, length or ROW))
-        if full < size:
-            rests.append(vector[full:])
-    small = [t for t, n in pairs if n <= SMALL] + rests
-    return [*rows, _joined(small, sum(map(Tensor.numel, small)))] if small else rows
+def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The same numbers as tensors of middle size, tiny vectors joined, and as matrices with rows of `ROW`."""
+    tiny, middle, matrices = [], [], []
+    for t in tensors:
+        size = t.numel()
+        if size > MIDDLE:
+            matrices += _rows(_as_vector(t), size)
+        elif size <= TINY and t.dim() == 1:
+            tiny.append(t)
+        else:
+            middle.append(t)
+    if tiny:
+        joined = torch.cat(tiny)
+        if joined.numel() <= MIDDLE:
+            middle.append(joined)
+        else:
+            matrices += _rows(joined, joined.numel())
+    return middle, matrices
 
 
-def _joined(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Small tensors copied into one, with zeros at the end to fill the last row."""
-    missing = -size % ROW or (ROW if size == 0 else 0)
-    zeros = [_zeros(missing, tensors[0].dtype)] if missing else []
-    return flatten()([*tensors, *zeros]).view(-1, ROW)
-
-
-@cache
-def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(size, dtype=dtype, device="cpu")
+def _rows(vector: Tensor, size: int) -> list[Tensor]:
+    """``vector`` in rows; what is left over is a shorter row, unless its size has a divisor that suits."""
+    length = _row_length(size)
+    if length:
+        return [vector.view(-1, length)]
+    full = size // ROW * ROW
+    return [vector[:full].view(-1, ROW), vector[full:].view(1, -1)]
 
 
 @cache
@@ -167,7 +172,7 @@ def is_sharded(t: Tensor) -> TypeGuard[Any]:
 
 
 def as_sharded(local: Tensor, like: Tensor) -> Tensor:
-    """``local`` as this rank's part of a tensor that is spread like ``like``; itself if that is not spread."""
+    """``local`` as this rank's part of a tensor spread over ranks like ``like``, or as it is."""
     if not is_sharded(like):
         return local
     from torch.distributed.tensor import DTensor

@@ -235,11 +235,10 @@ class ScaledSGD(Optimizer, ABC):
         coefficients: list[Any],
         skip: Tensor | bool,
     ) -> None:
-        relative, clipped = [], []
-        for unit, norm, coefficient in zip(units, seen, coefficients, strict=True):
-            relative.append(coefficient / self._coefficient(0.0, unit.group))
-            clipped.append(norm > unit.group[self.threshold])
         taken = 1 - skip if isinstance(skip, Tensor) else 1
+        triples = list(zip(units, seen, coefficients, strict=True))
+        relative = [c / self._coefficient(0.0, unit.group) for unit, _, c in triples]
+        clipped = [norm > unit.group[self.threshold] for unit, norm, _ in triples]
         share = sum(clipped) / len(clipped) * taken
         total = _combined(norms, self.defaults["norm_scope"])
         count_step(self._counters, _plain(total), _plain(_least(relative)), _plain(share), taken)
