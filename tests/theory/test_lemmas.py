@@ -94,9 +94,11 @@ def test_a_noisy_step_that_breaks_an_assumption_is_refused(change, words):
 
 def test_lemma2_gives_every_L1_its_L0():
     for L1 in (0.01, 1.0, 100.0):
-        assert lemma2([0, 0, 0, 0, 1], L1) == pytest.approx(Quartic().frontier(L1))
+        assert lemma2([0, 0, 0, 0, 1], L1).value == pytest.approx(Quartic().frontier(L1))
     with pytest.raises(ValueError, match="`L1` must be positive"):
         lemma2([0, 0, 0, 1], 0.0)
+    with pytest.raises(AssumptionError, match="needs degree ≥ 3"):
+        lemma2([0, 0, 1], 1.0, version="printed")
 
 
 @pytest.mark.parametrize("version", ["printed", "corrected", "sharp"])

@@ -22,6 +22,7 @@ from clipwise.theory import (
     RotatedWalls,
     SlowValley,
     SmoothClippedStep,
+    assumption4,
     descend,
     descent_constant,
     gradient_bound,
@@ -214,6 +215,14 @@ def test_wall_height_is_the_gap_of_the_wall_and_above_its_quadratic_bound(M, L0,
     assert height >= M**2 / (2 * (L0 + L1 * M)) * (1 - 1e-9)
     assert gradient_bound(height, L0=L0, L1=L1) == pytest.approx(M, rel=1e-6)
     assert gradient_bound(height, L0=L0, L1=L1, version="corrected") >= M * (1 - 1e-9)
+
+
+def test_assumption_4_is_assumed_as_printed_and_proved_otherwise():
+    numbers = dict(L0=1.0, L1=2.0, gap=3.0)
+    assert assumption4(**numbers, version="printed").value == math.inf
+    assert float(assumption4(**numbers)) == gradient_bound(3.0, L0=1.0, L1=2.0)
+    closed = 2 * 3 + math.sqrt(4 * 9 + 2 * 3)
+    assert float(assumption4(**numbers, version="corrected")) == pytest.approx(closed)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from clipwise.theory.rules import (
 from clipwise.theory.theorems import (
     Assumption as Assumption,
     AssumptionError as AssumptionError,
+    Bound as Bound,
     ClippingVerdict as ClippingVerdict,
     GradientBound as GradientBound,
     Guarantee as Guarantee,
@@ -55,6 +56,7 @@ from clipwise.theory.theorems import (
     LowerBoundPair as LowerBoundPair,
     NoisyStep as NoisyStep,
     StepEquivalence as StepEquivalence,
+    assumption4 as assumption4,
     descent_constant as descent_constant,
     gradient_bound as gradient_bound,
     guaranteed_decrease as guaranteed_decrease,

@@ -10,6 +10,7 @@ from clipwise.theory.theorems.clipped import (
 )
 from clipwise.theory.theorems.descent import (
     LowerBoundPair as LowerBoundPair,
+    assumption4 as assumption4,
     gradient_bound as gradient_bound,
     lower_bound_pair as lower_bound_pair,
     remark5 as remark5,
@@ -30,6 +31,7 @@ from clipwise.theory.theorems.lemmas import (
 from clipwise.theory.theorems.results import (
     Assumption as Assumption,
     AssumptionError as AssumptionError,
+    Bound as Bound,
     Guarantee as Guarantee,
 )
 from clipwise.theory.theorems.stochastic import (

@@ -11,7 +11,7 @@ from clipwise._checks import check_nonnegative, check_positive
 from clipwise.theory.problems.base import Array
 from clipwise.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley
 from clipwise.theory.rules import FixedStep
-from clipwise.theory.theorems.results import Assumption, Guarantee, check_version, require, smooth_on
+from clipwise.theory.theorems.results import Assumption, Bound, Guarantee, check_version, require, smooth_on
 
 
 def wall_height(M: float, *, L0: float, L1: float) -> float:
@@ -63,6 +63,29 @@ def gradient_bound(gap: float, *, L0: float, L1: float, version: str = "sharp") 
         return closed
     root = brentq(lambda M: wall_height(M, L0=L0, L1=L1) - gap, 0.0, closed * (1 + 1e-9), xtol=1e-300)
     return float(root)  # pyright: ignore[reportArgumentType]  # full_output is off
+
+
+def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> Bound:
+    r"""Assumption 4: how large M is, since it is finite anyway.
+
+    ``"printed"`` assumes that M is finite and says nothing about it, so ``value`` is ``inf``. The others are
+    those of :func:`gradient_bound`; with either, :math:`\kappa = 1 + L_1M/L_0 \le 1 + O(L_1^2\Delta/L_0)`
+    (row 14).
+
+    Example:
+        >>> [round(float(assumption4(L0=1.0, L1=2.0, gap=1.0, version=v)), 3)
+        ...  for v in ("printed", "corrected", "sharp")]
+        [inf, 4.449, 2.968]
+    """
+    check_version(version)
+    free = version != "printed"
+    return Bound(
+        statement="Assumption 4",
+        version=version,
+        row=14,
+        value=gradient_bound(gap, L0=L0, L1=L1, version=version) if free else math.inf,
+        assumptions=smooth_on("everywhere") if free else (Assumption("M < ∞"),),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

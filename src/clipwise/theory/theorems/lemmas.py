@@ -12,20 +12,32 @@ from numpy.typing import ArrayLike
 from clipwise._checks import check_nonnegative, check_positive
 from clipwise.theory.problems.base import Array
 from clipwise.theory.problems.polynomials import Polynomial
-from clipwise.theory.theorems.results import Assumption, check_version, require
+from clipwise.theory.theorems.results import Assumption, Bound, check_version, require
 
 
-def lemma2(coefficients: Sequence[float], L1: float) -> float:
+def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") -> Bound:
     r"""Lemma 2: the least :math:`L_0` of a polynomial :math:`\sum_i a_ix^i` for a given :math:`L_1 > 0`.
 
-    The lemma says that some pair exists for degree 3 and up. Every L1 > 0 has one (row 6); see
-    :class:`clipwise.theory.Polynomial` for the limits.
+    ``"printed"`` only says that some pair exists for degree 3 and up, so it has no number to give; asked for
+    it, this function checks the degree and returns the sharp one. ``"sharp"``: *every* L1 > 0 has its L0 (row
+    6), in one variable; see :class:`clipwise.theory.Polynomial` for the limits.
 
     Example:
-        >>> round(lemma2([0, 0, 0, 0, 1], 10.0), 12)
+        >>> round(lemma2([0, 0, 0, 0, 1], 10.0).value, 12)
         0.16
     """
-    return Polynomial(coefficients).frontier(check_positive("L1", L1))
+    check_version(version, ("printed", "sharp"))
+    polynomial = Polynomial(coefficients)
+    needs = [Assumption("a leading coefficient that is not zero", True)]
+    if version == "printed":
+        needs.append(Assumption("degree ≥ 3", polynomial.degree >= 3))
+    return Bound(
+        statement="Lemma 2",
+        version=version,
+        row=6,
+        value=polynomial.frontier(check_positive("L1", L1)),
+        assumptions=require(*needs),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +194,14 @@ def lemma11(step: NoisyStep) -> Inequality:
         E[-h\langle\nabla f, g - \nabla f\rangle] \le \tfrac14E[h]\lVert\nabla f\rVert^2
 
     True for the corrected rule of Theorem 7 (row 20).
+
+    Example:
+        Symmetric noise on a small gradient is not clipped, and costs nothing:
+
+        >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=1.0, tau=0.1, lr=0.05)
+        >>> lemma11(step)
+        Inequality(left=np.float64(0.0), right=np.float64(0.0125))
     """
     h = step.steps
     return Inequality(left=step.mean(-h * step.inner), right=step.mean(h) * step.grad_norm**2 / 4)
@@ -197,6 +217,12 @@ def lemma12(step: NoisyStep, *, version: str = "printed") -> Inequality:
     as printed. ``"sharp"`` drops the first term: if clipping cannot fire, h = η is not random and the left
     side is 0; if it can, :math:`\lVert\nabla f\rVert \ge 0.9375L_0/L_1`, and the second term is enough (row
     19).
+
+    Example:
+        >>> step = NoisyStep(gradient=np.array([0.1]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=0.01, tau=0.1, lr=0.05)
+        >>> [float(lemma12(step, version=v).right.round(7)) for v in ("printed", "sharp")]
+        [0.2250625, 6.25e-05]
     """
     check_version(version, ("printed", "sharp"))
     L0, L1, tau, lr = step._constants
@@ -215,6 +241,13 @@ def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
         \le (5L_0 + 2L_1\tau)\eta^2\tau^2 + \tfrac18E[h]\lVert\nabla f\rVert^2
 
     as printed; ``"sharp"`` has 4.5 in place of 5 (row 20).
+
+    Example:
+        >>> step = NoisyStep(gradient=np.array([0.0]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=0.01, tau=0.1, lr=0.05)
+        >>> [float((lemma13(step, version=v).left / lemma13(step, version=v).right).round(3))
+        ...  for v in ("printed", "sharp")]
+        [0.5, 0.555]
     """
     check_version(version, ("printed", "sharp"))
     L0, L1, tau, lr = step._constants

@@ -87,6 +87,28 @@ class Guarantee:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A number that a lemma gives, with what it rests on.
+
+    Attributes:
+        statement: Its name in the paper.
+        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+        row: The row of docs/theorems.md that says what was wrong.
+        value: The number; ``float(bound)`` is the same.
+        assumptions: What it needs.
+    """
+
+    statement: str
+    version: str
+    row: int
+    value: float
+    assumptions: tuple[Assumption, ...]
+
+    def __float__(self) -> float:
+        return self.value
+
+
 def check_version(version: str, versions: tuple[str, ...] = VERSIONS) -> str:
     """``version`` if the theorem has it."""
     return check_choice("version", version, versions)
