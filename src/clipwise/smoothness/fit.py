@@ -113,7 +113,8 @@ class SmoothnessFit:
             ("corr. of logs", f"{self.pearson:.2f}", _words(self.pearson_interval)),
         ]
         if self.control is not None:
-            note = f"{_words(self.control.spearman_interval)}  rank corr. that a constant Hessian would show"
+            span, slope = _words(self.control.spearman_interval), f"{self.control.L1:.3g}"
+            note = f"{span}  rank corr. that a constant Hessian would show, L1 {slope}"
             table.append(("control", f"{self.control.spearman:.2f}", note))
         for name, other in (("local", self.local), ("spectral", self.spectral)):
             if other is not None:
