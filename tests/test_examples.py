@@ -9,13 +9,13 @@ import pytest
 
 from clipwise import Trace
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
-def run_example(name, *arguments):
+def run_script(script, *arguments):
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", EXAMPLES / name, *map(str, arguments)],
+        [sys.executable, "-W", "error::UserWarning", ROOT / script, *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
@@ -25,8 +25,17 @@ def run_example(name, *arguments):
 
 @pytest.mark.slow
 def test_measuring_a_training_loop_gives_a_fit_an_advice_and_a_picture(tmp_path):
-    words = run_example("measure_smoothness.py", tmp_path)
+    words = run_script("examples/measure_smoothness.py", tmp_path)
     assert "(L0, L1) along this trajectory: 80 rows" in words
     assert "This region tolerates a step of" in words
     assert len(Trace.load(tmp_path / "trace.jsonl")) == 80
     assert (tmp_path / "smoothness.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_pictures_of_the_page_on_trust_are_drawn(tmp_path):
+    run_script("docs/trust_figures.py", tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {"trust-unpaired.png", "trust-spectrum.png", "trust-kappa.png"}
+    page = (ROOT / "docs" / "trust.md").read_text()
+    assert all(f"images/{name}" in page for name in drawn)

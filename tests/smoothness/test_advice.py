@@ -178,6 +178,7 @@ def test_sweep_recommends_by_progress_and_names_the_next_setting_at_the_edge():
     assert (advice.lr, advice.max_norm) == (30, pytest.approx(0.25))
     assert advice.step_cap == pytest.approx(7.5)
     assert advice.lr_interval == (10, 30)
+    assert advice.max_norm_interval == pytest.approx((0.1, math.inf))
     assert advice.next_setting is not None
     assert advice.next_setting["lr"] == pytest.approx(30 * (10 / 3 + 3) / 2)  # the grid's own ratio
     assert "edge of what was tried" in advice.verdict

@@ -44,7 +44,8 @@ class Advice:
     ``lr``, ``max_norm`` and ``step_cap`` (the longest step, their product) are None if advice was refused.
     ``clipped_fraction`` is the share of the measured steps that ``max_norm`` would clip, ``gain`` is
     κ = 1 + L1·M/L0 with M the largest gradient norm seen: how much larger a step clipping allows where the
-    gradient is small. ``next_setting`` names an ``lr`` and ``max_norm`` worth trying, where there is one.
+    gradient is small. From several traces the intervals of ``lr`` and ``max_norm`` are the settings tried on
+    either side. ``next_setting`` names an ``lr`` and ``max_norm`` worth trying, where there is one.
     """
 
     lr: float | None
@@ -238,6 +239,7 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
     tolerated = local.step_cap if math.isfinite(local.step_cap) else local.lr * high
     # A length that was run and stayed stable is safe; without clipping the curvature has to say.
     cap = best.lr * best.max_norm if math.isfinite(best.max_norm) else tolerated
+    max_norm = cap / best.lr
     following = next_setting(best, settings, step_cap=tolerated)
     lost = [s.words for s in settings if s.diverged]
     how = "its loss fell fastest" if staged else "its loss ended lowest"
@@ -257,12 +259,12 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
         why.append("stages follow each other, so a later one starts from a lower loss: a hint, not a race")
     return Advice(
         lr=best.lr,
-        max_norm=best.max_norm if math.isfinite(best.max_norm) else cap / best.lr,
+        max_norm=max_norm,
         step_cap=cap,
-        lr_interval=neighbours(best, settings),
-        max_norm_interval=None,
+        lr_interval=neighbours(best.lr, [s.lr for s in settings]),
+        max_norm_interval=neighbours(max_norm, [s.max_norm for s in settings if s.lr == best.lr]),
         step_cap_interval=local.step_cap_interval,
-        clipped_fraction=float(np.mean(best.points.grad_norm > cap / best.lr)),
+        clipped_fraction=float(np.mean(best.points.grad_norm > max_norm)),
         gain=local.gain,
         noise=local.noise,
         lr_is_inert=local.lr_is_inert,

@@ -81,11 +81,16 @@ def next_setting(best: Setting, settings: list[Setting], *, step_cap: float) -> 
     return None
 
 
-def neighbours(best: Setting, settings: list[Setting]) -> tuple[float, float]:
-    """The tried learning rates below and above the best: the optimum lies between them, if it lies inside."""
-    below = [s.lr for s in settings if s.lr < best.lr]
-    above = [s.lr for s in settings if s.lr > best.lr]
-    return max(below, default=best.lr), min(above, default=best.lr)
+def neighbours(value: float, tried: list[float]) -> tuple[float, float]:
+    """The tried values below and above ``value``: the optimum lies between them, if it lies inside.
+
+    Example:
+        >>> neighbours(10.0, [1.0, 3.0, 10.0, 30.0]), neighbours(30.0, [1.0, 30.0])
+        ((3.0, 30.0), (1.0, 30.0))
+    """
+    below = [other for other in tried if other < value]
+    above = [other for other in tried if other > value]
+    return max(below, default=value), min(above, default=value)
 
 
 def _ratio(tried: list[float]) -> float:
