@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
@@ -48,13 +49,31 @@ def write_page(paths: Iterable[str | Path], output: str | Path = "report.html", 
     """
     places = [Path(path) for path in paths]
     views = find_views(places)
-    heat = heat_map(views)
     said = verdicts(views)
+    page = render_page(views, said, places, title=title)
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_atomically(output, lambda file: file.write(page.encode()))
+    return Page(path=output, verdicts=tuple(said), runs=tuple(views))
+
+
+def render_page(
+    views: list[RunView], said: list[dict[str, Any]], places: Sequence[Path] = (), *, title: str = ""
+) -> str:
+    """The page as text.
+
+    Args:
+        views: The runs to show.
+        said: The verdicts at the top.
+        places: Folders that may hold the claims and figures of a reproduction.
+        title: Heading of the page.
+    """
+    heat = heat_map(views)
     claims = claims_of(places)
     environment = Environment(
         loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.get_template("page.html.j2").render(
+    return environment.get_template("page.html.j2").render(
         title=title or _title(views, reproduction=claims is not None),
         subtitle=_subtitle(views),
         verdicts=said,
@@ -68,10 +87,6 @@ def write_page(paths: Iterable[str | Path], output: str | Path = "report.html", 
         data=pack(page_data(views, heat)),
         **{name: _template(environment, file) for name, file in _FILES.items()},
     )
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replace_atomically(output, lambda file: file.write(page.encode()))
-    return Page(path=output, verdicts=tuple(said), runs=tuple(views))
 
 
 _FILES = {"css": "page.css", "wall_js": "wall.js", "page_js": "page.js"}
