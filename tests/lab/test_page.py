@@ -137,7 +137,7 @@ def test_a_sweep_has_a_heat_map_with_the_best_and_the_diverged(tmp_path):
     heat = heat_map(views)
     assert {heat.rows, heat.columns} == {"lr", "max_norm"}
     losses = {view.setting: view.final_loss for view in views}
-    best = min((v for v in losses.values() if math.isfinite(v)))
+    best = min(v for v in losses.values() if math.isfinite(v))
     assert np.nanmin(heat.losses) == pytest.approx(best)
     assert sorted(note for row in heat.notes for note in row) == ["", "", "", "diverged"]
     page = write_page([tmp_path], tmp_path / "page.html")
@@ -187,7 +187,7 @@ def test_long_series_keep_their_first_and_last_row():
 
 
 def test_bad_paths_are_refused_in_words(tmp_path):
-    with pytest.raises(ValueError, match="There is no .*nothing"):
+    with pytest.raises(ValueError, match=r"There is no .*nothing"):
         write_page([tmp_path / "nothing"], tmp_path / "page.html")
     with pytest.raises(ValueError, match="neither a run folder nor a trace"):
         write_page([tmp_path], tmp_path / "page.html")
