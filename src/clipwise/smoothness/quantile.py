@@ -25,13 +25,14 @@ def frontier_points(grad_norm: np.ndarray, smoothness: np.ndarray) -> np.ndarray
                [3., 5.]])
     """
     order = np.lexsort((-smoothness, grad_norm))
+    g, ell = grad_norm[order], smoothness[order]
+    # A point below and to the right of another is never the maximum for any L1 >= 0.
+    rises = np.append(True, ell[1:] > np.maximum.accumulate(ell)[:-1])
     hull: list[tuple[float, float]] = []
-    for g, ell in zip(grad_norm[order], smoothness[order], strict=True):
-        if hull and ell <= hull[-1][1]:
-            continue  # below and to the right of a kept point: never the maximum for any L1 >= 0
-        while len(hull) > 1 and _is_below(hull[-1], hull[-2], (g, ell)):
+    for point in zip(g[rises].tolist(), ell[rises].tolist(), strict=True):
+        while len(hull) > 1 and _is_below(hull[-1], hull[-2], point):
             hull.pop()
-        hull.append((float(g), float(ell)))
+        hull.append(point)
     return np.array(hull).reshape(-1, 2)
 
 
