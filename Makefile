@@ -38,7 +38,7 @@ bench: $(READY)  ## speed, side by side with the alternatives
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 docs: $(READY)  ## the documentation in site/
-	$(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
 
 build: $(READY)  ## wheel and source archive in dist/
 	$(BIN)/python -m build
