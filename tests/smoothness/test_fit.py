@@ -263,7 +263,21 @@ def test_constant_columns_give_a_marked_result():
     assert still.L1_interval[1] > 0.5 * float(np.max(ell)) / 2
     for fit in (flat, still):
         assert "nan" in str(fit)
-    assert fit_smoothness(make_trace(g, np.zeros(60)), control=False).L1 == 0
+    assert fit_smoothness(make_trace(g, np.zeros(60), step_norm=0.1, lr=0.1)).L1 == 0
+    partly = fit_smoothness(make_trace(g, np.where(np.arange(60) < 5, 0.0, ell), step_norm=0.1, lr=0.1))
+    assert partly.control is not None
+
+
+def test_estimates_that_were_rarely_measured_are_left_out():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    rarely = [float(v) if i % 5 == 0 else None for i, v in enumerate(ell)]
+    never = [0.0 if i < 9 else None for i in range(60)]
+    fit = fit_smoothness(
+        make_trace(g, ell, spectral_smoothness=rarely, local_smoothness=never), control=False
+    )
+    assert fit.spectral is not None
+    assert fit.spectral.num_points == 12
+    assert fit.local is None
 
 
 def test_words_and_html_name_every_number_and_escape_them():

@@ -127,7 +127,7 @@ def _shares(curvature: np.ndarray, smoothness: float, rng: np.random.Generator) 
         return weight / weight.sum()
 
     def excess(power: float) -> float:
-        return float(np.sqrt(shares(power) @ curvature**2)) / smoothness - 1.0
+        return float(np.sqrt(shares(power) @ curvature**2)) - smoothness
 
     if excess(-40.0) >= 0:
         return shares(-40.0)

@@ -222,7 +222,7 @@ def fit_smoothness(
 
 def _control(points: Points, *, quantile: float, level: float, rng: np.random.Generator) -> Control | None:
     known = np.isfinite(points.step_norm) & (points.step_norm > 0)
-    if not known.all():
+    if not known.all() or points.smoothness.max() == 0:
         return None
     size = np.where(points.clipped & np.isfinite(points.lr), points.lr, points.step_size)
     noise = points.noise[np.isfinite(points.noise)]
@@ -263,8 +263,8 @@ def _evenly(num: int) -> slice:
 
 
 def _count_measured(trace: Trace, name: str) -> int:
-    values = trace.column(name)
-    return int((trace.ok & np.isfinite(values) & np.isfinite(trace.column("grad_norm"))).sum())
+    g, values = trace.column("grad_norm"), trace.column(name)
+    return int((trace.ok & np.isfinite(g) & (g > 0) & np.isfinite(values) & (values >= 0)).sum())
 
 
 def _words(interval: Interval) -> str:
