@@ -167,6 +167,38 @@ def test_accumulated_micro_batches_with_dropout_replay_exactly():
     assert probe.trace.column("batch_size").tolist() == [12, 12, 12]
 
 
+class Mixed(nn.Module):
+    """Tied, frozen, unused and sparse-gradient parameters in one small model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rows = nn.Embedding(11, 4), nn.Embedding(11, 4, sparse=True)
+        self.decoder, self.unused, self.frozen = nn.Linear(4, 11), nn.Linear(3, 3), nn.Linear(4, 4)
+        self.decoder.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.frozen(self.embedding(x) * self.rows(x))))
+
+
+def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones():
+    def smoothness(sparse):
+        torch.manual_seed(0)
+        model = Mixed()
+        model.rows.sparse = sparse
+        x, y = torch.randint(11, (9,)), torch.randint(11, (9,))
+        optimizer = cw.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
+        probe = SmoothnessProbe(model, every=1, estimators=("segment", "local"), layers=True)
+        for _ in range(4):
+            step_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer)
+        assert probe.trace.ok.all()
+        assert probe.trace[0]["layers"]["unused"]["step_norm"] == 0
+        return [torch.from_numpy(probe.trace.column(n).copy()) for n in ("smoothness", "local_smoothness")]
+
+    for sparse, dense in zip(smoothness(True), smoothness(False), strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=0)
+
+
 def test_validation_between_steps_does_not_disturb_the_masks():
     model, loss_fn = net(dropout=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

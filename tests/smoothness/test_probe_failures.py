@@ -128,6 +128,25 @@ def test_empty_gradients_are_marked_with_the_way_out():
     assert "`.grad` is empty" in probe.trace[0]["status"]
 
 
+def test_closure_that_steps_the_optimizer_is_undone_and_marked():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+
+    def stepping():
+        loss = loss_fn()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    loss_fn().backward()
+    expected = [(p - 0.1 * p.grad).detach() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="changes parameters in place"), probe(stepping):
+        optimizer.step()
+    for p, e in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), e)
+
+
 def test_gradient_that_is_not_finite_is_marked():
     model, loss_fn = net()
     probe = SmoothnessProbe(model, every=1)

@@ -50,6 +50,7 @@ def check_determinism(
         eps: :math:`\varepsilon`; default: that of the parameters' dtype.
     """
     tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
+    replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     first = replay.gradient().gradients
     size = norm(first).item()
     error = norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)

@@ -92,7 +92,13 @@ class Replay:
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
         self._prepare()
+        versions = [p._version for p in self.parameters]
         loss = self._backward()
+        if versions != [p._version for p in self.parameters]:
+            raise RuntimeError(
+                "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
+                "or `nn.Embedding(max_norm=…)`. Let it only compute the loss."
+            )
         gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
         self._drop_gradients()
         if all(g is None for g in gradients):
@@ -120,10 +126,9 @@ class Replay:
     def move(self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None) -> None:
         r"""Put the parameters at :math:`x + \gamma d`, always from a saved :math:`x`."""
         check_finite("fraction", fraction)
+        home = self.keep_home()
         with torch.no_grad():
-            if self._home is None:
-                self._home = copies(self.parameters)
-            for p, x, d in zip(self.parameters, origin or self._home, direction, strict=True):
+            for p, x, d in zip(self.parameters, origin or home, direction, strict=True):
                 local(p).copy_(local(x))
                 if d is not None and fraction != 0:
                     local(p).add_(local(d), alpha=fraction)
@@ -136,6 +141,12 @@ class Replay:
     def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient at a point given whole, one tensor a parameter: a model as a gradient function."""
         return self.gradient_at([None] * len(point), 0.0, origin=point).gradients
+
+    def keep_home(self) -> list[Tensor]:
+        """Keep a copy of the parameters from now on, to come back to whatever happens."""
+        if self._home is None:
+            self._home = copies(self.parameters)
+        return self._home
 
     def return_home(self) -> None:
         """Put the parameters back where the block began."""
