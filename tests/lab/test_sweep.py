@@ -168,6 +168,7 @@ def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_pat
     assert len(lines) == 4
     assert lines[0].startswith("[1/4] lr=1,")
     assert len(find_runs(tmp_path / "sweep")) == 4
+
     (tmp_path / "missing.txt").write_text((tmp_path / "data" / "text.txt").read_text())
     again = sweep(recipe, grid, tmp_path / "sweep", workers=1, progress=False)  # what failed is tried again
     assert [t.status for t in again.trials] == ["finished", "finished", "diverged", "diverged"]

@@ -12,7 +12,7 @@ from scipy import stats
 
 from clipwise.lab.figures import agreement, compare
 from clipwise.lab.plan import CLIPPED, SHARES, UNCLIPPED, Plan, compared_steps
-from clipwise.lab.runs import DIVERGED, FINISHED, Run
+from clipwise.lab.runs import CONFIG, DIVERGED, FINISHED, STATUS, Run
 from clipwise.lab.synthetic import SyntheticResult, load_synthetic
 from clipwise.smoothness.fit import fit_smoothness
 from clipwise.smoothness.trace import Trace
@@ -33,7 +33,7 @@ class Spread:
     @property
     def mean(self) -> float:
         """Mean over the seeds."""
-        return float(np.mean(self.values))
+        return sum(self.values) / len(self.values)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -47,6 +47,8 @@ class Spread:
         count = len(self.values)
         if count < 2:
             return -math.inf, math.inf
+        if not all(map(math.isfinite, self.values)):
+            return math.nan, math.nan
         half = stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1) * np.std(self.values, ddof=1) / math.sqrt(count)
         return self.mean - float(half), self.mean + float(half)
 
@@ -64,7 +66,7 @@ class Results:
         self._runs: dict[str, list[Run]] = {}
         for planned in sorted(plan.runs, key=lambda run: run.recipe.seed):
             path = folder / planned.name
-            if (path / "status.json").exists():
+            if (path / CONFIG).exists() and (path / STATUS).exists():
                 self._runs.setdefault(planned.setting, []).append(Run.load(path))
 
     def of(self, setting: str) -> list[Run]:
@@ -96,7 +98,7 @@ def losses(run: Run) -> np.ndarray:
     _, values = run.column("loss")
     values = values[: compared_steps(run.recipe) or None]
     window = min(WINDOW, len(values))
-    return np.convolve(values, np.full(window, 1 / window), mode="valid")
+    return np.convolve(values, np.ones(window), mode="valid") / window
 
 
 def final_loss(run: Run) -> float:

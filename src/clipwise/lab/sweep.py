@@ -19,7 +19,7 @@ from rich.table import Table
 
 from clipwise.lab.jobs import Job, run_jobs
 from clipwise.lab.recipes import Recipe, with_fields
-from clipwise.lab.runs import ENDED, FAILED, STATUS, read_json, write_json
+from clipwise.lab.runs import ENDED, FAILED, STATUS, read_json
 from clipwise.lab.train import RunResult, train
 
 TABLE = "sweep.csv"
@@ -113,12 +113,15 @@ def sweep(
     ]
     folder.mkdir(parents=True, exist_ok=True)
 
+    errors: dict[str, str] = {}
+
     def trials() -> tuple[Trial, ...]:
-        return tuple(_trial(fields, folders[name]) for name, fields in points.items())
+        return tuple(_trial(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
 
     outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
     with _live_table(trials, shown=progress) as watch:
         for number, outcome in enumerate(outcomes(watch=watch), 1):
+            errors[outcome.name] = outcome.error
             trial = _trial(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
@@ -132,20 +135,15 @@ def run_trial(
     recipe: Recipe, folder: Path, *, checkpoint_seconds: float = 60.0, offline: bool = False, threads: int = 1
 ) -> RunResult:
     """One trial: from its checkpoint if it has one. An error is left in its ``status.json``."""
-    try:
-        return train(
-            recipe,
-            folder,
-            resume=True,
-            progress=False,
-            checkpoint_seconds=checkpoint_seconds,
-            threads=threads,
-            offline=offline,
-        )
-    except Exception as error:
-        if folder.is_dir() and not (folder / STATUS).exists():
-            write_json(folder / STATUS, {"status": FAILED, "step": 0, "message": str(error)})
-        raise
+    return train(
+        recipe,
+        folder,
+        resume=True,
+        progress=False,
+        checkpoint_seconds=checkpoint_seconds,
+        threads=threads,
+        offline=offline,
+    )
 
 
 def has_ended(folder: Path) -> bool:

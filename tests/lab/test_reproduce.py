@@ -1,0 +1,188 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from clipwise.lab.claims import Claim, as_markdown, make_claims
+from clipwise.lab.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
+from clipwise.lab.plan import FIGURES, LANGUAGE, make_plan
+from clipwise.lab.reproduce import reproduce
+from clipwise.lab.runs import METRICS, STATUS, Run, open_run, write_json
+from tests.lab.small import write_text
+
+
+def tiny_plan(folder, figures=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    language = {
+        "corpus": write_text(folder / "text.txt"), "embedding": 6, "hidden": 6, "batch_size": 4, "bptt": 5,
+        "steps": 30, "num_words": 400, "eval_size": 200, "eval_every": 15, "probe_every": 1,
+    }  # fmt: skip
+    images = {
+        "images": "digits", "num_images": 80, "batch_size": 8, "steps": 4, "eval_size": 40, "eval_every": 2,
+        "probe_every": 1,
+    }  # fmt: skip
+    return make_plan("laptop", figures, language=language, images=images)
+
+
+def test_the_plan_serves_every_figure_with_three_seeds():
+    plan = make_plan()
+    assert plan.figures == FIGURES
+    assert plan.synthetic
+    served = {figure for run in plan.runs for figure in run.figures}
+    assert served == set(FIGURES) - {"fig7"}
+    for setting in LANGUAGE:
+        assert [run.recipe.seed for run in plan.of(setting)] == [0, 1, 2]
+    costs = [run.cost for run in plan.runs]
+    assert costs == sorted(costs, reverse=True)
+    assert sum(costs) < 2 * 15 * 60  # seconds on two cores
+
+
+def test_a_figure_alone_takes_only_its_runs():
+    assert {run.setting for run in make_plan("laptop", ("fig8",)).runs} == {"lm-lr2", "lm-lr10clip0.25"}
+    assert make_plan("laptop", ("fig7",)).runs == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("huge",), "`scale` must be one of"), (("laptop", ("fig9",)), "`figures` must be one of 'fig1'")],
+)
+def test_unknown_scales_and_figures_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(*arguments)
+
+
+@pytest.mark.slow
+def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, capsys):
+    plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
+    result = reproduce(tmp_path / "out", plan=plan, offline=True)
+    assert set(result.figures) == set(plan.figures)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in result.figures.values())
+    assert not result.failures
+    saved = json.loads((tmp_path / "out" / "claims.json").read_text())
+    assert [row["verdict"] for row in saved["claims"]] == [claim.verdict for claim in result.claims]
+    assert {claim.verdict for claim in result.claims} <= {SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE}
+    assert "| figure | the paper says |" in (tmp_path / "out" / "claims.md").read_text()
+    printed = capsys.readouterr().out
+    assert printed.count(" left)") == len(plan.runs)  # a line a run, with the time left
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")}
+    again = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")} == before
+    assert again.claims == result.claims
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_rest_is_done(tmp_path):
+    plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1").mkdir(parents=True)
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1" / "checkpoint.pt").write_bytes(b"precious")
+    result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    assert [failure.split(":")[0] for failure in result.failures] == ["lm-lr2-seed1", "fig8"]
+    assert set(result.figures) == {"fig6"}
+    assert [p.name for p in (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1").iterdir()] == [
+        "checkpoint.pt"
+    ]
+    by_figure = {claim.figure: claim for claim in result.claims}
+    assert by_figure["fig8"].verdict == NOT_TESTABLE
+    assert "lm-lr2 has not been trained" in by_figure["fig8"].measured
+    assert by_figure["fig6"].verdict in (SUPPORTED, NOT_SUPPORTED)
+
+
+def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CLIPWISE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    from clipwise.lab.reproduce import _data
+
+    names, sources = _data(make_plan("laptop", ("fig3", "fig8")), offline=True, progress=False)
+    assert names == ["topics", "digits"]
+    assert all("stand-in" in source for source in sources)
+
+
+# Claims, on runs written by hand: the verdict must follow the numbers. -------------------------------------
+
+
+def fake_runs(plan, folder, *, loss_of, diverged=()):
+    """Run folders with made-up losses: ``loss_of(setting, seed)`` gives one a step."""
+    for planned in plan.runs:
+        run = open_run(folder / planned.name, planned.recipe, resume=False)
+        lost = planned.setting in diverged
+        values = [math.nan] * 3 if lost else loss_of(planned.setting, planned.recipe.seed)
+        rows = [
+            {"step": i, "split": "train", "loss": "NaN" if lost else float(v), "grad_norm": 1.0}
+            for i, v in enumerate(values, 1)
+        ]
+        if not lost:
+            end = {"step": len(values), "loss": float(values[-1])}
+            rows += [end | {"split": "valid"}, end | {"split": "test", "accuracy": 50.0}]
+        (run.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        status = {"status": "diverged" if lost else "finished", "step": len(values), "data": "made up"}
+        write_json(run.folder / STATUS, status | {"train_loss": 0.0, "message": ""})
+
+
+def claims_of(plan, folder):
+    return {claim.paper: claim for claim in make_claims(Results(plan, folder))}
+
+
+def test_verdicts_follow_the_losses(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    speeds = {"lm-lr30clip0.25": 4.0, "lm-lr10clip0.25": 2.0}
+
+    def loss_of(setting, seed):
+        return 9.0 - 0.02 * np.minimum(np.arange(1, 101) * speeds.get(setting, 1.0), 300) - 0.001 * seed
+
+    fake_runs(plan, tmp_path, loss_of=loss_of, diverged=("lm-lr10", "lm-lr30"))
+    claims = claims_of(plan, tmp_path)
+    allowed = claims["Large learning rates diverge without clipping; it allows them."]
+    assert allowed.verdict == SUPPORTED
+    assert "lr 30: 3 of 3 diverged without clipping (at step 3, 3, 3), 0 of 3 with it" in allowed.measured
+    faster = claims["Clipping accelerates training of the language model."]
+    assert faster.verdict == SUPPORTED
+    # The running mean over 25 steps lags 12 behind: 88 of 100 plain steps are 22 of the fast run, seen at 34.
+    assert "needs 2.94 [2.94, 2.94] times fewer steps" in faster.measured
+    assert "lr 30, clip 0.25" in faster.measured
+    assert claims["Models trained with clipping have the best validation loss."].verdict == SUPPORTED
+
+
+def test_verdicts_say_no_where_clipping_is_slower(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+
+    def loss_of(setting, seed):
+        return 9.0 - (0.01 if "clip" in setting else 0.02) * np.arange(1, 101)
+
+    fake_runs(plan, tmp_path, loss_of=loss_of)
+    claims = claims_of(plan, tmp_path)
+    assert claims["Large learning rates diverge without clipping; it allows them."].verdict == NOT_SUPPORTED
+    assert claims["Clipping accelerates training of the language model."].verdict == NOT_SUPPORTED
+    assert claims["Models trained with clipping have the best validation loss."].verdict == NOT_SUPPORTED
+
+
+def test_claims_without_runs_are_not_testable(tmp_path):
+    for claim in make_claims(Results(make_plan(), tmp_path)):
+        assert claim.verdict == NOT_TESTABLE
+        assert claim.measured.startswith("not ")
+
+
+def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
+    plan = make_plan("laptop", ("fig8",), language={"steps": 100})
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(100) < 50, 2.0, 1.0))
+    run = Run.load(tmp_path / "lm-lr2-seed0")
+    assert steps_to(run, 2.0) == 25
+    assert steps_to(run, 1.0) == 75
+    assert math.isnan(steps_to(run, 0.5))
+
+
+def test_a_spread_of_one_seed_promises_nothing():
+    assert Spread(values=(1.0,)).interval == (-math.inf, math.inf)
+
+
+def test_a_spread_with_an_infinite_value_has_no_interval():
+    spread = Spread(values=(1.0, math.inf, 2.0))
+    assert spread.mean == math.inf
+    assert all(math.isnan(end) for end in spread.interval)
+    assert str(spread) == "inf [nan, nan]"
+
+
+def test_the_table_keeps_its_columns_whatever_the_words():
+    claim = Claim(figure="fig1", paper="a | b", measured="|f'| is 2", verdict=SUPPORTED)
+    line = as_markdown([claim], data=["made up"]).splitlines()[-1]
+    assert line.count("|") == 5
