@@ -202,46 +202,43 @@ def extra_memory(fractions, *, clip=True):
     return (probed - plain) / size
 
 
+def report_task(name, make, *, rounds, quick):
+    seconds, costs = cost_of_one_measurement(make, rounds=rounds, quick=quick)
+    print(f"\n{name}: one forward-backward {1e3 * seconds:.0f} ms")
+    for n, cost in costs.items():
+        print(f"  a measurement with {n} fraction{'s' * (n > 1)}: {cost:.2f} forward-backwards", flush=True)
+    run = length_of_run(make, rounds=rounds, quick=quick)
+    print(f"  whole run, every=10, one fraction: {run:.3f} times as long", flush=True)
+    eigen, products = cost_of_eigenvalue(make, quick=quick, max_products=20 if quick else 100)
+    print(
+        f"  power iteration: {eigen:.0f} forward-backwards ({products} products), {eigen / costs[1]:.0f} "
+        "times a measurement with one fraction at the same interval",
+        flush=True,
+    )
+    return {
+        "forward_backward_seconds": seconds,
+        "cost_in_forward_backwards": costs,
+        "run_ratio_every_10_one_fraction": run,
+        "power_iteration_in_forward_backwards": eigen,
+        "power_iteration_products": products,
+        "power_iteration_over_probe": eigen / costs[1],
+    }
+
+
 def report(*, rounds, quick):
-    results = {}
-    for name, make in TASKS.items():
-        seconds, costs = cost_of_one_measurement(make, rounds=rounds, quick=quick)
-        eigen, products = cost_of_eigenvalue(make, quick=quick, max_products=20 if quick else 100)
-        run = length_of_run(make, rounds=rounds, quick=quick)
-        results[name] = {
-            "forward_backward_seconds": seconds,
-            "cost_in_forward_backwards": costs,
-            "run_ratio_every_10_one_fraction": run,
-            "power_iteration_in_forward_backwards": eigen,
-            "power_iteration_products": products,
-            "power_iteration_over_probe": eigen / costs[1],
-        }
+    print(__doc__.split("\n\n")[2], flush=True)
+    results = {name: report_task(name, make, rounds=rounds, quick=quick) for name, make in TASKS.items()}
     ratio, rows = length_under_budget(rounds=3 if quick else 7)
-    results["max_overhead=0.05"] = {"run_ratio": ratio, "rows": rows}
+    print(f"\nmax_overhead=0.05: run {ratio:.3f} times as long, {rows} rows", flush=True)
     grids = {"1 fraction": (1.0,), "2 fractions": (0.5, 1.0), "4 fractions": (0.25, 0.5, 0.75, 1.0)}
-    results["extra memory, in parameters"] = {name: extra_memory(grid) for name, grid in grids.items()}
-    return results
-
-
-def show(results):
-    print(__doc__.split("\n\n")[2])
-    for name in TASKS:
-        row = results[name]
-        print(f"\n{name}: one forward-backward {1e3 * row['forward_backward_seconds']:.0f} ms")
-        for n, cost in row["cost_in_forward_backwards"].items():
-            print(f"  a measurement with {n} fraction{'s' * (n > 1)}: {cost:.2f} forward-backwards")
-        print(
-            f"  whole run, every=10, one fraction: {row['run_ratio_every_10_one_fraction']:.3f} times as long"
-        )
-        print(
-            f"  power iteration: {row['power_iteration_in_forward_backwards']:.0f} forward-backwards "
-            f"({row['power_iteration_products']} products), {row['power_iteration_over_probe']:.0f} times a "
-            "measurement at the same interval"
-        )
-    budget = results["max_overhead=0.05"]
-    print(f"\nmax_overhead=0.05: run {budget['run_ratio']:.3f} times as long, {budget['rows']} rows")
-    for name, value in results["extra memory, in parameters"].items():
+    memory = {name: extra_memory(grid) for name, grid in grids.items()}
+    for name, value in memory.items():
         print(f"extra memory, {name}: {value:.2f} times the parameters")
+    return {
+        **results,
+        "max_overhead=0.05": {"run_ratio": ratio, "rows": rows},
+        "extra memory, in parameters": memory,
+    }
 
 
 def main():
@@ -256,7 +253,6 @@ def main():
     if arguments.memory_child is not None:
         return memory_child(tuple(arguments.memory_child), bool(arguments.clip))
     results = report(rounds=arguments.rounds, quick=arguments.quick)
-    show(results)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

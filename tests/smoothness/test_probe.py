@@ -164,6 +164,7 @@ def test_accumulated_micro_batches_with_dropout_replay_exactly():
         with probe(loss_fn):
             optimizer.step()
     assert probe.trace.ok.all()
+    assert probe.self_test == 0.0
     assert probe.trace.column("batch_size").tolist() == [12, 12, 12]
 
 

@@ -80,6 +80,8 @@ class SmoothnessProbe:
     Attributes:
         trace: The rows measured so far.
         step: How many blocks have run.
+        self_test: Relative difference of one gradient replayed twice, once the first measurement has tested
+            it: zero, or rounding.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class SmoothnessProbe:
         self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
         self.step = 0
         self._measurements = 0
+        self.self_test: float | None = None
         self._tested = False
         self._warned: set[str] = set()
         self._ended: float | None = None
@@ -194,7 +197,7 @@ class SmoothnessProbe:
             )
         raw_norm = norm(gradients).item()
         if not self._tested:
-            self._self_test(closure, gradients)
+            self.self_test = self._self_test(closure, gradients)
         if self.oracle is None:
             held = [None if g is None else g.detach().clone() for g in gradients]
         else:
@@ -252,15 +255,18 @@ class SmoothnessProbe:
         with self._replaying(second) as replay:
             return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
 
-    def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> None:
+    def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> float:
         replayed = self._replayed = SeenPass()
         if self.oracle is None:
             with self._replaying(closure) as replay:
-                check_determinism(replay, gradients, seen=self._seen, replayed=replayed, eps=self._eps)
+                error = check_determinism(
+                    replay, gradients, seen=self._seen, replayed=replayed, eps=self._eps
+                )
         else:
             with self._replaying(self.oracle) as replay:
-                check_determinism(replay, eps=self._eps)
+                error = check_determinism(replay, eps=self._eps)
         self._tested = True
+        return error
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:

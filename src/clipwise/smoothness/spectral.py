@@ -190,9 +190,7 @@ def _unflattened(v: np.ndarray, like: Sequence[Tensor], part: Iterable[int]) -> 
         p = like[i]
         piece = torch.from_numpy(v[offset : offset + p.numel()]).to(p.device, p.dtype).reshape(p.shape)
         tensors[i] = (
-            distribute_tensor(piece, p.device_mesh, p.placements, src_data_rank=None)
-            if isinstance(p, DTensor)
-            else piece
+            distribute_tensor(piece, p.device_mesh, p.placements) if isinstance(p, DTensor) else piece
         )
         offset += p.numel()
     return tensors
