@@ -163,6 +163,14 @@ def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
     assert text.count("data:image/png;base64,") == len(list((tmp_path / "figures").glob("*.png")))
 
 
+def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):
+    write_claims([Claim(figure="fig7", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
+    page = write_page([tmp_path], tmp_path / "page.html")
+    assert page.runs == ()
+    assert 'id="claims"' in page.path.read_text()
+    assert 'id="runs"' not in page.path.read_text()
+
+
 @pytest.mark.slow
 def test_twenty_runs_of_two_thousand_rows_stay_below_six_megabytes(tmp_path):
     (view,) = find_views([make_run(tmp_path / "run", steps=2000, every=1)])

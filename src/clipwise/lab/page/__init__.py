@@ -109,6 +109,8 @@ def _subtitle(views: list[RunView]) -> str:
         counts[view.status or "measured"] = counts.get(view.status or "measured", 0) + 1
     data = dict.fromkeys(str(view.facts["data"]) for view in views if view.facts.get("data"))
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
+    if not views:
+        return "figures and claims"
     return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({states})", *data])
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.lab.page import words
-from clipwise.lab.page.views import RunView
+from clipwise.lab.page.views import CLAIMS, RunView
 from clipwise.lab.runs import read_json
 from clipwise.smoothness.advice import Advice, advise
 
-CLAIMS = "claims.json"
 _MOST_NOTES = 4  # of what is missing, at the top; each run says it in full
 _MOST_PICTURES = 2_500_000  # bytes of figures that go into a page
 
@@ -24,6 +23,10 @@ def verdicts(views: Sequence[RunView]) -> list[dict[str, Any]]:
     tasks: dict[str, list[RunView]] = {}
     for view in views:
         tasks.setdefault(str(view.fields.get("name", view.name)), []).append(view)
+    if not tasks:
+        return [
+            {"title": "", "verdict": "No run is in this folder: the claims below need none.", "warnings": ()}
+        ]
     return [_verdict(name if len(tasks) > 1 else "", task) for name, task in tasks.items()]
 
 
@@ -125,7 +128,9 @@ def gallery_of(paths: Sequence[Path]) -> list[dict[str, str]]:
     for path in paths:
         if not (path / CLAIMS).is_file():
             continue
-        for file in sorted((path / "figures").glob("*.png")):
+        for file in sorted(
+            [*path.glob("figures/*.png"), *path.glob("synthetic/*.png")], key=lambda f: f.name
+        ):
             content = file.read_bytes()
             room -= len(content) * 4 // 3
             if room > 0:

@@ -17,6 +17,7 @@ from clipwise.smoothness.advice import Advice, advise
 from clipwise.smoothness.fit import SmoothnessFit, fit_smoothness
 from clipwise.smoothness.trace import Trace
 
+CLAIMS = "claims.json"
 MOST_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = dict[str, np.ndarray]
 
@@ -80,12 +81,15 @@ class RunView:
 def find_views(paths: Iterable[str | Path]) -> list[RunView]:
     """The runs in ``paths``: run folders, folders of run folders, trace files.
 
+    A reproduction may have claims and figures but no run.
+
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
-    sources: list[Run | Path] = []
-    for path in map(Path, paths):
-        sources += _sources(path)
+    places = [Path(path) for path in paths]
+    sources = [source for path in places for source in _sources(path)]
+    if not sources and places:
+        return []
     if not sources:
         raise ValueError("`paths` must name at least one run folder or trace file, got none.")
     folders = [source.folder if isinstance(source, Run) else source for source in sources]
@@ -121,7 +125,7 @@ def _sources(path: Path) -> list[Run | Path]:
     found: list[Run | Path] = [*find_runs(path)]
     inside = [run.folder for run in found if isinstance(run, Run)]
     found += [trace for trace in sorted(path.rglob("trace.jsonl")) if trace.parent not in inside]
-    if not found:
+    if not found and not (path / CLAIMS).exists():
         raise ValueError(f"There is neither a run folder nor a trace.jsonl in {path}.")
     return found
 
