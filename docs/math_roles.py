@@ -1,0 +1,37 @@
+"""Docstrings are written with Sphinx's roles; this lets mkdocs show their mathematics and names."""
+
+import re
+from typing import Any
+
+import griffe
+
+_INLINE = re.compile(r":math:`([^`]+)`")
+_BLOCK = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
+_CODE = re.compile(r"^([ \t]*)\.\. code-block:: (\w+)[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
+_EXAMPLE = re.compile(r"^([ \t]*)Example:$", re.MULTILINE)  # mkdocstrings knows the plural only
+_NAME = re.compile(r":(?:func|class|mod|meth|attr):`~?([\w.]+)`")
+
+
+def translate(text: str) -> str:
+    """The docstring with its roles as Markdown."""
+    text = _BLOCK.sub(lambda m: f"{m[1]}$$\n{_dedented(m[2], m[1])}\n{m[1]}$$\n\n", text)
+    text = _CODE.sub(lambda m: f"{m[1]}```{m[2]}\n{_dedented(m[3], m[1])}\n{m[1]}```\n\n", text)
+    text = _EXAMPLE.sub(r"\1Examples:", text)
+    text = _INLINE.sub(lambda m: f"\\({m[1]}\\)", text)
+    return _NAME.sub(lambda m: f"`{m[1].rsplit('.', 1)[-1]}`", text)
+
+
+def _dedented(block: str, indent: str) -> str:
+    lines = block.rstrip().split("\n")
+    first = next(line for line in lines if line.strip())
+    extra = len(first) - len(first.lstrip())
+    return "\n".join(indent + line[extra:] for line in lines).strip("\n")
+
+
+class MathRoles(griffe.Extension):
+    """Translates every docstring as it is collected."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = translate(obj.docstring.value)

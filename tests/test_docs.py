@@ -1,0 +1,116 @@
+"""README and docs: every Python block runs, every command named there exists, the site builds strictly."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from clipwise.cli.commands import COMMANDS
+from clipwise.cli.fields import HELP
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+# Pages whose blocks are run, and their output checked, by a test of their own.
+ELSEWHERE = {"measure.md": "smoothness/test_measure_page.py", "theorems.md": "theory/test_docs.py"}
+
+
+def blocks(page, language):
+    """The fenced blocks of a page in this language."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def stage():
+    """What a reader has before a page's first line: a model, its loss, some batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    x = torch.randn(60, 32, 20)
+    loader = list(zip(x, x[..., :5].argmax(dim=-1), strict=True))
+
+    def loss_of_batch(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return {
+        "__name__": "page", "torch": torch, "nn": nn, "F": F, "model": model, "loader": loader,
+        "batches": loader, "loss_of_batch": loss_of_batch,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name not in ELSEWHERE and blocks(p, "python")], ids=lambda page: page.stem
+)
+def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    namespace = stage()
+    for number, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_the_other_pages_are_run_by_their_own_tests(page):
+    assert page in (ROOT / "tests" / ELSEWHERE[page]).read_text()
+
+
+def commands():
+    """Every command line in a fenced block or between backquotes, with the page it stands on."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fenced = [
+            line
+            for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+            for line in block.splitlines()
+        ]
+        for line in [*fenced, *re.findall(r"`([^`\n]+)`", text)]:
+            words = line.partition("#")[0].removeprefix("$ ").split()
+            if words[:1] in (["clipwise"], ["make"]) or (words[:1] == ["python"] and len(words) > 1):
+                yield page.name, words
+
+
+def test_every_command_in_the_docs_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = 0
+    for page, (program, *rest) in commands():
+        seen += 1
+        if program == "make":
+            assert set(word for word in rest if "=" not in word) <= targets, (page, rest)
+        elif program == "python" and not rest[0].startswith("-"):
+            assert (ROOT / rest[0]).is_file(), (page, rest)
+        elif program == "clipwise" and rest:
+            assert rest[0] in {*COMMANDS, "--version", "--help"}, (page, rest)
+    assert seen >= 10
+
+
+def test_every_option_in_the_docs_exists():
+    source = (ROOT / "src" / "clipwise" / "cli" / "options.py").read_text()
+    known = {name.replace("_", "-") for name in (*HELP, *re.findall(r"^    (\w+):", source, re.MULTILINE))}
+    known |= {"help", "version", "debug"}
+    for page, (program, *rest) in commands():
+        if program == "clipwise":
+            assert {word[2:] for word in rest if word.startswith("--")} <= known, (page, rest)
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "clip_stats" in (tmp_path / "site" / "api" / "index.html").read_text()
+
+
+def test_no_page_asks_for_a_number_that_has_not_come():
+    for page in PAGES:
+        assert not re.search(r"TODO|FIXME|TBD|\b[A-Z]{4,}_TABLE\b", page.read_text(encoding="utf-8")), page
