@@ -91,6 +91,15 @@ def test_saturated_kappa_is_no_evidence_that_clipping_pays():
     assert any("repeats today's setting" in reason for reason in advice.reasons)
 
 
+def test_edge_of_stability_is_no_evidence_that_clipping_does_not_pay():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.4 * rng.standard_normal(200))
+    advice = advise(make_trace(g, rng.uniform(14, 20, 200), step_norm=0.1 * g, lr=0.1, coefficient=1.0))
+    assert advice.gain < 1.5
+    assert "cannot be told from this trace" in advice.verdict
+    assert any("Edge of stability" in warning for warning in advice.warnings)
+
+
 def test_small_gain_says_that_clipping_is_not_needed():
     advice = advise(run(L0=5.0, L1=0.0))
     assert advice.gain < 1.5

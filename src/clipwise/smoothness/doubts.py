@@ -34,6 +34,11 @@ def kappa_saturated(points: Points) -> bool:
     return bool(middle >= 1.0 and (high - low) <= 0.3 * middle)
 
 
+def at_edge_of_stability(points: Points) -> bool:
+    """Whether smoothness follows the learning rate instead of the gradient norm: lr·L/2 near 1, unclipped."""
+    return 0.65 <= _stability_number(points) <= 1.35
+
+
 def _few_points(points: Points, effective: float) -> str | None:
     if len(points) >= 50 and effective >= 10:
         return None
@@ -66,16 +71,20 @@ def _saturated(points: Points, L1: float) -> str | None:
 
 
 def _edge_of_stability(points: Points) -> str | None:
-    plain = ~points.clipped & np.isfinite(points.step_size)
-    if plain.mean() < 0.5:
-        return None
-    number = points.step_size[plain] * points.smoothness[plain] / 2
-    if not 0.65 <= np.median(number) <= 1.35:
+    if not at_edge_of_stability(points):
         return None
     return (
-        f"Edge of stability: lr·L/2 is {np.median(number):.2f} in the median. Smoothness has settled at 2/lr "
-        "whatever the gradient norm, so the fit measures the learning rate."
+        f"Edge of stability: lr·L/2 is {_stability_number(points):.2f} in the median. Smoothness has settled "
+        "at 2/lr whatever the gradient norm, so the fit measures the learning rate."
     )
+
+
+def _stability_number(points: Points) -> float:
+    """lr·L/2 in the median of the unclipped steps; NaN if those are not the majority."""
+    plain = ~points.clipped & np.isfinite(points.step_size)
+    if plain.mean() < 0.5:
+        return float("nan")
+    return float(np.median(points.step_size[plain] * points.smoothness[plain] / 2))
 
 
 def _noise_floor(points: Points) -> str | None:

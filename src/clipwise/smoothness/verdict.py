@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from clipwise.smoothness.doubts import kappa_saturated
+from clipwise.smoothness.doubts import at_edge_of_stability, kappa_saturated
 from clipwise.smoothness.points import Points
 from clipwise.smoothness.progress import Setting
 
@@ -16,6 +16,17 @@ _LITTLE_GAIN = 1.5  # below it clipping is not worth its threshold
 def does_clipping_pay(points: Points, L0: float, L1: float, gain: float, noise: float | None) -> str:
     """Whether clipping helps, and why, in one sentence."""
     largest = float(points.grad_norm.max())
+    if kappa_saturated(points) and points.clipped.mean() > 0.5:
+        return (
+            "Whether clipping pays cannot be told from this trace: its steps all have the same length and "
+            "change the gradient by the same share of its norm (κ is saturated), and that alone makes "
+            "smoothness grow with the gradient norm."
+        )
+    if at_edge_of_stability(points):
+        return (
+            "Whether clipping pays cannot be told from this trace: without clipping, smoothness has settled "
+            "at 2/lr whatever the gradient norm (the edge of stability), and says nothing about other steps."
+        )
     if gain < _LITTLE_GAIN:
         return (
             f"Clipping gains little here: at the largest gradient seen the smoothness is {gain:.2f} times "
@@ -25,12 +36,6 @@ def does_clipping_pay(points: Points, L0: float, L1: float, gain: float, noise: 
         return (
             f"The large gradients are mostly noise ({noise:.3g}, with the largest norm {largest:.3g}): a "
             "lower lr or a larger batch helps more than clipping."
-        )
-    if kappa_saturated(points) and points.clipped.mean() > 0.5:
-        return (
-            "Whether clipping pays cannot be told from this trace: its steps all have the same length and "
-            "change the gradient by the same share of its norm (κ is saturated), and that alone makes "
-            "smoothness grow with the gradient norm."
         )
     times = "many" if math.isinf(gain) else f"{gain:.3g}"
     return (
