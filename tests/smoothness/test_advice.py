@@ -209,14 +209,22 @@ def test_of_equal_losses_the_larger_step_is_taken():
     assert advise(*equal, worse).lr == 3.0
 
 
-def test_larger_lr_that_only_diverged_without_clipping_is_tried_again_with_a_safe_step():
+def test_larger_lr_that_only_diverged_without_clipping_is_tried_again_with_clipping():
     stable = [run(num=60, lr=lr, loss=ending(loss)) for lr, loss in ((0.1, 7.0), (0.3, 6.4))]
     advice = advise(*stable, diverged(1.0))
     assert advice.lr == 0.3
     assert advice.next_setting is not None
     assert advice.next_setting["lr"] == 1.0
-    assert advice.next_setting["max_norm"] < 2
+    assert advice.next_setting["max_norm"] == pytest.approx(np.median(stable[1].column("grad_norm")))
     assert math.isfinite(advice.max_norm)
+
+
+def test_next_setting_above_an_unclipped_best_run_clips():
+    advice = advise(*[run(num=60, lr=lr, loss=ending(loss)) for lr, loss in ((0.1, 7.0), (0.3, 6.4))])
+    assert advice.next_setting is not None
+    assert advice.next_setting["lr"] == pytest.approx(0.9)
+    assert math.isfinite(advice.next_setting["max_norm"])
+    assert any("did not clip" in reason for reason in advice.reasons)
 
 
 def test_smallest_lr_being_best_asks_for_a_smaller_one():

@@ -240,7 +240,7 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
     # A length that was run and stayed stable is safe; without clipping the curvature has to say.
     cap = best.lr * best.max_norm if math.isfinite(best.max_norm) else tolerated
     max_norm = cap / best.lr
-    following = next_setting(best, settings, step_cap=tolerated)
+    following = next_setting(best, settings)
     lost = [s.words for s in settings if s.diverged]
     how = "its loss fell fastest" if staged else "its loss ended lowest"
     verdict = (
@@ -253,6 +253,8 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
     kappa = float(np.nanmedian(best.points.kappa))
     why = [f"{s.words}: {went(s, staged=staged)}" for s in sorted(settings, key=lambda s: s.lr)]
     why.append(f"in the region of the best run one step changes the gradient by {kappa:.2f} times its norm")
+    if math.isinf(best.max_norm):
+        why.append("the best run did not clip; the max_norm given only guards against a stray long step")
     if lost:
         why.append(f"diverged: {'; '.join(lost)}")
     if staged:

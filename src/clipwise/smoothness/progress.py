@@ -59,23 +59,21 @@ def best_of(settings: list[Setting]) -> Setting:
     return max(near, key=lambda s: (s.lr, s.max_norm))
 
 
-def next_setting(best: Setting, settings: list[Setting], *, step_cap: float) -> dict[str, float] | None:
+def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | None:
     """What to try if ``best`` lies at the edge of what was tried; None if both sides were seen.
 
-    Args:
-        best: The setting recommended.
-        settings: All that were tried.
-        step_cap: Longest step that the best run's region tolerates, for a larger lr that has only been seen
-            without clipping.
+    A larger lr is always tried with clipping: at the best run's threshold or, if it had none, at its median
+    gradient norm. Without clipping it would most likely diverge, which says nothing about it with clipping.
     """
+    assert best.points is not None
     tried = sorted({s.lr for s in settings})
     above = [s for s in settings if s.lr > best.lr]
+    clipped = best.max_norm if math.isfinite(best.max_norm) else float(np.median(best.points.grad_norm))
     ratio = _ratio(tried)
     if not above:
-        return {"lr": best.lr * ratio, "max_norm": best.max_norm}
+        return {"lr": best.lr * ratio, "max_norm": clipped}
     if all(s.diverged and math.isinf(s.max_norm) for s in above):
-        lr = min(s.lr for s in above)
-        return {"lr": lr, "max_norm": step_cap / lr}  # the larger lr, but with the step kept safe
+        return {"lr": min(s.lr for s in above), "max_norm": clipped}
     if best.lr == tried[0]:
         return {"lr": best.lr / ratio, "max_norm": best.max_norm}
     return None
