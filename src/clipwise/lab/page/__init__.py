@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 import clipwise
 from clipwise.lab.page.heat import heat_map
 from clipwise.lab.page.payload import pack, page_data
-from clipwise.lab.page.sections import claims_of, gallery_of, run_sections, verdicts
+from clipwise.lab.page.sections import claims_of, claims_verdict, gallery_of, run_sections, verdicts
 from clipwise.lab.page.views import RunView, find_views
 from clipwise.lab.page.words import comparison_in_words
 from clipwise.lab.runs import replace_atomically
@@ -49,7 +49,8 @@ def write_page(paths: Iterable[str | Path], output: str | Path = "report.html", 
     """
     places = [Path(path) for path in paths]
     views = find_views(places)
-    said = verdicts(views)
+    claims = claims_of(places)
+    said = [*([claims_verdict(claims)] if claims else []), *verdicts(views)]
     page = render_page(views, said, places, title=title)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)

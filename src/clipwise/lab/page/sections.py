@@ -23,16 +23,13 @@ def verdicts(views: Sequence[RunView]) -> list[dict[str, Any]]:
     tasks: dict[str, list[RunView]] = {}
     for view in views:
         tasks.setdefault(str(view.fields.get("name", view.name)), []).append(view)
-    if not tasks:
-        return [
-            {"title": "", "verdict": "No run is in this folder: the claims below need none.", "warnings": ()}
-        ]
     return [_verdict(name if len(tasks) > 1 else "", task) for name, task in tasks.items()]
 
 
 def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
-    # A run that diverged tells the others' advice something too, so all traces with rows take part.
-    traces = [view.trace for view in task if view.trace is not None and len(view.trace)]
+    # Runs are compared as far as all of them go: the few rows of one that diverged would cut that short.
+    steady = [view for view in task if view.status != "diverged"] or task
+    traces = [view.trace for view in steady if view.trace is not None and len(view.trace)]
     advice = advise(*traces) if traces else None
     missing = [f"{view.name}: {doubt}" if len(task) > 1 else doubt for view in task for doubt in view.doubts]
     if advice is None or advice.refused:
@@ -122,6 +119,13 @@ def claims_of(paths: Sequence[Path]) -> dict[str, Any] | None:
     return None
 
 
+def claims_verdict(claims: dict[str, Any]) -> dict[str, Any]:
+    """How many of the claims are supported, in a sentence."""
+    said = [str(row.get("verdict")) for row in claims["rows"]]
+    counts = ", ".join(f"{said.count(verdict)} {verdict}" for verdict in dict.fromkeys(said))
+    return {"title": "", "verdict": f"Of {len(said)} claims of the paper: {counts}.", "warnings": ()}
+
+
 def gallery_of(paths: Sequence[Path]) -> list[dict[str, str]]:
     """The figures of the reproductions among ``paths``, as many as a page can carry."""
     pictures, room = [], _MOST_PICTURES
@@ -134,9 +138,30 @@ def gallery_of(paths: Sequence[Path]) -> list[dict[str, str]]:
             content = file.read_bytes()
             room -= len(content) * 4 // 3
             if room > 0:
-                words = f"{file.stem.replace('fig', 'Figure ')}; also as {file.with_suffix('.svg').name}"
-                pictures.append({"data": base64.b64encode(content).decode(), "words": words})
+                pictures.append({"data": base64.b64encode(content).decode(), "words": _title(file)})
     return pictures
+
+
+# What the figures of the paper show, and those that the paper lacks.
+_TITLES = {
+    "fig1": "smoothness against gradient norm along training, language model",
+    "fig2": "smoothness against gradient norm, language model, three settings",
+    "fig3": "smoothness against gradient norm, ResNet20, three settings",
+    "fig4": "training and held-out loss, and accuracy, with and without clipping",
+    "fig5": "smoothness against gradient norm on linear axes, and over a longer run",
+    "fig6": "gradient norm and smoothness from a tenth of the data against all of it",
+    "fig7": "gradient descent and clipped gradient descent on x⁴",
+    "fig7_growth": "iterations against the largest gradient norm, with the bounds",
+    "fig7_jittered": "the same comparison over many starting points",
+    "fig7_table": "theory against experiment: printed, corrected, measured",
+    "fig8": "gradient descent against clipped gradient descent on the two-layer LSTM",
+}
+
+
+def _title(file: Path) -> str:
+    number = file.stem.removeprefix("fig").partition("_")[0]
+    words = _TITLES.get(file.stem, file.stem)
+    return f"Figure {number}: {words}" if file.stem.startswith("fig") else words
 
 
 def _number(value: float | None) -> str:
