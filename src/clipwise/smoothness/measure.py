@@ -37,13 +37,14 @@ class Measurement:
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer."""
-        d = _step(self.start, parameters)
-        row: Row = {"grad_norm": self.grad_norm, "step_norm": norm(d).item()}
+        # Tensor by tensor: a third copy of the parameters is never held.
+        lengths = [norm([p.detach() - s]) for p, s in zip(parameters, self.start, strict=True)]
+        row: Row = {"grad_norm": self.grad_norm, "step_norm": norm(lengths).item()}
         if self.groups:
             row["layers"] = {
                 name: {
                     "grad_norm": norm(self.gradients[i] for i in part).item(),
-                    "step_norm": norm(d[i] for i in part).item(),
+                    "step_norm": norm(lengths[i] for i in part).item(),
                 }
                 for name, part in self.groups.items()
             }
