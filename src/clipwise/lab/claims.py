@@ -10,6 +10,8 @@ from clipwise.lab import evidence as show
 from clipwise.lab.evidence import CONFIDENCE, NOT_TESTABLE, Evidence, MissingRuns, Results
 from clipwise.lab.runs import write_json
 
+BAR = "\\|"  # a bar inside a cell
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -104,7 +106,7 @@ def write_claims(
 
 
 def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence[str] = ()) -> str:
-    """The table for people."""
+    """The table for people, in Markdown."""
     lines = ["# The paper's claims, measured", "", *(f"- Data: {source}." for source in data)]
     lines += [f"- {note}" for note in notes]
     lines += [
@@ -115,5 +117,5 @@ def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence
     ]
     for claim in claims:
         cells = (claim.figure, claim.paper, claim.measured, f"**{claim.verdict}**")
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     return "\n".join(lines) + "\n"

@@ -238,7 +238,8 @@ def synthetic(results: Results) -> Evidence:
     words = (
         f"|f'| after {found.config.num_steps} steps: {found.gd_grad_norm:.2g} for gradient descent, "
         f"{found.clipped_grad_norm:.2g} with clipping, a ratio of {found.ratio:.2g}; over "
-        f"{found.config.num_starts} jittered starts {found.jittered_ratio:.2g} [{low:.2g}, {high:.2g}]"
+        f"{found.config.num_starts} jittered starts the median is {found.jittered_ratio:.2g}, "
+        f"from {low:.2g} to {high:.2g}"
     )
     return words, SUPPORTED if low > 1 else NOT_SUPPORTED
 

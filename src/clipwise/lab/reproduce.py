@@ -48,7 +48,7 @@ class Reproduction:
         verdicts = [claim.verdict for claim in self.claims]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
         lines = [
-            f"{len(self.figures)} figures and {len(self.claims)} claims ({counts}) in {self.folder}, "
+            f"figures: {len(self.figures)}, claims: {len(self.claims)} ({counts}) in {self.folder}, "
             f"after {duration(self.seconds)}",
             *(f"data: {source}" for source in self.data),
             *(f"failed: {failure}" for failure in self.failures),
@@ -277,9 +277,10 @@ def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
 
 def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
     from clipwise.lab.figures.synthetic import draw_synthetic
-    from clipwise.lab.synthetic import run_synthetic
+    from clipwise.lab.synthetic import SUMMARY as DONE, run_synthetic
 
-    run_synthetic(folder / "synthetic", progress=False)
+    if not (folder / "synthetic" / DONE).exists():
+        run_synthetic(folder / "synthetic", progress=False)
     return draw_synthetic(folder / "synthetic")[0]
 
 
