@@ -224,6 +224,17 @@ def test_train_then_report_then_advise(capsys, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_reproduce_leaves_a_report_with_claims(capsys, tmp_path):
+    code, out, _ = run(capsys, "reproduce", "fig7", "--folder", str(tmp_path / "all"), "--quiet")
+    assert code == 0
+    assert f"report: {tmp_path / 'all' / 'report.html'}" in out
+    page = (tmp_path / "all" / "report.html").read_text()
+    claims = json.loads((tmp_path / "all" / "claims.json").read_text())["claims"]
+    assert page.count("<td>fig7</td>") == len(claims) > 0
+    assert "data:image/png;base64," in page
+
+
+@pytest.mark.slow
 def test_sweep_trains_the_grid(capsys, text, tmp_path):
     folder = tmp_path / "sweep"
     line = small(text, "--lr", "0.5", "1", "--steps", "4", "--folder", str(folder))
