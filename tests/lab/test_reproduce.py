@@ -35,7 +35,7 @@ def test_the_plan_serves_every_figure_with_three_seeds():
         assert [run.recipe.seed for run in plan.of(setting)] == [0, 1, 2]
     costs = [run.cost for run in plan.runs]
     assert costs == sorted(costs, reverse=True)
-    assert sum(costs) < 2 * 15 * 60  # seconds on two cores
+    assert sum(costs) < 0.8 * 2 * 15 * 60  # seconds on two cores, with a fifth to spare
 
 
 def test_a_figure_alone_takes_only_its_runs():
