@@ -269,7 +269,7 @@ def main() -> None:
     if options.part in ("all", "report", "evaluate"):
         from benchmarks.calibrate_report import write
 
-        print(write(read(path), options.out, command="python -m benchmarks.calibrate"))
+        print(write(read(path), options.out, command=f"python -m benchmarks.calibrate --results {path}"))
 
 
 if __name__ == "__main__":

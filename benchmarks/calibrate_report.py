@@ -147,7 +147,7 @@ def figure(found: Regrets) -> Figure:
                 fillstyle="full" if name in held_out else "none",
             )  # fmt: skip
         panel.set_xscale("symlog", linthresh=0.05)
-        panel.set_xticks([-0.2, -0.05, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, DIVERGED])
+        panel.set_xticks([-0.2, -0.05, 0, 0.02, 0.05, 0.1, 0.2, 0.5, DIVERGED])
         panel.xaxis.set_major_formatter(
             FuncFormatter(lambda v, _: "diverged" if v >= DIVERGED else f"{v:.0%}")
         )
@@ -181,6 +181,12 @@ def write(rows: list[Row], folder: Path, *, command: str) -> str:
         "if it ended above its first loss or in NaN. Intervals: bootstrap over tasks and seeds.\n",
         "![Regret by task](calibrate.png)\n",
     ]
+    missing = [name for name in TASKS if name not in found.get("calibrated", {})]
+    if missing:
+        parts.append(
+            f"Not measured here: {', '.join(missing)}. The column of divergences shows how many runs each "
+            "method has; the same command adds what is missing.\n"
+        )
     for half, title in (
         ("held out", "Tasks that no choice was made on"),
         ("development", "Tasks on which the constants were chosen"),
