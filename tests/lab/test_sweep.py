@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from clipwise.lab.jobs import Job, last_step, run_jobs
-from clipwise.lab.recipes import to_dict
+from clipwise.lab.recipes import to_dict, with_fields
 from clipwise.lab.runs import Run, find_runs, write_json
 from clipwise.lab.sweep import has_ended, sweep
 from clipwise.lab.train import train
@@ -155,6 +155,24 @@ def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_jobli
     assert {t.status for t in result.trials} == {"finished"}
     assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
     assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_sweep_that_started_them(on_joblib, tmp_path):
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    write_json(tmp_path / "recipe.json", to_dict(with_fields(recipe, steps=100_000)))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], start_new_session=True)
+    while len(list((tmp_path / "sweep").glob("*/metrics.jsonl"))) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if is_loky(child)]
+    process.kill()  # the sweep alone; its workers must notice
+    process.wait()
+    assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    statuses = [Run.load(path.parent).status["status"] for path in (tmp_path / "sweep").glob("*/status.json")]
+    assert statuses == ["interrupted"] * 2  # each with a checkpoint to go on from
 
 
 @pytest.mark.slow

@@ -213,7 +213,8 @@ def test_a_corrupt_checkpoint_is_one_line_and_stays(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
+def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("clipwise.lab.runs.PATIENCE", 0.2)
     recipe = small_language(tmp_path)
     _interrupt_at(recipe, tmp_path / "run", step=3)
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="Another process is training in"):

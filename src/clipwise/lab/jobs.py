@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -99,12 +100,38 @@ def last_step(path: Path) -> int:
     return 0
 
 
-def _call(job: Job, threads: int) -> Outcome:
+def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
     try:
-        return Outcome(name=job.name, value=job.function(**job.arguments, threads=threads))
+        with _tied_to(parent):
+            return Outcome(name=job.name, value=job.function(**job.arguments, threads=threads))
     except Exception as error:
         lines = str(error).strip().splitlines()
         return Outcome(name=job.name, error=f"{type(error).__name__}: {lines[-1] if lines else ''}")
+
+
+@contextmanager
+def _tied_to(parent: int | None) -> Iterator[None]:
+    """End politely once the process that started us is gone: nobody waits, and the job can be resumed."""
+    if parent is None:
+        yield
+        return
+    if os.getppid() != parent:
+        os._exit(1)  # this job came out of the queue of a dead process
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.5):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outcome]:
@@ -113,7 +140,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
         if not left:
             return
         parallel = Parallel(n_jobs=workers, backend="loky", return_as="generator_unordered")
-        calls = (delayed(_call)(job, threads) for job in list(left.values()))
+        calls = (delayed(_call)(job, threads, os.getpid()) for job in list(left.values()))
         try:
             for outcome in parallel(calls):
                 assert isinstance(outcome, Outcome)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ STATUS = "status.json"
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
+PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -110,17 +112,26 @@ def write_status(folder: Path, **values: Any) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder: a second process that wants it gets an error. The system lets go when we die."""
+    """Hold the run folder: a second process that wants it gets an error. The system lets go when we die.
+
+    Waits three seconds for a process that is just ending, as a worker does whose parent was killed.
+    """
     try:
         import fcntl
     except ImportError:  # not a Unix: two writers are not kept apart
         yield
         return
     with (folder / CONFIG).open("r") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Another process is training in {folder}. Wait for it, or end it.") from None
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    words = f"Another process is training in {folder}. Wait for it, or end it."
+                    raise ValueError(words) from None
+                time.sleep(0.1)
         yield
 
 
