@@ -3,7 +3,7 @@
     python benchmarks/probe.py [--rounds 12] [--quick] [--json PATH]
 
 Everything is timed in CPU time of one thread, and the variants take turns in one process, so that a busy
-machine slows them alike; each time is that of the fastest round, because other work on the machine only adds.
+machine slows them alike; times are of the fastest rounds, because other work on the machine only adds.
 The rival is power iteration over Hessian products by double backward, as PyHessian does it (at most 100
 products, relative tolerance 1e-3), written out here. Cockpit cannot be timed: it does not import with a
 current setuptools.
@@ -101,13 +101,13 @@ def length_of_run(make, *, rounds, quick, every=10):
     plain, probed = Loop(make, quick), Loop(make, quick, every=every, fractions=(1.0,))
     plain.step()
     probed.step()  # the self-test of the first measurement
-    times = {loop: [[] for _ in range(every)] for loop in (plain, probed)}
-    for _ in range(rounds):
-        for place in range(every):
-            for loop in (plain, probed):
-                times[loop][place].append(cpu_seconds(loop.step))
-    total = {loop: sum(min(t) for t in places) for loop, places in times.items()}
-    return total[probed] / total[plain]
+    times = {"plain": [], "between": [], "measured": []}
+    for k in range(1, rounds * every + 1):
+        times["plain"].append(cpu_seconds(plain.step))
+        times["between" if k % every else "measured"].append(cpu_seconds(probed.step))
+    # Not the fastest: of few measured steps that is later than of many others.
+    usual = {kind: statistics.quantiles(values)[0] for kind, values in times.items()}
+    return ((every - 1) * usual["between"] + usual["measured"]) / (every * usual["plain"])
 
 
 def length_under_budget(*, rounds, steps=400, budget=0.05):
