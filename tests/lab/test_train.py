@@ -303,7 +303,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 def test_the_callers_float_type_random_state_and_threads_come_back(tmp_path):
     before = torch.get_rng_state()
-    train(small_language(tmp_path), tmp_path / "run", threads=2, **quiet)
+    train(small_language(tmp_path, steps=2), tmp_path / "run", threads=2, **quiet)
     assert torch.get_default_dtype() == torch.float64
     assert torch.get_num_threads() == 1
     torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
