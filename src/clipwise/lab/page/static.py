@@ -119,18 +119,25 @@ def _comparison(views: Sequence[RunView]) -> Figure:
             rows = _rows(view)
             panel.plot(
                 rows.get("step", []),
-                rows.get("loss", []),
+                _smooth(rows.get("loss", np.array([]))),
                 color=COLOURS[number % len(COLOURS)],
                 linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
                 label=view.name.replace("$", r"\$"),
             )
-        calm = [_rows(v)["loss"] for v in views if v.status != "diverged" and len(_rows(v).get("loss", ()))]
+        steady = [_rows(v) for v in views if v.status != "diverged"]
+        calm = [_smooth(rows["loss"]) for rows in steady if len(rows.get("loss", ()))]
         if calm and any(v.status == "diverged" for v in views):
             low, high = min(np.nanmin(c) for c in calm), max(np.nanmax(c) for c in calm)
             panel.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
         panel.set_title("training loss")
-        _labelled(panel, "training loss")
+        _labelled(panel, "training loss (running mean)")
     return figure
+
+
+def _smooth(loss: np.ndarray) -> np.ndarray:
+    """Mean over the last twentieth of the rows, 50 at most: as on the page."""
+    window = min(50, max(1, len(loss) // 20))
+    return np.array([np.mean(loss[max(0, i - window + 1) : i + 1]) for i in range(len(loss))])
 
 
 def _labelled(panel: Axes, label: str) -> bool:

@@ -40,6 +40,14 @@
   const where = (values, flags, flag) => values.map((v, i) => (flags[i] === flag ? v : null));
   const times = (a, b, factor = 1) => a.map((v, i) => (v === null || b[i] === null ? null : v * b[i] * factor));
   const over = (a, b) => a.map((v, i) => (v === null || b[i] === null || b[i] === 0 ? null : v / b[i]));
+  // Mean over the last twentieth of the rows (50 at most): the loss of single batches hides what differs.
+  const smooth = (y) => {
+    const window = Math.min(50, Math.max(1, Math.floor(y.length / 20)));
+    return y.map((v, i) => {
+      const last = y.slice(Math.max(0, i - window + 1), i + 1).filter((u) => u !== null);
+      return v === null ? null : last.reduce((a, b) => a + b, 0) / last.length;
+    });
+  };
   const rowsOf = (run) => (run.train.step.length ? run.train : run.measured);
 
   // A run that diverged would press all others flat: the axis ends a little above the ones that did not.
@@ -121,9 +129,9 @@
           return { x: m.grad_norm, y: m.smoothness, mode: "markers", name: plain(run.name),
             marker: { color: series(i), size: 5, opacity: 0.7, symbol: i % 24 } };
         }
-        return lines(r.step, r[what], run.name, series(i), { line: { color: series(i), width: 1.6, dash: dash(i) } });
+        return lines(r.step, what === "loss" ? smooth(r.loss) : r[what], run.name, series(i), { line: { color: series(i), width: 1.6, dash: dash(i) } });
       });
-      const title = { loss: "training loss", grad_norm: "gradient norm", smoothness: "local smoothness", scatter: "local smoothness" }[what];
+      const title = { loss: "training loss (running mean)", grad_norm: "gradient norm", smoothness: "local smoothness", scatter: "local smoothness" }[what];
       const x = what === "scatter" ? axis("gradient norm", scale) : axis("iteration");
       const y = axis(title, scale, calmRange(shown.map((i) => runs[i]), data, what, scale));
       return { data, layout: layout(x, y, { showlegend: shown.length <= 7 }) };
