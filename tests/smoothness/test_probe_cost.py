@@ -78,7 +78,7 @@ def test_extra_memory_is_within_three_times_the_parameters():
         return json.loads(done.stdout)
 
     (probed, size), (plain, _) = peak("0.25", "0.5", "0.75", "1.0"), peak()
-    assert probed - plain < 3 * size + 8e6  # and a few megabytes of the allocator's
+    assert probed - plain < 3 * size + 16e6  # and a few megabytes of the allocator's
 
 
 @pytest.mark.slow
