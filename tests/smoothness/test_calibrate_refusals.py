@@ -132,7 +132,7 @@ def test_one_batch_is_measured_with_a_warning():
         ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),
         ({"weight_decay": -1.0}, "`weight_decay`"),
         ({"kappa": 0.0}, "`kappa`"),
-        ({"headroom": -1.0}, "`headroom`"),
+        ({"clip_at": -1.0}, "`clip_at`"),
         ({"num_batches": 0}, "`num_batches`"),
         ({"max_gradients": 3}, "`max_gradients`"),
     ],
