@@ -112,7 +112,7 @@ def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
 @contextmanager
 def _tied_to(parent: int | None) -> Iterator[None]:
     """End politely once the process that started us is gone: nobody waits, and the job can be resumed."""
-    if parent is None:
+    if parent in (None, os.getpid()):  # joblib runs a job in its own process where it can start no other
         yield
         return
     if os.getppid() != parent:
