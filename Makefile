@@ -17,10 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)  ## everything that CI runs, on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 fast: $(READY)  ## the tests that take seconds
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 reproduce: $(READY)  ## every figure and table of the paper at laptop scale
 	$(BIN)/python -m clipwise reproduce $(ARGS)
