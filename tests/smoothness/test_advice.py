@@ -264,3 +264,17 @@ def test_words_and_html_carry_the_numbers_and_are_escaped():
 
 def test_advice_is_the_same_for_the_same_seed():
     assert advise(run(), seed=1) == advise(run(), seed=1)
+
+
+def test_a_run_that_broke_off_early_does_not_shorten_the_comparison():
+    early = run(num=4, lr=1.0, loss=np.linspace(9.3, 9.2, 4))
+    slow, fast = run(lr=0.1, loss=ending(5.0, num=200)), run(lr=0.3, loss=ending(4.0, num=200))
+    advice = advise(early, slow, fast)
+    assert "lr 0.3" in advice.verdict
+    assert any("lr 1" in reason for reason in advice.reasons)
+
+
+def test_a_trace_without_rows_says_nothing():
+    runs = [run(lr=lr, loss=ending(loss, num=200)) for lr, loss in ((0.1, 5.0), (0.3, 4.0))]
+    assert str(advise(Trace(), *runs)) == str(advise(*runs))
+    assert advise(Trace()).refused

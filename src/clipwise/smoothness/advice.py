@@ -139,6 +139,7 @@ def advise(
         raise ValueError("`traces` must be at least one trace, got none.")
     check_positive("constant", constant)
     rng = np.random.default_rng(seed)
+    traces = tuple(trace for trace in traces if len(trace)) or traces[:1]  # a run without rows says nothing
     try:
         settings = settings_of(traces)
         if len(settings) == 1:

@@ -25,7 +25,7 @@ class Setting:
     lr: float
     max_norm: float  # inf if no step was clipped
     points: Points | None  # None if the run ended before it could be measured
-    diverged: bool
+    diverged: bool  # or ended before half the steps of the others
     score: float  # lower is better: the loss at the end, or the fall per step for a stage
     error: float  # standard error of the score
 
@@ -66,7 +66,7 @@ def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | N
     gradient norm. Without clipping it would most likely diverge, which says nothing about it with clipping.
     """
     assert best.points is not None
-    tried = sorted({s.lr for s in settings})
+    tried = sorted({s.lr for s in settings if math.isfinite(s.lr)})
     above = [s for s in settings if s.lr > best.lr]
     clipped = best.max_norm if math.isfinite(best.max_norm) else float(np.median(best.points.grad_norm))
     ratio = _ratio(tried)
@@ -105,7 +105,8 @@ def _whole(trace: Trace, horizon: float) -> Setting:
     lr = float(np.nanmedian(trace.column("lr"))) if np.isfinite(trace.column("lr")).any() else math.nan
     finite = losses[np.isfinite(losses) & (trace.column("step") <= horizon)]
     score, error = _level(finite)
-    diverged = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
+    blown_up = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
+    diverged = blown_up or trace.column("step")[-1] < horizon
     max_norm = _max_norm(points) if points is not None else _told_max_norm(trace)
     return Setting(lr=lr, max_norm=max_norm, points=points, diverged=diverged, score=score, error=error)
 
@@ -151,8 +152,9 @@ def _told_max_norm(trace: Trace) -> float:
 
 
 def _common_end(traces: tuple[Trace, ...]) -> float:
+    """The step up to which runs are compared: all that got at least half as far as the longest."""
     ends = [trace.column("step")[-1] for trace in traces if len(trace) and _ends_finite(trace)]
-    return float(min(ends, default=math.inf))
+    return float(min((end for end in ends if end >= max(ends) / 2), default=math.inf))
 
 
 def _ends_finite(trace: Trace) -> bool:
