@@ -22,6 +22,8 @@ from clipwise._torch import foreach_add_, foreach_mul, foreach_mul_, fused_sgd
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
+# Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
+_LARGE = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
             update_loop(p, g, bundle.buffers[i] if bundle.buffers else None, rule, scale)
     elif bundle.path == "fused" and isinstance(scale, Tensor):
         _update_fused_on_device(bundle, rule, scale, skip if isinstance(skip, Tensor) else None)
-    elif bundle.path == "fused" and _can_fold(rule, scale):
+    elif bundle.path == "fused" and _can_fold(rule, scale) and not _is_one_long_stream(bundle):
         _update_fused(bundle, rule, scale)
     else:
         _update_foreach(bundle, rule, scale)
@@ -127,6 +129,13 @@ def _can_fold(rule: Rule, scale: float) -> bool:
     return not rule.nesterov or not rule.weight_decay
 
 
+def _is_one_long_stream(bundle: Bundle) -> bool:
+    """Whether this is p - h*g on large tensors, which torch's plain `add` streams faster than its kernel."""
+    if bundle.buffers or bundle.rule.weight_decay:
+        return False
+    return sum(map(Tensor.numel, bundle.params)) > _LARGE * len(bundle.params)
+
+
 def _update_fused(bundle: Bundle, rule: Rule, scale: float) -> None:
     """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
 
@@ -164,7 +173,8 @@ def _update_fused_on_device(bundle: Bundle, rule: Rule, scale: Tensor, skip: Ten
 
 def _update_foreach(bundle: Bundle, rule: Rule, scale: Any) -> None:
     """A handful of calls over all parameters at once."""
-    params, grads, buffers = bundle.params, bundle.grads, bundle.buffers
+    # Last tensor first: what the norm read last is still in the cache.
+    params, grads, buffers = bundle.params[::-1], bundle.grads[::-1], bundle.buffers[::-1]
     sign = -1.0 if rule.maximize else 1.0
     if isinstance(scale, Tensor) or rule.weight_decay or rule.nesterov:
         grads = foreach_mul(grads, sign * scale)
