@@ -2,8 +2,8 @@
 
     python benchmarks/step.py [--rounds 40] [--threads 1 2] [--json PATH]
 
-All variants share parameters and gradients and take turns in one process, in a new order each round, so that a
-busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
+All variants share parameters and gradients and take turns in one process, in a new order each round, so that
+a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
 threads by the clock. The gradients are put back before every timed call, outside the clock, because
 clip_grad_norm_ rewrites them.
 """

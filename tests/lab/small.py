@@ -36,5 +36,12 @@ def small_language(folder, **fields):
 
 def small_images(**fields):
     """ResNet20 on scikit-learn's digits."""
-    small = {"images": "digits", "batch_size": 8, "steps": 4, "eval_size": 40, "num_images": 80, "probe_every": 2}
+    small = {
+        "images": "digits",
+        "batch_size": 8,
+        "steps": 4,
+        "eval_size": 40,
+        "num_images": 80,
+        "probe_every": 2,
+    }
     return with_fields(get_recipe("cifar-resnet20", **small), **fields)
