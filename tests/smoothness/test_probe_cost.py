@@ -1,19 +1,17 @@
-"""What a measurement costs, counted where it can be counted and timed where it must be."""
+"""What a measurement costs, in passes, operations and bytes; seconds are in ``benchmarks/probe.py``."""
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import clipwise as cw
 from clipwise.smoothness.probe import SmoothnessProbe
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "probe.py"
@@ -52,20 +50,36 @@ def test_local_estimate_takes_two_more_passes():
     assert calls.count(1) == 1 + 1 + 2
 
 
-def test_step_that_is_not_measured_costs_next_to_nothing():
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_step_that_is_not_measured_computes_nothing_and_calls_little():
     model = nn.Linear(2, 1)
     probe = SmoothnessProbe(model, every=10**9)
-    model.weight.grad = torch.ones_like(model.weight)
-    model.bias.grad = torch.ones_like(model.bias)
-    with probe(lambda: model.weight.sum() + model.bias.sum()):
-        pass
-    times = []
-    for _ in range(500):
-        start = time.thread_time()
-        with probe(lambda: None):
-            pass
-        times.append(time.thread_time() - start)
-    assert statistics.median(times) < 1e-4  # it takes about five microseconds
+    probe.schedule.next = 10**9
+    closure_calls, python_calls = [], []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            python_calls.append(frame.f_code.co_name)
+
+    with Operations() as operations:
+        sys.setprofile(profile)
+        try:
+            with probe(lambda: closure_calls.append(1)):
+                pass
+        finally:
+            sys.setprofile(None)
+    assert not closure_calls
+    assert operations.count == 0
+    assert len(python_calls) < 25, python_calls  # whatever the size of the model
 
 
 @pytest.mark.slow
@@ -79,31 +93,3 @@ def test_extra_memory_is_within_three_times_the_parameters():
 
     (probed, size), (plain, _) = peak("0.25", "0.5", "0.75", "1.0"), peak()
     assert probed - plain < 3 * size + 16e6  # and a few megabytes of the allocator's
-
-
-@pytest.mark.slow
-def test_run_stays_within_its_budget_of_time():
-    def run(**options):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10)
-        )
-        x, y = torch.randn(64, 64), torch.randint(10, (64,))
-        optimizer = cw.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0)
-        probe = SmoothnessProbe(model, **options)
-        start = time.thread_time()
-        for _ in range(300):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            with probe(lambda: F.cross_entropy(model(x), y)):
-                optimizer.step()
-        return time.thread_time() - start, len(probe.trace)
-
-    run(every=10**9)
-    ratios = []
-    for _ in range(3):
-        plain, _ = run(every=10**9)
-        budgeted, rows = run(every=1, fractions=(1.0,), max_overhead=0.05)
-        ratios.append(budgeted / plain)
-        assert rows >= 2
-    assert statistics.median(ratios) < 1.08

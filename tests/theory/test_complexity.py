@@ -165,14 +165,14 @@ def test_clipping_keeps_descent_going_under_heavy_tails():
 
 
 @pytest.mark.slow
-def test_a_million_iterations_of_64_step_sizes_take_under_ten_seconds():
+def test_a_million_iterations_of_64_step_sizes_take_seconds_not_hours():
     rule = ClippedStep(lr=3e4 * 2.0 ** -np.linspace(5, 25, 64), max_norm=0.01)
     start = time.process_time()
     runs = descend(Quartic(), rule, 30.1234, 1_000_000, eps=1e-6, every=10_000)
     elapsed = time.process_time() - start
     assert runs.points.shape == (101, 64)
     assert np.isfinite(runs.hits).sum() > 10
-    assert elapsed < 10
+    assert elapsed < 200  # about 5; one step size after the other in Python takes a thousand
 
 
 @pytest.mark.parametrize(

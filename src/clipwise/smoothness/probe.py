@@ -7,7 +7,6 @@ At a measured step the probe keeps :math:`x_k` and the gradient there, lets the 
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,14 +104,14 @@ class SmoothnessProbe:
         self.on_error = check_choice("on_error", on_error, ("mark", "raise"))
         self.groups = layer_groups(model, self.parameters, layers)
         gradients = len(self.fractions) + (oracle is not None)
-        self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=gradients + 2)
+        # Two more gradients for the self-test; and whatever is done for the first time takes longer.
+        self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
         self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
         self.step = 0
         self._measurements = 0
         self.self_test: float | None = None
         self._tested = False
         self._warned: set[str] = set()
-        self._ended: float | None = None
         self._forget_pass()
         self._handle = watch_forward(model, self._saw_forward)
 
@@ -139,29 +138,30 @@ class SmoothnessProbe:
             try:
                 yield
             finally:
-                self._finish_step(spent=0.0)
+                self._finish_step()
             return
-        started = time.perf_counter()
+        started = self._now()
         row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
         if loss is not None and self.oracle is None:
             row["loss"] = self._mean(torch.as_tensor(loss))
-        spent, routine = 0.0, self._tested
+        routine = self._tested
         try:
             before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
-            spent = self._clock() - started
-            with watch_steps(self.parameters) as steps:
+            self._spent += self._now() - started
+            with watch_steps(self.parameters, clock=self._now) as steps:
                 yield
-            resumed = self._clock()
+            resumed = self._now()
+            self._spent += steps.seconds
             if halves is not None:
                 row["noise"] = self._attempt(row, partial(self._noise, halves))
             if before is not None:
                 self._attempt(row, partial(self._look_after, closure, before, steps, row))
             self._write(row)
-            spent += self._clock() - resumed
+            self._spent += self._now() - resumed
             self._measurements += 1
         finally:
             before = None
-            self._finish_step(spent=spent, routine=routine)
+            self._finish_step(routine=routine)
 
     def snapshot(self) -> None:
         """Remember random states and buffers as they are now, as those that the training pass starts from.
@@ -170,7 +170,9 @@ class SmoothnessProbe:
         whole: then call this just before the loss is computed.
         """
         if self.step == self.schedule.next:
+            started = self._now()
             self._pass = PassState(self.model)
+            self._spent += self._now() - started
 
     def close(self) -> None:
         """Stop watching the model and close the trace's file."""
@@ -288,12 +290,14 @@ class SmoothnessProbe:
             if not self._tested:
                 self._replayed.saw(args, kwargs)
             return
+        started = self.schedule.clock()
         if self._pass is None:
             self._pass = PassState(self.model)
         self._eps = autocast_precision(self.parameters[0])
         self._batch_size += size_of([*args, *kwargs.values()])
         if not self._tested:
             self._seen.saw(args, kwargs)
+        self._spent += self.schedule.clock() - started
 
     def _forget_pass(self) -> None:
         self._pass: PassState | None = None
@@ -302,6 +306,7 @@ class SmoothnessProbe:
         self._batch_size = 0.0
         self._eps: float | None = None
         self._in_replay = False
+        self._spent = 0.0  # seconds of this step that went into measuring
 
     def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """``measure()``, its failure noted in the row."""
@@ -330,13 +335,8 @@ class SmoothnessProbe:
             self._warned.add(kind)
             warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
 
-    def _finish_step(self, *, spent: float, routine: bool = True) -> None:
-        now = time.perf_counter()
-        if self._ended is not None:
-            self.schedule.trained(max(now - self._ended - spent, 0.0))
-        if spent:
-            self.schedule.measured(spent, routine=routine)
-        self._ended = now
+    def _finish_step(self, *, routine: bool = True) -> None:
+        self.schedule.finished(self.step, spent=self._spent, routine=routine)
         if self.schedule.needs_plan(self.step):
             self.schedule.plan(self.step)
             if self.schedule.max_overhead is not None:
@@ -352,10 +352,10 @@ class SmoothnessProbe:
     def _mean(self, loss: Tensor) -> float:
         return over_ranks(loss.detach().item(), self.model, mean=True)
 
-    def _clock(self) -> float:
+    def _now(self) -> float:
         if torch.accelerator.is_available() and self.parameters[0].device.type != "cpu":
             torch.accelerator.synchronize()
-        return time.perf_counter()
+        return self.schedule.clock()
 
     def _new_trace(self, path: str | Path | None) -> Trace:
         header = {

@@ -57,8 +57,10 @@ def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class StepWatch:
     """The optimizers that stepped, their learning rate, and the gradient norm they were handed."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], clock: Callable[[], float]) -> None:
         self._parameters = parameters
+        self._clock = clock
+        self.seconds = 0.0  # that watching took
         self._ids = {id(p) for p in parameters}
         self.optimizers: list[Optimizer] = []
         self.grad_norm: Tensor | None = None
@@ -66,8 +68,11 @@ class StepWatch:
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Called by torch before every optimizer's step."""
         if any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            started = self._clock()
             self.optimizers.append(optimizer)
-            self.grad_norm = norm(p.grad for p in self._parameters)
+            if not callable(getattr(optimizer, "clip_stats", None)):  # one that tells needs no watching
+                self.grad_norm = norm(p.grad for p in self._parameters)
+            self.seconds += self._clock() - started
 
     @property
     def lr(self) -> float | None:
@@ -87,9 +92,9 @@ class StepWatch:
 
 
 @contextmanager
-def watch_steps(parameters: Sequence[Tensor]) -> Iterator[StepWatch]:
-    """Watch every optimizer that steps any of ``parameters`` inside the block."""
-    watch = StepWatch(parameters)
+def watch_steps(parameters: Sequence[Tensor], *, clock: Callable[[], float]) -> Iterator[StepWatch]:
+    """Watch every optimizer that steps any of ``parameters`` inside the block, timed with ``clock``."""
+    watch = StepWatch(parameters, clock)
     handle = register_optimizer_step_pre_hook(watch)
     try:
         yield watch
