@@ -33,7 +33,7 @@ from benchmarks.calibrate_tasks import DEVELOPMENT, TASKS
 WINDOW = 40  # steps, and fresh batches, over which the final loss is averaged
 TUNING_SEEDS = (100, 101)  # the whole grid on the first, its best settings again on the others
 SEEDS = (1, 2, 3)
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # six of them for each task
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # six of them for each task
 THRESHOLDS = (math.inf, 2.0, 0.7, 0.25)  # times the gradient norm at the start
 ADAMW_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FIRST = ("best of grid", "calibrated", "calibrated, no clipping")
@@ -119,11 +119,12 @@ def _deployed_loss(run: Run, trainer: Any, batch: Any) -> float:
 def grid_jobs(tasks: list[str], seed: int, *, momentum: float = 0.0) -> list[Job]:
     """Every lr and threshold of the grid, for SGD with clipping."""
     label, extra = ("grid, momentum", {"momentum": momentum}) if momentum else ("grid", {})
+    thresholds = THRESHOLDS[::2] if momentum else THRESHOLDS
     return [
         job(task, seed, label, "clipped", lr=lr / (10 if momentum else 1), relative=relative, **extra)
         for task in tasks
         for lr in RATES[RATES.index(TASKS[task].lowest_lr) :][:6]
-        for relative in THRESHOLDS
+        for relative in thresholds
     ]
 
 

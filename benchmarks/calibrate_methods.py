@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.calibrate_tasks import Batch, Task
+from benchmarks.calibrate_data import Batch, Task
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
