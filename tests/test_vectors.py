@@ -9,6 +9,17 @@ from clipwise.vectors import cpu_norm, global_norm
 from tests.reference import reference_norm
 
 
+@pytest.fixture(autouse=True, params=["native", "torch"], scope="module")
+def summed_by(request):
+    """All that is said here holds with our kernel and without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(vectors, "native", lambda: None)
+        elif vectors.native() is None:
+            pytest.skip("built without the kernel")
+        yield
+
+
 def relative_error(tensors):
     exact = reference_norm(tensors)
     return abs(float(global_norm(tensors)) / exact - 1)

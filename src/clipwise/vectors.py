@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from clipwise._native import DTYPES, native
 from clipwise._torch import foreach_norm
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
@@ -70,15 +71,30 @@ def cpu_norm(tensors: Sequence[Tensor]) -> float:
     if not tensors:
         return 0.0
     dtype = tensors[0].dtype
+    kernel = native()
+    if kernel is not None and dtype in DTYPES:
+        vectors = (
+            tensors
+            if all(map(Tensor.is_contiguous, tensors))
+            else [_as_vector(t).contiguous() for t in tensors]
+        )
+        norm = math.sqrt(kernel.sum_of_squares(vectors))
+    else:
+        norm = _norm_by_torch(tensors)
+    low, high = _SAFE.get(dtype, _SAFE_SINGLE)
+    return norm if low < norm < high else _rescaled_norm(tensors)
+
+
+def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
+    """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
+    dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
     middle, matrices = _sorted_by_size(tensors)
     norms = [norm.item() for norm in foreach_norm()(middle, 2, dtype=wide)] if middle else []
     if matrices:
         rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=wide) for matrix in matrices]
         norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
-    norm = math.hypot(*norms)  # neither overflows nor loses digits
-    low, high = _SAFE.get(dtype, _SAFE_SINGLE)
-    return norm if low < norm < high else _rescaled_norm(tensors)
+    return math.hypot(*norms)  # neither overflows nor loses digits
 
 
 def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:

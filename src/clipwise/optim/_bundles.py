@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise._native import native
 from clipwise._torch import fused_sgd, has_foreach
 from clipwise.optim._update import Bundle, Rule
 from clipwise.vectors import homogeneous_cpu, is_sharded
@@ -34,17 +35,17 @@ class Unit:
             lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
             weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
         )  # fmt: skip
-        if self.plain and _uses_kernel(group):
+        kernel = _kernel_of(group)
+        if self.plain and kernel:
             buffers = [state[p].get(_BUFFER) for p in self.params] if rule.momentum else []
             if _all_as_the_kernel_likes(self.params, self.grads, buffers):
-                self.bundles = [Bundle("fused", rule, self.params, self.grads, buffers, self.params)]
+                self.bundles = [Bundle(kernel, rule, self.params, self.grads, buffers, self.params)]
                 return
-        choose = _path_chooser(group)
         bundles: dict[tuple, Bundle] = {}
         for whole, g in zip(self.params, self.grads, strict=True):
             buffer, fresh = _buffer(state[whole], whole) if rule.momentum else (None, False)
             p, g, buffer = _local_and_real(whole, g, buffer)
-            path = choose(p, g, buffer)
+            path = _path(p, g, buffer, kernel=kernel, by_loop=_uses_loop(group))
             # torch does not damp the first gradient that a buffer sees.
             undamped = fresh and rule.dampening != 0
             key = (path, p.dtype, p.device, undamped)
@@ -91,30 +92,28 @@ def _local_and_real(p: Tensor, g: Any, buffer: Any) -> tuple[Tensor, Tensor, Ten
     return p, g, buffer
 
 
-def _path_chooser(group: dict[str, Any]) -> Any:
-    """The function from a parameter, its gradient and buffer to the path that is right for them."""
-    by_loop = (
-        group["differentiable"] or (group["foreach"] is False and not group["fused"]) or not has_foreach()
-    )
-    by_kernel = (
-        not by_loop and group["fused"] is not False and not group["foreach"] and fused_sgd() is not None
-    )
-
-    def choose(p: Tensor, g: Tensor, buffer: Tensor | None) -> str:
-        if by_loop or g.layout != torch.strided:
-            return "loop"
-        return "fused" if by_kernel and _kernel_is_right(p, g, buffer) else "foreach"
-
-    return choose
+def _path(p: Tensor, g: Tensor, buffer: Tensor | None, *, kernel: str | None, by_loop: bool) -> str:
+    """The path that is right for one parameter, its gradient and buffer."""
+    if by_loop or g.layout != torch.strided:
+        return "loop"
+    if kernel is None or not _kernel_is_right(p, g, buffer):
+        return "foreach"
+    if p.device.type == "cpu":
+        return kernel
+    return "fused" if fused_sgd() is not None else "foreach"
 
 
 def _uses_loop(group: dict[str, Any]) -> bool:
     return group["differentiable"] or (group["foreach"] is False and not group["fused"]) or not has_foreach()
 
 
-def _uses_kernel(group: dict[str, Any]) -> bool:
-    wanted = group["fused"] is not False and not group["foreach"] and not _uses_loop(group)
-    return wanted and fused_sgd() is not None
+def _kernel_of(group: dict[str, Any]) -> str | None:
+    """The kernel that a group wants on CPU: "native" is ours, "fused" is torch's."""
+    if group["fused"] is False or group["foreach"] or _uses_loop(group):
+        return None
+    if native() is not None and not group["fused"]:
+        return "native"
+    return "fused" if fused_sgd() is not None else None
 
 
 def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers: list[Any]) -> bool:
@@ -125,13 +124,14 @@ def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers:
         and all(map(contiguous, grads))
         and all(map(contiguous, params))
         and all(p.dtype is dtype for p in params)
+        and not any(map(Tensor.is_neg, grads))
         and all(b is not None and b.dtype is dtype and b.is_contiguous() for b in buffers)
     )
 
 
 def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
-    """Torch's kernel walks memory: on CPU it skips half precision, and unequal strides give wrong values."""
-    if g.dtype is not p.dtype or (p.dtype not in _KERNEL_DTYPES and p.device.type == "cpu"):
+    """A kernel walks memory: unequal strides give wrong values; on CPU there is none for half precision."""
+    if g.dtype is not p.dtype or g.is_neg() or (p.dtype not in _KERNEL_DTYPES and p.device.type == "cpu"):
         return False
     if p.is_contiguous() and g.is_contiguous() and (buffer is None or buffer.is_contiguous()):
         return True

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise._native import native
 from clipwise._torch import foreach_add_, foreach_mul, foreach_mul_, fused_sgd
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
@@ -54,7 +55,7 @@ class Bundle:
     real numbers, sharded ones as this rank's part.
     """
 
-    path: str  # "fused", "foreach" or "loop"
+    path: str  # "native", "fused", "foreach" or "loop"
     rule: Rule
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -80,8 +81,10 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
     if isinstance(scale, Tensor):
         scale = scale.to(bundle.params[0].device)
     if isinstance(skip, Tensor) and bundle.path != "fused" and skip.item():
-        return  # only the kernel can leave the decision on the device
-    if bundle.path == "loop":
+        return  # only torch's kernel can leave the decision on the device
+    if bundle.path == "native":
+        _update_native(bundle, rule, float(scale))
+    elif bundle.path == "loop":
         for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
             update_loop(p, g, bundle.buffers[i] if bundle.buffers else None, rule, scale)
     elif bundle.path == "fused" and isinstance(scale, Tensor):
@@ -121,6 +124,17 @@ def average_(bundle: Bundle) -> Bundle:
             torch.add(rule.momentum * b, g) for g, b in zip(bundle.grads, bundle.buffers, strict=True)
         ]
     return Bundle(bundle.path, rule.without_momentum(), bundle.params, directions, wholes=bundle.wholes)
+
+
+def _update_native(bundle: Bundle, rule: Rule, scale: float) -> None:
+    """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
+    kernel = native()
+    assert kernel is not None  # a bundle is on this path only where there is one
+    kernel.update(
+        bundle.params, bundle.grads, bundle.buffers, scale=-scale if rule.maximize else scale,
+        weight_decay=rule.weight_decay, momentum=rule.momentum, dampening=rule.dampening, lr=float(rule.lr),
+        nesterov=rule.nesterov,
+    )  # fmt: skip
 
 
 def _can_fold(rule: Rule, scale: float) -> bool:

@@ -40,7 +40,8 @@ class ClippedSGD(ScaledSGD):
             nothing, ``"skip"`` changes nothing and counts, ``"propagate"`` steps like torch. On an
             accelerator ``"raise"`` has to wait for the norm in every step; the others never wait.
         maximize: Ascend instead of descend.
-        foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen.
+        foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
+            CPU the package's own kernel, if it was built.
         fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
             and float64), other tensors fall back to ``foreach``.
         differentiable: Let gradients flow through the step.

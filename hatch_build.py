@@ -1,0 +1,47 @@
+"""Compile the kernel while the package is built; without a C compiler the package is pure Python."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("src/clipwise/_native")
+FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+# From the best build to the plainest: several kinds of processor in one file, several threads.
+EXTRAS = [["-DCLONES", "-fopenmp"], ["-fopenmp"], ["-DCLONES"], []]
+
+
+class KernelHook(BuildHookInterface):
+    """What hatchling calls before it packs a wheel or an editable install."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile; where that works, the wheel holds the library and is for this kind of machine only."""
+        root = Path(self.root)
+        library = root / FOLDER / ("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
+        if self.target_name != "wheel" or not compiled(root / FOLDER / "kernel.c", library):
+            return
+        build_data["artifacts"].append(f"/{library.relative_to(root).as_posix()}")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def compiled(source: Path, library: Path) -> bool:
+    """Whether some set of flags compiled ``source``; the library appears whole or not at all."""
+    compiler = os.environ.get("CC") or "cc"
+    fresh = library.with_name(f".{library.name}.{os.getpid()}")
+    for extra in EXTRAS:
+        command = [*compiler.split(), *FLAGS, *extra, "-o", str(fresh), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        if done.returncode == 0:
+            fresh.replace(library)
+            return True
+    fresh.unlink(missing_ok=True)
+    print("clipwise: no C compiler, or it failed; building without the kernel", file=sys.stderr)
+    return False

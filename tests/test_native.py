@@ -1,0 +1,205 @@
+"""The compiled kernel against the formulas, and what happens where it cannot be built."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+import clipwise as cw
+from clipwise._native import LIBRARY, Kernel, native
+from clipwise.optim._update import Rule, update_loop
+from tests.reference import reference_norm
+
+ROOT = Path(__file__).parents[1]
+BLOCK = 1 << 16  # as in kernel.c
+DTYPES = [torch.float32, torch.float64]
+
+needs_kernel = pytest.mark.skipif(native() is None, reason="built without the kernel: no C compiler")
+
+
+def tensors_of(sizes, dtype=torch.float64, scale=1.0):
+    return [(scale * torch.randn(n)).to(dtype) for n in sizes]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_kernel_is_there_wherever_a_compiler_is():
+    if shutil.which("cc") and sys.platform == "linux" and os.environ.get("CLIPWISE_NATIVE") != "0":
+        assert native() is not None
+
+
+@needs_kernel
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-30, 18),
+    seed=st.integers(0, 100),
+)
+def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
+    torch.manual_seed(seed)
+    tensors = tensors_of(sizes, dtype, 10.0**exponent)
+    exact = reference_norm(tensors)
+    assert math.sqrt(native().sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
+def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
+    tensors = tensors_of(sizes, dtype)
+    norm = math.sqrt(native().sum_of_squares(tensors))
+    assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
+
+
+@needs_kernel
+def test_one_large_entry_among_tiny_ones_and_the_other_way_round():
+    t = torch.full((5000,), 1e-25, dtype=torch.float32)
+    assert math.sqrt(native().sum_of_squares([t])) == pytest.approx(1e-25 * math.sqrt(5000), rel=1e-6)
+    t[777] = 2e25
+    assert math.sqrt(native().sum_of_squares([t])) == pytest.approx(2e25, rel=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 64, 1023, 69_999])
+def test_a_value_that_is_not_finite_is_seen_wherever_it_stands(bad, where):
+    t = torch.ones(70_000, dtype=torch.float32)
+    t[where] = bad
+    assert not math.isfinite(native().sum_of_squares([t]))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov", "decay", "sign"),
+    list(product([0.0, 0.9], [0.0, 0.3], [False, True], [0.0, 0.01], [1, -1])),
+)
+def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, dtype, threads):
+    sizes = [1, 7, 64, 65, BLOCK - 1, 2 * BLOCK + 5, 0]
+    params, grads, buffers = (tensors_of(sizes, dtype) for _ in range(3))
+    buffers = buffers if momentum else []
+    expected = [(p.clone(), buffers[i].clone() if momentum else None) for i, p in enumerate(params)]
+    rule = Rule(
+        lr=0.1, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=decay,
+        maximize=sign < 0,
+    )  # fmt: skip
+    for (p, b), g in zip(expected, grads, strict=True):
+        update_loop(p, g, b, rule, 0.7)
+    kept = [g.clone() for g in grads]
+    native().update(
+        params, grads, buffers, scale=sign * 0.7, weight_decay=decay, momentum=momentum,
+        dampening=dampening, lr=0.1, nesterov=nesterov,
+    )  # fmt: skip
+    for i, (p, b) in enumerate(expected):
+        torch.testing.assert_close(params[i], p)
+        assert torch.equal(grads[i], kept[i])
+        if momentum:
+            torch.testing.assert_close(buffers[i], b)
+
+
+@needs_kernel
+def test_no_decay_leaves_infinite_parameters_alone():
+    p, g = torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0])
+    for nesterov, buffers in [(False, []), (False, [torch.zeros(2)]), (True, [torch.zeros(2)])]:
+        native().update(
+            [p], [g], buffers, scale=1.0, weight_decay=0.0, momentum=0.9, dampening=0.0, lr=0.0,
+            nesterov=nesterov,
+        )  # fmt: skip
+        assert p.tolist() == [math.inf, 1.0]
+
+
+@needs_kernel
+def test_lists_of_other_sizes_are_refused_before_anything_is_written():
+    p = torch.ones(5)
+    options = {"scale": 1.0, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "lr": 1.0}
+    for grads, buffers in [([torch.ones(4)], []), ([torch.ones(5)], [torch.ones(6)]), ([], [])]:
+        with pytest.raises(ValueError, match="sizes of their parameters"):
+            native().update([p], grads, buffers, nesterov=False, **options)
+    assert torch.equal(p, torch.ones(5))
+
+
+@needs_kernel
+def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel():
+    p = nn.Parameter(torch.ones(5))
+    p.grad = torch.ones(5)
+    optimizer = cw.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9)
+    optimizer.step()
+    optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="sizes of their parameters"):
+        optimizer.step()
+
+
+@needs_kernel
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_autograd_notices_that_a_step_changed_the_parameters(momentum):
+    p = nn.Parameter(torch.ones(5))
+    optimizer = cw.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=momentum)
+    loss = (p**2).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_kernel
+def test_gradient_stored_with_its_sign_to_be_turned_is_read_rightly():
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.randn(4, dtype=torch.complex128).conj().imag  # a view with a minus sign still to apply
+    assert p.grad.is_neg()
+    expected = -0.1 * p.grad.resolve_neg()
+    cw.ClippedSGD([p], lr=0.1, max_norm=math.inf).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+def test_environment_can_leave_the_kernel_out():
+    code = "from clipwise._native import native; print(native())"
+    env = {**os.environ, "CLIPWISE_NATIVE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def test_file_that_is_no_library_is_passed_over(monkeypatch, tmp_path):
+    bad = tmp_path / "kernel.so"
+    bad.write_bytes(b"not a library")
+    monkeypatch.setattr("clipwise._native.LIBRARY", bad)
+    assert native.__wrapped__() is None
+    with pytest.raises(OSError, match=r"kernel\.so"):
+        Kernel(bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["cc", "no-such-compiler"])
+def test_wheel_is_built_with_and_without_a_compiler(compiler, tmp_path):
+    if compiler == "cc" and not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    source = tmp_path / "source"
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=lambda folder, names: [n for n in names if n not in SOURCES and Path(folder) == ROOT],
+    )
+    (source / LIBRARY.relative_to(ROOT)).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "CC": compiler})
+    (wheel,) = tmp_path.glob("*.whl")
+    has_library = any(name.endswith(LIBRARY.name) for name in zipfile.ZipFile(wheel).namelist())
+    assert has_library == (compiler == "cc")
+    assert wheel.name.endswith("none-any.whl") != has_library
+
+
+SOURCES = {"src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}
