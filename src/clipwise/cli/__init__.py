@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program's name; default: that of this process.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Greek letters is no reason to end
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
@@ -79,13 +83,30 @@ def _explain(error: Exception) -> int:
     """One line about what went wrong, and the exit code."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LAB:
         print(
-            f"clipwise: this needs {error.name}, which is not installed: pip install 'clipwise[lab]'",
+            f"clipwise: this needs {error.name}, which is not installed. In the folder of clipwise: "
+            "pip install -c constraints.txt '.[lab]'",
             file=sys.stderr,
         )
         return FAILED
     usage = type(error).__name__ == "UsageError"
-    words = " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(_words(error).split()) or type(error).__name__
     if not usage and not isinstance(error, (ValueError, OSError)):
         words = f"{type(error).__name__}: {words} (run it again with --debug for the traceback)"
     print(words if usage else f"clipwise: {words}", file=sys.stderr)
     return WRONG_USAGE if usage else FAILED
+
+
+def _words(error: Exception) -> str:
+    """What happened; of the system's errors the file and the reason, without number and detours.
+
+    Example:
+        >>> _words(PermissionError(13, "Permission denied", "runs/mine"))
+        'runs/mine: permission denied'
+    """
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        # Of a move, the goal: the file that is moved is one of ours.
+        name = error.filename2 if error.filename2 is not None else error.filename
+        if isinstance(error, FileExistsError):
+            return f"{name} is a file, and a folder is needed."
+        return f"{name}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    return str(error)

@@ -66,7 +66,7 @@ def unknown_option(name: str, known: Iterable[str], *, prog: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that is closest, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -79,24 +79,48 @@ def option_names(kind: Any) -> list[str]:
 
 
 def _short_usage(text: str) -> str:
-    """Help whose usage line fits the terminal: the options are listed below it anyway."""
-    usage, _, rest = text.partition("\n")
-    if len(usage) > WIDTH:
-        usage = f"{usage.split(' [')[0]} [-h] [OPTIONS]"
-    return "\n".join(line.rstrip() for line in [usage, *rest.split("\n")])
+    """Help whose usage line fits the terminal, and names what stands without a dash last."""
+    usage, *rest = [line.rstrip() for line in text.split("\n")]
+    named, rule, listed = "\n".join(rest).partition("\n options\n")
+    positional = re.search(r" positional arguments\n -+\n +([A-Z]+) ", named)
+    if len(usage) > WIDTH or positional:
+        usage = f"{usage.split(' [')[0]} [-h] [OPTIONS]" + (f" {positional[1]} ..." if positional else "")
+    named, listed = named.replace(" (default: )", ""), listed.replace("(default: )", "(default: none)")
+    return f"{usage}\n{named}{rule}{listed}"
+
+
+# What Python says of a wrong number, in words for someone who typed it.
+_PLAINLY = (
+    (r"^error parsing (--[\w-]+|[A-Z]+): ", r"\1: "),
+    (r"invalid literal for int\(\) with base 10: (.*)", r"needs a whole number, got \1"),
+    (
+        r"no type matching FLOAT\|\{(\w+)\} could be instantiated from \[(.*)\]",
+        r"needs a number or \1, got \2",
+    ),
+    (r"Could not find valid parse for arguments: \[(.*)\]", r"cannot be read: \1"),
+    (r"could not convert string to float: (.*)", r"needs a number, got \1"),
+)
 
 
 def _one_line(box: str) -> str:
-    """The first paragraph of what tyro says, without its frame."""
-    lines = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]]
-    words = []
-    for line in lines:
-        if set(line) <= set("─"):
-            break
-        words.append(line)
-    said = re.sub(r"\s+", " ", " ".join(words)).strip()
-    said = said.replace("Missing from", "missing from").removesuffix(".")
-    return f"{said[:1].lower()}{said[1:]}."
+    r"""The first paragraph of what tyro says, without its title and frame.
+
+    Example:
+        >>> _one_line("Value error\n ---\n Error parsing --lr: could not convert string to float: 'x'\n ---")
+        "--lr: needs a number, got 'x'."
+    """
+    paragraphs: list[list[str]] = [[]]
+    for line in (line.strip("│╭╮╰╯ \n") for line in box.splitlines()[1:]):
+        if set(line) <= set("─-"):
+            paragraphs.append([])
+        else:
+            paragraphs[-1].append(line)
+    words = next((lines for lines in paragraphs if lines), [""])
+    said = re.sub(r"\s+", " ", " ".join(words)).strip().removesuffix(".")
+    said = f"{said[:1].lower()}{said[1:]}".replace("Missing from", "missing from")
+    for pattern, plainly in _PLAINLY:
+        said = re.sub(pattern, plainly, said)
+    return f"{said}."
 
 
 @contextlib.contextmanager
