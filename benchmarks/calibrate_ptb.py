@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from clipwise.lab.calibrated import calibrate_recipe
+from clipwise.lab.calibrate import calibrate_recipe
 from clipwise.lab.figures.calibration import calibration
 from clipwise.lab.recipes import get_recipe
 from clipwise.lab.tasks import make_task

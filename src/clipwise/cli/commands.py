@@ -15,6 +15,7 @@ from clipwise.cli import options
 from clipwise.cli.parse import UsageError, nearest, parse
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
+AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
 
 
 def reproduce(args: list[str]) -> int:
@@ -43,16 +44,22 @@ def reproduce(args: list[str]) -> int:
 
 def train(args: list[str]) -> int:
     """``clipwise train``: one run."""
-    chosen, recipe = _with_recipe(options.Train, args, prog="clipwise train")
+    chosen, recipe = _with_recipe(options.Train, args, prog="clipwise train", auto=AUTO)
+    measured = [name for name in AUTO if getattr(chosen, name) == "auto"]
     if chosen.dry_run:
         from clipwise.lab.dryrun import dry_run
 
         print(dry_run(recipe))
+        if measured:
+            print(f"  {' and '.join(measured)} will be measured before the first step")
         return OK
     from clipwise.lab.train import train as library
 
     names = ("resume", "devices", "accelerator", "strategy", "loggers", "checkpoint_seconds", "offline")
-    folder = Path(chosen.folder or f"runs/{recipe.name}-{recipe.label.replace(', ', '-').replace(' ', '')}")
+    setting = "auto" if measured else recipe.label.replace(", ", "-").replace(" ", "")
+    folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
+    if measured:
+        recipe = _measure(recipe, folder, measured, chosen)
     result = library(
         recipe,
         folder,
@@ -152,7 +159,7 @@ def calibrate(args: list[str]) -> int:
     chosen, recipe = _with_recipe(options.Calibrate, args, prog="clipwise calibrate")
     from clipwise.lab.calibrate import calibrate_recipe
 
-    found = calibrate_recipe(
+    _, found = calibrate_recipe(
         recipe, num_batches=chosen.num_batches, max_gradients=chosen.max_gradients, offline=chosen.offline
     )
     if chosen.json:
@@ -189,16 +196,34 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 }
 
 
-def _with_recipe(kind: type, args: list[str], *, prog: str) -> tuple[Any, Any]:
-    """The command's options and the recipe with the fields that were given."""
+def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
+    """The recipe with the fields that were ``auto``: measured now, or those of the run that goes on."""
+    from clipwise.lab.calibrate import calibrate_run
+
+    wrong = "offset" if recipe.optimizer == "clipped" else "max_norm"
+    if wrong in names:
+        right = "max-norm" if recipe.optimizer == "clipped" else "offset"
+        raise UsageError(
+            f"clipwise train {recipe.name}: --{wrong.replace('_', '-')} auto is not for the optimizer "
+            f"{recipe.optimizer}, which does not use it. Say --{right} auto."
+        )
+    recipe, found = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
+    if not chosen.quiet and found is not None:
+        print(found, flush=True)
+    return recipe
+
+
+def _with_recipe(kind: type, args: list[str], *, prog: str, auto: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """The command's options and the recipe with the fields that were given, but for those ``auto``."""
     from clipwise.cli.fields import chosen_recipe, given_fields, with_recipe_fields
 
     if _wants_help(args):
         raise SystemExit(_help(kind, prog))
     recipe, rest = chosen_recipe(args, prog=prog)
     prog = f"{prog} {recipe.name}"
-    chosen = parse(with_recipe_fields(kind, recipe), rest, prog=prog)
-    return chosen, _changed(recipe, given_fields(chosen, recipe), prog)
+    chosen = parse(with_recipe_fields(kind, recipe, auto=auto), rest, prog=prog)
+    given = given_fields(chosen, recipe)
+    return chosen, _changed(recipe, {name: value for name, value in given.items() if value != "auto"}, prog)
 
 
 def _changed(recipe: Any, fields: dict[str, Any], prog: str) -> Any:

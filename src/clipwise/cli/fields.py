@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -81,13 +82,14 @@ def chosen_recipe(args: list[str], *, prog: str) -> tuple[Recipe, list[str]]:
     return get_recipe(name, scale), rest
 
 
-def with_recipe_fields(base: type, recipe: Recipe, *, many: bool = False) -> type:
+def with_recipe_fields(base: type, recipe: Recipe, *, many: bool = False, auto: Sequence[str] = ()) -> type:
     """A copy of the dataclass ``base`` with one more option for each field of ``recipe``.
 
     Args:
         base: The command's own options.
         recipe: Gives the fields, their types and their defaults.
         many: Each option takes several values, for a grid.
+        auto: Fields that may be ``auto``, to be measured before training.
     """
     hints = get_type_hints(type(recipe))
     more = []
@@ -97,10 +99,12 @@ def with_recipe_fields(base: type, recipe: Recipe, *, many: bool = False) -> typ
         if item.name in LEFT_OUT or (many and is_tuple):
             continue
         kind = Literal[CHOICES[item.name]] if item.name in CHOICES else hint
-        default = getattr(recipe, item.name)
+        default, words = getattr(recipe, item.name), HELP[item.name]
+        if item.name in auto:
+            kind, words = kind | Literal["auto"], f"{words}; auto: measured at the start"
         if many:
             kind, default = tuple[kind, ...], (default,)
-        option = Annotated[kind, tyro.conf.arg(help=HELP[item.name])]
+        option = Annotated[kind, tyro.conf.arg(help=words)]
         more.append((item.name, option, field(default=default)))
     made = make_dataclass(base.__name__, more, bases=(base,), kw_only=True)
     made.__doc__ = base.__doc__

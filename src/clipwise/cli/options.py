@@ -44,7 +44,7 @@ class Reproduce:
 class Train:
     """Train one recipe and keep everything in a run folder.
 
-    Example: clipwise train ptb-lstm --lr 30 --max-norm 0.25
+    Example: clipwise train ptb-lstm --lr auto --max-norm auto
     """
 
     folder: str = ""

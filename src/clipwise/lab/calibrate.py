@@ -1,25 +1,43 @@
-"""Calibration of a recipe: its model, its batches, before the first step."""
+"""A recipe, or a run of one, with the learning rate and threshold that were measured at its start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
 import torch
 
+from clipwise._checks import check_choice
 from clipwise.lab.recipes import Recipe
-from clipwise.lab.tasks import make_task
-from clipwise.smoothness.calibrate import Calibration, calibrate
+from clipwise.lab.runs import CONFIG, Run, read_json, write_json
+from clipwise.lab.tasks import Task, make_task, seed_of
+from clipwise.smoothness.calibrate import calibrate
+from clipwise.smoothness.calibration import BatchCurve, Calibration
+from clipwise.smoothness.safestep import Point
 
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+CALIBRATION = "calibration.json"
 _BATCHES_PER_WANTED = 4  # further ones are taken only while lr is unsure
 
 
 def calibrate_recipe(
-    recipe: Recipe, *, num_batches: int = 3, max_gradients: int = 40, offline: bool = False
-) -> Calibration:
-    """Learning rate and ``max_norm`` for ``recipe``, measured at its start on the batches it begins with.
+    recipe: AnyRecipe,
+    *,
+    task: Task | None = None,
+    num_batches: int = 3,
+    max_gradients: int = 40,
+    offline: bool = False,
+) -> tuple[AnyRecipe, Calibration]:
+    """The recipe with measured ``lr`` and ``max_norm`` (or ``offset``), and the calibration.
 
-    Its own ``lr``, ``max_norm`` and ``offset`` play no part. Nothing is written.
+    The model is the one that a run of the recipe starts from, the batches are its first ones, each with a
+    recurrent state of zeros. Mixed precision is measured in float32. Nothing is written.
 
     Args:
-        recipe: What is to be trained.
+        recipe: What will be trained; its ``lr``, ``max_norm`` and ``offset`` are not looked at.
+        task: The recipe's task, if it is at hand.
         num_batches: Batches to measure at least.
         max_gradients: Gradients to evaluate at most.
         offline: Use no network for the data.
@@ -27,22 +45,23 @@ def calibrate_recipe(
     Example:
         >>> from clipwise.lab.recipes import get_recipe
         >>> recipe = get_recipe("cifar-resnet20", images="digits", batch_size=16, momentum=0.0)
-        >>> found = calibrate_recipe(recipe, num_batches=1, max_gradients=20)
-        >>> found.optimizer, 0 < found.lr < 10
-        ('ClippedSGD', True)
+        >>> recipe, found = calibrate_recipe(recipe, num_batches=1, max_gradients=30)
+        >>> found.optimizer, recipe.lr == found.lr, 0 < found.lr < 10
+        ('ClippedSGD', True, True)
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
     try:
         with torch.random.fork_rng(devices=[]):
-            task = make_task(recipe, offline=offline)
+            task = task or make_task(recipe, offline=offline)
             model = task.build().train()
+            torch.manual_seed(seed_of(recipe, "dropout/0"))
             count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
-            return calibrate(
+            found = calibrate(
                 model,
                 lambda batch: task.loss(model, batch)[0],
                 (task.batch(step) for step in range(count)),
-                optimizer="NormalizedSGD" if recipe.optimizer == "normalized" else "ClippedSGD",
+                optimizer={"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}[recipe.optimizer],
                 momentum=recipe.momentum,
                 weight_decay=recipe.weight_decay,
                 num_batches=num_batches,
@@ -50,3 +69,71 @@ def calibrate_recipe(
             )
     finally:
         torch.set_default_dtype(before)
+    return replace(recipe, **_measured(recipe, found)), found
+
+
+def calibrate_run(
+    recipe: AnyRecipe,
+    folder: str | Path,
+    names: Sequence[str] = ("lr", "max_norm"),
+    *,
+    resume: bool = False,
+    offline: bool = False,
+) -> tuple[AnyRecipe, Calibration | None]:
+    """The recipe with the fields ``names`` measured, for a run in ``folder`` that keeps the calibration.
+
+    With ``resume``, a run that is there goes on with the numbers that it was begun with; nothing is measured
+    again.
+
+    Args:
+        recipe: What will be trained.
+        folder: The run folder; ``calibration.json`` is written into it.
+        names: Fields to measure: ``lr``, ``max_norm``, or ``offset`` for the normalized rule.
+        resume: Whether the folder may hold a run already.
+        offline: Use no network for the data.
+
+    Returns:
+        The recipe, and its calibration: the one that the folder holds, if the run is resumed.
+    """
+    folder = Path(folder)
+    for name in names:
+        check_choice("names", name, ("lr", _threshold(recipe)))
+    if (folder / CONFIG).exists():
+        if not resume:
+            raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
+        begun = Run.load(folder).recipe
+        return replace(recipe, **{name: getattr(begun, name) for name in names}), read_calibration(folder)
+    _, found = calibrate_recipe(recipe, offline=offline)
+    measured = _measured(recipe, found)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CALIBRATION, asdict(found))
+    return replace(recipe, **{name: measured[name] for name in names}), found
+
+
+def read_calibration(folder: str | Path) -> Calibration | None:
+    """The calibration that a run folder keeps; None if its numbers were given by hand."""
+    path = Path(folder) / CALIBRATION
+    if not path.exists():
+        return None
+    values = read_json(path)
+    try:
+        curve = tuple(_batch(batch) for batch in values.pop("curve"))
+        low, high = map(float, values.pop("lr_interval"))
+        warnings = tuple(values.pop("warnings"))
+        return Calibration(**values, lr_interval=(low, high), curve=curve, warnings=warnings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a calibration of this version: {error}") from None
+
+
+def _batch(values: dict[str, Any]) -> BatchCurve:
+    points = tuple(Point(**point) for point in values["points"])
+    return BatchCurve(**{**values, "points": points})
+
+
+def _threshold(recipe: Recipe) -> str:
+    return "offset" if recipe.optimizer == "normalized" else "max_norm"
+
+
+def _measured(recipe: Recipe, found: Calibration) -> dict[str, float]:
+    """The fields of the recipe that the calibration names."""
+    return {"lr": found.lr, _threshold(recipe): found.max_norm}

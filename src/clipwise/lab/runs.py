@@ -233,4 +233,6 @@ def _loads(text: str) -> Any:
 def _special(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _special(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_special(item) for item in value]
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
