@@ -39,9 +39,17 @@ ADAMW_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FIRST = ("best of grid", "calibrated", "calibrated, no clipping")
 RETUNED = 3  # best settings of the grid that are run again
 
-# The constants tried on the development tasks: largest changes of the gradient, and
-KAPPAS = (0.7, 1.0, 1.4)
-CLIP_ATS = (0.5, 0.7, 1.0, 1.75)  # thresholds, in units of the gradient norm at the start
+# The constants tried on the development tasks: largest change of the gradient, and thresholds in units of the
+# gradient norm at the start, for batches whose gradients have nothing in common and for batches that agree.
+CONSTANTS = (
+    (1.0, (0.7, 0.7)),
+    (1.0, (0.7, 1.75)),
+    (1.0, (0.5, 1.75)),
+    (1.0, (1.0, 1.75)),
+    (1.0, (1.75, 1.75)),
+    (0.7, (0.7, 1.75)),
+    (1.4, (0.7, 1.75)),
+)
 
 Job = dict[str, Any]
 
@@ -136,11 +144,10 @@ def adamw_jobs(tasks: list[str], seed: int) -> list[Job]:
 def choose_jobs(seeds: tuple[int, ...] = SEEDS[:1]) -> list[Job]:
     """The method's constants on the development tasks."""
     return [
-        job(task.name, seed, "choose", "calibrated", kappa=kappa, clip_at=clip_at)
+        job(task.name, seed, "choose", "calibrated", kappa=kappa, clip_at=list(clip_at))
         for task in DEVELOPMENT
         for seed in seeds
-        for kappa in KAPPAS
-        for clip_at in CLIP_ATS
+        for kappa, clip_at in CONSTANTS
     ]
 
 

@@ -225,6 +225,8 @@ def calibrated(run: Run) -> Trainer:
     options = dict(run.options)
     clip = options.pop("clip", True)
     kind = options.pop("optimizer", "ClippedSGD")
+    if "clip_at" in options:
+        options["clip_at"] = tuple(options["clip_at"])
     cal = calibrate(run.model, run.loss, run.measuring(8), optimizer=kind, **options)
     params, momentum = run.model.parameters(), options.get("momentum", 0.0)
     max_norm = cal.max_norm if clip else math.inf

@@ -108,19 +108,22 @@ def _setting(row: Row) -> str:
 def choices(rows: list[Row]) -> str:
     """Median and worst regret of each pair of constants on the development tasks."""
     best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == TUNED}
-    found: dict[tuple[float, float], dict[str, list[float]]] = {}
+    found: dict[tuple[float, float, float], dict[str, list[float]]] = {}
     for r in rows:
         reference = best.get((r["task"], r["seed"]))
         if r["label"] == "choose" and reference is not None:
-            pair = r["options"]["kappa"], r["options"]["clip_at"]
+            constants = r["options"]["kappa"], *r["options"]["clip_at"]
             regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
-            found.setdefault(pair, {}).setdefault(r["task"], []).append(regret)
-    lines = ["| kappa | clip_at | median regret | worst task | diverged |", "|---|---|---|---|---|"]
-    for (kappa, clip_at), tasks in sorted(found.items()):
+            found.setdefault(constants, {}).setdefault(r["task"], []).append(regret)
+    lines = [
+        "| kappa | clip_at, no agreement | clip_at, full agreement | median regret | worst task | diverged |",
+        6 * "|---" + "|",
+    ]
+    for (kappa, low, high), tasks in sorted(found.items()):
         runs = [v for values in tasks.values() for v in values]
         worst = max(tasks, key=lambda name, tasks=tasks: _median(tasks[name]))
         lines.append(
-            f"| {kappa:g} | {clip_at:g} | {percent(_median(runs))} | {percent(_median(tasks[worst]))} "
+            f"| {kappa:g} | {low:g} | {high:g} | {percent(_median(runs))} | {percent(_median(tasks[worst]))} "
             f"({worst}) | {sum(math.isinf(v) for v in runs)} of {len(runs)} |"
         )
     return "\n".join(lines)

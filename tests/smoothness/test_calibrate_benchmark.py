@@ -124,5 +124,5 @@ def test_summary_puts_the_best_median_first_and_counts_divergence():
 
 def test_choices_are_listed_by_constant():
     rows = [row("best of grid", 1.0)]
-    rows += [row("choose", 1.1, options={"kappa": 1.0, "clip_at": h}) for h in (0.5, 1.0)]
+    rows += [row("choose", 1.1, options={"kappa": 1.0, "clip_at": [h, 1.0]}) for h in (0.5, 1.0)]
     assert choices(rows).count("5.0 %") == 4

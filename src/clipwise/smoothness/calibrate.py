@@ -6,10 +6,16 @@ For each of a handful of batches, the largest step :math:`h` along the gradient 
     h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x), \qquad
     \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
 
-The learning rate is the median of these steps, the threshold a multiple of the median gradient norm. With
-:math:`\kappa = 1` the step is the self-consistent :math:`1/\hat L`; clipping then keeps every later step
-within the length that was measured to be safe: the trust radius of clipped gradient descent, measured
-instead of assumed.
+The learning rate is the median of these steps. With :math:`\kappa = 1` the step is the self-consistent
+:math:`1/\hat L`; clipping then keeps every later step within a multiple of the length that was measured to
+be safe: the trust radius of clipped gradient descent, measured instead of assumed. The multiple depends on
+how far the batches agree, by the mean cosine :math:`\rho` between their gradients:
+
+.. math::
+    \gamma = c_0^{1-\rho}\, c_1^{\rho}\, \lVert g \rVert, \qquad 0 \le \rho \le 1 .
+
+Where they agree, the norm at the start is that of a signal, which fades while noise grows; where they do not,
+it is that of noise, which the signal will exceed, and steps of that length in its direction are already long.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from clipwise._checks import check_count, check_nonnegative, check_positive
+from clipwise.smoothness.agreement import Agreement
 from clipwise.smoothness.calibration import BatchCurve as BatchCurve, Calibration as Calibration
 from clipwise.smoothness.line import Line
 from clipwise.smoothness.ranks import any_rank
@@ -41,7 +48,7 @@ from clipwise.smoothness.safestep import (
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
 KAPPA = 1.0
-CLIP_AT = 0.7
+CLIP_AT = (0.7, 1.75)
 ADAM_SHARE = 1 / 3
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
@@ -64,7 +71,7 @@ def calibrate(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     kappa: float = KAPPA,
-    clip_at: float = CLIP_AT,
+    clip_at: float | tuple[float, float] = CLIP_AT,
     num_batches: int = 3,
     max_gradients: int = 40,
 ) -> Calibration:
@@ -89,7 +96,8 @@ def calibrate(
         weight_decay: :math:`\lambda` of SGD's L2 penalty, which belongs to the loss that is measured. AdamW's
             decay is apart from the gradient and does not enter.
         kappa: Largest safe change of the gradient, relative to itself.
-        clip_at: Threshold in units of the gradient norm at the start.
+        clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
+            gradients have nothing in common and for batches that agree.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
@@ -105,11 +113,13 @@ def calibrate(
         >>> quadratic = lambda scale: 2.0 * scale * model.weight.square().sum()  # curvature 4 * scale
         >>> cal = calibrate(model, quadratic, [1.0, 1.0, 1.0])
         >>> round(cal.lr, 6), round(cal.max_norm / cal.grad_norm, 6)
-        (0.25, 0.7)
+        (0.25, 1.75)
     """
     name = _optimizer_name(optimizer)
     check_positive("kappa", kappa)
-    check_positive("clip_at", clip_at)
+    ends = clip_at if isinstance(clip_at, tuple) else (clip_at, clip_at)
+    for end in ends:
+        check_positive("clip_at", end)
     check_nonnegative("weight_decay", weight_decay)
     check_count("num_batches", num_batches)
     check_count("max_gradients", max_gradients, least=20)
@@ -131,7 +141,23 @@ def calibrate(
             break
     if not search.curve:
         raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
-    return search.result(name, momentum=momentum, clip_at=clip_at, signs=signs)
+    return search.result(name, momentum=momentum, clip_at=ends, signs=signs)
+
+
+def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
+    r"""The threshold in units of the gradient norm, :math:`c_0^{1-\rho} c_1^{\rho}`.
+
+    Args:
+        agreement: Mean cosine :math:`\rho` of the batches' gradients; a negative one counts as zero, and so
+            does NaN, for a single batch.
+        clip_at: :math:`c_0` and :math:`c_1`.
+
+    Example:
+        >>> [round(threshold_multiple(rho, (0.5, 2.0)), 3) for rho in (-0.3, 0.0, 0.5, 1.0, math.nan)]
+        [0.5, 0.5, 1.0, 2.0, 0.5]
+    """
+    rho = 0.0 if math.isnan(agreement) else min(max(agreement, 0.0), 1.0)
+    return clip_at[0] ** (1.0 - rho) * clip_at[1] ** rho
 
 
 class _Search:
@@ -140,6 +166,7 @@ class _Search:
     def __init__(self, kappa: float, max_gradients: int) -> None:
         self.kappa, self.left, self.num_gradients = kappa, max_gradients, 0
         self.curve: list[BatchCurve] = []
+        self.agreement = Agreement()
         self.warnings: list[str] = []
 
     def add(self, line: Line) -> None:
@@ -167,6 +194,7 @@ class _Search:
         self._check_precision(line, bracket.low.step)
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
+        self.agreement.add(line.raw_gradients)
         self._spend(line)
 
     def _spend(self, line: Line) -> None:
@@ -201,7 +229,7 @@ class _Search:
         spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
         return float(stats.t.ppf(0.95, count - 1)) * spread / math.sqrt(count)
 
-    def result(self, name: str, *, momentum: float, clip_at: float, signs: bool) -> Calibration:
+    def result(self, name: str, *, momentum: float, clip_at: tuple[float, float], signs: bool) -> Calibration:
         """The medians, as the optimizer takes them."""
         steps = [batch.safe_step for batch in self.curve]
         if max(steps) > DISAGREEMENT * min(steps):
@@ -211,7 +239,9 @@ class _Search:
                 "batch that is not like the others."
             )
         grad_norm = median(batch.grad_norm for batch in self.curve)
-        max_norm = clip_at * grad_norm
+        agreement = self.agreement.cosine
+        multiple = threshold_multiple(agreement, clip_at)
+        max_norm = multiple * grad_norm
         lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
@@ -232,7 +262,8 @@ class _Search:
             grad_norm=grad_norm,
             num_gradients=self.num_gradients,
             kappa=self.kappa,
-            clip_at=clip_at,
+            clip_at=multiple,
+            agreement=agreement,
             curve=tuple(self.curve),
             warnings=tuple(warnings),
         )

@@ -40,6 +40,7 @@ class Calibration:
         num_gradients: Gradients evaluated.
         kappa: Largest safe change of the gradient.
         clip_at: ``max_norm / grad_norm``.
+        agreement: Mean cosine of the angles between the batches' gradients; NaN for a single batch.
         curve: The measured steps, batch by batch.
         warnings: What to know before relying on the numbers.
     """
@@ -53,6 +54,7 @@ class Calibration:
     num_gradients: int
     kappa: float
     clip_at: float
+    agreement: float
     curve: tuple[BatchCurve, ...]
     warnings: tuple[str, ...] = ()
 
@@ -74,9 +76,13 @@ class Calibration:
                 measured,
                 f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum.",
             )
+        agree = ""
+        if len(self.curve) > 1:
+            agree = f" and the mean cosine between batches {self.agreement:.2f}"
         return measured, (
-            f"The gradient norm at the start is {self.grad_norm:.3g}; clipping at {self.clip_at:g} times "
-            f"that keeps every step within {self.clip_at:g} times the length that was measured to be safe."
+            f"The gradient norm at the start is {self.grad_norm:.3g}{agree}; clipping at {self.clip_at:.2g} "
+            f"times that keeps every step within {self.clip_at:.2g} times the length that was measured to be "
+            "safe."
         )
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class Line:
 
     def __exit__(self, *exception: object) -> None:
         self._replay.__exit__(*exception)
-        del self._gradients, self.direction
+        del self._gradients, self.raw_gradients, self.direction
 
     def _begin(self) -> None:
         parameters = self._replay.parameters
@@ -116,8 +116,8 @@ class Line:
         gradients: list[Tensor | None] = [
             g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
         ]
-        if fraction is None:
-            self.raw_norm = _norm(gradients)  # the optimizer clips before it adds the penalty
+        if fraction is None:  # the optimizer clips before it adds the penalty
+            self.raw_gradients, self.raw_norm = gradients, _norm(gradients)
         if self.weight_decay:
             decay, parameters = self.weight_decay, self._replay.parameters
             with torch.no_grad():
