@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tyro")
 pytest.importorskip("lightning_fabric")
 
-from clipwise.lab.calibrate import read_calibration
+from clipwise.lab.calibration import read_calibration
 from clipwise.lab.runs import Run
 from tests.lab.small import write_text
 

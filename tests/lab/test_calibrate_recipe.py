@@ -2,16 +2,16 @@
 
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("lightning_fabric")
 
-from clipwise.lab.calibrate import CALIBRATION, calibrate_recipe, calibrate_run, read_calibration
+from clipwise.lab.calibrate import calibrate_recipe, calibrate_run
+from clipwise.lab.calibration import CALIBRATION, read_calibration, write_calibration
 from clipwise.lab.recipes import get_recipe
-from clipwise.lab.runs import write_json
 from clipwise.lab.train import train
 from clipwise.smoothness.safestep import Point
 
@@ -86,7 +86,7 @@ def test_single_batch_and_unbounded_losses_survive_the_file(tmp_path):
     first = cal.curve[0]
     wild = replace(first, points=(*first.points, Point(step=9e9, kappa=math.inf, loss=math.inf, safe=False)))
     alone = replace(cal, curve=(wild,), lr_interval=(math.nan, math.nan), warnings=("a single batch",))
-    write_json(tmp_path / "run" / CALIBRATION, asdict(alone))
+    write_calibration(tmp_path / "run", alone)
     again = read_calibration(tmp_path / "run")
     assert all(map(math.isnan, again.lr_interval))
     assert replace(again, lr_interval=(1.0, 1.0)) == replace(alone, lr_interval=(1.0, 1.0))

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from clipwise.lab.calibration import write_calibration
 from clipwise.lab.claims import Claim, write_claims
 from clipwise.lab.page import write_page
 from clipwise.lab.page.static import save_figures
 from clipwise.lab.page.views import find_views
 from clipwise.theory.problems import ExponentialWall
+from tests.lab.calibrations import make_calibration
 from tests.lab.pages import make_run
 
 CHROMIUM = next(
@@ -107,6 +109,7 @@ CASES = {
     "a diverged run": lambda folder: make_run(folder / "run", lr=3.0, max_norm=math.inf, steps=60, every=1),
     "a run without a trace": lambda folder: make_run(folder / "run", traced=False),
     "twenty runs": make_twenty,
+    "a calibrated run": lambda folder: write_calibration(make_run(folder / "run"), make_calibration()),
 }
 
 
@@ -131,6 +134,28 @@ def test_hostile_names_are_shown_as_text(chromium, tmp_path):
     assert name in opened.tab.text_content("#comparison-plot .legend")
     assert "<b>bold</b>" in opened.tab.text_content("figure[data-chart=layers] .plot")
     assert opened.tab.evaluate("document.querySelectorAll('img, a[href^=javascript]').length") == 0
+    opened.check()
+
+
+def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium, tmp_path):
+    cal = make_calibration()
+    write_calibration(make_run(tmp_path / "run", steps=60), cal)
+    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
+    *batches, limit, safe_step = opened.data("calibration", 0)
+    assert [batch["name"] for batch in batches] == ["batch 1", "batch 2", "batch 3"]
+    for drawn, batch in zip(batches, cal.curve, strict=True):
+        open_marks = [symbol == "circle-open" for symbol in drawn["marker"]["symbol"]]
+        assert open_marks == [not point.safe for point in batch.points]
+        assert any(open_marks)
+        assert not all(open_marks)
+    assert limit["y"] == [cal.kappa, cal.kappa]
+    assert safe_step["x"][0] == pytest.approx(sorted(b.safe_step for b in cal.curve)[1], rel=1e-4)
+    assert opened.layout("calibration")["xaxis"]["type"] == "log"
+    figure = opened.tab.locator("figure[data-chart=calibration]")
+    assert f"lr {cal.lr:.3g}" in figure.inner_text()
+    figure.locator(".plot").focus()
+    opened.tab.keyboard.press("ArrowRight")
+    assert opened.tab.inner_text("#spoken").startswith("batch 1: ")
     opened.check()
 
 

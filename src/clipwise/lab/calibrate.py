@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from clipwise._checks import check_choice
+from clipwise.lab.calibration import read_calibration, write_calibration
 from clipwise.lab.recipes import Recipe
-from clipwise.lab.runs import CONFIG, Run, read_json, write_json
+from clipwise.lab.runs import CONFIG, Run
 from clipwise.lab.tasks import Task, make_task, seed_of
 from clipwise.smoothness.calibrate import calibrate
-from clipwise.smoothness.calibration import BatchCurve, Calibration
-from clipwise.smoothness.safestep import Point
+from clipwise.smoothness.calibration import Calibration
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
-CALIBRATION = "calibration.json"
 _BATCHES_PER_WANTED = 4  # further ones are taken only while lr is unsure
 
 
@@ -105,29 +104,8 @@ def calibrate_run(
         return replace(recipe, **{name: getattr(begun, name) for name in names}), read_calibration(folder)
     _, found = calibrate_recipe(recipe, offline=offline)
     measured = _measured(recipe, found)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CALIBRATION, asdict(found))
+    write_calibration(folder, found)
     return replace(recipe, **{name: measured[name] for name in names}), found
-
-
-def read_calibration(folder: str | Path) -> Calibration | None:
-    """The calibration that a run folder keeps; None if its numbers were given by hand."""
-    path = Path(folder) / CALIBRATION
-    if not path.exists():
-        return None
-    values = read_json(path)
-    try:
-        curve = tuple(_batch(batch) for batch in values.pop("curve"))
-        low, high = map(float, values.pop("lr_interval"))
-        warnings = tuple(values.pop("warnings"))
-        return Calibration(**values, lr_interval=(low, high), curve=curve, warnings=warnings)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a calibration of this version: {error}") from None
-
-
-def _batch(values: dict[str, Any]) -> BatchCurve:
-    points = tuple(Point(**point) for point in values["points"])
-    return BatchCurve(**{**values, "points": points})
 
 
 def _threshold(recipe: Recipe) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from clipwise.lab.figures.scatter import envelope
+from clipwise.lab.page.calibration import curve_data
 from clipwise.lab.page.heat import HeatMap
 from clipwise.lab.page.views import RunView
 
@@ -65,6 +66,7 @@ def _run(view: RunView) -> dict[str, Any]:
         "held_out": {name: rounded(view.held_out.get(name, empty)) for name in ("step", "loss")},
         "line": None if view.fit is None else [_rounded(view.fit.L0), _rounded(view.fit.L1)],
         "frontier": _frontier(view),
+        "calibration": None if view.calibration is None else curve_data(view.calibration),
         "layers": None
         if not view.layers
         else {"names": list(view.layers), "smoothness": [rounded(column) for column in view.layers.values()]},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.lab.page import words
+from clipwise.lab.page.calibration import curve_in_words
 from clipwise.lab.page.views import CLAIMS, RunView
 from clipwise.lab.runs import read_json
 from clipwise.smoothness.advice import Advice, advise
@@ -83,6 +84,10 @@ def _run(index: int, view: RunView) -> dict[str, Any]:
         ]
     if view.layers:
         charts.append(_chart("layers", "Smoothness by layer", words.layers_in_words(view)))
+    if view.calibration is not None:
+        charts.append(
+            _chart("calibration", "Where the step stops being safe", curve_in_words(view.calibration))
+        )
     return {
         "index": index,
         "name": view.name,
@@ -148,6 +153,7 @@ _TITLES = {
     "fig2": "smoothness against gradient norm, language model, three settings",
     "fig3": "smoothness against gradient norm, ResNet20, three settings",
     "fig4": "training and held-out loss, and accuracy, with and without clipping",
+    "fig4_sweep": "final training loss of ResNet20 over learning rate and threshold",
     "fig5": "smoothness against gradient norm on linear axes, and over a longer run",
     "fig6": "gradient norm and smoothness from a tenth of the data against all of it",
     "fig7": "gradient descent and clipped gradient descent on x⁴",

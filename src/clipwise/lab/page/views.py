@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from clipwise.lab.calibration import read_calibration
 from clipwise.lab.recipes import to_dict
 from clipwise.lab.runs import CONFIG, STATUS, Run, find_runs
 from clipwise.smoothness.advice import Advice, advise
+from clipwise.smoothness.calibration import Calibration
 from clipwise.smoothness.fit import SmoothnessFit, fit_smoothness
 from clipwise.smoothness.trace import Trace
 
@@ -44,6 +46,7 @@ class RunView:
         facts: What ``status.json`` says: data, parameters, seconds, message.
         final_loss: Mean training loss at the end; NaN if it diverged or is unknown.
         trace: The trace itself.
+        calibration: Where ``lr`` and ``max_norm`` were measured before training.
     """
 
     name: str
@@ -63,6 +66,7 @@ class RunView:
     facts: dict[str, Any] = field(default_factory=dict)
     final_loss: float = float("nan")
     trace: Trace | None = None
+    calibration: Calibration | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -138,6 +142,11 @@ def _run_view(run: Run, name: str) -> RunView:
         trace = _load(run.trace_path, notes) if run.trace_path.exists() else None
     if trace is None and not notes:
         notes.append("Nothing was measured: the run has no trace.")
+    try:
+        calibration = read_calibration(run.folder)
+    except ValueError as error:
+        calibration = None
+        notes.append(str(error))
     max_norm = run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf")
     status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}
     return RunView(
@@ -153,6 +162,7 @@ def _run_view(run: Run, name: str) -> RunView:
             key: status[key] for key in ("data", "num_parameters", "seconds", "message") if status.get(key)
         },
         final_loss=float(status.get("train_loss", float("nan"))),
+        calibration=calibration,
         **_measurement(trace, notes),
     )
 

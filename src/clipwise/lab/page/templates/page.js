@@ -119,6 +119,24 @@
         colorbar: { title: { text: "log10 smoothness", side: "right" }, thickness: 10, outlinewidth: 0 } }];
       return { data, layout: layout(axis("iteration"), axis("", "category"), { showlegend: false }) };
     },
+    calibration(run) {
+      const c = run.calibration;
+      const marks = (b) => b.safe.map((safe) => (safe ? "circle" : "circle-open"));
+      const data = c.batches.map((b, i) => ({
+        ...lines(b.step, b.kappa, `batch ${i + 1}`, series(i)), mode: "lines+markers",
+        marker: { color: series(i), size: 8, symbol: marks(b) },
+        text: b.safe.map((safe, k) => `${safe ? "safe" : "not safe"}, loss ${b.loss[k] === null ? "not finite" : (b.loss[k] > 0 ? "+" : "") + b.loss[k].toPrecision(3)}`),
+        hovertemplate: "step %{x:.4g}<br>gradient changes by %{y:.3g} times itself<br>%{text}<extra></extra>",
+      }));
+      const steps = c.batches.flatMap((b) => b.step).sort((a, b) => a - b);
+      const kappas = c.batches.flatMap((b) => b.kappa).filter((v) => v > 0);
+      const span = [Math.min(...kappas, c.kappa), Math.max(...kappas, c.kappa)];
+      data.push(level(steps, c.kappa, "largest safe change", css("--ink")));
+      data.push(lines([c.safe_step, c.safe_step], span, "safe step", css("--ink"), { hoverinfo: "name+x" }));
+      const shapes = c.interval ? [{ type: "rect", xref: "x", yref: "paper", x0: c.interval[0], x1: c.interval[1],
+        y0: 0, y1: 1, fillcolor: css("--soft"), opacity: 0.2, line: { width: 0 } }] : [];
+      return { data, layout: layout(axis("step h", "log"), axis("h·L(h)", "log"), { shapes }) };
+    },
     comparison(_, scale) {
       const what = byId("compared").value;
       const shown = [...document.querySelectorAll("[data-pick]")].filter((box) => box.checked).map((box) => +box.dataset.pick);
