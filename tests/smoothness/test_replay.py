@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from clipwise.smoothness.estimators import difference, norm
 from clipwise.smoothness.passes import PassState, RandomState
 from clipwise.smoothness.ranks import copies
 from clipwise.smoothness.replay import Replay, trainable_parameters
@@ -165,9 +167,48 @@ def test_nothing_is_left_changed(case):
         for s in start:
             s.add_(0.1)
         for _ in replay.along(start, (0.2, 0.6, 1.0)):
-            pass
+            replay.gradient()
+            replay.change(direction)
     assert_same(before, everything(model))
     assert all(vars(model)[name] is value for name, value in attributes.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_change_taken_part_by_part_is_that_of_whole_gradients(case):
+    model, closure = case()
+    with Replay(model, closure) as replay:
+        old = replay.gradient().gradients
+        replay.move([torch.randn_like(p) for p in replay.parameters], 0.1)
+        there, change = replay.gradient(), replay.change(old)
+    assert there.loss == change.loss
+    slow = difference(there.gradients, old)
+    assert any(part is not None and norm([part]) > 0 for part in slow)
+    for one, other in zip(change.parts, slow, strict=True):
+        torch.testing.assert_close(norm([one]), norm([other]), rtol=1e-12, atol=0)
+        assert one is None or one.numel() == 1  # its norm: nothing else is kept
+
+
+def test_change_is_right_where_a_parameter_is_reached_more_than_once():
+    layer = nn.Linear(3, 3)  # in two reentrant checkpoints, each with a backward pass of its own
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def closure():
+        y = x
+        for _ in range(2):
+            y = checkpoint(lambda z: torch.tanh(layer(z)), y, use_reentrant=True)
+        return y.square().mean()
+
+    with Replay(layer, closure) as replay:
+        old = [torch.zeros_like(p) for p in replay.parameters]
+        change, whole = replay.change(old), replay.gradient().gradients
+    torch.testing.assert_close(norm(change.parts), norm(whole), rtol=1e-14, atol=0)
+
+
+def test_change_of_a_loss_without_gradient_is_refused():
+    model = nn.Linear(2, 2)
+    with Replay(model, lambda: torch.ones(()).requires_grad_()) as replay:
+        with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+            replay.change([None, None])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,7 +264,10 @@ def test_points_along_the_segment_are_the_ones_asked_for():
             p += torch.randn_like(p)
     end = copies(model.parameters())
     with Replay(model, closure) as replay:
-        fractions = [fraction for fraction, _ in replay.along(copies(start), (0.25, 1.0, 0.75, 0.5))]
+        fractions = []
+        for fraction in replay.along(copies(start), (0.25, 1.0, 0.75, 0.5)):
+            replay.gradient()
+            fractions.append(fraction)
     assert fractions == [1.0, 0.25, 0.5, 0.75]
     for fraction, point in zip(fractions, visited, strict=True):
         for a, b, p in zip(start, end, point, strict=True):

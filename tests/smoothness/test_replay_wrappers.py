@@ -57,9 +57,11 @@ def measure(rank, kind, world_size=2):
     with Replay(model, closure, state=state) as replay:
         here = replay.gradient().gradients
         equal = all(whole(g).equal(whole(b[1])) for g, b in zip(here, before, strict=True))
-        for _, there in replay.along(start, (0.25, 0.5, 1.0)):
-            difference = [a - b for a, b in zip(there.gradients, here, strict=True)]
+        for _ in replay.along(start, (0.25, 0.5, 1.0)):
+            difference = [a - b for a, b in zip(replay.gradient().gradients, here, strict=True)]
             norms.append(global_norm(difference).item())
+            change = global_norm(part for part in replay.change(here).parts if part is not None)
+            equal = equal and abs(change.item() - norms[-1]) <= 1e-12 * norms[-1]
         moved = replay.gradient_at([b[1] for b in before], -0.5).gradients
         norms.append(global_norm(moved).item())
     restored = all(

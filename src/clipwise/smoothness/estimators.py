@@ -12,6 +12,7 @@ Over all directions: :mod:`clipwise.smoothness.spectral`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from clipwise._checks import check_choice, check_positive
-from clipwise.vectors import global_norm
+from clipwise.vectors import cpu_norm, global_norm, homogeneous_cpu
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
 Groups = Mapping[str, Iterable[int]]
 METHODS = ("auto", "autograd", "differences")
+# Numbers at a time: two pieces of float32 fit into a cache of half a megabyte.
+PIECE = 1 << 16
 
 
 @overload
@@ -182,6 +185,20 @@ def difference(
     return [_minus(a, b, overwrite) for a, b in zip(new, old, strict=True)]
 
 
+def distance(new: Tensor | None, old: Tensor | None) -> Tensor:
+    r"""Norm of ``new - old``; of a large difference no more than a piece is ever held.
+
+    A piece is still in the cache when its norm is taken, and asks for no memory that has to be fetched from
+    the system first: for tensors of megabytes that is most of the time.
+    """
+    if new is None or old is None or not _in_pieces(new, old):
+        return norm(difference([new], [old]))
+    a, b = new.detach().view(-1).split(PIECE), old.detach().view(-1).split(PIECE)
+    piece = torch.empty_like(a[0])
+    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in zip(a, b, strict=True)]
+    return torch.tensor(math.hypot(*norms), dtype=torch.float64)
+
+
 def norm(tensors: Iterable[Tensor | None]) -> Tensor:
     """Euclidean norm of all tensors that are there."""
     return global_norm([t.detach() for t in tensors if t is not None])
@@ -213,6 +230,17 @@ def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
     g = listed(gradient(shaped_like(point, x)))
     product = torch.autograd.grad(g, x, listed(direction), allow_unused=True)
     return product[0] if isinstance(point, Tensor) else list(product)
+
+
+def _in_pieces(new: Tensor, old: Tensor) -> bool:
+    """Whether the difference is large, and of tensors that can be cut alike."""
+    return (
+        new.numel() > PIECE
+        and new.shape == old.shape
+        and homogeneous_cpu([new.detach(), old.detach()])
+        and new.is_contiguous()
+        and old.is_contiguous()
+    )
 
 
 def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | None:

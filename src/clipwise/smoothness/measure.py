@@ -9,12 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.smoothness.estimators import difference, hessian_product, norm
-from clipwise.smoothness.ranks import local
+from clipwise.smoothness.estimators import distance, hessian_product, norm
 from clipwise.smoothness.replay import Replay
 from clipwise.smoothness.spectral import spectral_smoothness
 
 Row = dict[str, Any]
+
+
+class Workspace:
+    """Copies of lists of tensors, one list after the other in the same memory.
+
+    Fresh memory of megabytes comes from the system page by page, which takes longer than the copy itself.
+
+    Example:
+        >>> workspace = Workspace()
+        >>> [first] = workspace.copies([torch.ones(3)])
+        >>> [second] = workspace.copies([torch.zeros(3)])
+        >>> first is second, second
+        (True, tensor([0., 0., 0.]))
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def copies(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """A copy of each tensor, good until the next call; None stays None."""
+        return [None if t is None else self._copy(i, t.detach()) for i, t in enumerate(tensors)]
+
+    def _copy(self, i: int, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(i)
+        if kept is not None and _alike(kept, tensor):
+            return kept.copy_(tensor)
+        copy = tensor.clone()
+        if type(copy) is Tensor and copy.layout is torch.strided:
+            self._kept[i] = copy
+        return copy
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    return (
+        type(one) is type(two)
+        and one.layout is two.layout
+        and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+        and one.stride() == two.stride()
+    )
 
 
 @dataclass
@@ -37,8 +75,7 @@ class Measurement:
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer."""
-        # Tensor by tensor: a third copy of the parameters is never held.
-        lengths = [norm([p.detach() - s]) for p, s in zip(parameters, self.start, strict=True)]
+        lengths = [distance(p.detach(), s) for p, s in zip(parameters, self.start, strict=True)]
         row: Row = {"grad_norm": self.grad_norm, "step_norm": norm(lengths).item()}
         if self.groups:
             row["layers"] = {
@@ -50,13 +87,6 @@ class Measurement:
             }
         return row
 
-    def share(self, present: Sequence[Tensor | None]) -> None:
-        """Drop copies of gradients that ``.grad`` still holds after the step, for the memory."""
-        for i, (held, now) in enumerate(zip(self.gradients, present, strict=True)):
-            if held is not None and now is not None and not held.is_sparse and held.shape == now.shape:
-                if torch.equal(local(held), local(now)):
-                    self.gradients[i] = now
-
     def segment(self, replay: Replay, fractions: Iterable[float], row: Row) -> Row:
         r"""The paper's estimate: :func:`~clipwise.smoothness.estimators.segment_smoothness` in place.
 
@@ -64,24 +94,22 @@ class Measurement:
         fraction.
         """
         fractions = tuple(fractions)
-        if fractions == (1.0,):
-            self.start = []  # the parameters are there already
         secants: list[float] = []
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}
-        for fraction, there in replay.along(self.start, fractions):
-            change = difference(there.gradients, self.gradients, overwrite=True)
-            size = norm(change).item()
+        for fraction in replay.along(self.start, fractions):
+            change = replay.change(self.gradients)
+            size = norm(change.parts).item()
             secants.append(size / (fraction * row["step_norm"]))
             if fraction == max(fractions):
                 result["kappa"] = size / row["grad_norm"] if row["grad_norm"] else None
-                result["loss_after"] = there.loss if fraction == 1.0 else None
+                result["loss_after"] = change.loss if fraction == 1.0 else None
             for name, part in self.groups.items():
                 layer = layers[name]
                 if layer["step_norm"]:
-                    secant = norm(change[i] for i in part).item() / (fraction * layer["step_norm"])
+                    secant = norm(change.parts[i] for i in part).item() / (fraction * layer["step_norm"])
                     layer["smoothness"] = _larger(layer.get("smoothness"), secant)
-            del there, change  # before the next pass: its gradient takes this one's place
+            del change  # before the next pass: its gradient may take this one's place
         best: float | None = None
         for secant in secants:
             best = _larger(best, secant)

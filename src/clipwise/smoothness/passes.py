@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+_TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -78,7 +80,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _public(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    own = vars(module)  # of which most belong to torch
+    return {name: own[name] for name in own.keys() - _TORCHS_OWN if not name.startswith("_")}
 
 
 def _accelerator_in_use() -> Any:

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
 from clipwise.smoothness.estimators import check_fractions, difference, norm
-from clipwise.smoothness.measure import Measurement, layer_groups
+from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
 from clipwise.smoothness.oracle import GradientOracle, size_of
 from clipwise.smoothness.passes import PassState
 from clipwise.smoothness.ranks import (
-    copies,
     from_rank_zero,
-    gradients_live_in_buckets,
     is_writer,
     over_ranks,
     spans_ranks,
@@ -62,9 +60,9 @@ class SmoothnessProbe:
     Args:
         model: The module that the loop calls; the wrapped one under DDP, FSDP2 and ``torch.compile``.
         every: Steps between measurements.
-        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's: at most
-            three times the parameters, however many fractions; twice where ``.grad`` is not clipped in place
-            or the only fraction is 1.
+        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
+            first measurement on: twice the parameters and once the largest of them, however many fractions;
+            under DDP and FSDP2 three times the parameters.
         estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
             of the parameters) and ``"spectral"`` (dozens to hundreds of gradients). A mapping
             ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only.
@@ -112,6 +110,7 @@ class SmoothnessProbe:
         self.self_test: float | None = None
         self._tested = False
         self._warned: set[str] = set()
+        self._start, self._gradients = Workspace(), Workspace()
         self._forget_pass()
         self._handle = watch_forward(model, self._saw_forward)
 
@@ -201,14 +200,14 @@ class SmoothnessProbe:
         if not self._tested:
             self.self_test = self._self_test(closure, gradients)
         if self.oracle is None:
-            held = [None if g is None else g.detach().clone() for g in gradients]
+            held = self._gradients.copies(gradients)
         else:
             with self._replaying(self.oracle) as replay:
                 first = replay.gradient()
             held, row["loss"] = first.gradients, self._mean(first.loss)
         grad_norm = raw_norm if self.oracle is None else norm(held).item()
         return Measurement(
-            start=copies(self.parameters),
+            start=[p for p in self._start.copies(self.parameters) if p is not None],
             gradients=held,
             grad_norm=grad_norm,
             raw_norm=raw_norm,
@@ -232,8 +231,6 @@ class SmoothnessProbe:
         if row["step_norm"] == 0:
             row["status"] = ZERO_STEP
             return
-        if self.oracle is None and not gradients_live_in_buckets(self.model):
-            before.share([p.grad for p in self.parameters])
         with self._replaying(self.oracle or closure) as replay:
             if self._takes("local"):
                 row.update(before.local(replay, row, eps=self._eps))

@@ -22,13 +22,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def communicates(model: nn.Module) -> bool:
+    """Whether the model is wrapped to be trained by several processes, however many there are."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
+
+
 def spans_ranks(model: nn.Module) -> bool:
     """Whether a backward pass of the model communicates with other processes."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    return communicates(model)
 
 
 def any_rank(flag: bool, model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -18,8 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from clipwise._checks import check_finite
+from clipwise.smoothness.estimators import difference, distance
 from clipwise.smoothness.passes import PassState
-from clipwise.smoothness.ranks import any_rank, copies, gradients_live_in_buckets, local, spans_ranks
+from clipwise.smoothness.ranks import (
+    any_rank,
+    communicates,
+    copies,
+    gradients_live_in_buckets,
+    local,
+    spans_ranks,
+)
 
 Gradients = Sequence["Tensor | None"]
 
@@ -30,6 +39,20 @@ class Replayed:
 
     loss: Tensor
     gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A loss and how its gradient changed.
+
+    Attributes:
+        loss: The loss.
+        parts: One tensor for each parameter, or None. The joint norm of any of them is that of the change of
+            the gradient there: each is the change itself, or its norm.
+    """
+
+    loss: Tensor
+    parts: list[Tensor | None]
 
 
 class Replay:
@@ -69,6 +92,8 @@ class Replay:
         self._start = state
         self._home: list[Tensor] | None = None
         self._aliased = gradients_live_in_buckets(model)
+        # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
+        self._one_by_one = not communicates(model)
 
     def __enter__(self) -> Replay:
         self._end = PassState(self.model)
@@ -91,24 +116,42 @@ class Replay:
 
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
-        self._prepare()
-        versions = [p._version for p in self.parameters]
-        loss = self._backward()
-        if versions != [p._version for p in self.parameters]:
-            raise RuntimeError(
-                "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
-                "or `nn.Embedding(max_norm=…)`. Let it only compute the loss."
-            )
+        loss = self._differentiate()
         gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
         self._drop_gradients()
-        if all(g is None for g in gradients):
-            raise ValueError(
-                "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
-                "Compute the loss with the model itself, outside `torch.no_grad()`."
-            )
+        self._check_any(g is not None for g in gradients)
         if self._aliased:
             gradients = [None if g is None else g.clone() for g in gradients]
         return Replayed(loss, gradients)
+
+    def change(self, old: Gradients) -> Change:
+        r"""How the gradient where the parameters are differs from ``old``.
+
+        On one process the whole gradient is never held: as soon as the backward pass is done with a
+        parameter, the norm of its part of the change is taken and the part dropped. That needs the memory of
+        the largest parameter only, and finds the part in the cache.
+        """
+        if not self._one_by_one:
+            there = self.gradient()
+            return Change(there.loss, difference(there.gradients, old, overwrite=True))
+        parts: list[Tensor | None] = [None] * len(self.parameters)
+        times = [0] * len(parts)
+
+        def take(i: int, p: Tensor) -> None:
+            times[i] += 1
+            parts[i] = distance(p.grad, old[i])
+            p.grad = None
+
+        loss = self._differentiate(take)
+        if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
+            self._one_by_one = False
+            return self.change(old)
+        self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
+        for i, p in enumerate(self.parameters):
+            if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
+                parts[i] = distance(p.grad, old[i])
+        self._drop_gradients()
+        return Change(loss, parts)
 
     def gradient_at(
         self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None
@@ -157,8 +200,8 @@ class Replay:
                 local(p).copy_(local(home))
         self._home = None
 
-    def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[tuple[float, Replayed]]:
-        r"""Gradients at :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where the parameters are.
+    def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
+        r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
 
         The end comes first, for it needs no move; then the inner points in ascending order. The copies in
         ``start`` are overwritten with :math:`x_1`, so that two points of the segment, of which one is in the
@@ -172,7 +215,7 @@ class Replay:
         if not fractions or not 0.0 < fractions[0] <= fractions[-1] <= 1.0:
             raise ValueError(f"`fractions` must lie in (0, 1], got {fractions}.")
         if 1.0 in fractions:
-            yield 1.0, self.gradient()
+            yield 1.0
         passed = 0.0
         for fraction in (f for f in fractions if f < 1.0):
             with torch.no_grad():
@@ -182,7 +225,7 @@ class Replay:
                     for p, end in zip(self.parameters, self._home, strict=True):
                         local(p).lerp_(local(end), (fraction - passed) / (1.0 - passed))
             passed = fraction
-            yield fraction, self.gradient()
+            yield fraction
 
     def hessian_product(
         self, direction: Gradients, *, origin: Sequence[Tensor] | None = None
@@ -216,7 +259,31 @@ class Replay:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _backward(self) -> Tensor:
+    def _differentiate(self, take: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """Loss where the parameters are; its gradient is in ``.grad``, or ``take`` had it part by part."""
+        self._prepare()
+        versions = [p._version for p in self.parameters]
+        loss = self._forward()
+        hooks = []
+        # Where the closure ran backward passes itself, the parts are in ``.grad``.
+        if take is not None and all(p.grad is None for p in self.parameters):
+            hooks = [
+                p.register_post_accumulate_grad_hook(partial(take, i)) for i, p in enumerate(self.parameters)
+            ]
+        try:
+            if loss.requires_grad:
+                loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if versions != [p._version for p in self.parameters]:
+            raise RuntimeError(
+                "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
+                "or `nn.Embedding(max_norm=…)`. Let it only compute the loss."
+            )
+        return loss.detach()
+
+    def _forward(self) -> Tensor:
         loss = failure = None
         try:
             with torch.enable_grad():
@@ -228,9 +295,14 @@ class Replay:
         if any_rank(failure is not None, self.model):
             raise failure or RuntimeError("The closure raised on another rank.")
         assert loss is not None
-        if loss.requires_grad:
-            loss.backward()
-        return loss.detach()
+        return loss
+
+    def _check_any(self, found: Iterable[Any]) -> None:
+        if not any(found):
+            raise ValueError(
+                "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
+                "Compute the loss with the model itself, outside `torch.no_grad()`."
+            )
 
     def _checked(self, loss: Any) -> Tensor:
         if isinstance(loss, Real):
