@@ -129,3 +129,8 @@ def test_a_recipe_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         get_recipe("ptb-lstm").lr = 3.0
     assert isinstance(get_recipe("ptb-lstm"), Recipe)
+
+
+def test_a_recipe_without_a_task_cannot_be_made():
+    with pytest.raises(TypeError, match=r"abstract.*problem"):
+        Recipe(name="nothing", steps=1)

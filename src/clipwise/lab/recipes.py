@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
@@ -22,7 +23,7 @@ OPTIMIZERS = ("clipped", "normalized")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(ABC):
     r"""What every training run has, whatever the task.
 
     Args:
@@ -102,9 +103,9 @@ class Recipe:
             raise ValueError(f"`lr_drops` must be shares of the run in (0, 1), got {self.lr_drops!r}.")
 
     @property
+    @abstractmethod
     def problem(self) -> str:
         """What decides the start and the batches, with the seed: the data and the model."""
-        raise NotImplementedError
 
     @property
     def label(self) -> str:
