@@ -14,6 +14,7 @@ from clipwise.lab.calibration import read_calibration, write_calibration
 from clipwise.lab.recipes import Recipe
 from clipwise.lab.runs import CONFIG, Run
 from clipwise.lab.tasks import Task, make_task, seed_of
+from clipwise.lab.train import RunResult
 from clipwise.smoothness.calibrate import calibrate
 from clipwise.smoothness.calibration import Calibration
 
@@ -106,6 +107,14 @@ def calibrate_run(
     measured = _measured(recipe, found)
     write_calibration(folder, found)
     return replace(recipe, **{name: measured[name] for name in names}), found
+
+
+def run_calibrated(recipe: Recipe, folder: Path, *, offline: bool = False, threads: int = 1) -> RunResult:
+    """Train with measured ``lr`` and ``max_norm``, from its checkpoint if the folder has one."""
+    from clipwise.lab.sweep import run_trial
+
+    measured, _ = calibrate_run(recipe, folder, resume=True, offline=offline)
+    return run_trial(measured, folder, offline=offline, threads=threads)
 
 
 def _threshold(recipe: Recipe) -> str:

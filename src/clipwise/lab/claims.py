@@ -8,6 +8,7 @@ from pathlib import Path
 
 from clipwise.lab import evidence as show
 from clipwise.lab.evidence import CONFIDENCE, NOT_TESTABLE, Evidence, MissingRuns, Results
+from clipwise.lab.plan import CALIBRATED
 from clipwise.lab.runs import write_json
 
 BAR = "\\|"  # a bar inside a cell
@@ -35,6 +36,12 @@ def make_claims(results: Results) -> list[Claim]:
     rows: list[tuple[str, str, Callable[[Results], Evidence]]] = [
         ("fig4", "Large learning rates diverge without clipping; it allows them.", show.allows_large_lr),
         ("fig4", "Clipping accelerates training of the language model.", show.accelerates),
+        (
+            "fig4",
+            "lr 30 and max_norm 0.25 are set by hand. Not in the paper: measured before training, they do as "
+            "well.",
+            show.calibrated,
+        ),
         ("fig4", "Models trained with clipping have the best validation loss.", show.validation),
         (
             "fig2",
@@ -62,6 +69,8 @@ def make_claims(results: Results) -> list[Claim]:
         ("fig8", "GD's gradients are about 3 times those of clipped GD; theory says 5.", show.ratio),
     ]  # fmt: skip
     wanted = [row for row in rows if row[0] in results.plan.figures]
+    if not results.plan.of(CALIBRATED):
+        wanted = [row for row in wanted if row[2] is not show.calibrated]
     return [_claim(results, figure, paper, measure) for figure, paper, measure in wanted] + _beyond(results)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from clipwise.lab.calibration import read_calibration
 from clipwise.lab.figures import agreement, compare
-from clipwise.lab.plan import CLIPPED, SHARES, UNCLIPPED, Plan, compared_steps
+from clipwise.lab.plan import BY_HAND, CALIBRATED, CLIPPED, SHARES, UNCLIPPED, Plan, compared_steps
 from clipwise.lab.runs import CONFIG, DIVERGED, FINISHED, STATUS, Run
 from clipwise.lab.synthetic import SyntheticResult, load_synthetic
 from clipwise.smoothness.fit import fit_smoothness
@@ -20,6 +21,7 @@ from clipwise.smoothness.trace import Trace
 SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE = "supported", "not supported", "not testable at this scale"
 WINDOW = 25  # steps in the running mean of a training loss
 CONFIDENCE = 0.9
+MISSED = 0.05  # share of the way down that a calibrated run may miss
 
 Evidence = tuple[str, str]  # what was measured, and the verdict
 
@@ -176,6 +178,25 @@ def validation(results: Results) -> Evidence:
     gain = Spread(values=tuple(one - other for one, other in zip(*ends, strict=True)))
     words = f"validation loss of {_label(results, clipped)} is {gain} below that of {_label(results, plain)}"
     return words, SUPPORTED if gain.interval[0] > 0 else NOT_SUPPORTED
+
+
+def calibrated(results: Results) -> Evidence:
+    """Training with numbers measured before it, against the paper's, from the same start and batches."""
+    (mine,) = results.of(CALIBRATED)
+    by_hand = next(run for run in results.all_finished(BY_HAND) if run.recipe.seed == mine.recipe.seed)
+    found = read_calibration(mine.folder)
+    source = f"from {found.num_gradients} gradients before training" if found else "before training"
+    words = f"lr {mine.recipe.lr:.3g} and max_norm {mine.recipe.max_norm:.3g} {source}"
+    if mine.status["status"] == DIVERGED:
+        return f"{words}: diverged at step {mine.status['step']}", NOT_SUPPORTED
+    first, ends = by_hand.column("loss")[1][0], (final_loss(mine), final_loss(by_hand))
+    missed = (ends[0] - ends[1]) / (first - ends[1])
+    words += (
+        f": final training loss {ends[0]:.3f}, with {by_hand.recipe.label} {ends[1]:.3f}, from {first:.3f} "
+        f"at the start; {missed:.1%} of the way down is missed (one seed; up to {MISSED:.0%} counts as "
+        "the same)"
+    )
+    return words, SUPPORTED if missed <= MISSED else NOT_SUPPORTED
 
 
 def correlations(results: Results, large: str, small: str) -> Evidence:

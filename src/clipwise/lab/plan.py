@@ -22,12 +22,15 @@ class Planned:
         recipe: What to train.
         figures: Figures that use it.
         cost: Rough cost in seconds on one core of a laptop; long runs start first.
+        calibrated: Whether ``lr`` and ``max_norm`` are measured before training; those of the recipe are not
+            looked at.
     """
 
     setting: str
     recipe: Recipe
     figures: tuple[str, ...]
     cost: float
+    calibrated: bool = False
 
     @property
     def name(self) -> str:
@@ -65,6 +68,7 @@ IMAGES = {
     "cifar-lr1": (1.0, math.inf, 0.0, ("fig3", "fig4")),
     "cifar-lr5clip0.25": (5.0, 0.25, 0.0, ("fig3", "fig4")),
 }
+BY_HAND, CALIBRATED = "lm-lr30clip0.25", "lm-calibrated"  # the paper's numbers, and measured ones
 SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
 CLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm < math.inf)
 UNCLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm == math.inf)
@@ -94,7 +98,12 @@ def make_plan(
     for figure in chosen:
         check_choice("figures", figure, FIGURES)
     fields = language or {}
-    runs = [*_language(scale, fields), *_images(scale, images or {}), *_shares(scale, fields)]
+    runs = [
+        *_language(scale, fields),
+        *_images(scale, images or {}),
+        *_shares(scale, fields),
+        *_calibrated(scale, fields),
+    ]
     wanted = tuple(run for run in runs if set(run.figures) & set(chosen))
     return Plan(
         scale=scale,
@@ -138,6 +147,24 @@ def _images(scale: str, fields: dict[str, object]) -> list[Planned]:
         for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
             run = replace(recipe, seed=seed)
             runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=0.35 * run.steps))
+    return runs
+
+
+def _calibrated(scale: str, fields: dict[str, object]) -> list[Planned]:
+    """At laptop scale, the first setting once more, with numbers measured before training."""
+    runs = []
+    for run in _language(scale, fields):
+        if (run.setting, run.recipe.seed) == (BY_HAND, SHOWN_SEED):
+            recipe = with_fields(run.recipe, probe_every=2 * run.recipe.probe_every, eval_every=0)
+            runs.append(
+                Planned(
+                    setting=CALIBRATED,
+                    recipe=recipe,
+                    figures=("fig4",),
+                    cost=0.2 * recipe.steps,
+                    calibrated=True,
+                )
+            )
     return runs
 
 

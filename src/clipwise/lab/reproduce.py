@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from clipwise.lab.calibrate import run_calibrated
 from clipwise.lab.claims import Claim, as_markdown, make_claims, write_claims
 from clipwise.lab.data import load_cifar10, load_ptb
 from clipwise.lab.evidence import Results
@@ -135,7 +136,7 @@ def _run(
         Job(
             name=run.name,
             folder=runs / run.name,
-            function=run_trial,
+            function=run_calibrated if run.calibrated else run_trial,
             # The data are in the cache now, or cannot be had: no process need ask the network again.
             arguments={"recipe": run.recipe, "folder": runs / run.name, "offline": True},
             total=run.recipe.steps,
