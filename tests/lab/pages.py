@@ -23,13 +23,13 @@ def make_run(
     trace = Trace(run.folder / TRACE, header={"model": "walls"}) if traced else None
     for row in rows:
         names = ("step", "loss", "grad_norm", "coefficient", "lr")
-        metrics.write({"split": "train", **{name: row[name] for name in names}})
+        metrics.append({"split": "train", **{name: row[name] for name in names}})
         if trace is not None and row["step"] % every == 0 and math.isfinite(row["smoothness"]):
             measured = {name: {"smoothness": row["smoothness"] * (k + 1)} for k, name in enumerate(layers)}
             trace.append({**row, "status": OK, "layers": measured} if layers else {**row, "status": OK})
     diverged = len(rows) < steps
     if not diverged:
-        metrics.write({"step": len(rows), "split": "valid", "loss": rows[-1]["loss"], "perplexity": 1.0})
+        metrics.append({"step": len(rows), "split": "valid", "loss": rows[-1]["loss"], "perplexity": 1.0})
     metrics.close()
     if trace is not None:
         trace.close()

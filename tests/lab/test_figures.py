@@ -34,7 +34,7 @@ def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0,
         smoothness = abs(gradient(new) - gradient(x)) / abs(new - x)
         loss = scale * L0 / L1**2 * (math.exp(L1 * abs(x)) - L1 * abs(x) - 1)
         norm = abs(gradient(x))
-        metrics.write(
+        metrics.append(
             {
                 "step": step,
                 "split": "train",
@@ -55,8 +55,8 @@ def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0,
             }
         )
         if step % held_out == 0:
-            metrics.write({"step": step, "split": "valid", "loss": loss + 0.1, "perplexity": math.exp(loss)})
-            metrics.write({"step": step, "split": "test", "loss": loss, "accuracy": 90.0 - loss})
+            metrics.append({"step": step, "split": "valid", "loss": loss + 0.1, "perplexity": math.exp(loss)})
+            metrics.append({"step": step, "split": "test", "loss": loss, "accuracy": 90.0 - loss})
         x = new
     metrics.close()
     trace.close()

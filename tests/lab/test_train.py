@@ -243,15 +243,16 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
         ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
         ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' cannot be had"),
         ({"strategy": "magic"}, "`strategy` must be one of"),
-        ({"strategy": "fsdp"}, "start it with torchrun"),
+        ({"strategy": "fsdp"}, "'fsdp' shares a model among several devices"),
         ({"loggers": ("paper",)}, "`loggers` must be one of"),
         ({"threads": 0}, "`threads` must be"),
         ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
     ],
 )
-def test_impossible_arguments_are_named(tmp_path, arguments, words):
+def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         train(small_language(tmp_path), tmp_path / "run", **quiet, **arguments)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):

@@ -1,6 +1,11 @@
 """Two processes that share each batch train as one does."""
 
 import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -32,25 +37,84 @@ def _trace(folder):
     return np.array([[row[name] for name in names] for row in rows])
 
 
-@pytest.mark.parametrize("kind", ["language", "images"])
-def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, kind):
-    fields = {"steps": 20, "precision": "64-true", "probe_every": 5}
-    recipe = (
-        small_language(tmp_path, **fields)
-        if kind == "language"
-        else small_images(lr=0.01, batch_size=16, **fields)
-    )
-    train(recipe, tmp_path / "one", progress=False)
-    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu")
-    assert result.status == "finished"
-    one, two = (Run.load(tmp_path / name) for name in ("one", "two"))
+def _recipe(folder, kind):
+    fields = {"steps": 20, "precision": "64-true", "probe_every": 5, "momentum": 0.5}
+    if kind == "language":
+        return small_language(folder, **fields)
+    return small_images(lr=0.01, batch_size=16, **fields)
+
+
+def _assert_same(two, one):
+    """Two run folders agree in losses, norms, measurements, held-out losses and parameters."""
+    runs = [Run.load(folder) for folder in (one, two)]
     for column in ("loss", "grad_norm"):
-        np.testing.assert_allclose(two.column(column)[1], one.column(column)[1], rtol=0, atol=1e-5)
-    assert len(_trace(tmp_path / "one")) == 4
-    np.testing.assert_allclose(_trace(tmp_path / "two"), _trace(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+        steps, values = zip(*(run.column(column) for run in runs), strict=True)
+        assert list(steps[0]) == list(steps[1]) == list(range(1, 21))
+        np.testing.assert_allclose(values[1], values[0], rtol=0, atol=1e-5)
+    assert len(_trace(one)) == 4
+    np.testing.assert_allclose(_trace(two), _trace(one), rtol=1e-5, atol=1e-5)
     for split in ("valid", "test"):
-        rows = [[row["loss"] for row in run.rows(split)] for run in (one, two)]
+        rows = [[row["loss"] for row in run.rows(split)] for run in runs]
         np.testing.assert_allclose(rows[1], rows[0], atol=1e-5)
+    saved = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, two)]
+    torch.testing.assert_close(*(content["model"] for content in saved), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(*(content["optimizer"]["state"] for content in saved), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["language", "images"])
+def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, kind, strategy):
+    recipe = _recipe(tmp_path, kind)
+    train(recipe, tmp_path / "one", progress=False)
+    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu", strategy=strategy)
+    assert result.status == "finished"
+    _assert_same(tmp_path / "two", tmp_path / "one")
+
+
+def _interrupted(recipe, folder, *, rows, **arguments):
+    """Train on processes of its own until ``rows`` rows are there, then tell one of them to end."""
+    ended = threading.Event()
+
+    def watch():
+        path = folder / "metrics.jsonl"
+        while not ended.wait(0.002):
+            if path.exists() and path.read_bytes().count(b"\n") >= rows:
+                os.kill(multiprocessing.active_children()[0].pid, signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return train(recipe, folder, progress=False, **arguments)
+    finally:
+        ended.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("language", "ddp"), ("language", "fsdp"), ("images", "fsdp")]
+)
+def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, kind, strategy):
+    recipe = _recipe(tmp_path, kind)
+    train(recipe, tmp_path / "one", progress=False)
+    two = {"devices": 2, "accelerator": "cpu", "strategy": strategy}
+    stopped = _interrupted(recipe, tmp_path / "two", rows=6, **two)
+    assert stopped.status == "interrupted"
+    assert 6 <= stopped.step < 20
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    assert train(recipe, tmp_path / "two", progress=False, resume=True, **two).status == "finished"
+    _assert_same(tmp_path / "two", tmp_path / "one")
+    with pytest.warns(UserWarning, match="header differs in: world_size"):
+        alone = train(recipe, tmp_path / "alone", progress=False, resume=True)
+    assert alone.status == "finished"
+    _assert_same(tmp_path / "alone", tmp_path / "one")
+
+
+def test_a_sharded_model_is_not_averaged(tmp_path):
+    recipe = small_language(tmp_path, averaging="always")
+    with pytest.raises(ValueError, match="cannot average a sharded model, got `averaging` 'always'"):
+        train(recipe, tmp_path / "run", progress=False, devices=2, accelerator="cpu", strategy="fsdp")
+    assert not (tmp_path / "run").exists()
 
 
 def _batch_norm(rank, data, weights):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.lab.runs import replace_atomically
+from clipwise.lab.files import replace_atomically
 
 VERSION = 1
 _FORMAT = "clipwise-checkpoint"

@@ -1,9 +1,11 @@
-"""Devices and processes: Lightning Fabric, kept quiet, and batch normalisation over the whole batch."""
+"""Devices and processes: Lightning Fabric, kept quiet; sharded models; batch norm over the whole batch."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +14,14 @@ from lightning_fabric import Fabric
 from lightning_fabric.loggers.csv_logs import CSVLogger
 from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clipwise._checks import check_choice, check_count
-from clipwise.lab.runs import Run
+from clipwise.lab.recipes import LanguageRecipe, Recipe
+from clipwise.lab.tasks import share_of_batch
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 LOGGERS = ("csv", "tensorboard")
@@ -26,28 +31,29 @@ logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 
 
 def make_fabric(
-    run: Run,
+    recipe: Recipe,
+    folder: Path,
     *,
     devices: int = 1,
     accelerator: str = "auto",
     strategy: str = "auto",
     loggers: tuple[str, ...] = (),
 ) -> Fabric:
-    """Fabric for one run, or an error in one line if this machine does not have the devices."""
+    """Fabric for one run, or an error in one line if the devices are not here or do not suit the recipe."""
     check_count("devices", devices)
     check_choice("strategy", strategy, STRATEGIES)
     for name in loggers:
         check_choice("loggers", name, LOGGERS)
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_devices(devices, accelerator, strategy)
+    _check_devices(recipe, devices, accelerator, strategy)
     try:
         return Fabric(
             accelerator=accelerator,
             devices=devices,
             strategy=_strategy(devices, strategy),
-            precision=run.recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
-            loggers=[_logger(name, run) for name in loggers],
+            precision=recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
+            loggers=[_logger(name, folder) for name in loggers],
         )
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(
@@ -70,6 +76,36 @@ def gathered(x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return parts
+
+
+class ShardedStrategy(DDPStrategy):
+    """Processes as with DDP; each keeps its part of every parameter (FSDP2) and of the optimizer's state."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """``module``, every parameter sharded over all processes along its first dimension."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.root_device.type, (dist.get_world_size(),))
+        # Only contiguous parameters can be sharded; images keep their channels-last layout.
+        module = module.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue] (torch's own overloads)
+        return fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+def whole(value: Any) -> Any:
+    """``value`` with every sharded tensor in it put together. All processes must take part."""
+    if isinstance(value, Mapping):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(item) for item in value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def sharded_like(value: Tensor, like: Tensor) -> Tensor:
+    """This process's part of ``value``, sharded as ``like`` is; ``value`` itself if it is not."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
 def global_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
@@ -141,7 +177,7 @@ class _AllReduce(torch.autograd.Function):
         return total
 
 
-def _check_devices(devices: int, accelerator: str, strategy: str) -> None:
+def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str) -> None:
     if accelerator == "cpu":
         cores = max(2, os.cpu_count() or 1)
         if devices > cores and not under_torchrun():
@@ -150,29 +186,25 @@ def _check_devices(devices: int, accelerator: str, strategy: str) -> None:
         raise ValueError(
             f"`devices` must be at most the {torch.cuda.device_count()} GPUs here, got {devices}."
         )
-    if strategy == "fsdp" and not under_torchrun():
-        raise ValueError("`strategy` 'fsdp' needs one process a device: start it with torchrun.")
+    if strategy == "fsdp" and devices == 1 and not under_torchrun():
+        raise ValueError("`strategy` 'fsdp' shares a model among several devices, got `devices` 1.")
+    if strategy == "fsdp" and isinstance(recipe, LanguageRecipe) and recipe.averaging != "never":
+        raise ValueError(
+            f"`strategy` 'fsdp' cannot average a sharded model, got `averaging` {recipe.averaging!r}. Use "
+            "'ddp', or set `averaging` to 'never'."
+        )
+    share_of_batch(recipe, devices)
 
 
 def _strategy(devices: int, strategy: str) -> Any:
     if strategy == "fsdp":
-        from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
-
-        return ModelParallelStrategy(_shard, save_distributed_checkpoint=False)
+        return ShardedStrategy(start_method="popen" if under_torchrun() else "spawn")
     if under_torchrun():
         return "ddp"
     return "auto" if devices == 1 else "ddp_spawn"
 
 
-def _shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """Every parameter sharded over the data-parallel processes (FSDP2)."""
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model, mesh=mesh["data_parallel"])
-    return model
-
-
-def _logger(name: str, run: Run) -> Logger:
+def _logger(name: str, folder: Path) -> Logger:
     if name == "csv":
-        return CSVLogger(root_dir=run.folder, name="csv")
-    return TensorBoardLogger(root_dir=run.folder, name="tensorboard")
+        return CSVLogger(root_dir=folder, name="csv")
+    return TensorBoardLogger(root_dir=folder, name="tensorboard")

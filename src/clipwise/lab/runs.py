@@ -17,15 +17,17 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from clipwise.lab.files import write_atomically
 from clipwise.lab.recipes import Recipe, from_dict, to_dict
+from clipwise.smoothness.tracefile import AppendOnly
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -135,25 +137,24 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class RowFile:
-    """Append-only rows, strict JSON, flushed one by one."""
+class RowFile(AppendOnly):
+    """Append-only rows, strict JSON; each is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("ab")
+        super().__init__(path, end=path.stat().st_size if path.exists() else 0)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
-        self._file.write(_dumps(row).encode() + b"\n")
-        self._file.flush()
+        self.write(_dumps(row).encode() + b"\n")
 
-    def sync(self) -> int:
-        """Bring the rows to the disk; the length of the file."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def synced_length(path: Path) -> int:
+    """Bring the rows of a file to the disk; its length, 0 if there is none."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return file.seek(0, os.SEEK_END)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -171,7 +172,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace ``path`` atomically: it holds the old values or the new ones, never half of them."""
-    replace_atomically(path, lambda file: file.write(_dumps(values, indent=2).encode() + b"\n"))
+    write_atomically(path, _dumps(values, indent=2).encode() + b"\n")
 
 
 def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
@@ -185,20 +186,6 @@ def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, it holds {type(values).__name__}.")
     return values
-
-
-def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a new file beside ``path``, bring it to the disk, and put it in its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _refuse_foreign(folder: Path) -> None:

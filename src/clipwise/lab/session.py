@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from clipwise.lab.averaging import NonMonotoneAveraging
 from clipwise.lab.checkpoint import cut, load_checkpoint, random_state, save_checkpoint, set_random_state
-from clipwise.lab.parallel import gathered, global_batch_norm
+from clipwise.lab.parallel import gathered, global_batch_norm, sharded_like, whole
 from clipwise.lab.recipes import LanguageRecipe, Recipe
-from clipwise.lab.runs import CHECKPOINT, METRICS, TRACE, RowFile, Run
+from clipwise.lab.runs import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from clipwise.lab.tasks import Task, map_state, seed_of
 from clipwise.optim import ClippedSGD, NormalizedSGD
 from clipwise.smoothness.oracle import GradientOracle
@@ -40,7 +39,10 @@ class Session:
             module = global_batch_norm(module, fabric.device)
         self.module = module
         self.num_parameters = sum(p.numel() for p in module.parameters())
-        self.model, self.optimizer = fabric.setup(module, make_optimizer(recipe, module))
+        self.model = fabric.setup_module(module)
+        # Not before: sharding puts other parameters in the module's place.
+        self.raw_optimizer = make_optimizer(recipe, module)
+        self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
         self.averaging = make_averaging(recipe, module)
         self.step = 0
         self.state: Any = None
@@ -56,32 +58,33 @@ class Session:
             self._restore(saved)
         self.metrics = RowFile(run.folder / METRICS) if fabric.is_global_zero else None
 
-    @property
-    def raw_optimizer(self) -> ClippedSGD | NormalizedSGD:
-        """The optimizer itself, without Fabric's wrapper."""
-        return self.optimizer.optimizer
-
     def save(self) -> None:
         """Replace the checkpoint by what is true now."""
         gathered = {
             "state": self._gather(self.state),
             "random": {name: self._stack(value) for name, value in random_state().items()},
+            "model": whole(self.module.state_dict()),
+            "optimizer": whole(self.raw_optimizer.state_dict()),
         }
         if not self.fabric.is_global_zero:
             return
-        assert self.metrics is not None
+        self._check_trace()
         content = {
             **gathered,
             "step": self.step,
             "data": self.task.data_name,
-            "model": self.module.state_dict(),
-            "optimizer": self.raw_optimizer.state_dict(),
             "probe": self.probe.state_dict() if self.probe else None,
             "averaging": self.averaging.state_dict() if self.averaging else None,
             "first_loss": self.first_loss,
-            "lengths": {METRICS: self.metrics.sync(), TRACE: _synced_length(self.run.trace_path)},
+            "lengths": {name: synced_length(self.run.folder / name) for name in (METRICS, TRACE)},
         }
         save_checkpoint(self.run.folder / CHECKPOINT, content)
+
+    def _check_trace(self) -> None:
+        """A probe goes on without a disk; a checkpoint after lost rows would leave a gap in the trace."""
+        path = self.run.trace_path
+        if self.probe and path.exists() and path.read_bytes().count(b"\n") <= len(self.probe.trace):
+            raise OSError(errno.ENOSPC, "not all measurements could be written", str(path))
 
     def close(self) -> None:
         """Close the row files and the loggers."""
@@ -102,8 +105,11 @@ class Session:
         return saved
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self.module.load_state_dict(saved["model"])
-        self.raw_optimizer.load_state_dict(saved["optimizer"])
+        now = self.module.state_dict()
+        self.module.load_state_dict(
+            {name: sharded_like(value, now[name]) for name, value in saved["model"].items()}
+        )
+        self.raw_optimizer.load_state_dict(self._sharded_optimizer(saved["optimizer"]))
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
         if self.averaging:
@@ -114,7 +120,19 @@ class Session:
         self.state = map_state(lambda t: t[:, mine].contiguous().to(device), saved["state"])
         rank = self.fabric.global_rank
         if rank < len(saved["random"]["cpu"]):
-            set_random_state({name: value[rank] for name, value in saved["random"].items()})
+            # A copy: torch crashes on a state that begins inside another tensor's memory.
+            set_random_state({name: value[rank].clone() for name, value in saved["random"].items()})
+
+    def _sharded_optimizer(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A whole optimizer state, each tensor of it sharded as the parameter that it belongs to."""
+        params = [p for group in self.raw_optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {
+                name: sharded_like(v, params[index]) if isinstance(v, Tensor) else v for name, v in of.items()
+            }
+            for index, of in saved["state"].items()
+        }
+        return {**saved, "state": state}
 
     def _gather(self, state: Any) -> Any:
         """A recurrent state for all streams, whichever process has them; the streams are dimension 1."""
@@ -126,7 +144,7 @@ class Session:
         return value[None] if self.fabric.world_size == 1 else torch.stack(gathered(value))
 
 
-def make_optimizer(recipe: Recipe, module: nn.Module) -> Optimizer:
+def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
     """The optimizer of ``recipe``. A gradient that is not finite goes through: the loop calls it diverged."""
     common: dict[str, Any] = {
         "momentum": recipe.momentum,
@@ -175,11 +193,3 @@ def _started(recipe: Recipe, module: nn.Module) -> nn.Module:
         averaged = {k.removeprefix(prefix): v for k, v in average.items() if k.startswith(prefix)}
         module.load_state_dict(averaged or saved["model"])
     return module
-
-
-def _synced_length(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return file.seek(0, os.SEEK_END)

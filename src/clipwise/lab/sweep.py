@@ -116,13 +116,13 @@ def sweep(
     errors: dict[str, str] = {}
 
     def trials() -> tuple[Trial, ...]:
-        return tuple(_trial(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
+        return tuple(trial_in(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
 
     outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
     with _live_table(trials, shown=progress) as watch:
         for number, outcome in enumerate(outcomes(watch=watch), 1):
             errors[outcome.name] = outcome.error
-            trial = _trial(points[outcome.name], folders[outcome.name], outcome.error)
+            trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
     result = SweepResult(folder=folder, trials=trials())
@@ -203,7 +203,8 @@ def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict
     return points
 
 
-def _trial(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
+def trial_in(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
+    """The trial of these fields, as its run folder says it stands."""
     path = folder / STATUS
     if not path.exists():
         return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)

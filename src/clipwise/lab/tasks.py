@@ -53,6 +53,16 @@ def generator(recipe: Recipe, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(recipe, purpose))
 
 
+def share_of_batch(recipe: Recipe, num_devices: int) -> int:
+    """How much of a batch each device takes."""
+    if recipe.batch_size % num_devices:
+        raise ValueError(
+            f"`batch_size` must be a multiple of the number of devices, {num_devices}, "
+            f"got {recipe.batch_size}."
+        )
+    return recipe.batch_size // num_devices
+
+
 class Task(ABC):
     """What the training loop asks of a task.
 
@@ -68,12 +78,7 @@ class Task(ABC):
     splits: tuple[str, ...]  # held-out data; the first is evaluated on the way, all at the end
 
     def __init__(self, recipe: Recipe, *, rank: int = 0, world_size: int = 1) -> None:
-        if recipe.batch_size % world_size:
-            raise ValueError(
-                f"`batch_size` must be a multiple of the number of devices, {world_size}, "
-                f"got {recipe.batch_size}."
-            )
-        share = recipe.batch_size // world_size
+        share = share_of_batch(recipe, world_size)
         self.world_size = world_size
         self.mine = slice(rank * share, (rank + 1) * share)
 

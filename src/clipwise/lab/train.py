@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from clipwise.lab.runs import (
 from clipwise.lab.session import Session
 from clipwise.lab.tasks import make_task
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LAST_STEPS = 50  # the final training loss is the mean over so many steps
 
 
@@ -108,7 +110,7 @@ def train(
         progress: Show a live line (plain lines without a terminal).
         devices: Processes that share each batch; it must divide ``batch_size``. Or use torchrun.
         accelerator: ``cpu``, ``cuda``, or whichever is there.
-        strategy: ``ddp`` (``auto``), or ``fsdp`` under torchrun.
+        strategy: ``ddp`` (``auto``), every device with the whole model; or ``fsdp``, each with a part of it.
         loggers: ``csv`` and ``tensorboard``, written inside the folder.
         checkpoint_seconds: Time between two checkpoints.
         threads: Torch threads of each process; None leaves them alone.
@@ -117,18 +119,26 @@ def train(
     check_nonnegative("checkpoint_seconds", checkpoint_seconds)
     if threads is not None:
         check_count("threads", threads)
+    folder = Path(folder)
+    fabric = make_fabric(
+        recipe, folder, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers
+    )
     run = open_run(folder, recipe, resume=resume)
     if run.status["status"] in ENDED:
         return RunResult.load(run.folder)
-    fabric = make_fabric(run, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers)
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
-    with locked(run.folder), _quiet(), _left_to_processes(fabric):
+    with locked(run.folder), _left_to_processes(fabric):
         try:
             fabric.launch(partial(_train, run=run, options=options))
         except BaseException as error:
-            write_status(run.folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
+            with suppress(OSError):  # a full disk has no room for this either
+                write_status(run.folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise OSError(
+                    f"{run.folder} has no room: {error.strerror}. What is there is kept: make room, resume."
+                ) from error
             raise
     return RunResult.load(run.folder)
 
@@ -136,7 +146,7 @@ def train(
 def _train(fabric: Fabric, run: Run, options: _Options) -> None:
     """One process of a run, from the start or the checkpoint to the end."""
     recipe = run.recipe
-    with _surroundings(recipe, options), _stop_signal() as stop:
+    with _quiet(), _surroundings(recipe, options), _stop_signal() as stop:
         task = make_task(
             recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
         )
@@ -249,7 +259,7 @@ def _evaluate(session: Session, splits: tuple[str, ...]) -> bool:
 
 def _write(session: Session, row: dict[str, Any]) -> None:
     if session.metrics is not None:
-        session.metrics.write(row)
+        session.metrics.append(row)
         if session.fabric.loggers:
             numbers = {f"{row['split']}/{k}": v for k, v in row.items() if k not in ("step", "split")}
             session.fabric.log_dict(numbers, step=row["step"])
@@ -370,9 +380,10 @@ def _left_to_processes(fabric: Fabric) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Fabric's advice about things that a run folder settles."""
+    """Without advice about things that a run folder settles, or that no code here does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ import pooch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.text import Text
+
+from clipwise.lab.files import write_atomically
 
 
 class DataError(ValueError):
@@ -159,8 +160,10 @@ def _fill(
             with writing(folder):
                 _clear(folder)
                 for file, data in source.read(progress):
-                    replace(folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file]))
-                replace(folder / "origin.txt", source.title.encode())
+                    write_atomically(
+                        folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file])
+                    )
+                write_atomically(folder / "origin.txt", source.title.encode())
         except Unreachable as error:
             reasons.append(str(error))
             notice(f"{name}: {error}")
@@ -187,20 +190,6 @@ def download_folder(name: str) -> Path:
 def _origin(folder: Path) -> str:
     file = folder / "origin.txt"
     return f"from the {file.read_text()}" if file.is_file() else "from the cache"
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 import clipwise
+from clipwise.lab.files import write_atomically
 from clipwise.lab.page.heat import heat_map
 from clipwise.lab.page.payload import pack, page_data
 from clipwise.lab.page.sections import claims_of, claims_verdict, gallery_of, run_sections, verdicts
 from clipwise.lab.page.views import RunView, find_views
 from clipwise.lab.page.words import comparison_in_words
-from clipwise.lab.runs import replace_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def write_page(paths: Iterable[str | Path], output: str | Path = "report.html", 
     page = render_page(views, said, places, title=title)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    replace_atomically(output, lambda file: file.write(page.encode()))
+    write_atomically(output, page.encode())
     return Page(path=output, verdicts=tuple(said), runs=tuple(views))
 
 
