@@ -49,7 +49,7 @@ from clipwise.smoothness.safestep import (
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
 KAPPA = 1.0
 CLIP_AT = (0.7, 1.75)
-ADAM_SHARE = 1 / 3
+ADAM_SHARE = 1 / 5
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
 SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
