@@ -11,6 +11,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/clipwise/_native")
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+if sys.platform == "darwin":
+    FLAGS += ["-undefined", "dynamic_lookup"]
 # From the best build to the plainest: several kinds of processor in one file, several threads.
 EXTRAS = [["-DCLONES", "-fopenmp"], ["-fopenmp"], ["-DCLONES"], []]
 

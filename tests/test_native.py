@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import clipwise as cw
+from clipwise import _native
 from clipwise._native import LIBRARY, Kernel, native
 from clipwise.optim._update import Rule, update_loop
 from tests.reference import reference_norm
@@ -28,6 +29,10 @@ needs_kernel = pytest.mark.skipif(native() is None, reason="built without the ke
 
 def tensors_of(sizes, dtype=torch.float64, scale=1.0):
     return [(scale * torch.randn(n)).to(dtype) for n in sizes]
+
+
+def sum_of_squares(tensors):
+    return native().sum_of_squares(native().view(tensors))
 
 
 @pytest.fixture(params=[1, 2])
@@ -54,7 +59,7 @@ def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
     torch.manual_seed(seed)
     tensors = tensors_of(sizes, dtype, 10.0**exponent)
     exact = reference_norm(tensors)
-    assert math.sqrt(native().sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-6, abs=0)
+    assert math.sqrt(sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-6, abs=0)
 
 
 @needs_kernel
@@ -62,16 +67,16 @@ def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
 @pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
 def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
     tensors = tensors_of(sizes, dtype)
-    norm = math.sqrt(native().sum_of_squares(tensors))
+    norm = math.sqrt(sum_of_squares(tensors))
     assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
 
 
 @needs_kernel
 def test_one_large_entry_among_tiny_ones_and_the_other_way_round():
     t = torch.full((5000,), 1e-25, dtype=torch.float32)
-    assert math.sqrt(native().sum_of_squares([t])) == pytest.approx(1e-25 * math.sqrt(5000), rel=1e-6)
+    assert math.sqrt(sum_of_squares([t])) == pytest.approx(1e-25 * math.sqrt(5000), rel=1e-6)
     t[777] = 2e25
-    assert math.sqrt(native().sum_of_squares([t])) == pytest.approx(2e25, rel=1e-6)
+    assert math.sqrt(sum_of_squares([t])) == pytest.approx(2e25, rel=1e-6)
 
 
 @needs_kernel
@@ -80,7 +85,7 @@ def test_one_large_entry_among_tiny_ones_and_the_other_way_round():
 def test_a_value_that_is_not_finite_is_seen_wherever_it_stands(bad, where):
     t = torch.ones(70_000, dtype=torch.float32)
     t[where] = bad
-    assert not math.isfinite(native().sum_of_squares([t]))
+    assert not math.isfinite(sum_of_squares([t]))
 
 
 @needs_kernel
@@ -102,8 +107,9 @@ def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, d
         update_loop(p, g, b, rule, 0.7)
     kept = [g.clone() for g in grads]
     native().update(
-        params, grads, buffers, scale=sign * 0.7, weight_decay=decay, momentum=momentum,
-        dampening=dampening, lr=0.1, nesterov=nesterov,
+        native().view(*filter(None, (grads, params, buffers))),
+        scale=sign * 0.7, weight_decay=decay, momentum=momentum, dampening=dampening, lr=0.1,
+        nesterov=nesterov,
     )  # fmt: skip
     for i, (p, b) in enumerate(expected):
         torch.testing.assert_close(params[i], p)
@@ -115,22 +121,80 @@ def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, d
 @needs_kernel
 def test_no_decay_leaves_infinite_parameters_alone():
     p, g = torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0])
-    for nesterov, buffers in [(False, []), (False, [torch.zeros(2)]), (True, [torch.zeros(2)])]:
+    for nesterov, buffers in [(False, []), (False, [[torch.zeros(2)]]), (True, [[torch.zeros(2)]])]:
         native().update(
-            [p], [g], buffers, scale=1.0, weight_decay=0.0, momentum=0.9, dampening=0.0, lr=0.0,
-            nesterov=nesterov,
+            native().view([g], [p], *buffers),
+            scale=1.0, weight_decay=0.0, momentum=0.9, dampening=0.0, lr=0.0, nesterov=nesterov,
         )  # fmt: skip
         assert p.tolist() == [math.inf, 1.0]
 
 
-@needs_kernel
-def test_lists_of_other_sizes_are_refused_before_anything_is_written():
-    p = torch.ones(5)
-    options = {"scale": 1.0, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "lr": 1.0}
-    for grads, buffers in [([torch.ones(4)], []), ([torch.ones(5)], [torch.ones(6)]), ([], [])]:
-        with pytest.raises(ValueError, match="sizes of their parameters"):
-            native().update([p], grads, buffers, nesterov=False, **options)
-    assert torch.equal(p, torch.ones(5))
+def kinds_of_tensors():
+    base = torch.randn(4, 3, 2)
+    return {
+        "contiguous": base,
+        "empty": base[:0],
+        "one number": torch.randn(()),
+        "transposed": base.transpose(0, 2),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "with dimensions of one": base.unsqueeze(1)[:, :, None].transpose(0, 1),
+        "with an offset": torch.randn(10)[3:],
+        "parameter": nn.Parameter(torch.randn(3)),
+        "float32": base.float(),
+        "sliced": base[:, ::2],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "overlapping": torch.randn(5).as_strided((2, 2), (1, 1)),
+        "half": base.half(),
+        "brain": base.bfloat16(),
+        "whole numbers": torch.arange(5),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "sparse": torch.eye(3).to_sparse(),
+        "on no device": torch.empty(3, device="meta"),
+        "negated": torch.randn(1, dtype=torch.complex128).conj().imag,
+    }
+
+
+GOOD = list(kinds_of_tensors())[:9]
+
+
+@pytest.fixture(params=["by C", "by attributes"])
+def kernel(request):
+    found = Kernel(LIBRARY) if native() is not None else pytest.skip("built without the kernel")
+    if request.param == "by attributes":
+        found._describe = None  # as with a torch that does not let C look
+    return found
+
+
+@pytest.mark.parametrize("name", list(kinds_of_tensors()))
+def test_view_takes_exactly_what_the_kernel_can_walk(name, kernel):
+    t = kinds_of_tensors()[name]
+    view = kernel.view([t])
+    assert (view is not None) == (name in GOOD)
+    if view is not None:
+        assert (view.addresses[0], view.sizes[0]) == (t.data_ptr(), t.numel())
+        assert view.doubles == (t.dtype is torch.float64)
+
+
+@pytest.mark.parametrize("first", GOOD)
+@pytest.mark.parametrize("second", list(kinds_of_tensors()))
+def test_other_lists_must_lie_like_the_first(first, second, kernel):
+    t, other = kinds_of_tensors()[first], kinds_of_tensors()[second]
+    alike = t.shape == other.shape and t.dtype is other.dtype and t.stride() == other.stride()
+    alike = alike and other.layout is torch.strided and second in GOOD
+    view = kernel.view([t], [other])
+    if t.numel() > 0 and 1 not in t.shape:  # strides of dimensions of one do not matter
+        assert (view is not None) == alike
+    if view is not None:
+        assert list(view.addresses) == [t.data_ptr(), other.data_ptr()]
+
+
+def test_lists_of_two_dtypes_or_of_other_lengths_are_refused(kernel):
+    a, b = torch.ones(5), torch.ones(5)
+    assert kernel.view([a, b]) is not None
+    assert kernel.view([a, b.float()]) is None
+    assert kernel.view([a], [b.float()]) is None
+    assert kernel.view([a, b], [a]) is None
+    assert kernel.view([a], [b], [torch.ones(6)]) is None
 
 
 @needs_kernel
@@ -140,7 +204,7 @@ def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel():
     optimizer = cw.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9)
     optimizer.step()
     optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
-    with pytest.raises(ValueError, match="sizes of their parameters"):
+    with pytest.raises(ValueError, match="shape of its parameter"):
         optimizer.step()
 
 
@@ -157,13 +221,19 @@ def test_autograd_notices_that_a_step_changed_the_parameters(momentum):
 
 
 @needs_kernel
-def test_gradient_stored_with_its_sign_to_be_turned_is_read_rightly():
-    p = nn.Parameter(torch.zeros(4))
-    p.grad = torch.randn(4, dtype=torch.complex128).conj().imag  # a view with a minus sign still to apply
+@pytest.mark.parametrize("size", [1, 4])
+def test_gradient_stored_with_its_sign_to_be_turned_is_read_rightly(size):
+    p = nn.Parameter(torch.zeros(size))
+    p.grad = torch.randn(size, dtype=torch.complex128).conj().imag  # a view with a minus sign still to apply
     assert p.grad.is_neg()
     expected = -0.1 * p.grad.resolve_neg()
     cw.ClippedSGD([p], lr=0.1, max_norm=math.inf).step()
     torch.testing.assert_close(p.detach(), expected)
+
+
+def test_torch_without_the_interface_for_c_is_noticed(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    assert _native._describe() is None
 
 
 def test_environment_can_leave_the_kernel_out():

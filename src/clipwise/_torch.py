@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,25 @@ from torch import Tensor
 foreach_add_: Any = getattr(torch, "_foreach_add_", None)
 foreach_mul: Any = getattr(torch, "_foreach_mul", None)
 foreach_mul_: Any = getattr(torch, "_foreach_mul_", None)
+
+# Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `is_observed`.
+_hooks_for_all: Any = tuple(
+    getattr(import_module("torch.optim.optimizer"), name, None)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+)
+
+
+def is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell."""
+    try:
+        return bool(
+            torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or any(map(len, _hooks_for_all))
+        )
+    except (AttributeError, TypeError):
+        return True
 
 
 @cache

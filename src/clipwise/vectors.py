@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from clipwise._native import DTYPES, native
+from clipwise._native import View, native
 from clipwise._torch import foreach_norm
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
@@ -30,6 +31,8 @@ TINY = 1 << 10
 # Between these norms no square of an entry that matters has overflowed or vanished.
 _SAFE = {torch.float64: (1e-140, 1e150)}
 _SAFE_SINGLE = (1e-12, 1e18)
+
+_dtype, _layout, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -61,8 +64,10 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(_on_one_device(norms)))
 
 
-def cpu_norm(tensors: Sequence[Tensor]) -> float:
+def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number: the fast path.
+
+    ``view`` is where they lie, if that is known already.
 
     Example:
         >>> cpu_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
@@ -72,13 +77,10 @@ def cpu_norm(tensors: Sequence[Tensor]) -> float:
         return 0.0
     dtype = tensors[0].dtype
     kernel = native()
-    if kernel is not None and dtype in DTYPES:
-        vectors = (
-            tensors
-            if all(map(Tensor.is_contiguous, tensors))
-            else [_as_vector(t).contiguous() for t in tensors]
-        )
-        norm = math.sqrt(kernel.sum_of_squares(vectors))
+    if kernel is not None and view is None:
+        view = kernel.view(list(tensors))
+    if kernel is not None and view is not None:
+        norm = math.sqrt(kernel.sum_of_squares(view))
     else:
         norm = _norm_by_torch(tensors)
     low, high = _SAFE.get(dtype, _SAFE_SINGLE)
@@ -99,11 +101,15 @@ def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
 
 def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
     """Whether :func:`cpu_norm` may be used: plain tensors of one real floating dtype, dense and on CPU."""
-    dtype, strided = tensors[0].dtype, torch.strided
-    for t in tensors:  # a bare loop: this runs in every step
-        if type(t) is not Tensor or t.dtype is not dtype or t.layout is not strided or not t.is_cpu:
-            return False
-    return dtype.is_floating_point
+    # By sets, which loop in C: this runs in every step.
+    dtypes = set(map(_dtype, tensors))
+    return (
+        len(dtypes) == 1
+        and dtypes.pop().is_floating_point
+        and set(map(type, tensors)) == {Tensor}
+        and set(map(_layout, tensors)) == {torch.strided}
+        and all(map(_is_cpu, tensors))
+    )
 
 
 def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from clipwise import ClippedSGD, NormalizedSGD, _torch, vectors
 from clipwise.optim import _bundles, _sgd, _update
@@ -354,6 +355,43 @@ def test_step_hooks_run(make):
     assert seen == ["pre", "post"]
 
 
+@every_optimizer
+def test_hooks_for_all_optimizers_run(make):
+    seen = []
+    opt = make(parameters((2,)))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("post")),
+    ]
+    opt.step()
+    for handle in handles:
+        handle.remove()
+    opt.step()
+    assert seen == ["pre", "post"]
+
+
+@every_optimizer
+def test_profiler_sees_the_step(make):
+    opt = make(parameters((2,)))
+    opt.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        opt.step()
+    names = [event.key for event in profile.key_averages()]
+    assert f"Optimizer.step#{type(opt).__name__}.step" in names
+
+
+def test_hooks_run_once_for_a_subclass_with_a_step_of_its_own():
+    class Louder(ClippedSGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    seen = []
+    opt = Louder(parameters((2,)), lr=0.1, max_norm=1.0)
+    opt.register_step_post_hook(lambda *_: seen.append("post"))
+    opt.step()
+    assert seen == ["post"]
+
+
 def test_lr_and_max_norm_can_be_scheduled():
     p = nn.Parameter(torch.zeros(1))
     opt = ClippedSGD([p], lr=1.0, max_norm=1.0)
@@ -477,7 +515,7 @@ def without_foreach(monkeypatch, without_kernel):
 @pytest.fixture
 def numbers_stay_on_device(monkeypatch, without_native):
     """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(_sgd.ScaledSGD, "_norm", lambda self, tensors, plain: device_norm(tensors))
+    monkeypatch.setattr(_sgd.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
 
 
 @every_mode

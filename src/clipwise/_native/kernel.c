@@ -1,9 +1,10 @@
 /* One optimizer step as two passes over memory: the sum of the squares of the gradient, then the update.
 
-   Plain C on addresses: it knows nothing of Python or torch, and whoever calls has checked what they point to. Each
-   pass is one parallel region over all tensors taken as one long vector, cut into blocks. The update takes the blocks
+   Plain C, built without the headers of Python or torch. Before a pass the tensors are looked at one by one: only
+   those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as one long vector, cut into blocks. The update takes the blocks
    backwards, because what the norm read last is still in the cache. */
 
+#include <stddef.h>
 #include <stdint.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -75,9 +76,11 @@ double clipwise_sum_of_squares(void *const *x, const int64_t *sizes, int64_t cou
     return sum;
 }
 
-void clipwise_update(void *const *p, void *const *g, void *const *b, const int64_t *sizes, int64_t count, int doubles,
-                     int threads, const Rule *rule)
+/* The addresses of all gradients come first, then those of all parameters, then, with momentum, those of all buffers. */
+void clipwise_update(void *const *addresses, const int64_t *sizes, int64_t count, int doubles, int threads,
+                     int momentum, const Rule *rule)
 {
+    void *const *g = addresses, *const *p = addresses + count, *const *b = momentum ? addresses + 2 * count : 0;
     const int64_t all = sum_of(sizes, count);
 #pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE)
     {
@@ -95,4 +98,82 @@ void clipwise_update(void *const *p, void *const *g, void *const *b, const int64
                 }
         }
     }
+}
+
+/* A tensor as DLPack describes it, and the function of torch's exchange interface that fills it in: a stable binary
+   interface, which spares a call into Python for each address, size, stride, type and device. */
+typedef struct {
+    void *data;
+    int32_t device, device_id, dimensions;
+    uint8_t kind, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Description;
+typedef int (*Describe)(void *tensor, Description *out);
+
+extern void *PyList_GetItem(void *list, ptrdiff_t index); /* of Python's stable interface: a borrowed reference */
+
+enum { CPU = 1, FLOATING = 2 }; /* codes of DLPack */
+
+static int64_t size_of(const Description *t)
+{
+    int64_t size = 1;
+    for (int d = 0; d < t->dimensions; d++)
+        size *= t->shape[d];
+    return size;
+}
+
+/* Whether some order of the dimensions makes the tensor contiguous: no gaps and no overlaps. */
+static int fills_memory(const Description *t, int64_t size)
+{
+    if (!t->strides || size == 0)
+        return 1;
+    for (int64_t reach = 1; reach < size;) {
+        int next = t->dimensions - 1;
+        while (next >= 0 && (t->shape[next] == 1 || t->strides[next] != reach))
+            next--;
+        if (next < 0)
+            return 0;
+        reach *= t->shape[next];
+    }
+    return 1;
+}
+
+static int lies_like(const Description *t, const Description *other)
+{
+    if (t->dimensions != other->dimensions || t->device != other->device || t->kind != other->kind ||
+        t->bits != other->bits || !t->strides != !other->strides)
+        return 0;
+    for (int d = 0; d < t->dimensions; d++)
+        if (t->shape[d] != other->shape[d] || (t->strides && t->shape[d] > 1 && t->strides[d] != other->strides[d]))
+            return 0;
+    return 1;
+}
+
+/* Addresses and sizes of the tensors in a list, and addresses of those in the other lists, which follow. 0: all are
+   float32 on CPU and fill their memory, and those of the other lists lie like those of the first. 1: the same for
+   float64. 2 more if some tensor has a single element. -1: not so. */
+int clipwise_view(Describe describe, void *const *lists, int64_t num_lists, int64_t count, void **addresses,
+                  int64_t *sizes)
+{
+    int bits = 32, single = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Description t, other;
+        if (describe(PyList_GetItem(lists[0], i), &t))
+            return -1;
+        if (i == 0)
+            bits = t.bits;
+        sizes[i] = size_of(&t);
+        single |= sizes[i] == 1;
+        if (t.device != CPU || t.kind != FLOATING || t.bits != bits || t.lanes != 1 || !fills_memory(&t, sizes[i]))
+            return -1;
+        addresses[i] = (char *)t.data + t.offset;
+        for (int64_t k = 1; k < num_lists; k++) {
+            if (describe(PyList_GetItem(lists[k], i), &other) || !lies_like(&other, &t))
+                return -1;
+            addresses[k * count + i] = (char *)other.data + other.offset;
+        }
+    }
+    return bits == 32 ? 2 * single : bits == 64 ? 2 * single + 1 : -1;
 }

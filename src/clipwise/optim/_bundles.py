@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from clipwise._native import native
+from clipwise._native import View, fills_memory, native
 from clipwise._torch import fused_sgd, has_foreach
 from clipwise.optim._update import Bundle, Rule
 from clipwise.vectors import homogeneous_cpu, is_sharded
 
+_dtype, _grad = attrgetter("dtype"), attrgetter("grad")
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
 
@@ -26,6 +29,8 @@ class Unit:
     params: list[Tensor]
     grads: list[Tensor]
     plain: bool = False  # whether all gradients are dense, real CPU tensors of one dtype
+    buffers: list[Tensor] = field(default_factory=list)  # momentum, together with the view
+    view: View | None = None  # where gradients, parameters and buffers lie, if our kernel takes them all
     bundles: list[Bundle] = field(default_factory=list)
 
     def make_bundles(self, state: MutableMapping[Tensor, Any]) -> None:
@@ -35,14 +40,17 @@ class Unit:
             lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
             weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
         )  # fmt: skip
-        kernel = _kernel_of(group)
-        if self.plain and kernel:
-            buffers = [state[p].get(_BUFFER) for p in self.params] if rule.momentum else []
-            if _all_as_the_kernel_likes(self.params, self.grads, buffers):
-                self.bundles = [Bundle(kernel, rule, self.params, self.grads, buffers, self.params)]
+        params, grads, kernel = self.params, self.grads, _kernel_of(group)
+        if self.view is not None:
+            self.bundles = [Bundle("native", rule, params, grads, self.buffers, params, self.view)]
+            return
+        if self.plain and kernel == "fused":
+            buffers = _existing_buffers(params, state) if rule.momentum else []
+            if _all_as_the_kernel_likes(params, grads, buffers):
+                self.bundles = [Bundle(kernel, rule, params, grads, buffers, params)]
                 return
         bundles: dict[tuple, Bundle] = {}
-        for whole, g in zip(self.params, self.grads, strict=True):
+        for whole, g in zip(params, grads, strict=True):
             buffer, fresh = _buffer(state[whole], whole) if rule.momentum else (None, False)
             p, g, buffer = _local_and_real(whole, g, buffer)
             path = _path(p, g, buffer, kernel=kernel, by_loop=_uses_loop(group))
@@ -55,20 +63,44 @@ class Unit:
         self.bundles = list(bundles.values())
 
 
-def collect(groups: list[dict[str, Any]], *, per_tensor: bool) -> list[Unit]:
+def collect(
+    groups: list[dict[str, Any]], state: MutableMapping[Tensor, Any], *, per_tensor: bool
+) -> list[Unit]:
     """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
-    units = []
+    units: list[Unit] = []
     for group in groups:
         params = list(group["params"])
-        grads = [p.grad for p in params]
-        if any(g is None for g in grads):
+        grads = list(map(_grad, params))
+        if type(None) in set(map(type, grads)):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             grads = [g for g in grads if g is not None]
         if per_tensor:
-            units += [Unit(group, [p], [g], homogeneous_cpu([g])) for p, g in zip(params, grads, strict=True)]
+            units += [_unit(group, [p], [g], state) for p, g in zip(params, grads, strict=True)]
         elif params:
-            units.append(Unit(group, params, grads, homogeneous_cpu(grads)))
+            units.append(_unit(group, params, grads, state))
     return units
+
+
+def _unit(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], state: MutableMapping[Tensor, Any]
+) -> Unit:
+    kernel = native() if _kernel_of(group) == "native" else None
+    if kernel is not None:
+        buffers = _existing_buffers(params, state) if group["momentum"] else []
+        # Only plain tensors, and every buffer there already.
+        types = {*map(type, grads), *map(type, params), *map(type, buffers)}
+        if types <= {Tensor, Parameter}:
+            view = kernel.view(*filter(None, (grads, params, buffers)))
+            if view is not None:
+                return Unit(group, params, grads, True, buffers, view)
+    return Unit(group, params, grads, homogeneous_cpu(grads))
+
+
+def _existing_buffers(params: list[Tensor], state: MutableMapping[Tensor, Any]) -> list[Any]:
+    """The momentum of each parameter, None where there is none yet."""
+    if len(state) == len(params) and all(map(is_, state, params)):  # the same tensors in the same order,
+        return [of_tensor.get(_BUFFER) for of_tensor in state.values()]  # and no hash to compute
+    return [state[p].get(_BUFFER) for p in params]
 
 
 def _buffer(state: dict[str, Any], p: Tensor) -> tuple[Tensor, bool]:
@@ -123,9 +155,11 @@ def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers:
         dtype in _KERNEL_DTYPES
         and all(map(contiguous, grads))
         and all(map(contiguous, params))
-        and all(p.dtype is dtype for p in params)
+        and set(map(_dtype, params)) == {dtype}
         and not any(map(Tensor.is_neg, grads))
-        and all(b is not None and b.dtype is dtype and b.is_contiguous() for b in buffers)
+        and set(map(type, buffers)) <= {Tensor}  # not None, and nothing that torch must take apart first
+        and set(map(_dtype, buffers)) <= {dtype}
+        and all(map(contiguous, buffers))
     )
 
 
@@ -136,10 +170,4 @@ def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
     if p.is_contiguous() and g.is_contiguous() and (buffer is None or buffer.is_contiguous()):
         return True
     stride = p.stride()
-    return g.stride() == stride and (buffer is None or buffer.stride() == stride) and _fills_memory(p)
-
-
-def _fills_memory(t: Tensor) -> bool:
-    """Whether some order of the dimensions makes ``t`` contiguous: no gaps and no overlaps."""
-    order = sorted(range(t.dim()), key=t.stride, reverse=True)
-    return t.permute(order).is_contiguous()
+    return g.stride() == stride and (buffer is None or buffer.stride() == stride) and fills_memory(p)

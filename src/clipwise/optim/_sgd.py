@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from clipwise._checks import check_choice
-from clipwise._torch import fused_sgd
+from clipwise._native import View
+from clipwise._torch import fused_sgd, is_observed
 from clipwise.optim._bundles import Unit, collect
 from clipwise.optim._statistics import (
     ClipStats,
@@ -110,6 +111,15 @@ class ScaledSGD(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
+        if type(self).step is ScaledSGD.step and is_observed(self):
+            return _observed_step(self, closure)
+        return self._unobserved_step(closure)
+
+    # torch wraps every `step` for profilers and hooks, which costs a small model a tenth of its step. This
+    # attribute keeps it from doing so: its wrapper is used only where somebody looks.
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,11 +160,14 @@ class ScaledSGD(Optimizer, ABC):
 
     @property
     def _counters(self) -> dict[str, Any]:
-        return self.param_groups[0].setdefault(_COUNTERS, new_counters())
+        first = self.param_groups[0]
+        if _COUNTERS not in first:
+            first[_COUNTERS] = new_counters()
+        return first[_COUNTERS]
 
     def _step(self) -> None:
         scope = self.defaults["norm_scope"]
-        units = collect(self.param_groups, per_tensor=scope == "tensor")
+        units = collect(self.param_groups, self.state, per_tensor=scope == "tensor")
         if not units:
             return
         norms = self._norms(units)
@@ -177,14 +190,14 @@ class ScaledSGD(Optimizer, ABC):
         if self.defaults["norm_scope"] == "global" and len(units) > 1:
             grads = [g for unit in units for g in unit.grads]
             return [self._norm(grads, homogeneous_cpu(grads))] * len(units)
-        return [self._norm(unit.grads, unit.plain) for unit in units]
+        return [self._norm(unit.grads, unit.plain, unit.view) for unit in units]
 
-    def _norm(self, tensors: list[Tensor], plain: bool) -> Any:
+    def _norm(self, tensors: list[Tensor], plain: bool, view: View | None = None) -> Any:
         """A float, or a tensor where reading the number would mean waiting or losing its gradient."""
         if self.defaults["differentiable"]:
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
         if plain:
-            return cpu_norm(tensors)
+            return cpu_norm(tensors, view)
         norm = global_norm(tensors)
         return norm.item() if norm.device.type == "cpu" else norm
 
@@ -224,7 +237,7 @@ class ScaledSGD(Optimizer, ABC):
                 for bundle in unit.bundles
                 for g, whole in zip(bundle.grads, bundle.wholes, strict=True)
             ]
-            unit.plain = homogeneous_cpu(unit.grads)
+            unit.plain, unit.view = homogeneous_cpu(unit.grads), None
         return self._norms(units)
 
     def _count(
@@ -236,12 +249,16 @@ class ScaledSGD(Optimizer, ABC):
         skip: Tensor | bool,
     ) -> None:
         taken = 1 - skip if isinstance(skip, Tensor) else 1
-        triples = list(zip(units, seen, coefficients, strict=True))
-        relative = [c / self._coefficient(0.0, unit.group) for unit, _, c in triples]
-        clipped = [norm > unit.group[self.threshold] for unit, norm, _ in triples]
-        share = sum(clipped) / len(clipped) * taken
+        relative, clipped = [], 0
+        for unit, norm, coefficient in zip(units, seen, coefficients, strict=True):
+            relative.append(coefficient / self._coefficient(0.0, unit.group))
+            clipped = clipped + (norm > unit.group[self.threshold])
+        share = clipped / len(units) * taken
         total = _combined(norms, self.defaults["norm_scope"])
         count_step(self._counters, _plain(total), _plain(_least(relative)), _plain(share), taken)
+
+
+_observed_step = Optimizer.profile_hook_step(ScaledSGD._unobserved_step)
 
 
 def _combined(norms: list[Any], scope: str) -> Any:

@@ -12,13 +12,13 @@ and none of them writes to :math:`g`. :func:`update_loop` is the formula; the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipwise._native import native
+from clipwise._native import View, native
 from clipwise._torch import foreach_add_, foreach_mul, foreach_mul_, fused_sgd
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
@@ -27,8 +27,7 @@ _SMALLEST_FOLDED = 1e-6
 _LARGE = 1 << 19
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """The constants of an update, all but the factor on the gradient."""
 
     lr: Any  # float or one-element tensor
@@ -40,11 +39,11 @@ class Rule:
 
     def undamped(self) -> Rule:
         """The same rule for a buffer that sees its first gradient."""
-        return replace(self, dampening=0.0)
+        return self._replace(dampening=0.0)
 
     def without_momentum(self) -> Rule:
         """The same rule on a direction that is averaged already."""
-        return replace(self, momentum=0.0, dampening=0.0, nesterov=False)
+        return self._replace(momentum=0.0, dampening=0.0, nesterov=False)
 
 
 @dataclass
@@ -61,6 +60,7 @@ class Bundle:
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     wholes: list[Tensor] = field(default_factory=list)  # the parameters that `params` are the local parts of
+    view: View | None = None  # where gradients, parameters and buffers lie, if that is known already
 
     def add(self, p: Tensor, g: Tensor, buffer: Tensor | None, whole: Tensor) -> None:
         """Add one parameter."""
@@ -130,11 +130,15 @@ def _update_native(bundle: Bundle, rule: Rule, scale: float) -> None:
     """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
     kernel = native()
     assert kernel is not None  # a bundle is on this path only where there is one
+    view = bundle.view or kernel.view(*filter(None, (bundle.grads, bundle.params, bundle.buffers)))
+    if view is None:
+        raise ValueError("a gradient or momentum buffer does not have the shape of its parameter.")
     kernel.update(
-        bundle.params, bundle.grads, bundle.buffers, scale=-scale if rule.maximize else scale,
-        weight_decay=rule.weight_decay, momentum=rule.momentum, dampening=rule.dampening, lr=float(rule.lr),
-        nesterov=rule.nesterov,
+        view, scale=-scale if rule.maximize else scale, weight_decay=rule.weight_decay,
+        momentum=rule.momentum, dampening=rule.dampening, lr=float(rule.lr), nesterov=rule.nesterov,
     )  # fmt: skip
+    # torch must know that the values changed, or it would not notice a stale graph.
+    torch.autograd.graph.increment_version(bundle.params)
 
 
 def _can_fold(rule: Rule, scale: float) -> bool:
