@@ -1,9 +1,13 @@
 """README and docs: every Python block runs, every command named there exists, the site builds strictly."""
 
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,9 @@ from clipwise.cli.fields import HELP
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
 # Pages whose blocks are run, and their output checked, by a test of their own.
 ELSEWHERE = {"measure.md": "smoothness/test_measure_page.py", "theorems.md": "theory/test_docs.py"}
 
@@ -98,17 +105,58 @@ def test_every_option_in_the_docs_exists():
             assert {word[2:] for word in rest if word.startswith("--")} <= known, (page, rest)
 
 
-@pytest.mark.slow
-def test_the_site_builds_strictly(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation, built with every warning an error."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "clip_stats" in (tmp_path / "site" / "api" / "index.html").read_text()
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly(site):
+    assert "clip_stats" in (site / "api.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
+def test_the_site_asks_no_other_server_and_draws_every_formula(site):
+    playwright = pytest.importorskip("playwright.sync_api")
+    handler = functools.partial(QuietHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, playwright.sync_playwright() as driver:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        tab = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
+        trouble, formulas = [], 0
+        tab.on(
+            "request", lambda request: request.url.startswith((home, "data:")) or trouble.append(request.url)
+        )
+        tab.on("pageerror", lambda error: trouble.append(str(error)))
+        for page in sorted(site.rglob("*.html")):
+            tab.goto(home + page.relative_to(site).as_posix(), wait_until="load")
+            found = [
+                tab.locator(place).count() for place in (".arithmatex", ".arithmatex .katex", ".katex-error")
+            ]
+            assert found == [found[0], found[0], 0], page
+            formulas += found[0]
+        server.shutdown()
+    assert trouble == []
+    assert formulas > 100
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files, and says nothing about it."""
+
+    def log_message(self, format, *args):
+        pass
 
 
 def test_no_page_asks_for_a_number_that_has_not_come():
