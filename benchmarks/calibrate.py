@@ -42,13 +42,13 @@ RETUNED = 3  # best settings of the grid that are run again
 # The constants tried on the development tasks: largest change of the gradient, and thresholds in units of the
 # gradient norm at the start, for batches whose gradients have nothing in common and for batches that agree.
 CONSTANTS = (
+    (1.0, (0.6, 1.75)),
     (1.0, (0.7, 0.7)),
-    (1.0, (0.7, 1.75)),
-    (1.0, (0.5, 1.75)),
-    (1.0, (1.0, 1.75)),
     (1.0, (1.75, 1.75)),
-    (0.7, (0.7, 1.75)),
-    (1.4, (0.7, 1.75)),
+    (1.0, (0.5, 1.75)),
+    (1.0, (0.7, 1.75)),
+    (0.7, (0.6, 1.75)),
+    (1.4, (0.6, 1.75)),
 )
 
 Job = dict[str, Any]

@@ -10,12 +10,10 @@ from benchmarks.calibrate_data import (
     LENGTH,
     Task,
     classify,
-    diabetes,
     manual,
     next_token,
     next_word,
     reconstruct,
-    regress,
     samples,
     small_cifar,
     text,
@@ -117,10 +115,6 @@ def _convolutional_autoencoder() -> nn.Module:
     )  # fmt: skip
 
 
-def _regression() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 50), nn.SiLU(), nn.Linear(50, 50), nn.SiLU(), nn.Linear(50, 1))
-
-
 def _word_transformer() -> nn.Module:
     return WordTransformer(1000, width=48)
 
@@ -137,5 +131,4 @@ HELD_OUT = (
     Task("MLP-Mixer", 400, Mixer, samples(small_cifar, 32), classify, 0.01),
     Task("deep ReLU MLP", 400, _deep_relu, samples(small_cifar, 32), classify, 0.01),
     Task("conv. autoencoder", 400, _convolutional_autoencoder, samples(small_cifar, 32), reconstruct, 0.1),
-    Task("regression", 400, _regression, samples(diabetes, 16), regress, 0.01),
 )

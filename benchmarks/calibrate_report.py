@@ -13,10 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from clipwise.lab.figures.style import COLOURS, panels, styled
+from clipwise.smoothness.calibrate import CLIP_AT, KAPPA
 
 Row = dict[str, Any]
 Regrets = dict[str, dict[str, list[float]]]  # method, task, one number a seed; inf where it diverged
 TUNED, AIM = "best of grid", 0.02
+CHOICE_SEEDS = (1,)  # on which other constants were tried
+OWN_GRIDS = {
+    "best of grid, AdamW": "calibrated, AdamW",
+    "best of grid, momentum": "calibrated, momentum 0.9",
+}
 HALVES = {"development": [t.name for t in DEVELOPMENT], "held out": []}
 HALVES["held out"] = [name for name in TASKS if name not in HALVES["development"]]
 
@@ -101,8 +107,35 @@ def by_task(rows: list[Row], found: Regrets) -> str:
 
 def _setting(row: Row) -> str:
     threshold = row["chosen"].get("max_norm")
-    words = f"{row['chosen']['lr']:.3g}, {'none' if threshold is None else f'{threshold:.3g}'}"
+    words = f"{row['chosen']['lr']:.3g}"
+    if row["options"].get("optimizer") != "AdamW":
+        words += f", {'none' if threshold is None else f'{threshold:.3g}'}"
     return f"{words} ({row['spent']})" if row["spent"] else words
+
+
+def own_grid(rows: list[Row], label: str, mine: str) -> list[str]:
+    """A calibrated optimizer against the tuned grid of that optimizer: both halves, and task by task."""
+    found = {mine: regrets(rows, against=label).get(mine, {})}
+    if not found[mine]:
+        return []
+    parts = [f"## {mine[0].upper()}{mine[1:]}: regret against the tuned grid of its own optimizer\n"]
+    head = summary(found, "held out")[0][1].replace("| method |", "| tasks of the half |", 1)
+    lines = [head]
+    for half in ("held out", "development"):
+        lines += [line.replace(f"| {mine} |", f"| {half} |", 1) for _, line in summary(found, half)[1:]]
+    parts.append("\n".join(lines) + "\n")
+    lines = ["| task | half | best of its grid | calibrated | regret by seed |", 5 * "|---" + "|"]
+    for name in (n for n in TASKS if n in found[mine]):
+        half = "development" if name in HALVES["development"] else "held out"
+        best, own = (
+            [r for r in rows if r["task"] == name and r["label"] == which] for which in (label, mine)
+        )
+        setting = ", ".join(f"{k} {v:.3g}" for k, v in best[0]["options"].items() if k != "momentum")
+        chosen = "; ".join(_setting(r) for r in own if not r["problem"])
+        values = ", ".join(percent(v) for v in found[mine][name])
+        lines.append(f"| {name} | {half} | {setting} | {chosen} | {values} |")
+    parts.append("\n".join(lines) + "\n")
+    return parts
 
 
 def choices(rows: list[Row]) -> str:
@@ -111,8 +144,11 @@ def choices(rows: list[Row]) -> str:
     found: dict[tuple[float, float, float], dict[str, list[float]]] = {}
     for r in rows:
         reference = best.get((r["task"], r["seed"]))
-        if r["label"] == "choose" and reference is not None:
-            constants = r["options"]["kappa"], *r["options"]["clip_at"]
+        chosen = r["label"] == "calibrated" and r["seed"] in CHOICE_SEEDS
+        if (r["label"] == "choose" or chosen) and reference is not None:
+            constants = (KAPPA, *CLIP_AT) if chosen else (r["options"]["kappa"], *r["options"]["clip_at"])
+            if r["task"] not in HALVES["development"]:
+                continue
             regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
             found.setdefault(constants, {}).setdefault(r["task"], []).append(regret)
     lines = [
@@ -177,7 +213,8 @@ def write(rows: list[Row], folder: Path, *, command: str) -> str:
     seeds = sorted({r["seed"] for r in rows if r["label"] == "calibrated"})
     parts = [
         "# Regret of calibrated training\n",
-        f"`{command}`: {len(rows)} runs, {seconds / 3600:.2f} CPU hours, evaluated on seeds "
+        f"`{command}`: {len(rows)} runs, {seconds / 60:.0f} minutes of CPU time in all, half of that "
+        "on two cores; evaluated on seeds "
         f"{', '.join(map(str, seeds))}; the grid was tuned on other seeds.\n",
         "Regret = (loss - loss of the tuned grid) / (loss at the start - loss of the tuned grid), with the "
         "same budget of gradient evaluations for all, what is spent before training included. A run diverged "
@@ -196,18 +233,8 @@ def write(rows: list[Row], folder: Path, *, command: str) -> str:
     ):
         parts += [f"## {title}\n", "\n".join(line for _, line in summary(found, half)) + "\n"]
     parts += ["## Task by task\n", by_task(rows, found) + "\n"]
-    for label, mine in (
-        ("best of grid, AdamW", "calibrated, AdamW"),
-        ("best of grid, momentum", "calibrated, momentum 0.9"),
-    ):
-        own = regrets(rows, against=label).get(mine)
-        if own:
-            parts.append(f"## {mine.capitalize()}: regret against the tuned grid of its own optimizer\n")
-            lines = ["| task | half | regret by seed |", "|---|---|---|"]
-            for name in (n for n in TASKS if n in own):
-                half = "development" if name in HALVES["development"] else "held out"
-                lines.append(f"| {name} | {half} | {', '.join(percent(v) for v in own[name])} |")
-            parts.append("\n".join(lines) + "\n")
+    for label, mine in OWN_GRIDS.items():
+        parts += own_grid(rows, label, mine)
     parts += ["## The constants on the development tasks\n", choices(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join(parts) + "\n"

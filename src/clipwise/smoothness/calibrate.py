@@ -12,7 +12,7 @@ be safe: the trust radius of clipped gradient descent, measured instead of assum
 how far the batches agree, by the mean cosine :math:`\rho` between their gradients:
 
 .. math::
-    \gamma = c_0^{1-\rho}\, c_1^{\rho}\, \lVert g \rVert, \qquad 0 \le \rho \le 1 .
+    \gamma = c_0^{1-\rho^2}\, c_1^{\rho^2}\, \lVert g \rVert, \qquad 0 \le \rho \le 1 .
 
 Where they agree, the norm at the start is that of a signal, which fades while noise grows; where they do not,
 it is that of noise, which the signal will exceed, and steps of that length in its direction are already long.
@@ -48,7 +48,7 @@ from clipwise.smoothness.safestep import (
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
 KAPPA = 1.0
-CLIP_AT = (0.7, 1.75)
+CLIP_AT = (0.6, 1.75)
 ADAM_SHARE = 1 / 5
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
@@ -145,7 +145,7 @@ def calibrate(
 
 
 def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
-    r"""The threshold in units of the gradient norm, :math:`c_0^{1-\rho} c_1^{\rho}`.
+    r"""The threshold in units of the gradient norm, :math:`c_0^{1-\rho^2} c_1^{\rho^2}`.
 
     Args:
         agreement: Mean cosine :math:`\rho` of the batches' gradients; a negative one counts as zero, and so
@@ -154,10 +154,10 @@ def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
 
     Example:
         >>> [round(threshold_multiple(rho, (0.5, 2.0)), 3) for rho in (-0.3, 0.0, 0.5, 1.0, math.nan)]
-        [0.5, 0.5, 1.0, 2.0, 0.5]
+        [0.5, 0.5, 0.707, 2.0, 0.5]
     """
     rho = 0.0 if math.isnan(agreement) else min(max(agreement, 0.0), 1.0)
-    return clip_at[0] ** (1.0 - rho) * clip_at[1] ** rho
+    return clip_at[0] ** (1.0 - rho**2) * clip_at[1] ** rho**2
 
 
 class _Search:
