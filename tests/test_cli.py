@@ -309,6 +309,17 @@ def test_train_then_report_then_advise(capsys, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_mistyped_corpus_does_not_take_the_folder(capsys, text, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run(capsys, "train", *small("nowhere", "--folder", str(folder)))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "The corpus nowhere does not exist" in err
+    code, out, err = run(capsys, "train", *small(text, "--steps", "2", "--folder", str(folder)))
+    assert (code, err) == (0, "")
+    assert (Run.load(folder).recipe.corpus, out.partition(" after")[0]) == (str(text), "finished")
+
+
+@pytest.mark.slow
 def test_reproduce_leaves_a_report_with_claims(capsys, tmp_path):
     code, out, _ = run(capsys, "reproduce", "fig7", "--folder", str(tmp_path / "all"), "--quiet")
     assert code == 0

@@ -85,11 +85,14 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     """The run folder for ``recipe``: made, or with ``resume`` found again.
 
     A folder that already holds a run is refused without ``resume``, and with it if its recipe is another
-    one. Nothing is overwritten.
+    one. Nothing is overwritten, but for a run that failed before its first step (a corpus that does not
+    exist, say): it left nothing to lose.
     """
     folder = Path(folder)
-    if not (folder / CONFIG).exists():
-        _refuse_foreign(folder)
+    begun = (folder / CONFIG).exists()
+    if not begun or _failed_at_the_start(folder):
+        if not begun:
+            _refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / CONFIG, to_dict(recipe))
         return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
@@ -105,6 +108,12 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
             f"{folder} holds a run of another recipe ({', '.join(changed)}). Choose another folder."
         )
     return run
+
+
+def _failed_at_the_start(folder: Path) -> bool:
+    status = read_json(folder / STATUS) if (folder / STATUS).exists() else {}
+    kept = [name for name in (METRICS, TRACE, CHECKPOINT) if (folder / name).exists()]
+    return status.get("status") == FAILED and not status.get("step") and not kept
 
 
 def write_status(folder: Path, **values: Any) -> None:
