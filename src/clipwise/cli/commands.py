@@ -150,7 +150,7 @@ def advise(args: list[str]) -> int:
     else:
         if len(traces) == 1 and not advice.refused:
             print(fit_smoothness(traces[0]), end="\n\n")
-        print(advice)
+        print(advice.verdict if advice.refused else advice)
     return FAILED if advice.refused else OK
 
 

@@ -35,11 +35,11 @@ HELP: dict[str, str] = {
     "log_every": "steps between rows of the metrics",
     "diverged_above": "multiple of the first loss that counts as diverged",
     "precision": "floating-point format",
-    "model": "lstm or awd-lstm; resnet20 or resnet18",
+    "model": "which network",
     "corpus": "ptb, topics, or a path of text",
     "num_words": "training words; 0: all",
-    "embedding": "size of the word vectors",
-    "hidden": "size of the hidden layers",
+    "embedding": "numbers in a word vector",
+    "hidden": "units in a hidden layer",
     "layers": "number of LSTM layers",
     "dropout": "share dropped between layers, or of the output",
     "weight_drop": "share of hidden-to-hidden weights dropped",
@@ -63,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "averaging": ("never", "triggered", "always"),
     "images": ("cifar10", "cifar10-subset", "digits"),
 }
+MODELS = (("lstm", "awd-lstm"), ("resnet20", "resnet18"))
 
 
 def chosen_recipe(args: list[str], *, prog: str) -> tuple[Recipe, list[str]]:
@@ -98,17 +99,29 @@ def with_recipe_fields(base: type, recipe: Recipe, *, many: bool = False, auto: 
         is_tuple = hint not in (int, float, str, bool)
         if item.name in LEFT_OUT or (many and is_tuple):
             continue
-        kind = Literal[CHOICES[item.name]] if item.name in CHOICES else hint
         default, words = getattr(recipe, item.name), HELP[item.name]
+        choices = (
+            next((m for m in MODELS if default in m), ()) if item.name == "model" else CHOICES.get(item.name)
+        )
+        kind = Literal[choices] if choices else hint
         if item.name in auto:
             kind, words = kind | Literal["auto"], f"{words}; auto: measured at the start"
         if many:
             kind, default = tuple[kind, ...], (default,)
+        elif default is True:  # the option is --no-...
+            words = f"no {words}"
         option = Annotated[kind, tyro.conf.arg(help=words)]
         more.append((item.name, option, field(default=default)))
     made = make_dataclass(base.__name__, more, bases=(base,), kw_only=True)
-    made.__doc__ = base.__doc__
+    made.__doc__ = _example_of(recipe, base.__doc__ or "")
     return made
+
+
+def _example_of(recipe: Recipe, words: str) -> str:
+    """The example in ``words`` with the name of this recipe, and a learning rate of its kind."""
+    if "resnet" in recipe.name:
+        words = words.replace("--lr 3 10 30", "--lr 0.1 1 5").replace("--lr 30", "--lr 5")
+    return words.replace("ptb-lstm", recipe.name)
 
 
 def given_fields(options: Any, recipe: Recipe) -> dict[str, Any]:
