@@ -7,6 +7,8 @@ import math
 
 def check_positive(name: str, value: float) -> float:
     """``value`` if it is positive and finite."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return value  # at once: this runs in every step of an optimizer
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise _error(name, "positive and finite", value)
     return value

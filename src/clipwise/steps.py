@@ -201,6 +201,8 @@ def check_threshold(name: str, value: float) -> float:
 
 def _checked(grad_norm: Any) -> Any:
     """The norm itself; a negative number is no norm. Tensors are not read: they may live on a device."""
+    if type(grad_norm) is float and grad_norm >= 0:
+        return grad_norm
     if isinstance(grad_norm, np.ndarray):
         if (grad_norm < 0).any():
             raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm.min()!r}.")
@@ -216,7 +218,7 @@ def _constant(like: Any, value: float) -> Any:
 
 
 def _at_least(x: Any, floor: float) -> Any:
-    if hasattr(x, "clamp"):
+    if type(x) is not float and hasattr(x, "clamp"):
         return x.clamp(min=floor)
     if isinstance(x, np.ndarray):
         return np.maximum(x, floor)

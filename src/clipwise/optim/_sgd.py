@@ -124,8 +124,12 @@ class ScaledSGD(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            self._step()
+        units = collect(self.param_groups, self.state, per_tensor=self.defaults["norm_scope"] == "tensor")
+        if self.defaults["clip"] == "gradient" and all(unit.view is not None for unit in units):
+            self._step(units)  # by our kernel alone, of which autograd knows nothing
+        else:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                self._step(units)
         return loss
 
     def clip_stats(self) -> ClipStats:
@@ -165,15 +169,13 @@ class ScaledSGD(Optimizer, ABC):
             first[_COUNTERS] = new_counters()
         return first[_COUNTERS]
 
-    def _step(self) -> None:
-        scope = self.defaults["norm_scope"]
-        units = collect(self.param_groups, self.state, per_tensor=scope == "tensor")
+    def _step(self, units: list[Unit]) -> None:
         if not units:
             return
         norms = self._norms(units)
         skip = self._skip_signal(norms)
         if skip is True:
-            count_skip(self._counters, _combined(norms, scope))
+            count_skip(self._counters, _combined(norms, self.defaults["norm_scope"]))
             return
         for unit in units:
             unit.make_bundles(self.state)
