@@ -1,14 +1,16 @@
+import itertools
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 
 from clipwise.lab.claims import Claim, as_markdown, make_claims
 from clipwise.lab.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
-from clipwise.lab.plan import FIGURES, LANGUAGE, make_plan
-from clipwise.lab.reproduce import reproduce
-from clipwise.lab.runs import METRICS, STATUS, Run, open_run, write_json
+from clipwise.lab.plan import FIGURES, IMAGE_SWEEP, LANGUAGE, make_plan
+from clipwise.lab.reproduce import DRAW, reproduce
+from clipwise.lab.runs import METRICS, STATUS, Run, find_runs, open_run, write_json
 from tests.lab.small import write_text
 
 
@@ -98,6 +100,39 @@ def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, 
     assert all("stand-in" in source for source in sources)
 
 
+@pytest.mark.slow
+def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
+    """Nothing answers: no host, no registry, no cache, no folder of data."""
+    nowhere = "http://127.0.0.1:9"
+    for name in ("CLIPWISE_DATA", "NO_PROXY", "no_proxy", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "npm_config_registry"):
+        monkeypatch.setenv(name, nowhere)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{nowhere}/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("CLIPWISE_CACHE", str(tmp_path / "cache"))
+    sizes = {"embedding": 6, "hidden": 6, "batch_size": 4, "bptt": 5, "num_words": 400, "eval_size": 200}
+    plan = make_plan(
+        "laptop",
+        ("fig3", "fig6"),
+        language=sizes | {"steps": 12, "eval_every": 0, "probe_every": 1},
+        images={"num_images": 80, "batch_size": 8, "steps": 3, "eval_size": 20, "probe_every": 1},
+    )
+    result = reproduce(tmp_path / "out", plan=plan)
+    assert not result.failures
+    assert set(result.figures) == {"fig3", "fig6"}
+    assert result.data == (
+        "stand-in for PTB: pydoc_data.topics of the standard library",
+        "stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
+    )
+    told = (tmp_path / "out" / "claims.md").read_text()
+    assert told.count("- Data: stand-in for") == 2
+    shown = capsys.readouterr()
+    assert "these are not PTB results" in shown.err
+    assert "these are not CIFAR-10 results" in shown.err
+    assert all("stand-in for" in run.status["data"] for run in find_runs(tmp_path / "out"))
+
+
 # Claims, on runs written by hand: the verdict must follow the numbers. -------------------------------------
 
 
@@ -116,7 +151,8 @@ def fake_runs(plan, folder, *, loss_of, diverged=()):
             rows += [end | {"split": "valid"}, end | {"split": "test", "accuracy": 50.0}]
         (run.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
         status = {"status": "diverged" if lost else "finished", "step": len(values), "data": "made up"}
-        write_json(run.folder / STATUS, status | {"train_loss": 0.0, "message": ""})
+        rest = {"train_loss": 0.0, "message": "", "metrics": {}, "num_parameters": 1, "seconds": 1.0}
+        write_json(run.folder / STATUS, status | rest)
 
 
 def claims_of(plan, folder):
@@ -141,6 +177,26 @@ def test_verdicts_follow_the_losses(tmp_path):
     assert "needs 2.94 [2.94, 2.94] times fewer steps" in faster.measured
     assert "lr 30, clip 0.25" in faster.measured
     assert claims["Models trained with clipping have the best validation loss."].verdict == SUPPORTED
+
+
+@pytest.mark.slow
+def test_figure_4_has_a_sweep_on_images_and_its_best_points_are_told(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    grid = [plan.of(setting)[0].recipe for setting in IMAGE_SWEEP]
+    assert {(r.lr, r.max_norm) for r in grid} == set(itertools.product((0.2, 1.0, 5.0), (0.25, math.inf)))
+    last = {"cifar-sweep-lr1clip0.25": 1.0, "cifar-sweep-lr0.2": 1.5, "cifar-sweep-lr5": 0.5}
+
+    def loss_of(setting, seed):
+        return np.r_[np.full(15, 3.0), np.full(25, last.get(setting, 2.0))]
+
+    fake_runs(plan, tmp_path / "runs", loss_of=loss_of, diverged=("cifar-sweep-lr5",))
+    (tmp_path / "figures").mkdir()
+    assert DRAW["fig4"](plan, tmp_path / "runs", tmp_path).name == "fig4.png"
+    assert (tmp_path / "figures" / "fig4_sweep.png").read_bytes().startswith(b"\x89PNG")
+    told = claims_of(plan, tmp_path / "runs")["On images clipped descent converges fastest."].measured
+    assert told.endswith(
+        "best of a short sweep without momentum: 1 with lr 1, clip 0.25, 1.5 with lr 0.2, no clip"
+    )
 
 
 def test_verdicts_say_no_where_clipping_is_slower(tmp_path):

@@ -12,7 +12,16 @@ from scipy import stats
 
 from clipwise.lab.calibration import read_calibration
 from clipwise.lab.figures import agreement, compare
-from clipwise.lab.plan import BY_HAND, CALIBRATED, CLIPPED, SHARES, UNCLIPPED, Plan, compared_steps
+from clipwise.lab.plan import (
+    BY_HAND,
+    CALIBRATED,
+    CLIPPED,
+    IMAGE_SWEEP,
+    SHARES,
+    UNCLIPPED,
+    Plan,
+    compared_steps,
+)
 from clipwise.lab.runs import CONFIG, DIVERGED, FINISHED, STATUS, Run
 from clipwise.lab.synthetic import SyntheticResult, load_synthetic
 from clipwise.smoothness.fit import fit_smoothness
@@ -235,9 +244,23 @@ def images_loss(results: Results) -> Evidence:
     gain = Spread(values=tuple(a - b for a, b in zip(ends[0].values, ends[1].values, strict=True)))
     words = (
         f"final training loss {ends[1]} with {other[0].recipe.label}, {ends[0]} with {one[0].recipe.label}: "
-        f"{gain} lower with clipping"
+        f"{gain} lower with clipping{_sweep_in_words(results)}"
     )
     return words, SUPPORTED if gain.interval[0] > 0 else NOT_SUPPORTED
+
+
+def _sweep_in_words(results: Results) -> str:
+    """The best points of the sweep on images, with clipping and without; for the reader, not the verdict."""
+    best = []
+    for clipped in (True, False):
+        points = [name for name, (_, norm) in IMAGE_SWEEP.items() if (norm < math.inf) == clipped]
+        try:
+            runs = [run for name in points for run in results.of(name)]
+        except MissingRuns:
+            return ""
+        lowest = min(runs, key=final_loss)
+        best.append(f"{final_loss(lowest):.3g} with {lowest.recipe.label}")
+    return f"; best of a short sweep without momentum: {best[0]}, {best[1]}"
 
 
 def images_accuracy(results: Results) -> Evidence:

@@ -68,6 +68,12 @@ IMAGES = {
     "cifar-lr1": (1.0, math.inf, 0.0, ("fig3", "fig4")),
     "cifar-lr5clip0.25": (5.0, 0.25, 0.0, ("fig3", "fig4")),
 }
+# The small sweep of figure 4 on images: learning rate and threshold by setting, without momentum.
+IMAGE_SWEEP = {
+    f"cifar-sweep-lr{lr:g}" + (f"clip{max_norm:g}" if max_norm < math.inf else ""): (lr, max_norm)
+    for lr in (0.2, 1.0, 5.0)
+    for max_norm in (0.25, math.inf)
+}
 BY_HAND, CALIBRATED = "lm-lr30clip0.25", "lm-calibrated"  # the paper's numbers, and measured ones
 SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
 CLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm < math.inf)
@@ -76,6 +82,8 @@ UNCLIPPED = tuple(name for name, (_, norm, _) in LANGUAGE.items() if norm == mat
 _LANGUAGE_STEPS = {"laptop": 200, "paper": 0}
 _LONG_STEPS = 400  # the longer run of figure 5 at laptop scale
 _IMAGE_STEPS = {"laptop": 120, "paper": 0}
+_SWEEP_STEPS = 40  # of the sweep on images at laptop scale
+_SWEEP_EPOCHS = 10  # at paper scale
 
 
 def make_plan(
@@ -101,6 +109,7 @@ def make_plan(
     runs = [
         *_language(scale, fields),
         *_images(scale, images or {}),
+        *_image_sweep(scale, images or {}),
         *_shares(scale, fields),
         *_calibrated(scale, fields),
     ]
@@ -142,12 +151,28 @@ def _images(scale: str, fields: dict[str, object]) -> list[Planned]:
     for setting, (lr, max_norm, momentum, figures) in IMAGES.items():
         recipe = get_recipe("cifar-resnet20", scale, lr=lr, max_norm=max_norm, momentum=momentum)
         if scale == "laptop":
-            recipe = with_fields(recipe, steps=_IMAGE_STEPS[scale], batch_size=64, eval_every=40)
+            recipe = with_fields(recipe, steps=_IMAGE_STEPS[scale], batch_size=64, eval_every=60)
         recipe = with_fields(recipe, **fields)
         for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
             run = replace(recipe, seed=seed)
             runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=0.35 * run.steps))
     return runs
+
+
+def _image_sweep(scale: str, fields: dict[str, object]) -> list[Planned]:
+    """Every point of the sweep on images: short, not measured, one seed."""
+    laptop = {"steps": _SWEEP_STEPS, "batch_size": 64, "eval_size": 500}
+    length = laptop if scale == "laptop" else {"epochs": _SWEEP_EPOCHS}
+    short = {"momentum": 0.0, "lr_drops": (), "eval_every": 0, **length, **fields, "probe_every": 0}
+    return [
+        Planned(
+            setting=setting,
+            recipe=get_recipe("cifar-resnet20", scale, lr=lr, max_norm=max_norm, seed=SHOWN_SEED, **short),
+            figures=("fig4",),
+            cost=0.28 * _SWEEP_STEPS,
+        )
+        for setting, (lr, max_norm) in IMAGE_SWEEP.items()
+    ]
 
 
 def _calibrated(scale: str, fields: dict[str, object]) -> list[Planned]:
@@ -177,7 +202,7 @@ def _shares(scale: str, fields: dict[str, object]) -> list[Planned]:
     if scale == "paper":
         recipe = get_recipe("ptb-awd-lstm", scale, lr=lr, max_norm=max_norm, epochs=1, probe_every=60)
     else:
-        recipe = get_recipe("ptb-lstm", lr=lr, max_norm=max_norm, num_words=14_000, steps=120, probe_every=10)
+        recipe = get_recipe("ptb-lstm", lr=lr, max_norm=max_norm, num_words=14_000, steps=90, probe_every=10)
     recipe = with_fields(recipe, **fields)
     return [
         Planned(

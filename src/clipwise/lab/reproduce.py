@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,13 +14,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from clipwise.lab.calibrate import run_calibrated
 from clipwise.lab.claims import Claim, as_markdown, make_claims, write_claims
 from clipwise.lab.data import load_cifar10, load_ptb
-from clipwise.lab.evidence import Results
+from clipwise.lab.evidence import Results, final_loss
 from clipwise.lab.jobs import Job, run_jobs
-from clipwise.lab.plan import FIGURES, IMAGES, LANGUAGE, SHARES, SHOWN_SEED, Plan, Planned, make_plan
+from clipwise.lab.plan import (
+    FIGURES,
+    IMAGE_SWEEP,
+    IMAGES,
+    LANGUAGE,
+    SHARES,
+    SHOWN_SEED,
+    Plan,
+    Planned,
+    make_plan,
+)
 from clipwise.lab.progress import duration
 from clipwise.lab.recipes import ImageRecipe, LanguageRecipe
 from clipwise.lab.runs import Run, write_json
-from clipwise.lab.sweep import has_ended, run_trial
+from clipwise.lab.sweep import SweepResult, draw_heatmap, has_ended, run_trial, trial_in
 
 SUMMARY = "reproduction.json"
 
@@ -264,9 +274,21 @@ def _draw_curves(plan: Plan, runs: Path, folder: Path) -> Path:
     from clipwise.lab.figures import curves, save
 
     paths = _all(plan, runs, [*LANGUAGE, *IMAGES])
-    return save(
-        curves(paths, title="Figure 4: training with and without clipping"), folder / "figures" / "fig4"
-    )[0]
+    drawn = curves(paths, title="Figure 4: training with and without clipping")
+    draw_heatmap(_image_sweep(runs), folder / "figures" / "fig4_sweep.png")
+    return save(drawn, folder / "figures" / "fig4")[0]
+
+
+def _image_sweep(runs: Path) -> SweepResult:
+    """The sweep on images; its losses are means over the last steps only, for it is short."""
+    trials = []
+    for setting, (lr, max_norm) in IMAGE_SWEEP.items():
+        found = trial_in({"lr": lr, "max_norm": max_norm}, runs / f"{setting}-seed{SHOWN_SEED}")
+        if found.result:
+            loss = final_loss(Run.load(found.folder))
+            found = replace(found, result=replace(found.result, train_loss=loss))
+        trials.append(found)
+    return SweepResult(folder=runs, trials=tuple(trials))
 
 
 def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
