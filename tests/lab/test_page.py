@@ -105,7 +105,8 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     bare = make_run(tmp_path / "bare", traced=False)
     text = html.unescape(write_page([diverged], tmp_path / "page.html").path.read_text())
     assert "Diverged at step" in text
-    assert "No advice: " in text
+    assert "Diverged (lr 3, no clip: the loss passed 3 times the first one" in text
+    assert "calibrate measures both beforehand" in text
     text = html.unescape(write_page([bare], tmp_path / "page.html").path.read_text())
     assert "Nothing was measured: the run has no trace." in text
     assert 'data-chart="loss"' in text
@@ -214,3 +215,17 @@ def test_static_figures_of_hostile_names_stay_in_their_folder(tmp_path):
     written = save_figures(find_views([folder, folder]), tmp_path / "figures")
     assert {path.parent for path in written} == {tmp_path / "figures"}
     assert all(path.stat().st_size > 1000 for path in written)
+
+
+def test_runs_are_listed_by_number_and_a_lone_trace_by_its_folder(tmp_path):
+    for number in (10, 2, 1):
+        make_run(tmp_path / f"run{number}", steps=20)
+    assert [view.name for view in find_views([tmp_path])] == ["run1", "run2", "run10"]
+    assert [view.name for view in find_views([tmp_path / "run2" / "trace.jsonl"])] == ["run2"]
+
+
+def test_fit_and_advice_do_not_warn_twice_of_the_same(tmp_path):
+    said = write_page([make_run(tmp_path / "run")], tmp_path / "page.html").verdicts[0]
+    kinds = [words.partition(":")[0] for words in said["warnings"]]
+    assert "Few points" in kinds
+    assert len(kinds) == len(set(kinds))

@@ -34,8 +34,10 @@ def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
     advice = advise(*traces) if traces else None
     missing = [f"{view.name}: {doubt}" if len(task) > 1 else doubt for view in task for doubt in view.doubts]
     if advice is None or advice.refused:
-        said = advice.verdict if advice else "No advice: nothing was measured."
-        notes = [words for words in missing if words not in said]
+        said = _without_advice(task, advice)
+        notes = [
+            words for words in missing if words not in said and not words.startswith("Nothing was measured")
+        ]
         return {"title": title, "verdict": said, "warnings": tuple(notes[:_MOST_NOTES])}
     fitted = task[0].warnings if len(task) == 1 else ()
     return {
@@ -43,8 +45,29 @@ def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
         "verdict": advice.verdict,
         "advice": advice_in_words(advice),
         "reasons": advice.reasons,
-        "warnings": tuple(dict.fromkeys((*fitted, *advice.warnings, *missing[:_MOST_NOTES]))),
+        "warnings": _once((*fitted, *advice.warnings, *missing[:_MOST_NOTES])),
     }
+
+
+def _without_advice(task: Sequence[RunView], advice: Advice | None) -> str:
+    """What to do where nothing can be advised."""
+    if all(view.status == "diverged" for view in task):
+        ends = "; ".join(
+            f"{view.setting}: {view.facts.get('message', 'no reason is on record')}" for view in task
+        )
+        return (
+            f"Diverged ({ends}). Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+        )
+    if advice is None:
+        return (
+            "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
+        )
+    return advice.verdict
+
+
+def _once(warnings: Sequence[str]) -> tuple[str, ...]:
+    """The warnings, of each kind (the words before the colon) the first: fit and advice often agree."""
+    return tuple({words.partition(":")[0]: words for words in reversed(warnings)}.values())[::-1]
 
 
 def advice_in_words(advice: Advice) -> dict[str, str]:
@@ -71,11 +94,13 @@ def run_sections(views: Sequence[RunView]) -> list[dict[str, Any]]:
 def _run(index: int, view: RunView) -> dict[str, Any]:
     charts = [
         _chart("norm", "Gradient norm", words.norm_in_words(view)),
-        _chart("loss", "Loss", words.loss_in_words(view)),
+        _chart(
+            "loss", "Loss", words.loss_in_words(view), switch="log" if view.status == "diverged" else "linear"
+        ),
     ]
     if len(view.measured.get("step", ())):
         scatter = _chart(
-            "scatter", "Smoothness against gradient norm", words.scatter_in_words(view), switch=True
+            "scatter", "Smoothness against gradient norm", words.scatter_in_words(view), switch="log"
         )
         charts = [
             scatter,
@@ -104,7 +129,7 @@ def _run(index: int, view: RunView) -> dict[str, Any]:
     }
 
 
-def _chart(kind: str, title: str, summary: str, *, switch: bool = False) -> dict[str, Any]:
+def _chart(kind: str, title: str, summary: str, *, switch: str = "") -> dict[str, Any]:
     return {"kind": kind, "title": title, "summary": summary, "switch": switch}
 
 

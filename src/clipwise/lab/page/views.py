@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,12 +97,18 @@ def find_views(paths: Iterable[str | Path]) -> list[RunView]:
         return []
     if not sources:
         raise ValueError("`paths` must name at least one run folder or trace file, got none.")
-    folders = [source.folder if isinstance(source, Run) else source for source in sources]
-    names = short_names(folders)
+    names = short_names([_place(source) for source in sources])
     return [
         _run_view(source, name) if isinstance(source, Run) else _trace_view(source, name)
         for source, name in zip(sources, names, strict=True)
     ]
+
+
+def _place(source: Run | Path) -> Path:
+    """What a run is named after: its folder, or a trace file that is not just called ``trace.jsonl``."""
+    if isinstance(source, Run):
+        return source.folder
+    return source.resolve().parent if source.name == "trace.jsonl" else source
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -126,12 +133,18 @@ def _sources(path: Path) -> list[Run | Path]:
         raise ValueError(f"There is no {path}. Name run folders, folders of runs, or trace files.")
     if (path / CONFIG).exists():
         return [Run.load(path)]
-    found: list[Run | Path] = [*find_runs(path)]
-    inside = [run.folder for run in found if isinstance(run, Run)]
+    runs = sorted(find_runs(path), key=lambda run: _by_number(run.folder))
+    found: list[Run | Path] = [*runs]
+    inside = [run.folder for run in runs]
     found += [trace for trace in sorted(path.rglob("trace.jsonl")) if trace.parent not in inside]
     if not found and not (path / CLAIMS).exists():
         raise ValueError(f"There is neither a run folder nor a trace.jsonl in {path}.")
     return found
+
+
+def _by_number(path: Path) -> list[str | int]:
+    """A key that sorts ``run2`` before ``run10``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
 
 
 def _run_view(run: Run, name: str) -> RunView:

@@ -51,7 +51,7 @@ def norm_in_words(view: RunView) -> str:
         return "No gradient norm is on record."
     words = f"Gradient norm over the steps: from {_span(norms)}, median {np.median(norms):.3g}."
     if np.isfinite(view.max_norm):
-        words += f" Clipping starts at {view.max_norm:g}"
+        words += f" Clipping starts at {view.max_norm:.4g}"
         share = view.clipped_fraction
         words += f"; {share:.0%} of the steps shown were clipped." if np.isfinite(share) else "."
     return words

@@ -15,14 +15,43 @@
   // ---- colours, fonts and axes, from the style sheet ----
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const series = (i) => { const all = css("--series").split(" "); return all[i % all.length]; };
+  // Viridis; on dark paper without its darkest end.
+  const iterations = () => (matchMedia("(prefers-color-scheme: dark)").matches
+    ? [[0, "#7b86e0"], [0.33, "#2fa8a0"], [0.66, "#7ad151"], [1, "#fde725"]] : "Viridis");
   const dashes = ["solid", "dash", "dot", "dashdot"];
   const dash = (i) => dashes[Math.floor(i / 7) % 4];
   // Plotly reads a little markup in its texts: names from files are shown as they are.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const axis = (title, type = "linear", more = {}) => ({
     title: { text: title, standoff: 8 }, type, gridcolor: css("--line"), zeroline: false, automargin: true,
-    linecolor: css("--line"), exponentformat: "power", ...(type === "log" ? { dtick: undefined } : {}), ...more,
+    linecolor: css("--line"), exponentformat: "power", ...more,
   });
+  // Ticks of a logarithmic axis: 1, 2, 5 over two decades, else whole decades, few enough to be read on a phone.
+  const logTicks = (low, high, most) => {
+    const first = Math.floor(low), last = Math.ceil(high);
+    const decades = Array.from({ length: last - first + 1 }, (_, i) => first + i);
+    const fine = high > low && high - low <= 0.4 ? [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9] : [1, 2, 5];
+    const every = Math.max(1, Math.ceil((high - low) / most));
+    const values = high - low <= 2 ? decades.flatMap((d) => fine.map((m) => m * 10 ** d))
+      : decades.filter((d) => d % every === 0).map((d) => 10 ** d);
+    const words = (v) => (v >= 0.00099 && v < 10001 ? String(+v.toPrecision(3)) : `${v / 10 ** Math.round(Math.log10(v)) > 1.1 ? `${+(v / 10 ** Math.floor(Math.log10(v))).toPrecision(2)}·` : ""}10<sup>${Math.floor(Math.log10(v) + 1e-9)}</sup>`);
+    return { tickvals: values, ticktext: values.map(words) };
+  };
+  const withTicks = (data, shape) => {
+    for (const name of ["x", "y"]) {
+      const axis = shape[`${name}axis`];
+      const values = data.flatMap((d) => d[name] || []).filter((v) => v !== null);
+      if (!values.length) continue;
+      let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+      if (axis.type === "log") {
+        const seen = values.filter((v) => v > 0).map(Math.log10);
+        if (!seen.length) continue;
+        [low, high] = axis.range || [seen.reduce((a, b) => Math.min(a, b)), seen.reduce((a, b) => Math.max(a, b))];
+        Object.assign(axis, logTicks(low, high, name === "x" ? 6 : 8));
+      } else if (axis.title.text === "iteration" && high - low <= 8) axis.dtick = 1;
+    }
+    return shape;
+  };
   const layout = (x, y, more = {}) => ({
     xaxis: x, yaxis: y, margin: { l: 56, r: 14, t: 12, b: 44 }, hovermode: "closest", dragmode: false,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -32,7 +61,8 @@
     showlegend: true, ...more,
   });
   const lines = (x, y, name, color, more = {}) => ({
-    x, y, name: plain(name), mode: "lines", line: { color, width: 1.6 }, ...more,
+    x, y, name: plain(name), mode: y.filter((v) => v !== null).length < 2 ? "lines+markers" : "lines",
+    line: { color, width: 1.6 }, ...more,
   });
   const level = (x, y, name, color) => lines([x[0], x[x.length - 1]], [y, y], name, color, {
     line: { color, width: 1.6, dash: "dash" }, hoverinfo: "name",
@@ -70,7 +100,7 @@
         customdata: m.step.map((s, i) => [s, m.loss[i], m.lr[i]]),
         hovertemplate: "step %{customdata[0]}<br>loss %{customdata[1]:.4g}<br>lr %{customdata[2]:.3g}"
           + "<br>gradient norm %{x:.4g}<br>smoothness %{y:.4g}<extra></extra>",
-        marker: { color: m.step, colorscale: "Viridis", size: 6, opacity: 0.9, line: { width: 0.6, color: css("--soft") },
+        marker: { color: m.step, colorscale: iterations(), size: 6, opacity: 0.9, line: { width: 0.6, color: css("--soft") },
           colorbar: { title: { text: "iteration", side: "right" }, thickness: 10, outlinewidth: 0 } },
       };
       const data = [points];
@@ -92,20 +122,20 @@
       if (run.max_norm !== null && r.step.length) data.push(level(r.step, run.max_norm, "clipping starts", css("--ink")));
       return { data, layout: layout(axis("iteration"), axis("gradient norm", "log")) };
     },
-    loss(run) {
+    loss(run, scale) {
       const r = rowsOf(run);
       const data = [lines(r.step, r.loss, "training loss", series(0))];
       if (run.held_out.step.length) {
         data.push({ ...lines(run.held_out.step, run.held_out.loss, "held-out loss", series(1)),
           mode: "lines+markers", marker: { symbol: "square", size: 7 } });
       }
-      return { data, layout: layout(axis("iteration"), axis("loss")) };
+      return { data, layout: layout(axis("iteration"), axis("loss", scale)) };
     },
     edge(run) {
       const m = run.measured;
       const taken = over(m.step_norm, m.grad_norm);
       const data = [
-        { ...lines(m.step, times(m.lr, m.smoothness, 0.5), "lr·L/2", series(0)), mode: "lines" },
+        lines(m.step, times(m.lr, m.smoothness, 0.5), "lr·L/2", series(0)),
         lines(m.step, times(taken, m.smoothness, 0.5), "step as taken·L/2", series(2), {
           line: { color: series(2), width: 1.6, dash: "dot" } }),
         level(m.step, 1, "edge of stability", series(1)),
@@ -157,7 +187,7 @@
     heat() {
       const data = [{ type: "heatmap", x: heat.across.map(plain), y: heat.down.map(plain), z: heat.losses,
         colorscale: "Viridis", reversescale: true, text: heat.text.map((row) => row.map(plain)), texttemplate: "%{text}",
-        hoverongaps: false, xgap: 2, ygap: 2, colorbar: { thickness: 10, outlinewidth: 0 },
+        hoverongaps: false, xgap: 2, ygap: 2, colorbar: { title: { text: "loss", side: "right" }, thickness: 10, outlinewidth: 0 },
         hovertemplate: `${plain(heat.rows)} %{y}<br>${plain(heat.columns)} %{x}<br>loss %{z:.4g}<extra></extra>` }];
       return { data, layout: layout(axis(plain(heat.columns), "category"), axis(plain(heat.rows), "category"),
         { showlegend: false }) };
@@ -181,7 +211,10 @@
       const w = readWall(), k = (run) => run.slopes.map((_, i) => i);
       const data = [lines(k(w.fixed), w.fixed.slopes, "fixed step", series(1)),
         lines(k(w.clipped), w.clipped.slopes, "clipped", series(0), { line: { color: series(0), width: 1.6, dash: "dash" } })];
-      return { data, layout: layout(axis("iteration"), axis("|f′(x)|", "log")) };
+      // A slope that runs away leaves at the top: it would press the other flat.
+      const seen = [...w.fixed.slopes, ...w.clipped.slopes].filter((v) => v > 0).map(Math.log10);
+      const range = [Math.max(Math.min(...seen), -16) - 0.5, Math.min(Math.max(...seen), Math.log10(w.M) + 3) + 0.5];
+      return { data, layout: layout(axis("iteration", "linear", { range: [-1, NUM + 1] }), axis("|f′(x)|", "log", { range })) };
     },
     "wall-steps"() {
       const w = readWall(), limit = wall.limit(w);
@@ -193,7 +226,7 @@
       const data = [lines(hs, fixed, "fixed step", series(1)),
         lines(hs, clipped, "clipped", series(0), { line: { color: series(0), width: 1.6, dash: "dash" } }),
         upright(limit, "limit", css("--bad"), "dash"), upright(w.step, "your step", css("--ink"), "dot")];
-      return { data, layout: layout(axis("step", "log"), axis("|f′| after 60", "log")) };
+      return { data, layout: layout(axis("step", "log"), axis("|f′| after 60 iterations", "log")) };
     },
   };
 
@@ -204,7 +237,7 @@
     const run = figure.dataset.run === undefined ? null : runs[+figure.dataset.run];
     const { data, layout: shape } = charts[figure.dataset.chart](run, scaleOf(figure));
     drawn.add(figure);
-    return Plotly.react(figure.querySelector(".plot"), data, shape, { displayModeBar: false, responsive: true });
+    return Plotly.react(figure.querySelector(".plot"), data, withTicks(data, shape), { displayModeBar: false, responsive: true });
   };
   const redraw = (test = () => true) => [...drawn].filter(test).forEach(draw);
   const figures = [...document.querySelectorAll("figure[data-chart]")];
