@@ -117,21 +117,15 @@ def _tied_to(parent: int | None) -> Iterator[None]:
         return
     if os.getppid() != parent:
         os._exit(1)  # this job came out of the queue of a dead process
-    ended = threading.Event()
 
-    def look() -> None:
-        while not ended.wait(0.5):
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
+    def look() -> bool:
+        orphaned = os.getppid() != parent
+        if orphaned:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return orphaned  # ask once: a second signal would not wait for the checkpoint
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    with _twice_a_second(look):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outcome]:
@@ -206,17 +200,27 @@ def _watched(watch: Callable[[], None] | None) -> Iterator[None]:
     if watch is None:
         yield
         return
+    try:
+        with _twice_a_second(watch):
+            yield
+    finally:
+        watch()
+
+
+@contextmanager
+def _twice_a_second(look: Callable[[], bool | None]) -> Iterator[None]:
+    """Call ``look`` from a thread of its own while the block runs, or until it returns True."""
     ended = threading.Event()
 
-    def look() -> None:
+    def work() -> None:
         while not ended.wait(0.5):
-            watch()
+            if look():
+                return
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        watch()
