@@ -2,9 +2,9 @@
 
     python benchmarks/train.py [--rounds 20] [--steps 3] [--json PATH]
 
-Each round times a few steps of the bare loop and of ours, which comes first in turn, as CPU time of the process,
-so that other work on the machine counts little. What is printed is the median over rounds of the ratio of speeds, with the
-least and the largest.
+Each round times a few steps of the bare loop and of ours, in alternating order, as CPU time of the process,
+so that other work on the machine counts little. What is printed is the median over rounds of the ratio of
+speeds, with the least and the largest.
 """
 
 from __future__ import annotations
