@@ -1,0 +1,67 @@
+"""The runs, figures and table of docs/results/longer.md: python docs/longer_figures.py [FOLDER] [--draw].
+
+Trains what has not ended in FOLDER (default: runs/longer), more than an hour of one core, with Penn Treebank
+and CIFAR-10 at hand; stop it with Ctrl-C and start it again at will. With --draw it trains nothing and takes
+the runs as far as they are. Figures go to docs/results/images, the table is printed.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from clipwise.cli import main
+from clipwise.lab.figures import curves, scatter
+from clipwise.lab.runs import Run
+from clipwise.smoothness.fit import fit_smoothness
+from clipwise.smoothness.trace import Trace
+
+LANGUAGE = "ptb-lstm --scale paper --probe-data 0.01 --probe-every 20 --eval-every 332"
+IMAGES = "cifar-resnet20 --epochs 10 --probe-every 10 --eval-every 78"
+RUNS = {
+    "lstm-lr30-clip0.25": f"{LANGUAGE} --lr 30 --max-norm 0.25",
+    "lstm-lr4": f"{LANGUAGE} --lr 4 --max-norm inf",
+    "resnet20-lr5-clip0.25": f"{IMAGES} --lr 5 --momentum 0 --max-norm 0.25",
+    "resnet20-momentum": f"{IMAGES} --lr 0.1 --momentum 0.9 --max-norm inf",
+}
+PICTURES = Path(__file__).parent / "results" / "images"
+WINDOW = 50  # steps in the mean of a training loss
+
+
+def row(run: Run, common: int) -> str:
+    """What a run shows, as a row of the table; losses also where the runs that are compared end."""
+    steps, losses = run.column("loss")
+    here = losses[(steps > common - WINDOW) & (steps <= common)].mean()
+    clipped = np.mean(run.column("coefficient")[1] < 1 - 1e-6)
+    fit = fit_smoothness(Trace.load(run.trace_path))
+    low, high = fit.spearman_interval
+    held = [r for split in ("valid", "test") for r in run.rows(split)][-1:]
+    units = [
+        f"{k} {v:.4g} at {r['step']}" for r in held for k, v in r.items() if k in ("perplexity", "accuracy")
+    ]
+    control = f"{fit.control.spearman:.2f}" if fit.control else ""
+    cells = (
+        run.recipe.label, run.status["status"], int(steps[-1]), f"{here:.3f}",
+        f"{losses[-WINDOW:].mean():.3f}", ", ".join(units), f"{100 * clipped:.0f} %",
+        fit.num_points, f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]", control,
+        f"{fit.L0:.3g}", f"{fit.L1:.3g}", f"{run.status['seconds'] / 60:.0f}",
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/longer"))
+if "--draw" not in sys.argv:
+    for name, command in RUNS.items():
+        if main(["train", *command.split(), "--threads", "1", "--resume", "--folder", str(folder / name)]):
+            sys.exit(1)
+head = (
+    "setting, status, steps, loss at common step, loss at end, held out, clipped, points, rank correlation, "
+    "control, L0, L1, minutes"
+)
+for kind, (one, other) in {"lstm": list(RUNS)[:2], "resnet20": list(RUNS)[2:]}.items():
+    runs = [Run.load(folder / name) for name in (one, other)]
+    common = min(int(run.column("loss")[0][-1]) for run in runs)
+    print(f"\n{kind}, common step {common}\n\n| {' | '.join(head.split(', '))} |\n{'| --- ' * 13}|")
+    print("\n".join(row(run, common) for run in runs))
+    for what, draw in {"scatter": scatter, "curves": curves}.items():
+        draw(runs, title=f"Longer runs: {kind}").savefig(PICTURES / f"longer-{kind}-{what}.png", dpi=100)
