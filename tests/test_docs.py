@@ -1,5 +1,6 @@
 """README and docs: every Python block runs, every command named there exists, the site builds strictly."""
 
+import ast
 import functools
 import os
 import re
@@ -157,6 +158,31 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
     def log_message(self, format, *args):
         pass
+
+
+# What each part may use, as docs/architecture.md says; all may use the private helpers.
+USES = {
+    "steps": set(),
+    "theory": {"steps"},
+    "_native": set(),
+    "vectors": {"_native"},
+    "optim": {"steps", "vectors", "_native"},
+    "smoothness": {"vectors", "_native"},
+    "lab": {"steps", "theory", "vectors", "optim", "smoothness", "_native"},
+}
+
+
+def test_imports_point_one_way_as_the_architecture_page_says():
+    package = ROOT / "src" / "clipwise"
+    for file in sorted(package.rglob("*.py")):
+        part = file.relative_to(package).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                used = name.split(".")[1] if name.startswith("clipwise.") else ""
+                if part in USES and used not in ("", part, "_checks", "_torch"):
+                    assert used in USES[part], f"{file} imports {name}"
 
 
 def test_no_page_asks_for_a_number_that_has_not_come():
