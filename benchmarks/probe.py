@@ -1,9 +1,15 @@
 """What a measurement of smoothness costs: time, memory, and eigenvalue tracking beside it.
 
-    python benchmarks/probe.py [--rounds 12] [--quick] [--json PATH]
+    python benchmarks/probe.py [--tasks lstm …] [--parts cost run budget rival memory] [--json PATH]
 
 Everything is timed in CPU time of one thread, and the variants take turns in one process, so that a busy
-machine slows them alike; times are of the fastest rounds, because other work on the machine only adds.
+machine slows them alike; of each round's differences or ratios the median counts.
+
+The C library's allocator gives large blocks back to the system and has to fetch them again page by page.
+How often it does so depends on the layout of the heap by chance: one plain step of the LSTM costs between 0
+and 28,000 page faults, up to a third of its time. By default the program therefore tells it to keep its
+memory, as the allocators of accelerators do; ``--allocator default`` leaves it as it is.
+
 The rival is power iteration over Hessian products by double backward, as PyHessian does it (at most 100
 products, relative tolerance 1e-3), written out here. Cockpit cannot be timed: it does not import with a
 current setuptools.
@@ -40,7 +46,17 @@ def resnet20(quick=False):
     return model, lambda: F.cross_entropy(model(x), y)
 
 
-TASKS = {"LSTM, 128/200": lstm, "ResNet20": resnet20}
+def mlp(quick=False):
+    width = 64 if quick else 512
+    model = nn.Sequential(
+        nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
+    )
+    x, y = torch.randn(128, 64), torch.randint(10, (128,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+TASKS = {"lstm": lstm, "resnet20": resnet20, "mlp": mlp}
+GRIDS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.25, 0.5, 0.75, 1.0)}
 
 
 def cpu_seconds(work):
@@ -79,54 +95,71 @@ class Loop:
 
 
 def cost_of_one_measurement(make, *, rounds, quick):
-    """Extra CPU time of a measured step, in forward-backward passes, for 1, 2 and 4 fractions."""
-    grids = {1: (1.0,), 2: (0.5, 1.0), 4: (0.25, 0.5, 0.75, 1.0)}
-    loops = {n: Loop(make, quick, every=1, fractions=fractions) for n, fractions in grids.items()}
-    loops[0] = Loop(make, quick)
-    for loop in loops.values():
+    """Extra time of a measured step, in forward-backward passes, for 1, 2 and 4 fractions.
+
+    The unit is what training spends on one: ``zero_grad()``, the loss, ``backward()``. In each round the
+    unit, a plain step and the measured steps follow each other; of their differences the median counts.
+    """
+    loops = {n: Loop(make, quick, every=1, fractions=fractions) for n, fractions in GRIDS.items()}
+    plain = Loop(make, quick)
+    for loop in (plain, *loops.values()):
         loop.steps(2)  # the first measurement tests itself
-    times = {n: [] for n in loops}
-    passes = []
+    passes, extra = [], {n: [] for n in loops}
     for _ in range(rounds):
-        passes.append(cpu_seconds(loops[0].forward_backward))
+        passes.append(cpu_seconds(plain.forward_backward))
+        step = cpu_seconds(plain.step)
         for n, loop in loops.items():
-            times[n].append(cpu_seconds(loop.step))
-    one, plain = min(passes), min(times[0])
-    return one, {n: (min(times[n]) - plain) / one for n in grids}
+            extra[n].append(cpu_seconds(loop.step) - step)
+    unit = statistics.median(passes)
+    return unit, {n: statistics.median(values) / unit for n, values in extra.items()}
 
 
 def length_of_run(make, *, rounds, quick, every=10):
-    """Time of a probed run over that of an unprobed one: the two step in turn."""
+    """Time of a probed run over that of an unprobed one: ``every`` steps of one, then of the other.
+
+    The measured step is amid its block, so that what it does to the steps after it counts too.
+    """
     plain, probed = Loop(make, quick), Loop(make, quick, every=every, fractions=(1.0,))
-    plain.step()
-    probed.step()  # the self-test of the first measurement
-    times = {"plain": [], "between": [], "measured": []}
-    for k in range(1, rounds * every + 1):
-        times["plain"].append(cpu_seconds(plain.step))
-        times["between" if k % every else "measured"].append(cpu_seconds(probed.step))
-    # Not the fastest: of few measured steps that is later than of many others.
-    usual = {kind: statistics.quantiles(values)[0] for kind, values in times.items()}
-    return ((every - 1) * usual["between"] + usual["measured"]) / (every * usual["plain"])
+    plain.steps(1 + every // 2)
+    probed.steps(1 + every // 2)  # with the self-test of the first measurement
+    ratios = []
+    for _ in range(rounds):
+        without = cpu_seconds(lambda: plain.steps(every))
+        ratios.append(cpu_seconds(lambda: probed.steps(every)) / without)
+    assert len(probed.probe.trace) == rounds + 1
+    return statistics.median(ratios)
 
 
-def length_under_budget(*, rounds, steps=400, budget=0.05):
-    """Time of runs with ``max_overhead`` over that of runs without, self-test included."""
+class Stopwatch:
+    """CPU time that runs only while it is told to."""
 
-    def small(quick):
-        model = nn.Sequential(
-            nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)
-        )
-        x, y = torch.randn(128, 64), torch.randint(10, (128,))
-        return model, lambda: F.cross_entropy(model(x), y)
+    def __init__(self):
+        self.total, self.started = 0.0, None
 
-    Loop(small, False).steps(5)
-    without, budgeted, rows = [], [], 0
-    for _ in range(rounds):  # whole runs, because the probe times the steps of its own run
-        without.append(cpu_seconds(lambda: Loop(small, False).steps(steps)))
-        probed = Loop(small, False, every=1, fractions=(1.0,), max_overhead=budget)
-        budgeted.append(cpu_seconds(lambda probed=probed: probed.steps(steps)))
-        rows = len(probed.probe.trace)
-    return statistics.median(budgeted) / statistics.median(without), rows
+    def __call__(self):
+        """Seconds so far."""
+        return self.total + (0.0 if self.started is None else time.thread_time() - self.started)
+
+    def time(self, work):
+        """Run while ``work()`` does."""
+        self.started = time.thread_time()
+        work()
+        self.total, self.started = self(), None
+
+
+def length_under_budget(make, *, steps, quick, budget=0.05, block=20):
+    """Time of a run with ``max_overhead`` over that of one without, self-test and all; and its rows.
+
+    The runs take turns, ``block`` steps each, and the probe's clock stands still while the other one runs.
+    """
+    plain = Loop(make, quick)
+    probed = Loop(make, quick, every=1, fractions=(1.0,), max_overhead=budget)
+    without, within = Stopwatch(), Stopwatch()
+    probed.probe.schedule.clock = within
+    for _ in range(steps // block):
+        without.time(lambda: plain.steps(block))
+        within.time(lambda: probed.steps(block))
+    return within() / without(), len(probed.probe.trace)
 
 
 def power_iteration(model, loss_fn, *, max_products=100, tolerance=1e-3):
@@ -146,18 +179,6 @@ def power_iteration(model, loss_fn, *, max_products=100, tolerance=1e-3):
             break
         v = [t.detach() for t in product]
     return eigenvalue, count
-
-
-def cost_of_eigenvalue(make, *, quick, max_products):
-    """CPU time of the rival's measurement and of ours, in forward-backward passes."""
-    loop = Loop(make, quick)
-    loop.step()
-    one = min(cpu_seconds(loop.forward_backward) for _ in range(5))
-    found = []
-    rival = cpu_seconds(
-        lambda: found.append(power_iteration(loop.model, loop.loss_fn, max_products=max_products))
-    )
-    return rival / one, found[0][1]
 
 
 MEMORY_WIDTH = 1600
@@ -204,60 +225,99 @@ def extra_memory(fractions, *, clip=True):
     return (probed - plain) / size
 
 
-def report_task(name, make, *, rounds, quick):
+def report_cost(make, *, rounds, quick):
     seconds, costs = cost_of_one_measurement(make, rounds=rounds, quick=quick)
-    print(f"\n{name}: one forward-backward {1e3 * seconds:.0f} ms")
+    print(f"  one forward-backward: {1e3 * seconds:.0f} ms")
     for n, cost in costs.items():
         print(f"  a measurement with {n} fraction{'s' * (n > 1)}: {cost:.2f} forward-backwards", flush=True)
-    run = length_of_run(make, rounds=rounds, quick=quick)
-    print(f"  whole run, every=10, one fraction: {run:.3f} times as long", flush=True)
-    eigen, products = cost_of_eigenvalue(make, quick=quick, max_products=20 if quick else 100)
-    print(
-        f"  power iteration: {eigen:.0f} forward-backwards ({products} products), {eigen / costs[1]:.0f} "
-        "times a measurement with one fraction at the same interval",
-        flush=True,
-    )
-    return {
-        "forward_backward_seconds": seconds,
-        "cost_in_forward_backwards": costs,
-        "run_ratio_every_10_one_fraction": run,
-        "power_iteration_in_forward_backwards": eigen,
-        "power_iteration_products": products,
-        "power_iteration_over_probe": eigen / costs[1],
-    }
+    return {"forward_backward_seconds": seconds, "cost_in_forward_backwards": costs}
 
 
-def report(*, rounds, quick):
-    print(__doc__.split("\n\n")[2], flush=True)
-    results = {name: report_task(name, make, rounds=rounds, quick=quick) for name, make in TASKS.items()}
-    ratio, rows = length_under_budget(rounds=3 if quick else 7)
-    print(f"\nmax_overhead=0.05: run {ratio:.3f} times as long, {rows} rows", flush=True)
-    grids = {"1 fraction": (1.0,), "2 fractions": (0.5, 1.0), "4 fractions": (0.25, 0.5, 0.75, 1.0)}
-    memory = {name: extra_memory(grid, clip=False) for name, grid in grids.items()}
-    memory["4 fractions, .grad clipped in place"] = extra_memory(grids["4 fractions"], clip=True)
+def report_run(make, *, rounds, quick):
+    ratio = length_of_run(make, rounds=rounds, quick=quick)
+    print(f"  whole run, every=10, one fraction: {ratio:.3f} times as long", flush=True)
+    return {"run_ratio_every_10_one_fraction": ratio}
+
+
+def report_budget(make, *, rounds, quick):
+    ratio, rows = length_under_budget(make, steps=20 * rounds, quick=quick)
+    steps = f"{20 * rounds} steps, {rows} rows"
+    print(f"  max_overhead=0.05: run {ratio:.3f} times as long, {steps}", flush=True)
+    return {"budget_run_ratio": ratio, "budget_rows": rows, "budget_steps": 20 * rounds}
+
+
+def report_rival(make, *, rounds, quick):
+    loop = Loop(make, quick, every=1, fractions=(1.0,))
+    loop.steps(2)
+    plain = Loop(make, quick)
+    plain.steps(2)
+    ours = statistics.median(cpu_seconds(loop.step) - cpu_seconds(plain.step) for _ in range(rounds))
+    found = []
+    rival = cpu_seconds(lambda: found.append(power_iteration(plain.model, plain.loss_fn)))
+    products = found[0][1]
+    print(f"  power iteration: {products} products, {rival / ours:.0f} times a measurement", flush=True)
+    return {"power_iteration_products": products, "power_iteration_over_probe": rival / ours}
+
+
+def report_memory():
+    memory = {f"{n} fractions": extra_memory(grid, clip=False) for n, grid in GRIDS.items()}
+    memory["4 fractions, .grad clipped in place"] = extra_memory(GRIDS[4], clip=True)
     for name, value in memory.items():
-        print(f"extra memory, {name}: {value:.2f} times the parameters")
-    return {
-        **results,
-        "max_overhead=0.05": {"run_ratio": ratio, "rows": rows},
-        "extra memory, in parameters": memory,
-    }
+        print(f"extra memory, {name}: {value:.2f} times the parameters", flush=True)
+    return memory
+
+
+PARTS = {"cost": report_cost, "run": report_run, "budget": report_budget, "rival": report_rival}
+# Memory that is freed stays with the process, so that every pass finds it there.
+STEADY = {
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TOP_PAD_": "256000000",
+}
+
+
+def restart_with_steady_memory():
+    """Run this program again with an allocator that keeps what it has, unless it does already."""
+    if any(os.environ.get(name) != value for name, value in STEADY.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
+
+
+def keep(path, results):
+    """Add ``results`` to those in the file."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for name, values in results.items():
+        known.setdefault(name, {}).update(values)
+    path.write_text(json.dumps(known, indent=2) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--quick", action="store_true", help="small models, a minute in all")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--parts", nargs="*", choices=[*PARTS, "memory"], default=[*PARTS, "memory"])
+    parser.add_argument("--allocator", choices=["steady", "default"], default="steady")
+    parser.add_argument("--quick", action="store_true", help="small models")
+    parser.add_argument("--json", type=Path, help="add the results to this file")
     parser.add_argument("--memory-child", nargs="*", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--clip", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.memory_child is not None:
         return memory_child(tuple(arguments.memory_child), bool(arguments.clip))
-    results = report(rounds=arguments.rounds, quick=arguments.quick)
+    if arguments.allocator == "steady":
+        restart_with_steady_memory()
+    print(f"CPU time of one thread; {arguments.allocator} allocator; torch {torch.__version__}", flush=True)
+    results = {}
+    for task in arguments.tasks:
+        print(task, flush=True)
+        values = results.setdefault(f"{task}, {arguments.allocator} allocator", {})
+        for part in arguments.parts:
+            if part in PARTS:
+                values |= PARTS[part](TASKS[task], rounds=arguments.rounds, quick=arguments.quick)
+    if "memory" in arguments.parts:
+        results["extra memory in parameters"] = report_memory()
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        keep(arguments.json, results)
 
 
 if __name__ == "__main__":

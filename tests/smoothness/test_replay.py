@@ -185,7 +185,16 @@ def test_change_taken_part_by_part_is_that_of_whole_gradients(case):
     assert any(part is not None and norm([part]) > 0 for part in slow)
     for one, other in zip(change.parts, slow, strict=True):
         torch.testing.assert_close(norm([one]), norm([other]), rtol=1e-12, atol=0)
-        assert one is None or one.numel() == 1  # its norm: nothing else is kept
+
+
+def test_change_of_a_large_parameter_is_kept_as_its_norm_only():
+    model = nn.Linear(200, 300)
+    with Replay(model, lambda: model(torch.ones(200)).square().sum()) as replay:
+        old = [torch.zeros_like(p) for p in replay.parameters]
+        there, change = replay.gradient().gradients, replay.change(old)
+    assert [part.numel() for part in change.parts] == [1, 300]
+    for part, gradient in zip(change.parts, there, strict=True):
+        torch.testing.assert_close(norm([part]), norm([gradient]), rtol=1e-14, atol=0)
 
 
 def test_change_is_right_where_a_parameter_is_reached_more_than_once():

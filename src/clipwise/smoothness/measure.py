@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.smoothness.estimators import distance, hessian_product, norm
+from clipwise.smoothness.estimators import change, hessian_product, norm
 from clipwise.smoothness.replay import Replay
 from clipwise.smoothness.spectral import spectral_smoothness
 
@@ -75,7 +75,7 @@ class Measurement:
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer."""
-        lengths = [distance(p.detach(), s) for p, s in zip(parameters, self.start, strict=True)]
+        lengths = [change(p.detach(), s) for p, s in zip(parameters, self.start, strict=True)]
         row: Row = {"grad_norm": self.grad_norm, "step_norm": norm(lengths).item()}
         if self.groups:
             row["layers"] = {
@@ -98,18 +98,18 @@ class Measurement:
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}
         for fraction in replay.along(self.start, fractions):
-            change = replay.change(self.gradients)
-            size = norm(change.parts).item()
+            there = replay.change(self.gradients)
+            size = norm(there.parts).item()
             secants.append(size / (fraction * row["step_norm"]))
             if fraction == max(fractions):
                 result["kappa"] = size / row["grad_norm"] if row["grad_norm"] else None
-                result["loss_after"] = change.loss if fraction == 1.0 else None
+                result["loss_after"] = there.loss if fraction == 1.0 else None
             for name, part in self.groups.items():
                 layer = layers[name]
                 if layer["step_norm"]:
-                    secant = norm(change.parts[i] for i in part).item() / (fraction * layer["step_norm"])
+                    secant = norm(there.parts[i] for i in part).item() / (fraction * layer["step_norm"])
                     layer["smoothness"] = _larger(layer.get("smoothness"), secant)
-            del change  # before the next pass: its gradient may take this one's place
+            del there  # before the next pass: its gradient may take this one's place
         best: float | None = None
         for secant in secants:
             best = _larger(best, secant)

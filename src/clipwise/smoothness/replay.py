@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from clipwise._checks import check_finite
-from clipwise.smoothness.estimators import difference, distance
+from clipwise.smoothness.estimators import PIECE, change, difference
 from clipwise.smoothness.passes import PassState
 from clipwise.smoothness.ranks import (
     any_rank,
@@ -128,8 +128,8 @@ class Replay:
         r"""How the gradient where the parameters are differs from ``old``.
 
         On one process the whole gradient is never held: as soon as the backward pass is done with a
-        parameter, the norm of its part of the change is taken and the part dropped. That needs the memory of
-        the largest parameter only, and finds the part in the cache.
+        parameter, the norm of its part of the change is taken and the part dropped, unless it is tiny. That
+        needs the memory of the largest parameter only, and finds the part in the cache.
         """
         if not self._one_by_one:
             there = self.gradient()
@@ -139,7 +139,7 @@ class Replay:
 
         def take(i: int, p: Tensor) -> None:
             times[i] += 1
-            parts[i] = distance(p.grad, old[i])
+            parts[i] = change(p.grad, old[i], overwrite=True)
             p.grad = None
 
         loss = self._differentiate(take)
@@ -149,7 +149,7 @@ class Replay:
         self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
         for i, p in enumerate(self.parameters):
             if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
-                parts[i] = distance(p.grad, old[i])
+                parts[i] = change(p.grad, old[i], overwrite=True)
         self._drop_gradients()
         return Change(loss, parts)
 
@@ -325,10 +325,13 @@ class Replay:
 
     def _swap_in(self, start: list[Tensor], fraction: float) -> None:
         for p, other in zip(self.parameters, start, strict=True):
-            for end, begin in zip(_pieces(local(p)), _pieces(local(other)), strict=True):
-                inner = torch.lerp(begin, end, fraction)
+            ends, begins = _pieces(local(p)), _pieces(local(other))
+            inner = torch.empty_like(ends[0])
+            for end, begin in zip(ends, begins, strict=True):
+                part = inner if inner.shape == end.shape else inner[: len(end)]
+                torch.lerp(begin, end, fraction, out=part)
                 begin.copy_(end)
-                end.copy_(inner)
+                end.copy_(part)
         self._home = start
 
 
@@ -347,7 +350,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views of a tensor, small enough that a copy of one needs no memory to speak of."""
-    return tensor.view(-1).split(1 << 18) if tensor.is_contiguous() else (tensor,)
+    return tensor.view(-1).split(PIECE) if tensor.is_contiguous() else (tensor,)
 
 
 def _kind(value: object) -> str:
