@@ -197,6 +197,7 @@ def evaluate_jobs(rows: list[Job], tasks: list[str], seeds: tuple[int, ...]) -> 
                         add("ZClip, grid's lr", "zclip", lr=options["lr"])
             add("calibrated", "calibrated")
             add("calibrated, no clipping", "calibrated", clip=False)
+            add("calibrated, search not counted", "calibrated", free=True)
             add("calibrated, NormalizedSGD", "calibrated", optimizer="NormalizedSGD")
             add("calibrated, momentum 0.9", "calibrated", momentum=0.9)
             add("calibrated, AdamW", "calibrated", optimizer="AdamW")
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--labels", nargs="+", help="evaluate only these methods")
     parser.add_argument("--results", type=Path, default=Path("runs/calibrate.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--page", type=Path, help="quote the main tables in this page, between its marks")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     tasks, path, jobs = options.tasks, options.results, options.jobs
@@ -277,7 +279,8 @@ def main() -> None:
     if options.part in ("all", "report", "evaluate"):
         from benchmarks.calibrate_report import write
 
-        print(write(read(path), options.out, command=f"python -m benchmarks.calibrate --results {path}"))
+        command = f"python -m benchmarks.calibrate --results {path}"
+        print(write(read(path), options.out, command=command, page=options.page))
 
 
 if __name__ == "__main__":

@@ -219,11 +219,15 @@ def zclip(run: Run) -> Trainer:
 
 
 def calibrated(run: Run) -> Trainer:
-    """What :func:`clipwise.calibrate` says, for ``optimizer``; ``clip=False`` leaves its threshold out."""
+    """What :func:`clipwise.calibrate` says, for ``optimizer``.
+
+    ``clip=False`` leaves its threshold out; ``free=True`` does not count its gradients, as those of the
+    grid's search are not counted.
+    """
     from clipwise import calibrate
 
     options = dict(run.options)
-    clip = options.pop("clip", True)
+    clip, free = options.pop("clip", True), options.pop("free", False)
     kind = options.pop("optimizer", "ClippedSGD")
     if "clip_at" in options:
         options["clip_at"] = tuple(options["clip_at"])
@@ -237,7 +241,7 @@ def calibrated(run: Run) -> Trainer:
     else:
         opt = ClippedSGD(params, lr=cal.lr, max_norm=max_norm, momentum=momentum, nonfinite=NONFINITE)
     chosen = {"lr": cal.lr, "max_norm": max_norm, "low": cal.lr_interval[0], "high": cal.lr_interval[1]}
-    return Trainer(opt, spent=cal.num_gradients, chosen=chosen)
+    return Trainer(opt, spent=0 if free else cal.num_gradients, chosen=chosen)
 
 
 NONFINITE = "propagate"

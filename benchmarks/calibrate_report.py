@@ -206,38 +206,80 @@ def figure(found: Regrets) -> Figure:
 DIVERGED = 2.0  # where the figure puts runs that ended above their first loss
 
 
-def write(rows: list[Row], folder: Path, *, command: str) -> str:
-    """Write ``calibrate.md`` and ``calibrate.png``; the text."""
+def text(rows: list[Row], *, command: str) -> str:
+    """The report: both halves, task by task, other optimizers, the constants tried."""
     found = regrets(rows)
-    seconds = sum(r["seconds"] for r in rows)
-    seeds = sorted({r["seed"] for r in rows if r["label"] == "calibrated"})
     parts = [
         "# Regret of calibrated training\n",
-        f"`{command}`: {len(rows)} runs, {seconds / 60:.0f} minutes of CPU time in all, half of that "
-        "on two cores; evaluated on seeds "
-        f"{', '.join(map(str, seeds))}; the grid was tuned on other seeds.\n",
+        f"`{command}`: {cost(rows)}; the grid was tuned on other seeds.\n",
         "Regret = (loss - loss of the tuned grid) / (loss at the start - loss of the tuned grid), with the "
         "same budget of gradient evaluations for all, what is spent before training included. A run diverged "
-        "if it ended above its first loss or in NaN. Intervals: bootstrap over tasks and seeds.\n",
+        "if it ended above its first loss or in NaN. Intervals: bootstrap over tasks and seeds. The column "
+        "of divergences says how many runs a method has; the same command adds what is missing.\n",
         "![Regret by task](calibrate.png)\n",
     ]
     missing = [name for name in TASKS if name not in found.get("calibrated", {})]
     if missing:
-        parts.append(
-            f"Not measured here: {', '.join(missing)}. The column of divergences shows how many runs each "
-            "method has; the same command adds what is missing.\n"
-        )
+        parts.append(f"Without a regret here: {', '.join(missing)}.\n")
     for half, title in (
         ("held out", "Tasks that no choice was made on"),
-        ("development", "Tasks on which the constants were chosen"),
+        ("development", "Tasks on which rule and constants were chosen"),
     ):
         parts += [f"## {title}\n", "\n".join(line for _, line in summary(found, half)) + "\n"]
     parts += ["## Task by task\n", by_task(rows, found) + "\n"]
     for label, mine in OWN_GRIDS.items():
         parts += own_grid(rows, label, mine)
-    parts += ["## The constants on the development tasks\n", choices(rows)]
+    parts += ["## The constants on the development tasks, one seed\n", choices(rows)]
+    return "\n".join(parts) + "\n"
+
+
+def cost(rows: list[Row]) -> str:
+    """How many runs, how long, on which seeds."""
+    seconds = sum(r["seconds"] for r in rows)
+    seeds = sorted({r["seed"] for r in rows if r["label"] == "calibrated"})
+    return (
+        f"{len(rows)} runs, {seconds / 60:.0f} minutes of CPU time in all, half of that on two cores; "
+        f"evaluated on seeds {', '.join(map(str, seeds))}"
+    )
+
+
+def in_short(rows: list[Row]) -> str:
+    """The part of the report that the page about calibration quotes."""
+    found = regrets(rows)
+    lines = [f"{cost(rows)[0].upper()}{cost(rows)[1:]}. On the tasks that no choice was made on:\n"]
+    lines += [line for _, line in summary(found, "held out")]
+    lines += ["\nOn the tasks that rule and constants were chosen on, three of the same rows:\n"]
+    few = {label: found[label] for label in ("calibrated", *OWN_GRIDS.values()) if label in found}
+    lines += [line for _, line in summary(few, "development")]
+    for label, mine in OWN_GRIDS.items():
+        own = {mine: regrets(rows, against=label).get(mine, {})}
+        held_out = [line for _, line in summary(own, "held out")]
+        if len(held_out) > 1:
+            lines += [
+                f"\n{mine[0].upper()}{mine[1:]}, against the tuned grid of its own optimizer, held out:\n"
+            ]
+            lines += held_out
+    return "\n".join(lines) + "\n"
+
+
+def quote(page: str, block: str) -> str:
+    """The page with ``block`` between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise ValueError(f"the page has no place between {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{block}{END}{after}"
+
+
+BEGIN, END = "<!-- from the results file -->", "<!-- to here -->"
+
+
+def write(rows: list[Row], folder: Path, *, command: str, page: Path | None = None) -> str:
+    """Write ``calibrate.md`` and ``calibrate.png``, and the tables of ``page``; the text."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(parts) + "\n"
-    (folder / "calibrate.md").write_text(text, encoding="utf-8")
-    figure(found).savefig(folder / "calibrate.png", dpi=110, metadata={"Software": None})
-    return text
+    said = text(rows, command=command)
+    (folder / "calibrate.md").write_text(said, encoding="utf-8")
+    figure(regrets(rows)).savefig(folder / "calibrate.png", dpi=110, metadata={"Software": None})
+    if page is not None:
+        page.write_text(quote(page.read_text(encoding="utf-8"), in_short(rows)), encoding="utf-8")
+    return said
