@@ -56,6 +56,7 @@ def mlp(quick=False):
 
 
 TASKS = {"lstm": lstm, "resnet20": resnet20, "mlp": mlp}
+LABELS = {"lstm": "LSTM 128/200", "resnet20": "ResNet20", "mlp": "MLP 64-512-512-10"}
 GRIDS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.25, 0.5, 0.75, 1.0)}
 
 
@@ -217,7 +218,8 @@ def extra_memory(fractions, *, clip=True):
     def peak(*options):
         arguments = [sys.executable, __file__, "--memory-child", *map(str, options), "--clip", str(int(clip))]
         # Freed memory goes back to the system at once, so that the peak is what is held.
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        environment = {name: value for name, value in os.environ.items() if name not in STEADY}
+        environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"
         done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment)
         return json.loads(done.stdout)
 
@@ -260,7 +262,7 @@ def report_rival(make, *, rounds, quick):
 
 
 def report_memory():
-    memory = {f"{n} fractions": extra_memory(grid, clip=False) for n, grid in GRIDS.items()}
+    memory = {f"{n} fraction{'s' * (n > 1)}": extra_memory(grid, clip=False) for n, grid in GRIDS.items()}
     memory["4 fractions, .grad clipped in place"] = extra_memory(GRIDS[4], clip=True)
     for name, value in memory.items():
         print(f"extra memory, {name}: {value:.2f} times the parameters", flush=True)
@@ -283,11 +285,53 @@ def restart_with_steady_memory():
 
 
 def keep(path, results):
-    """Add ``results`` to those in the file."""
+    """Add ``results`` to those in the file, and write them all as tables beside it."""
     known = json.loads(path.read_text()) if path.exists() else {}
-    for name, values in results.items():
+    for name, values in json.loads(json.dumps(results)).items():
         known.setdefault(name, {}).update(values)
     path.write_text(json.dumps(known, indent=2) + "\n")
+    path.with_suffix(".md").write_text(page(known, path))
+
+
+def page(known, path):
+    """The results in Markdown."""
+    head = ["task", "1 fraction", "2", "4", "run, every=10", "run, max_overhead=0.05", "power iteration"]
+    lines = [head, ["---"] * len(head)]
+    for name, values in known.items():
+        costs = values.get("cost_in_forward_backwards", {})
+        cells = [f"{costs[n]:.2f}" if n in costs else "" for n in ("1", "2", "4")]
+        for key, form in (
+            ("run_ratio_every_10_one_fraction", "{:.3f}"),
+            ("budget_run_ratio", "{:.3f}"),
+            ("power_iteration_over_probe", "{:.0f} times"),
+        ):
+            cells.append(form.format(values[key]) if key in values else "")
+        if any(cells):
+            lines.append([name, *cells])
+    memory = known.get("extra memory in parameters", {})
+    return f"""# Cost of a measurement
+
+Extra time of a measured step in forward-backward passes of training (`zero_grad()`, loss, `backward()`) for
+1, 2 and 4 fractions; length of a whole run against the same run without a probe, one fraction, with
+`every=10` and with `max_overhead=0.05` (self-test included); time of an eigenvalue by power iteration against
+a measurement.
+
+CPU time of one thread, torch {torch.__version__}, two shared cores, variants in turn, medians. The steady
+allocator keeps freed memory; the default one fetches it again from the system page by page, which costs a
+plain step up to a third of its time, by chance. The numbers behind it are in `{path.name}`.
+
+```
+python benchmarks/probe.py --json docs/results/probe.json
+```
+
+{chr(10).join("| " + " | ".join(line) + " |" for line in lines)}
+
+Peak memory beyond training's, in units of the parameters (eight layers of one size):
+
+| fractions | times the parameters |
+| --- | --- |
+{chr(10).join(f"| {name} | {value:.2f} |" for name, value in memory.items())}
+"""
 
 
 def main():
@@ -310,7 +354,7 @@ def main():
     results = {}
     for task in arguments.tasks:
         print(task, flush=True)
-        values = results.setdefault(f"{task}, {arguments.allocator} allocator", {})
+        values = results.setdefault(f"{LABELS[task]}, {arguments.allocator} allocator", {})
         for part in arguments.parts:
             if part in PARTS:
                 values |= PARTS[part](TASKS[task], rounds=arguments.rounds, quick=arguments.quick)
