@@ -19,22 +19,27 @@ from __future__ import annotations
 import html
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from clipwise._checks import check_positive
-from clipwise.smoothness.bootstrap import block_length, coverage_length, moving_blocks
+from clipwise.smoothness.bootstrap import block_interval, block_length
 from clipwise.smoothness.correlation import Interval
 from clipwise.smoothness.doubts import doubts_about
 from clipwise.smoothness.points import Points, usable_points
 from clipwise.smoothness.progress import Setting, best_of, neighbours, next_setting, settings_of
-from clipwise.smoothness.quantile import quantile_line, resampled_lines
+from clipwise.smoothness.quantile import quantile_line
+from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import Trace
 from clipwise.smoothness.verdict import does_clipping_pay, reasons, tolerated, went
 
 _LEAST_ROWS = 20
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
+_LINES = 9  # looked at across an interval
 _INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
+
+Line = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +123,11 @@ def advise(
         traces: Probed runs of plain or clipped descent, at least one.
         constant: c in :math:`c/(L_0 + L_1 g)`; 0.5 is what theory proves, 1.5 what training needs.
         quantile: Share of the points below the line that stands for the region.
-        level: Level of the intervals (block bootstrap).
+        level: Level of the intervals. They hold what the rule gives for every line that the rank-score test
+            of :func:`~clipwise.smoothness.scores.slope_interval` does not reject, and for a higher, a lower
+            and a shifted range of points (block bootstrap). On simulated traces 90 % intervals cover what the
+            rule gives for the true law in 89 to 99 % (``lr``), 83 to 99 % (``max_norm``) and 81 to 99 %
+            (``step_cap``); the low ends are strongly autocorrelated runs and lines through the origin.
         resamples: Bootstrap samples.
         seed: Of the bootstrap.
 
@@ -199,18 +208,19 @@ def _from_one(
     least = max(float(low), 5.0 * noise if noise is not None else 0.0)
     most = max(float(high), least)
 
-    def recommend(line: tuple[float, float]) -> tuple[float, float, float]:
-        lr, max_norm = clipping_below(*line, constant=constant, least=least, most=most)
+    def recommend(line: Line, least: float, most: float) -> tuple[float, float, float]:
+        lr, max_norm = clipping_below(*line, constant=constant, least=least, most=max(most, least))
         return lr, max_norm, lr * max_norm
 
     few = slice(None, None, -(-len(g) // _MOST_ROWS))
     chosen = block_length(g[few], ell[few])
-    length = coverage_length(len(g[few]), chosen)
-    rows = moving_blocks(len(g[few]), length=length, resamples=resamples, rng=rng)
-    lines = resampled_lines(g[few][rows], ell[few][rows], quantile=quantile)
-    drawn = np.array([recommend((a, b)) for a, b in lines if a > 0 or b > 0])
-    point = recommend((L0, L1))
-    spans = [_around(point[i], drawn[:, i], level) for i in range(3)]
+    factors = partial(_quantile_factors, length=chosen, level=level, resamples=resamples, rng=rng)
+    height = factors((ell / (L0 + L1 * g))[few], quantile)
+    lines = _plausible_lines(g[few], ell[few], (L0, L1), height, quantile=quantile, level=level)
+    ranges = zip((1.0, *factors(g[few], 0.05)), (1.0, *factors(g[few], 0.95)), strict=True)
+    point = recommend((L0, L1), least, most)
+    drawn = [point] + [recommend(line, least * a, most * b) for a, b in ranges for line in lines]
+    spans = [(min(values), max(values)) for values in zip(*drawn, strict=True)]
     lr, max_norm, cap = point
     inert = bool(points.clipped.mean() >= _INERT)
     gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
@@ -299,11 +309,39 @@ def _check_supports(points: Points) -> None:
         )
 
 
-def _around(value: float, drawn: np.ndarray, level: float) -> Interval:
-    finite = np.where(np.isinf(drawn), np.finfo(float).max, drawn)
-    low, high = np.quantile(finite, [0.5 - level / 2, 0.5 + level / 2], method="nearest")
-    low, high = (math.inf if edge == np.finfo(float).max else float(edge) for edge in (low, high))
-    return min(low, value), max(high, value)
+def _quantile_factors(
+    values: np.ndarray, share: float, *, length: int, level: float, resamples: int, rng: np.random.Generator
+) -> Interval:
+    """By which factors a quantile of ``values``, all at least zero, may be off."""
+    logs = np.log(np.maximum(values, 1e-300))
+    low, high = block_interval(
+        lambda x, _: np.quantile(x, share, axis=1),
+        logs,
+        logs,
+        length=length,
+        level=level,
+        resamples=resamples,
+        rng=rng,
+    )
+    middle = float(np.quantile(logs, share))
+    return math.exp(low - middle), math.exp(high - middle)
+
+
+def _plausible_lines(
+    g: np.ndarray, ell: np.ndarray, line: Line, level_interval: Interval, *, quantile: float, level: float
+) -> list[Line]:
+    """Lines (L0, L1) that the data do not reject.
+
+    Each kept slope with the intercept that goes with it, and the line itself moved as a whole. In the
+    coordinates (1/g, ℓ/g) the same line has slope L0 and intercept L1, so both slopes have their turn.
+    """
+    found = [(scale * line[0], scale * line[1]) for scale in (1.0, *level_interval)]
+    for x, y, estimate, turned in ((g, ell, line[1], False), (1 / g, ell / g, line[0], True)):
+        low, high = slope_interval(x, y, quantile=quantile, level=level, slope=estimate)
+        for slope in np.linspace(low, high, _LINES):
+            intercept = max(0.0, float(np.quantile(y - slope * x, quantile)))
+            found.append((float(slope), intercept) if turned else (intercept, float(slope)))
+    return [one for one in found if max(one) > 0]
 
 
 def _refusal(reason: str) -> Advice:
