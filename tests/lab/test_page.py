@@ -229,3 +229,11 @@ def test_fit_and_advice_do_not_warn_twice_of_the_same(tmp_path):
     kinds = [words.partition(":")[0] for words in said["warnings"]]
     assert "Few points" in kinds
     assert len(kinds) == len(set(kinds))
+
+
+def test_a_diverged_run_among_others_is_named_with_its_reason(tmp_path):
+    make_run(tmp_path / "bad", lr=3.0, max_norm=math.inf, steps=60)
+    make_run(tmp_path / "good")
+    warnings = write_page([tmp_path], tmp_path / "page.html").verdicts[0]["warnings"]
+    assert "bad: diverged with lr 3, no clip; the loss passed 3 times the first one at step 2." in warnings
+    assert not any("usable rows" in words for words in warnings)

@@ -32,7 +32,11 @@ def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
     steady = [view for view in task if view.status != "diverged"] or task
     traces = [view.trace for view in steady if view.trace is not None and len(view.trace)]
     advice = advise(*traces) if traces else None
-    missing = [f"{view.name}: {doubt}" if len(task) > 1 else doubt for view in task for doubt in view.doubts]
+    missing = [
+        f"{view.name}: {doubt}" if len(task) > 1 else doubt
+        for view in task
+        for doubt in (_divergence(view) if view.status == "diverged" and len(task) > 1 else view.doubts)
+    ]
     if advice is None or advice.refused:
         said = _without_advice(task, advice)
         notes = [
@@ -45,16 +49,14 @@ def _verdict(title: str, task: Sequence[RunView]) -> dict[str, Any]:
         "verdict": advice.verdict,
         "advice": advice_in_words(advice),
         "reasons": advice.reasons,
-        "warnings": _once((*fitted, *advice.warnings, *missing[:_MOST_NOTES])),
+        "warnings": (*_once((*fitted, *advice.warnings)), *missing[:_MOST_NOTES]),
     }
 
 
 def _without_advice(task: Sequence[RunView], advice: Advice | None) -> str:
     """What to do where nothing can be advised."""
     if all(view.status == "diverged" for view in task):
-        ends = "; ".join(
-            f"{view.setting}: {view.facts.get('message', 'no reason is on record')}" for view in task
-        )
+        ends = "; ".join(f"{view.setting}: {_reason(view)}" for view in task)
         return (
             f"Diverged ({ends}). Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
         )
@@ -63,6 +65,15 @@ def _without_advice(task: Sequence[RunView], advice: Advice | None) -> str:
             "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
         )
     return advice.verdict
+
+
+def _divergence(view: RunView) -> tuple[str]:
+    """What the few rows of a run that diverged say at the top: nothing but that."""
+    return (f"diverged with {view.setting}; {_reason(view)}.",)
+
+
+def _reason(view: RunView) -> str:
+    return str(view.facts.get("message", "no reason is on record"))
 
 
 def _once(warnings: Sequence[str]) -> tuple[str, ...]:
