@@ -1,8 +1,9 @@
-"""The runs, numbers and pictures of docs/choose.md: python docs/choose_figures.py [folder].
+"""The runs, numbers and pictures of docs/choose.md: python docs/choose_figures.py [FOLDER] [--keep].
 
-Prints every command and what it says. About three minutes on one core, with Penn Treebank at hand. The
-folder gets the runs, the report page, the figures, and the pictures of the page: choose-loss.png,
-choose-scatter.png and, where there is chromium, choose-report.png.
+Prints every command and what it says. Minutes on one core, with Penn Treebank at hand; runs that have ended
+in FOLDER (default: runs/choose) are not trained again. FOLDER gets the runs, the report page, the figures,
+the pictures of the documentation (choose-loss.png, choose-scatter.png and, where there is chromium,
+choose-report.png) and the numbers, choose.json. With --keep pictures and numbers are copied into docs/.
 """
 
 import contextlib
@@ -13,10 +14,12 @@ import sys
 from pathlib import Path
 
 from clipwise.cli import main
+from clipwise.lab.runs import Run
 
 SMALL = "--embedding 64 --hidden 100"
 CHROMIUM = shutil.which("chromium")  # for the picture of the page
-TRAIN = f"clipwise train ptb-lstm {SMALL} --steps 200 --probe-every 2 --threads 1 --quiet"
+TRAIN = f"clipwise train ptb-lstm {SMALL} --steps 200 --probe-every 2 --threads 1 --quiet --resume"
+DOCS = Path(__file__).parent
 
 
 def run(line: str) -> str:
@@ -31,21 +34,37 @@ def run(line: str) -> str:
     return printed.getvalue()
 
 
-folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/choose")
+def ending(folder: Path) -> dict[str, object]:
+    """The numbers that the story tells of a run."""
+    found = Run.load(folder)
+    rows = found.rows("train")
+    clipped = sum(row["coefficient"] < 1 - 1e-6 for row in rows) / len(rows)
+    status = found.status
+    perplexity = status["metrics"].get("valid", {}).get("perplexity")
+    numbers = {"lr": found.recipe.lr, "max_norm": str(found.recipe.max_norm), "status": status["status"]}
+    numbers |= {"step": status["step"], "clipped": clipped, "message": status["message"]}
+    diverged = status["status"] == "diverged"
+    return {**numbers, "train_loss": None if diverged else status["train_loss"], "perplexity": perplexity}
+
+
+folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/choose"))
 run(f"{TRAIN} --lr 10 --max-norm inf --folder {folder}/first")
 run(f"{TRAIN} --lr 2 --max-norm inf --folder {folder}/lower")
-run(f"clipwise advise {folder}/lower")
-run(f"clipwise calibrate ptb-lstm {SMALL}")
+said = {"lower": run(f"clipwise advise {folder}/lower")}
+said["calibrate"] = run(f"clipwise calibrate ptb-lstm {SMALL}")
 found = json.loads(run(f"clipwise calibrate ptb-lstm {SMALL} --json"))
 lr, max_norm = f"{found['lr']:.3g}", f"{found['max_norm']:.3g}"
 run(f"{TRAIN} --lr {lr} --max-norm {max_norm} --folder {folder}/calibrated")
-run(f"clipwise advise {folder}/calibrated")
-run(f"{TRAIN} --lr {lr} --max-norm 0.25 --folder {folder}/raised")
-run(f"{TRAIN} --lr {lr} --max-norm 0.5 --folder {folder}/further")
-run(f"clipwise advise {folder}/lower {folder}/calibrated {folder}/raised {folder}/further")
+said["calibrated"] = run(f"clipwise advise {folder}/calibrated")
+run(f"{TRAIN} --lr {lr} --max-norm 0.5 --folder {folder}/raised")
+run(f"{TRAIN} --lr {lr} --max-norm inf --folder {folder}/without")
+said["together"] = run(f"clipwise advise {folder}/lower {folder}/calibrated {folder}/raised")
 run(f"clipwise report {folder} --output {folder}/report.html --figures {folder}/figures")
 shutil.copy(folder / "figures" / "comparison.png", folder / "choose-loss.png")
 shutil.copy(folder / "figures" / "calibrated-scatter.png", folder / "choose-scatter.png")
+names = ("first", "lower", "calibrated", "raised", "without")
+kept = {"runs": {name: ending(folder / name) for name in names}, "said": said}
+(folder / "choose.json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
 
 if CHROMIUM:
     from playwright.sync_api import sync_playwright
@@ -60,3 +79,8 @@ if CHROMIUM:
         clip = {"x": 0, "y": 0, "width": 1100, "height": end}
         tab.screenshot(path=folder / "choose-report.png", clip=clip, full_page=True)
         browser.close()
+
+if "--keep" in sys.argv:
+    for picture in folder.glob("choose-*.png"):
+        shutil.copy(picture, DOCS / "images" / picture.name)
+    shutil.copy(folder / "choose.json", DOCS / "results" / "choose.json")

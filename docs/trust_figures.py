@@ -1,7 +1,11 @@
-"""The pictures of docs/trust.md: python docs/trust_figures.py [folder]."""
+"""The pictures and numbers of docs/trust.md: python docs/trust_figures.py [folder].
+
+Without a folder they go where the page finds them, docs/images and docs/results/trust.json.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -59,20 +63,22 @@ def scatter(
     return fit
 
 
-def unpaired_figure(path: Path) -> None:
+def unpaired_figure(path: Path) -> dict[str, float]:
     """Trap 1: two batches for one difference."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     run = {"curvature": np.ones(20), "noise": 0.5, "uneven": 0.5, "spread": 0.1}
     fit = scatter(left, clipped_sgd_on_a_quadratic(**run, paired=False), "two batches", "C3")
     left.text(0.03, 0.9, f"L1 = {fit.L1:.0f}, rank corr. {fit.spearman:.2f}", transform=left.transAxes)
+    numbers = {"L1_of_two_batches": fit.L1}
     fit = scatter(right, clipped_sgd_on_a_quadratic(**run), "the same batch at both points")
     right.set_ylim(0, 2)
     right.text(0.03, 0.9, f"L1 = {fit.L1:.1g}", transform=right.transAxes)
     figure.suptitle("A quadratic with Hessian 1 everywhere: there is no L1 to find")
     figure.savefig(path, dpi=100)
+    return {**numbers, "L1_of_the_same_batch": fit.L1}
 
 
-def spectrum_figure(path: Path) -> None:
+def spectrum_figure(path: Path) -> dict[str, float]:
     """A spread spectrum makes the correlation; the control shows it."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     curvature = np.geomspace(0.1, 5, 20)
@@ -92,30 +98,41 @@ def spectrum_figure(path: Path) -> None:
         }
         trace.append({**row, "step_norm": 0.02, "lr": 1.0})
     other = scatter(right, trace, "smoothness that follows the gradient norm")
-    for axes, found in ((left, fit), (right, other)):
+    numbers = {}
+    for axes, found, name in ((left, fit, "constant_hessian"), (right, other, "following_smoothness")):
         assert found.control is not None
         low, high = found.control.spearman_interval
         words = (
             f"rank corr. {found.spearman:.2f}\ncontrol {found.control.spearman:.2f} [{low:.2f}, {high:.2f}]"
         )
         axes.text(0.03, 0.84, words, transform=axes.transAxes)
+        numbers |= {f"spearman_of_{name}": found.spearman, f"highest_control_of_{name}": high}
     figure.savefig(path, dpi=100)
+    return numbers
 
 
-def kappa_figure(path: Path) -> None:
+def kappa_figure(path: Path) -> dict[str, float]:
     """Trap 2: the slope is the step length's."""
+    numbers = {}
     figure, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
     for color, length in (("C0", 0.1), ("C1", 0.05), ("C2", 0.025)):
         fit = scatter(axes, saturated(length=length), "κ saturated: halve the step, double L1", color)
         axes.plot([], [], color=color, label=f"step length {length:g}: L1 = {fit.L1:.0f}")
+        numbers[f"L1_at_step_length_{length:g}"] = fit.L1
     axes.set_ylim(0, 60)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=100)
+    return numbers
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images"
+    docs = Path(__file__).parent
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else docs / "images"
     folder.mkdir(parents=True, exist_ok=True)
-    unpaired_figure(folder / "trust-unpaired.png")
-    spectrum_figure(folder / "trust-spectrum.png")
-    kappa_figure(folder / "trust-kappa.png")
+    numbers = {
+        **unpaired_figure(folder / "trust-unpaired.png"),
+        **spectrum_figure(folder / "trust-spectrum.png"),
+        **kappa_figure(folder / "trust-kappa.png"),
+    }
+    kept = folder / "trust.json" if len(sys.argv) > 1 else docs / "results" / "trust.json"
+    kept.write_text(json.dumps(numbers, indent=1) + "\n")

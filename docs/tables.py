@@ -1,0 +1,90 @@
+"""The tables of docs/compare.md, filled from docs/results: python docs/tables.py.
+
+Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; what is between is replaced. A test
+fails while the page and the results differ, so run this after a benchmark has written new numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS / "results"
+PAGE = DOCS / "compare.md"
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def step_table(results: Path) -> str:
+    """How much faster each variant is than ``clip_grad_norm_`` + ``SGD`` with its default."""
+    found = json.loads((results / "step.json").read_text())["results"]
+    head = ["model", "threads", "momentum", "best of PyTorch's three", "`ClippedSGD`", "`NormalizedSGD`"]
+    rows = []
+    for case in found:
+        speed = {variant["variant"]: variant["speed_up"] for variant in case["variants"]}
+        rival = max(value for name, value in speed.items() if name.startswith("clip_grad_norm_"))
+        ours = [f"{speed[name]:.2f}" for name in ("ClippedSGD", "NormalizedSGD")]
+        momentum = "yes" if case["momentum"] else "no"
+        rows.append([case["shape"], str(case["threads"]), momentum, f"{rival:.2f}", *ours])
+    return markdown(head, rows)
+
+
+def probe_table(results: Path) -> str:
+    """What a measurement costs in forward-backwards of training, and a probed run against a plain one."""
+    if not (results / "probe.json").exists():
+        return "Not measured yet: the command above prints it."
+    found = json.loads((results / "probe.json").read_text())
+    tasks = {name: values for name, values in found.items() if "cost_in_forward_backwards" in values}
+    head = ["model", "1 fraction", "2", "4", "whole run, every=10", "power iteration, times a measurement"]
+    rows = []
+    for name, values in tasks.items():
+        cost = values["cost_in_forward_backwards"]
+        run, rival = values.get("run_ratio_every_10_one_fraction"), values.get("power_iteration_over_probe")
+        rows.append(
+            [name, *(f"{cost[n]:.2f}" for n in ("1", "2", "4")), _number(run, ".3f"), _number(rival, ".0f")]
+        )
+    return markdown(head, rows)
+
+
+def calibrate_table(results: Path) -> str:
+    """The first table of calibrate.md: the tasks on which nothing was chosen."""
+    lines = (results / "calibrate.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| method"))
+    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    return "\n".join(lines[start:end])
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "step": step_table,
+    "probe": probe_table,
+    "calibrate": calibrate_table,
+}
+
+
+def filled(page: str, results: Path = RESULTS) -> str:
+    """The page with every table made anew."""
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        content = table(results)
+        page, count = re.subn(
+            pattern, lambda m, text=content: f"{m[1]}\n{text}\n{m[2]}", page, flags=re.DOTALL
+        )
+        assert count == 1, f"{PAGE.name} has {count} places for the table {name}"
+    return page
+
+
+def _number(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
