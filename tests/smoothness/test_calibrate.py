@@ -361,3 +361,16 @@ def test_grad_norm_is_the_median_of_the_batches():
         norms.append(global_norm([p.grad for p in model.parameters()]).item())
     assert math.isclose(cal.grad_norm, sorted(norms)[1], rel_tol=1e-12)
     assert [batch.grad_norm for batch in cal.curve] == norms
+
+
+def test_methods_with_weaker_evidence_say_so_and_the_others_do_not():
+    model = Vector([3.0, -4.0])
+    for optimizer, weaker in (
+        ("ClippedSGD", False),
+        ("SGD", False),
+        ("AdamW", True),
+        ("NormalizedSGD", True),
+    ):
+        cal = calibrate(model, lambda b: model.x.square().sum(), [0] * 4, optimizer=optimizer)
+        assert any("evidence is weaker" in words for words in cal.warnings) == weaker
+        assert ("evidence is weaker" in str(cal)) == weaker

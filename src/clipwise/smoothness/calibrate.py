@@ -59,6 +59,9 @@ MAX_REPEAT_ERROR = 0.05
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
 
+# Where the evidence of the benchmark is weaker than for clipped SGD, the result says so.
+WEAKER = ("Adam", "AdamW", "NormalizedSGD")
+
 _ALONG_SIGNS = {"Adam": True, "AdamW": True, "SGD": False, "ClippedSGD": False, "NormalizedSGD": False}
 
 
@@ -246,12 +249,14 @@ class _Search:
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
         factor = math.exp(self.half_width) if len(steps) > 1 else math.nan
-        warnings = self.warnings
+        warnings = list(self.warnings)
         if len(steps) == 1:
-            warnings = [
-                *warnings,
-                "a single batch: nothing says how far another one would differ. Give eight.",
-            ]
+            warnings.append("a single batch: nothing says how far another one would differ. Give eight.")
+        if name in WEAKER:
+            warnings.append(
+                f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
+                "three times it are worth a try."
+            )
         cap = lr if name == "NormalizedSGD" else lr * max_norm
         return Calibration(
             optimizer=name,
