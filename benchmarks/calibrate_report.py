@@ -248,7 +248,7 @@ def in_short(rows: list[Row]) -> str:
     found = regrets(rows)
     lines = [f"{cost(rows)[0].upper()}{cost(rows)[1:]}. On the tasks that no choice was made on:\n"]
     lines += [line for _, line in summary(found, "held out")]
-    lines += ["\nOn the tasks that rule and constants were chosen on, three of the same rows:\n"]
+    lines += ["\nThe calibrated rows on the tasks that rule and constants were chosen on:\n"]
     few = {label: found[label] for label in ("calibrated", *OWN_GRIDS.values()) if label in found}
     lines += [line for _, line in summary(few, "development")]
     for label, mine in OWN_GRIDS.items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,20 @@ pytest.importorskip("sklearn")
 pytest.importorskip("dog")
 
 from benchmarks import calibrate as bench
-from benchmarks.calibrate_report import choices, median_interval, regrets, summary, write
+from benchmarks.calibrate_report import (
+    BEGIN,
+    END,
+    choices,
+    in_short,
+    median_interval,
+    own_grid,
+    quote,
+    regrets,
+    summary,
+    text,
+    write,
+)
+from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
 
 SMALL = ["logistic regression"]
 
@@ -126,3 +140,37 @@ def test_choices_are_listed_by_constant():
     rows = [row("best of grid", 1.0)]
     rows += [row("choose", 1.1, options={"kappa": 1.0, "clip_at": [h, 1.0]}) for h in (0.5, 1.0)]
     assert choices(rows).count("5.0 %") == 4
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMITTED = DOCS / "results" / "calibrate.jsonl"
+
+
+def test_documents_say_what_the_committed_results_say():
+    rows = bench.read(COMMITTED)
+    command = "python -m benchmarks.calibrate --results docs/results/calibrate.jsonl"
+    assert (DOCS / "results" / "calibrate.md").read_text(encoding="utf-8") == text(rows, command=command)
+    page = (DOCS / "calibrate.md").read_text(encoding="utf-8")
+    assert page == quote(page, in_short(rows))
+
+
+def test_page_without_marks_is_not_written_to():
+    with pytest.raises(ValueError, match="no place between"):
+        quote("# Calibrate\n", "| table |\n")
+    assert quote(f"a\n{BEGIN}\nold\n{END}\nb", "new\n") == f"a\n{BEGIN}\nnew\n{END}\nb"
+
+
+def test_calibrated_optimizer_is_held_against_its_own_grid():
+    rows = [row("best of grid", 1.0), row("calibrated, AdamW", 0.9, spent=9, chosen={"lr": 0.1}, problem="")]
+    assert own_grid(rows, "best of grid, AdamW", "calibrated, AdamW") == []
+    best = row("best of grid, AdamW", 0.5, options={"lr": 0.01})
+    mine = {**rows[1], "options": {"optimizer": "AdamW"}}
+    said = "".join(own_grid([*rows[:1], best, mine], "best of grid, AdamW", "calibrated, AdamW"))
+    assert "| CNN | development | lr 0.01 | 0.1 (9) | 16.0 % |" in said  # 0.4 of 2.5, not -5 % of the other
+
+
+def test_development_and_held_out_tasks_are_apart_and_as_many_kinds_as_promised():
+    development, held_out = ({task.name for task in half} for half in (DEVELOPMENT, HELD_OUT))
+    assert not development & held_out
+    assert len(held_out) >= 7
+    assert set(TASKS) == development | held_out
