@@ -93,7 +93,9 @@ def advice_in_words(advice: Advice) -> dict[str, str]:
         "step_cap": _number(advice.step_cap),
         "step_cap_interval": _interval(advice.step_cap_interval),
         "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
-        "next": ", ".join(f"{name} {value:.3g}" for name, value in following.items()),
+        "next": ", ".join(
+            "no clipping" if math.isinf(value) else f"{name} {value:.3g}" for name, value in following.items()
+        ),
     }
 
 
@@ -164,7 +166,11 @@ def claims_verdict(claims: dict[str, Any]) -> dict[str, Any]:
     """How many of the claims are supported, in a sentence."""
     said = [str(row.get("verdict")) for row in claims["rows"]]
     counts = ", ".join(f"{said.count(verdict)} {verdict}" for verdict in dict.fromkeys(said))
-    return {"title": "", "verdict": f"Of {len(said)} claims of the paper: {counts}.", "warnings": ()}
+    return {
+        "title": "",
+        "verdict": f"Of {len(said)} claim{'s' * (len(said) > 1)} of the paper: {counts}.",
+        "warnings": (),
+    }
 
 
 def gallery_of(paths: Sequence[Path]) -> list[dict[str, str]]:
