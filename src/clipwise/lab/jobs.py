@@ -153,7 +153,7 @@ def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None
         import ray
         from ray.exceptions import RayError
     except ImportError:
-        raise ValueError("`engine` 'ray' needs Ray: pip install 'clipwise[ray]'.") from None
+        raise ValueError("`engine` 'ray' needs Ray. In clipwise's folder: pip install '.[ray]'.") from None
     with _ray(ray, workers, address):
         # A dead process is Ray's to replace; the job then goes on from its folder.
         task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call)
