@@ -43,14 +43,14 @@ def regrets(rows: Iterable[Row], *, against: str = TUNED) -> Regrets:
 
 def median_interval(by_task: dict[str, list[float]], *, draws: int = 500) -> tuple[float, float, float]:
     """Median over tasks and seeds with its 90 % interval: tasks are drawn again, then seeds within them."""
-    random, tasks = np.random.default_rng(0), list(by_task.values())
+    random, tasks = np.random.default_rng(0), [np.array(values) for values in by_task.values()]
     medians = []
     for _ in range(draws):
         drawn = [tasks[i] for i in random.integers(len(tasks), size=len(tasks))]
-        values = [v for task in drawn for v in random.choice(task, size=len(task))]
+        values = [v for task in drawn for v in task[random.integers(len(task), size=len(task))].tolist()]
         medians.append(_median(values))
     low, high = np.quantile(medians, [0.05, 0.95], method="inverted_cdf")
-    return _median([v for task in tasks for v in task]), float(low), float(high)
+    return _median([v for task in by_task.values() for v in task]), float(low), float(high)
 
 
 def _median(values: list[float]) -> float:

@@ -146,6 +146,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 COMMITTED = DOCS / "results" / "calibrate.jsonl"
 
 
+@pytest.mark.slow
 def test_documents_say_what_the_committed_results_say():
     rows = bench.read(COMMITTED)
     command = "python -m benchmarks.calibrate --results docs/results/calibrate.jsonl"
