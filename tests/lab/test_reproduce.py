@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 from clipwise.lab.claims import Claim, as_markdown, make_claims
 from clipwise.lab.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
@@ -100,7 +101,16 @@ def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, 
     assert all("stand-in" in source for source in sources)
 
 
+@pytest.fixture
+def fresh_workers():
+    """Worker processes with the environment of this test: joblib would go on with those of another one."""
+    get_reusable_executor().shutdown(wait=True)
+    yield
+    get_reusable_executor().shutdown(wait=True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
     """Nothing answers: no host, no registry, no cache, no folder of data."""
     nowhere = "http://127.0.0.1:9"
