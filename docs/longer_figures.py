@@ -12,7 +12,7 @@ import numpy as np
 
 from clipwise.cli import main
 from clipwise.lab.figures import curves, scatter
-from clipwise.lab.runs import Run
+from clipwise.lab.runs import TRACE, Run
 from clipwise.smoothness.fit import fit_smoothness
 from clipwise.smoothness.trace import Trace
 
@@ -33,20 +33,28 @@ def row(run: Run, common: int) -> str:
     steps, losses = run.column("loss")
     here = losses[(steps > common - WINDOW) & (steps <= common)].mean()
     clipped = np.mean(run.column("coefficient")[1] < 1 - 1e-6)
-    fit = fit_smoothness(Trace.load(run.trace_path))
-    low, high = fit.spearman_interval
     held = [r for split in ("valid", "test") for r in run.rows(split)][-1:]
     units = [
         f"{k} {v:.4g} at {r['step']}" for r in held for k, v in r.items() if k in ("perplexity", "accuracy")
     ]
-    control = f"{fit.control.spearman:.2f}" if fit.control else ""
-    cells = (
+    cells = [
         run.recipe.label, run.status["status"], int(steps[-1]), f"{here:.3f}",
         f"{losses[-WINDOW:].mean():.3f}", ", ".join(units), f"{100 * clipped:.0f} %",
-        fit.num_points, f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]", control,
-        f"{fit.L0:.3g}", f"{fit.L1:.3g}", f"{run.status['seconds'] / 60:.0f}",
-    )  # fmt: skip
+        *measured(Trace.load(run.trace_path)), f"{run.status['seconds'] / 60:.0f}",
+    ]  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def measured(trace: Trace) -> list[str]:
+    """Points, rank correlation with interval and control, L0 and L1; as far as the trace is long enough."""
+    try:
+        fit = fit_smoothness(trace)
+    except ValueError:
+        return [str(len(trace)), "too few", "", "", ""]
+    low, high = fit.spearman_interval
+    control = f"{fit.control.spearman:.2f}" if fit.control else ""
+    correlation = f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]"
+    return [str(fit.num_points), correlation, control, f"{fit.L0:.3g}", f"{fit.L1:.3g}"]
 
 
 folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/longer"))
@@ -59,6 +67,8 @@ head = (
     "control, L0, L1, minutes"
 )
 for kind, (one, other) in {"lstm": list(RUNS)[:2], "resnet20": list(RUNS)[2:]}.items():
+    if not all((folder / name / TRACE).exists() for name in (one, other)):
+        continue
     runs = [Run.load(folder / name) for name in (one, other)]
     common = min(int(run.column("loss")[0][-1]) for run in runs)
     print(f"\n{kind}, common step {common}\n\n| {' | '.join(head.split(', '))} |\n{'| --- ' * 13}|")
