@@ -197,6 +197,17 @@ def test_lists_of_two_dtypes_or_of_other_lengths_are_refused(kernel):
     assert kernel.view([a], [b], [torch.ones(6)]) is None
 
 
+@pytest.mark.parametrize("size", [10, (1 << 19) + 10])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_plain_steps_of_small_and_large_tensors_follow_the_formula(size, maximize, threads):
+    p = nn.Parameter(torch.randn(size))
+    p.grad = torch.randn(size)
+    step = 0.1 * min(1, 2.0 / p.grad.norm().item())
+    expected = p.detach() + (step if maximize else -step) * p.grad
+    cw.ClippedSGD([p], lr=0.1, max_norm=2.0, maximize=maximize).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
 @needs_kernel
 def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel():
     p = nn.Parameter(torch.ones(5))

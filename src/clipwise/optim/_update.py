@@ -83,7 +83,11 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
     if isinstance(skip, Tensor) and bundle.path != "fused" and skip.item():
         return  # only torch's kernel can leave the decision on the device
     if bundle.path == "native":
-        _update_native(bundle, rule, float(scale))
+        if _is_one_long_stream(bundle) and torch.get_num_threads() == 1:
+            with torch.no_grad():
+                _update_foreach(bundle, rule, scale)
+        else:
+            _update_native(bundle, rule, float(scale))
     elif bundle.path == "loop":
         for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
             update_loop(p, g, bundle.buffers[i] if bundle.buffers else None, rule, scale)
@@ -148,7 +152,7 @@ def _can_fold(rule: Rule, scale: float) -> bool:
 
 
 def _is_one_long_stream(bundle: Bundle) -> bool:
-    """Whether this is p - h*g on large tensors, which torch's plain `add` streams faster than its kernel."""
+    """Whether this is p - h*g on large tensors, which torch's plain `add` streams faster than a kernel."""
     if bundle.buffers or bundle.rule.weight_decay:
         return False
     return sum(map(Tensor.numel, bundle.params)) > _LARGE * len(bundle.params)
