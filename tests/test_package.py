@@ -1,6 +1,7 @@
 """What a user gets from the package: few dependencies, one version, a wheel that works."""
 
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -69,3 +70,6 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert "clipwise/py.typed" in names
     assert all(n.startswith(("clipwise/", f"clipwise-{clipwise.__version__}.dist-info/")) for n in names)
     assert not [n for n in names if n.endswith((".npz", ".gz", ".pt"))]
+    if shutil.which("cc") and sys.platform == "linux":  # then with the kernel, for this kind of machine
+        assert "clipwise/_native/kernel.so" in names
+        assert not wheel.name.endswith("-any.whl")
