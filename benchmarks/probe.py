@@ -316,11 +316,11 @@ Extra time of a measured step in forward-backward passes of training (`zero_grad
 `every=10` and with `max_overhead=0.05` (self-test included); time of an eigenvalue by power iteration against
 a measurement.
 
-CPU time of one thread, torch {torch.__version__}, on two cores that other work was using, variants in turn,
-medians. Repetitions differ by 0.1 in the costs (1.07 to 1.15 for the LSTM with one fraction) and by 0.03 in
-the lengths of runs. The steady allocator keeps freed memory; the default one fetches it again from the system
-page by page, which costs a plain step up to a third of its time, by chance. The numbers behind it are in
-`{path.name}`.
+CPU time of one thread, torch {torch.__version__}, variants in turn, medians; put together from several calls
+of the command below, some tasks and parts at a time (`--tasks`, `--parts`). Repetitions on busy cores differ
+by 0.1 in the costs (1.07 to 1.15 for the LSTM with one fraction) and by 0.03 in the lengths of runs. The
+steady allocator keeps freed memory; the default one fetches it again from the system page by page, which
+costs a plain step up to a third of its time, by chance. The numbers behind it are in `{path.name}`.
 
 ```
 python benchmarks/probe.py --json docs/results/probe.json
