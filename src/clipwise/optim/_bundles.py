@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from clipwise._native import View, fills_memory, native
+from clipwise._native import DTYPES, View, fills_memory, native
 from clipwise._torch import fused_sgd, has_foreach
 from clipwise.optim._update import Bundle, Rule
 from clipwise.vectors import homogeneous_cpu, is_sharded
 
 _dtype, _grad = attrgetter("dtype"), attrgetter("grad")
-_KERNEL_DTYPES = (torch.float32, torch.float64)
 _BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
 
 
@@ -152,7 +151,7 @@ def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers:
     """:func:`_kernel_is_right` for many tensors in the common case: a quick yes, or ask one by one."""
     dtype, contiguous = grads[0].dtype, Tensor.is_contiguous
     return (
-        dtype in _KERNEL_DTYPES
+        dtype in DTYPES
         and all(map(contiguous, grads))
         and all(map(contiguous, params))
         and set(map(_dtype, params)) == {dtype}
@@ -165,7 +164,7 @@ def _all_as_the_kernel_likes(params: list[Tensor], grads: list[Tensor], buffers:
 
 def _kernel_is_right(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
     """A kernel walks memory: unequal strides give wrong values; on CPU there is none for half precision."""
-    if g.dtype is not p.dtype or g.is_neg() or (p.dtype not in _KERNEL_DTYPES and p.device.type == "cpu"):
+    if g.dtype is not p.dtype or g.is_neg() or (p.dtype not in DTYPES and p.device.type == "cpu"):
         return False
     if p.is_contiguous() and g.is_contiguous() and (buffer is None or buffer.is_contiguous()):
         return True
