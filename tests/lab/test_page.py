@@ -168,7 +168,7 @@ def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):
     write_claims([Claim(figure="fig7", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
     page = write_page([tmp_path], tmp_path / "page.html")
     assert page.runs == ()
-    assert page.verdicts[0]["verdict"] == "Of 1 claim of the paper: 1 supported."
+    assert page.verdicts[0]["verdict"] == "Of 1 claim tested: 1 supported."
     assert 'id="claims"' in page.path.read_text()
     assert 'id="runs"' not in page.path.read_text()
 

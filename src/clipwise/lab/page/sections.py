@@ -168,7 +168,7 @@ def claims_verdict(claims: dict[str, Any]) -> dict[str, Any]:
     counts = ", ".join(f"{said.count(verdict)} {verdict}" for verdict in dict.fromkeys(said))
     return {
         "title": "",
-        "verdict": f"Of {len(said)} claim{'s' * (len(said) > 1)} of the paper: {counts}.",
+        "verdict": f"Of {len(said)} claim{'s' * (len(said) > 1)} tested: {counts}.",
         "warnings": (),
     }
 
