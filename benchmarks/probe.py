@@ -3,7 +3,7 @@
     python benchmarks/probe.py [--tasks lstm …] [--parts cost run budget rival memory] [--json PATH]
 
 Everything is timed in CPU time of one thread, and the variants take turns in one process, so that a busy
-machine slows them alike; of each round's differences or ratios the median counts.
+machine slows them alike; medians count.
 
 The C library's allocator gives large blocks back to the system and has to fetch them again page by page.
 How often it does so depends on the layout of the heap by chance: one plain step of the LSTM costs between 0
@@ -23,6 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,6 +59,7 @@ def mlp(quick=False):
 
 TASKS = {"lstm": lstm, "resnet20": resnet20, "mlp": mlp}
 LABELS = {"lstm": "LSTM 128/200", "resnet20": "ResNet20", "mlp": "MLP 64-512-512-10"}
+MODELS = 4
 GRIDS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.25, 0.5, 0.75, 1.0)}
 
 
@@ -89,6 +92,14 @@ class Loop:
             with self.probe(self.loss_fn):
                 self.optimizer.step()
 
+    @contextmanager
+    def unprobed(self):
+        """Steps of the same loop as if there were no probe."""
+        probe, self.probe = self.probe, None
+        due, probe.schedule.next = probe.schedule.next, None
+        yield
+        self.probe, probe.schedule.next = probe, due
+
     def steps(self, count):
         """Several training steps."""
         for _ in range(count):
@@ -98,37 +109,44 @@ class Loop:
 def cost_of_one_measurement(make, *, rounds, quick):
     """Extra time of a measured step, in forward-backward passes, for 1, 2 and 4 fractions.
 
-    The unit is what training spends on one: ``zero_grad()``, the loss, ``backward()``. In each round the
-    unit, a plain step and the measured steps follow each other; of their differences the median counts.
+    The unit is what training spends on one: ``zero_grad()``, the loss, ``backward()``. In each round as many
+    units as there are fractions, a plain step and a measured step of the same model follow each other; the
+    medians of the three count. Several models take their turn, each for some of the rounds: of two that are
+    alike one may be slower by some per cent, by where in memory it happens to lie.
     """
-    loops = {n: Loop(make, quick, every=1, fractions=fractions) for n, fractions in GRIDS.items()}
-    plain = Loop(make, quick)
-    for loop in (plain, *loops.values()):
-        loop.steps(2)  # the first measurement tests itself
-    passes, extra = [], {n: [] for n in loops}
-    for _ in range(rounds):
-        passes.append(cpu_seconds(plain.forward_backward))
-        step = cpu_seconds(plain.step)
-        for n, loop in loops.items():
-            extra[n].append(cpu_seconds(loop.step) - step)
-    unit = statistics.median(passes)
-    return unit, {n: statistics.median(values) / unit for n, values in extra.items()}
+    units, costs = [], {}
+    for n, fractions in GRIDS.items():
+        passes, plain, measured = [], [], []
+        for _ in range(MODELS):
+            loop = Loop(make, quick, every=1, fractions=fractions)
+            loop.steps(2)  # the first measurement tests itself
+            for _ in range(math.ceil(rounds / MODELS)):
+                with loop.unprobed():
+                    passes.append(sum(cpu_seconds(loop.forward_backward) for _ in range(n)) / n)
+                    plain.append(cpu_seconds(loop.step))
+                measured.append(cpu_seconds(loop.step))
+            assert len(loop.probe.trace) == 2 + math.ceil(rounds / MODELS)
+        units.append(statistics.median(passes))
+        costs[n] = (statistics.median(measured) - statistics.median(plain)) / units[-1]
+    return statistics.median(units), costs
 
 
 def length_of_run(make, *, rounds, quick, every=10):
     """Time of a probed run over that of an unprobed one: ``every`` steps of one, then of the other.
 
-    The measured step is amid its block, so that what it does to the steps after it counts too.
+    The measured step is amid its block, so that what it does to the steps after it counts too. Both are steps
+    of the same model, and several models take their turn, as above.
     """
-    plain, probed = Loop(make, quick), Loop(make, quick, every=every, fractions=(1.0,))
-    plain.steps(1 + every // 2)
-    probed.steps(1 + every // 2)  # with the self-test of the first measurement
-    ratios = []
-    for _ in range(rounds):
-        without = cpu_seconds(lambda: plain.steps(every))
-        ratios.append(cpu_seconds(lambda: probed.steps(every)) / without)
-    assert len(probed.probe.trace) == rounds + 1
-    return statistics.median(ratios)
+    without, within = [], []
+    for _ in range(MODELS):
+        loop = Loop(make, quick, every=every, fractions=(1.0,))
+        loop.steps(1 + every // 2)  # with the self-test of the first measurement
+        for _ in range(math.ceil(rounds / MODELS)):
+            with loop.unprobed():
+                without.append(cpu_seconds(partial(loop.steps, every)))
+            within.append(cpu_seconds(partial(loop.steps, every)))
+        assert len(loop.probe.trace) == 1 + math.ceil(rounds / MODELS)
+    return statistics.median(within) / statistics.median(without)
 
 
 class Stopwatch:
@@ -151,16 +169,17 @@ class Stopwatch:
 def length_under_budget(make, *, steps, quick, budget=0.05, block=20):
     """Time of a run with ``max_overhead`` over that of one without, self-test and all; and its rows.
 
-    The runs take turns, ``block`` steps each, and the probe's clock stands still while the other one runs.
+    The runs take turns on one model, ``block`` steps each, and the probe's clock stands still while the other
+    one runs.
     """
-    plain = Loop(make, quick)
-    probed = Loop(make, quick, every=1, fractions=(1.0,), max_overhead=budget)
+    loop = Loop(make, quick, every=1, fractions=(1.0,), max_overhead=budget)
     without, within = Stopwatch(), Stopwatch()
-    probed.probe.schedule.clock = within
+    loop.probe.schedule.clock = within
     for _ in range(steps // block):
-        without.time(lambda: plain.steps(block))
-        within.time(lambda: probed.steps(block))
-    return within() / without(), len(probed.probe.trace)
+        with loop.unprobed():
+            without.time(lambda: loop.steps(block))
+        within.time(lambda: loop.steps(block))
+    return within() / without(), len(loop.probe.trace)
 
 
 def power_iteration(model, loss_fn, *, max_products=100, tolerance=1e-3):

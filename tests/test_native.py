@@ -18,6 +18,8 @@ import clipwise as cw
 from clipwise import _native
 from clipwise._native import LIBRARY, Kernel, native
 from clipwise.optim._update import Rule, update_loop
+from clipwise.smoothness.estimators import distance
+from clipwise.vectors import cpu_distance
 from tests.reference import reference_norm
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +71,52 @@ def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
     tensors = tensors_of(sizes, dtype)
     norm = math.sqrt(sum_of_squares(tensors))
     assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
+
+
+@needs_kernel
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-30, 18),
+    seed=st.integers(0, 100),
+)
+def test_squared_distance_equals_the_reference_of_the_difference(sizes, dtype, exponent, seed):
+    torch.manual_seed(seed)
+    new, old = tensors_of(sizes, dtype, 10.0**exponent), tensors_of(sizes, dtype, 10.0**exponent)
+    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
+    found = math.sqrt(native().squared_distance(native().view(new, old)))
+    assert found == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
+def test_squared_distance_over_several_blocks_changes_nothing(sizes, dtype, threads):
+    new, old = tensors_of(sizes, dtype), tensors_of(sizes, dtype)
+    kept = [t.clone() for t in (*new, *old)]
+    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
+    found = math.sqrt(native().squared_distance(native().view(new, old)))
+    assert found == pytest.approx(exact, rel=1e-7 if dtype is torch.float32 else 1e-13)
+    assert all(map(torch.equal, (*new, *old), kept))
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_distance_from_a_value_that_is_not_finite_is_left_to_torch(bad):
+    new, old = torch.ones(70_000), torch.ones(70_000)
+    old[69_000] = bad
+    assert cpu_distance(new, old) is None
+    assert not math.isfinite(distance(new, old).item())
+
+
+@needs_kernel
+def test_distance_falls_back_where_the_kernel_cannot_walk():
+    new, old = torch.randn(300, 200), torch.randn(200, 300).T
+    assert cpu_distance(new, old) is None
+    assert cpu_distance(nn.Parameter(new), new) is None
+    assert cpu_distance(1e-200 * new, 2e-200 * new) is None
+    for a, b in [(new, old), (1e-200 * new, 3e-200 * new), (new, new), (new.to_sparse(), old.to_sparse())]:
+        torch.testing.assert_close(distance(a, b), torch.linalg.vector_norm((a - b).to_dense()))
 
 
 @needs_kernel

@@ -87,6 +87,26 @@ def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     return norm if low < norm < high else _rescaled_norm(tensors)
 
 
+def cpu_distance(new: Tensor, old: Tensor) -> float | None:
+    """Norm of ``new - old``, of which nothing is stored; None where the kernel cannot take the tensors.
+
+    Of numbers so large or so small that their squares are not what they should be it says None too.
+
+    Example:
+        >>> distance = cpu_distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]))
+        >>> distance in (5.0, None)
+        True
+    """
+    kernel = native()
+    plain = kernel is not None and type(new) is Tensor and type(old) is Tensor
+    view = kernel.view([new], [old]) if kernel is not None and plain else None
+    if kernel is None or view is None:
+        return None
+    distance = math.sqrt(kernel.squared_distance(view))
+    low, high = _SAFE.get(new.dtype, _SAFE_SINGLE)
+    return distance if low < distance < high else None
+
+
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
     dtype = tensors[0].dtype

@@ -1,8 +1,10 @@
-/* One optimizer step as two passes over memory: the sum of the squares of the gradient, then the update.
+/* One optimizer step as two passes over memory: the sum of the squares of the gradient, then the update. And the sum
+   of the squares of a difference, which is never stored.
 
    Plain C, built without the headers of Python or torch. Before a pass the tensors are looked at one by one: only
-   those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as one long vector, cut into blocks. The update takes the blocks
-   backwards, because what the norm read last is still in the cache. */
+   those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as
+   one long vector, cut into blocks. The update takes the blocks backwards, because what the norm read last is still in
+   the cache. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -16,6 +18,8 @@
 #else
 #define FOR_EACH_CPU
 #endif
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 1 << 16 };  /* elements that a thread takes at a time */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
@@ -57,7 +61,17 @@ static int64_t sum_of(const int64_t *sizes, int64_t count)
 
 static int64_t block_length(int64_t size, int64_t at) { return size - at < BLOCK ? size - at : BLOCK; }
 
-double clipwise_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads)
+static double squares_of_block(const void *x, const void *y, int64_t at, int64_t n, int doubles)
+{
+    if (doubles)
+        return y ? squares_apart_double((const double *)x + at, (const double *)y + at, n)
+                 : squares_double((const double *)x + at, n);
+    return y ? squares_apart_float((const float *)x + at, (const float *)y + at, n)
+             : squares_float((const float *)x + at, n);
+}
+
+/* Of all tensors, or, with apart, of each minus the one as far on in the list that follows. */
+double clipwise_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads, int apart)
 {
     const int64_t all = sum_of(sizes, count);
     double sum = 0;
@@ -67,11 +81,8 @@ double clipwise_sum_of_squares(void *const *x, const int64_t *sizes, int64_t cou
         share(all, &first, &last);
         for (int64_t i = 0; i < count; begin += sizes[i++])
             for (int64_t at = 0; at < sizes[i]; at += BLOCK)
-                if (first <= begin + at && begin + at < last) {
-                    const int64_t n = block_length(sizes[i], at);
-                    sum += doubles ? squares_double((const double *)x[i] + at, n)
-                                   : squares_float((const float *)x[i] + at, n);
-                }
+                if (first <= begin + at && begin + at < last)
+                    sum += squares_of_block(x[i], apart ? x[count + i] : 0, at, block_length(sizes[i], at), doubles);
     }
     return sum;
 }

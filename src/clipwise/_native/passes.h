@@ -1,47 +1,59 @@
-/* The two passes over one block of memory, for one type: REAL is float or double, NAMED(f) is f_float or f_double. */
+/* The passes over one block of memory, for one type: REAL is float or double, NAMED(f) is f_float or f_double. */
 
 typedef REAL NAMED(Lanes) __attribute__((vector_size(16 * sizeof(REAL)), aligned(sizeof(REAL))));
 
-static double NAMED(squares_in_double)(const REAL *x, int64_t n)
+/* Sums of the squares of x, or of x - y where y is not 0: the compiler makes two functions of each. */
+ALWAYS_INLINE double NAMED(squares_in_double)(const REAL *x, const REAL *y, int64_t n)
 {
     double sum = 0;
-    for (int64_t i = 0; i < n; i++)
-        sum += (double)x[i] * x[i];
+    for (int64_t i = 0; i < n; i++) {
+        const double d = y ? (double)x[i] - y[i] : x[i];
+        sum += d * d;
+    }
     return sum;
 }
 
-/* Sum of the squares of a block. Four quarters are read at once: one stream of reads alone does not fill the memory
-   bus. Squares are added as REAL over a row of ROW in each quarter, the rows as double; a row whose sum is so large or
-   so small that a square may have overflowed or vanished is added again as double. */
-FOR_EACH_CPU
-static double NAMED(squares)(const REAL *x, int64_t n)
+ALWAYS_INLINE NAMED(Lanes) NAMED(lanes)(const REAL *x, const REAL *y, int64_t at)
+{
+    const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + at);
+    return y ? v - *(const NAMED(Lanes) *)(y + at) : v;
+}
+
+/* Four quarters of the block are read at once: one stream of reads alone does not fill the memory bus. Squares are
+   added as REAL over a row of ROW in each quarter, the rows as double; a row whose sum is so large or so small that a
+   square may have overflowed or vanished is added again as double. */
+ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
 {
     const int64_t quarter = n / 64 * 16;
-    double total = NAMED(squares_in_double)(x + 4 * quarter, n - 4 * quarter);
+    double total = NAMED(squares_in_double)(x + 4 * quarter, y ? y + 4 * quarter : 0, n - 4 * quarter);
     for (int64_t row = 0; row < quarter; row += ROW) {
-        const int64_t length = quarter - row < ROW ? quarter - row : ROW;
-        const REAL *a = x + row, *b = a + quarter, *c = b + quarter, *d = c + quarter;
-        NAMED(Lanes) sa = {0}, sb = {0}, sc = {0}, sd = {0};
-        for (int64_t i = 0; i < length; i += 16) {
-            const NAMED(Lanes) va = *(const NAMED(Lanes) *)(a + i), vb = *(const NAMED(Lanes) *)(b + i);
-            const NAMED(Lanes) vc = *(const NAMED(Lanes) *)(c + i), vd = *(const NAMED(Lanes) *)(d + i);
-            sa += va * va;
-            sb += vb * vb;
-            sc += vc * vc;
-            sd += vd * vd;
-        }
-        sa = (sa + sb) + (sc + sd);
+        const int64_t end = quarter - row < ROW ? quarter : row + ROW;
+        NAMED(Lanes) sum_of[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t i = row; i < end; i += 16)
+            for (int part = 0; part < 4; part++) {
+                const NAMED(Lanes) v = NAMED(lanes)(x, y, part * quarter + i);
+                sum_of[part] += v * v;
+            }
+        const NAMED(Lanes) lanes = (sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]);
         REAL sum = 0;
         for (int k = 0; k < 16; k++)
-            sum += sa[k];
+            sum += lanes[k];
         if (sum > (REAL)1e-28 && sum < (REAL)1e30)
             total += sum;
         else
-            total += NAMED(squares_in_double)(a, length) + NAMED(squares_in_double)(b, length) +
-                     NAMED(squares_in_double)(c, length) + NAMED(squares_in_double)(d, length);
+            for (int part = 0; part < 4; part++) {
+                const int64_t at = part * quarter + row;
+                total += NAMED(squares_in_double)(x + at, y ? y + at : 0, end - row);
+            }
     }
     return total;
 }
+
+FOR_EACH_CPU
+static double NAMED(squares)(const REAL *x, int64_t n) { return NAMED(squares_of)(x, 0, n); }
+
+FOR_EACH_CPU
+static double NAMED(squares_apart)(const REAL *x, const REAL *y, int64_t n) { return NAMED(squares_of)(x, y, n); }
 
 /* d = c g + w p,  b <- mu b + k d,  p <- p - lr (b, or d + mu b), of which the common cases skip what is zero. */
 FOR_EACH_CPU

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clipwise._checks import check_choice, check_positive
-from clipwise.vectors import cpu_norm, global_norm, homogeneous_cpu
+from clipwise.vectors import cpu_distance, cpu_norm, global_norm, homogeneous_cpu
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
@@ -196,15 +196,21 @@ def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -
     given = new if new is not None else old
     if given is None or given.numel() <= SMALL:
         return difference([new], [old], overwrite=overwrite)[0]
-    return norm(difference([new], [old], overwrite=True)) if overwrite else distance(new, old)
+    return distance(new, old, overwrite=overwrite)
 
 
-def distance(new: Tensor | None, old: Tensor | None) -> Tensor:
+def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor:
     r"""Norm of ``new - old``; of a large difference no more than a piece is ever held.
 
     A piece is still in the cache when its norm is taken, and asks for no memory that has to be fetched from
     the system first: for tensors of megabytes that is most of the time.
     """
+    if new is not None and old is not None:
+        apart = cpu_distance(new.detach(), old.detach())
+        if apart is not None:
+            return torch.tensor(apart, dtype=torch.float64)
+    if overwrite:
+        return norm(difference([new], [old], overwrite=True))
     if new is None or old is None or not _in_pieces(new, old):
         return norm(difference([new], [old]))
     a, b = new.detach().view(-1).split(PIECE), old.detach().view(-1).split(PIECE)
