@@ -101,6 +101,8 @@ def reproduce(
     names, sources = _data(plan, offline=offline, progress=progress)
     runs = folder / "runs" / "-".join(names) if names else folder / "runs"
     failures = _run(plan, runs, engine=engine, workers=workers, address=address, progress=progress)
+    if plan.synthetic:
+        failures += _run_synthetic(folder / "synthetic", progress=progress)
     drawn, undrawn = _draw(plan, runs, folder, progress=progress)
     claims = tuple(make_claims(Results(plan, runs, synthetic=folder / "synthetic")))
     notes = [f"Scale: {plan.scale}."]
@@ -161,6 +163,18 @@ def _run(
                 failures.append(f"{outcome.name}: {outcome.error}")
             ended(run, outcome.error)
     return failures
+
+
+def _run_synthetic(folder: Path, *, progress: bool) -> list[str]:
+    """Make the synthetic experiment unless it is there; its failure, in a line."""
+    from clipwise.lab.synthetic import SUMMARY as DONE, run_synthetic
+
+    try:
+        if not (folder / DONE).exists():
+            run_synthetic(folder, progress=progress)
+    except (ValueError, OSError) as error:
+        return [f"synthetic experiment: {error}"]
+    return []
 
 
 @contextmanager
@@ -300,10 +314,7 @@ def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
 
 def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
     from clipwise.lab.figures.synthetic import draw_synthetic
-    from clipwise.lab.synthetic import SUMMARY as DONE, run_synthetic
 
-    if not (folder / "synthetic" / DONE).exists():
-        run_synthetic(folder / "synthetic", progress=False)
     return draw_synthetic(folder / "synthetic")[0]
 
 

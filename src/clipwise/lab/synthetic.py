@@ -154,7 +154,7 @@ def run_synthetic(
 
     Args:
         folder: Where to; made if missing, and its three files replaced.
-        progress: Show a progress bar if standard error is a terminal.
+        progress: Show how far it is: a bar, or a line for each part without a terminal.
         config: What to run; the paper's settings if not given.
     """
     config = config or SyntheticConfig()
@@ -162,13 +162,16 @@ def run_synthetic(
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = not (progress and console.is_terminal)
+    with_bar = progress and console.is_terminal
     stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
     numbers: dict[str, Array] = {}
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+    with Progress(*columns, console=console, disable=not with_bar, transient=True) as bar:
         task = bar.add_task("x⁴", total=len(stages))
         for name, stage in stages.items():
-            bar.update(task, description=f"synthetic experiment: {name}")
+            words = f"synthetic experiment: {name}"
+            bar.update(task, description=words)
+            if progress and not with_bar:
+                print(words, flush=True)
             numbers |= stage(config)
             bar.advance(task)
     result = summarize(config, numbers)
