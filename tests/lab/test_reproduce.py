@@ -203,6 +203,7 @@ def test_figure_4_has_a_sweep_on_images_and_its_best_points_are_told(tmp_path):
     (tmp_path / "figures").mkdir()
     assert DRAW["fig4"](plan, tmp_path / "runs", tmp_path).name == "fig4.png"
     assert (tmp_path / "figures" / "fig4_sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "ResNet20, a short sweep" in (tmp_path / "figures" / "fig4_sweep.svg").read_text()
     told = claims_of(plan, tmp_path / "runs")["On images clipped descent converges fastest."].measured
     assert told.endswith(
         "best of a short sweep without momentum: 1 with lr 1, clip 0.25, 1.5 with lr 0.2, no clip"

@@ -30,7 +30,7 @@ from clipwise.lab.plan import (
 from clipwise.lab.progress import duration
 from clipwise.lab.recipes import ImageRecipe, LanguageRecipe
 from clipwise.lab.runs import Run, write_json
-from clipwise.lab.sweep import SweepResult, draw_heatmap, has_ended, run_trial, trial_in
+from clipwise.lab.sweep import SweepResult, has_ended, run_trial, trial_in
 
 SUMMARY = "reproduction.json"
 
@@ -285,11 +285,12 @@ def _scatter(
 
 
 def _draw_curves(plan: Plan, runs: Path, folder: Path) -> Path:
-    from clipwise.lab.figures import curves, save
+    from clipwise.lab.figures import curves, heatmap, save
 
     paths = _all(plan, runs, [*LANGUAGE, *IMAGES])
     drawn = curves(paths, title="Figure 4: training with and without clipping")
-    draw_heatmap(_image_sweep(runs), folder / "figures" / "fig4_sweep.png")
+    sweep = heatmap(_image_sweep(runs), title="Figure 4: ResNet20, a short sweep")
+    save(sweep, folder / "figures" / "fig4_sweep")
     return save(drawn, folder / "figures" / "fig4")[0]
 
 

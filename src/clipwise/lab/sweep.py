@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -125,9 +124,11 @@ def sweep(
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
+    from clipwise.lab.figures import heatmap, save
+
     result = SweepResult(folder=folder, trials=trials())
     _write_csv(result, folder / TABLE)
-    draw_heatmap(result, folder / HEATMAP)
+    save(heatmap(result), folder / HEATMAP)
     return result
 
 
@@ -152,39 +153,6 @@ def has_ended(folder: Path) -> bool:
     return path.exists() and read_json(path)["status"] in ENDED
 
 
-def draw_heatmap(result: SweepResult, path: Path) -> None:
-    """Final training loss over the two fields with most values, mean over the others; grey if diverged."""
-    from matplotlib.figure import Figure
-
-    rows, columns = _axes(result)
-    down, across = (_values(result, name) for name in (rows, columns))
-    losses = np.full((len(down), len(across)), np.nan)
-    words = np.full(losses.shape, "", dtype=object)
-    for i, j in itertools.product(range(len(down)), range(len(across))):
-        cell = [t for t in result.trials if _at(t, rows) == down[i] and _at(t, columns) == across[j]]
-        finished = [t.train_loss for t in cell if math.isfinite(t.train_loss)]
-        if finished and len(finished) == len(cell):
-            losses[i, j] = np.mean(finished)
-            words[i, j] = f"{losses[i, j]:.3g}"
-        else:
-            words[i, j] = f"{sum(t.status == 'diverged' for t in cell)} of {len(cell)}\ndiverged"
-    figure = Figure(figsize=(2.6 + 1.1 * len(across), 1.6 + 0.8 * len(down)), layout="constrained")
-    axes = figure.subplots()
-    axes.set_facecolor("0.85")
-    image = axes.imshow(losses, cmap="viridis_r", aspect="auto")
-    middle = np.nanmean(losses) if np.isfinite(losses).any() else 0.0
-    for i, j in itertools.product(range(len(down)), range(len(across))):
-        dark = math.isfinite(losses[i, j]) and losses[i, j] > middle
-        axes.text(j, i, words[i, j], ha="center", va="center", color="white" if dark else "black", fontsize=8)
-    axes.set_xticks(range(len(across)), [_short(value) for value in across])
-    axes.set_yticks(range(len(down)), [_short(value) for value in down])
-    axes.set_xlabel(columns.replace("_", " "))
-    axes.set_ylabel(rows.replace("_", " "))
-    if np.isfinite(losses).any():
-        figure.colorbar(image, label="final training loss")
-    figure.savefig(path, dpi=150)
-
-
 def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
     """The points of the grid by name, each a valid recipe."""
     if not grid:
@@ -196,7 +164,7 @@ def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict
     for values in itertools.product(*grid.values()):
         trial = with_fields(recipe, **dict(zip(grid, values, strict=True)))
         fields = {name: getattr(trial, name) for name in grid}
-        name = ",".join(f"{key}={_short(value)}" for key, value in fields.items())
+        name = ",".join(f"{key}={short(value)}" for key, value in fields.items())
         if name in points:
             raise ValueError(f"`grid` has the point {name} twice.")
         points[name] = fields
@@ -236,7 +204,7 @@ def _table(trials: Sequence[Trial]) -> Table:
     table = Table(*(trials[0].fields if trials else ()), "status", "step", "train loss", "held out")
     for trial in trials:
         table.add_row(
-            *(_short(value) for value in trial.fields.values()),
+            *(short(value) for value in trial.fields.values()),
             trial.status,
             str(trial.result.step) if trial.result else "",
             f"{trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else "",
@@ -289,23 +257,8 @@ def _write_csv(result: SweepResult, path: Path) -> None:
             )
 
 
-def _axes(result: SweepResult) -> tuple[str, str]:
-    """The two fields to draw: those with most values, the seed last of all."""
-    names = list(result.trials[0].fields)
-    ranked = sorted(names, key=lambda name: (name == "seed", -len(_values(result, name))))
-    columns = ranked[0]
-    return (ranked[1] if len(ranked) > 1 and ranked[1] != "seed" else ""), columns
-
-
-def _values(result: SweepResult, name: str) -> list[Any]:
-    return list(dict.fromkeys(_at(trial, name) for trial in result.trials))
-
-
-def _at(trial: Trial, name: str) -> Any:
-    return trial.fields[name] if name else ""
-
-
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A field's value as names of trials and tables show it."""
     if isinstance(value, tuple):
-        return "+".join(_short(item) for item in value)
+        return "+".join(short(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value).rsplit("/", 1)[-1]

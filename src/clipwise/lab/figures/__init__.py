@@ -6,6 +6,7 @@ from clipwise.lab.figures.data_fraction import (
     agreement as agreement,
     data_fraction as data_fraction,
 )
+from clipwise.lab.figures.heatmap import heatmap as heatmap
 from clipwise.lab.figures.lstm_gd import Comparison as Comparison, compare as compare, lstm_gd as lstm_gd
 from clipwise.lab.figures.scatter import scatter as scatter
 from clipwise.lab.figures.style import save as save
