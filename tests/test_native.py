@@ -26,6 +26,12 @@ ROOT = Path(__file__).parents[1]
 BLOCK = 1 << 16  # as in kernel.c
 DTYPES = [torch.float32, torch.float64]
 
+for_many_lists = given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-30, 18),
+    seed=st.integers(0, 100),
+)
 needs_kernel = pytest.mark.skipif(native() is None, reason="built without the kernel: no C compiler")
 
 
@@ -51,12 +57,7 @@ def test_kernel_is_there_wherever_a_compiler_is():
 
 
 @needs_kernel
-@given(
-    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
-    dtype=st.sampled_from(DTYPES),
-    exponent=st.integers(-30, 18),
-    seed=st.integers(0, 100),
-)
+@for_many_lists
 def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
     torch.manual_seed(seed)
     tensors = tensors_of(sizes, dtype, 10.0**exponent)
@@ -74,12 +75,7 @@ def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
 
 
 @needs_kernel
-@given(
-    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
-    dtype=st.sampled_from(DTYPES),
-    exponent=st.integers(-30, 18),
-    seed=st.integers(0, 100),
-)
+@for_many_lists
 def test_squared_distance_equals_the_reference_of_the_difference(sizes, dtype, exponent, seed):
     torch.manual_seed(seed)
     new, old = tensors_of(sizes, dtype, 10.0**exponent), tensors_of(sizes, dtype, 10.0**exponent)
