@@ -28,17 +28,19 @@ PICTURES = Path(__file__).parent / "results" / "images"
 WINDOW = 50  # steps in the mean of a training loss
 
 
-def row(run: Run, common: int) -> str:
-    """What a run shows, as a row of the table; losses also where the runs that are compared end."""
+def row(run: Run) -> str:
+    """What a run shows, as a row of the table."""
     steps, losses = run.column("loss")
-    here = losses[(steps > common - WINDOW) & (steps <= common)].mean()
     clipped = np.mean(run.column("coefficient")[1] < 1 - 1e-6)
-    held = [r for split in ("valid", "test") for r in run.rows(split)][-1:]
+    held = [r for split in ("test", "valid") for r in run.rows(split)][-1:]
     units = [
-        f"{k} {v:.4g} at {r['step']}" for r in held for k, v in r.items() if k in ("perplexity", "accuracy")
+        f"{k} {v:.4g}{' %' * (k == 'accuracy')}"
+        for r in held
+        for k, v in r.items()
+        if k in ("perplexity", "accuracy")
     ]
     cells = [
-        run.recipe.label, run.status["status"], int(steps[-1]), f"{here:.3f}",
+        run.recipe.label, run.status["status"], int(steps[-1]),
         f"{losses[-WINDOW:].mean():.3f}", ", ".join(units), f"{100 * clipped:.0f} %",
         *measured(Trace.load(run.trace_path)), f"{run.status['seconds'] / 60:.0f}",
     ]  # fmt: skip
@@ -63,15 +65,14 @@ if "--draw" not in sys.argv:
         if main(["train", *command.split(), "--threads", "1", "--resume", "--folder", str(folder / name)]):
             sys.exit(1)
 head = (
-    "setting, status, steps, loss at common step, loss at end, held out, clipped, points, rank correlation, "
-    "control, L0, L1, minutes"
+    "setting, status, steps, training loss at end, held out, clipped, points, rank correlation, control, "
+    "L0, L1, minutes"
 )
 for kind, (one, other) in {"lstm": list(RUNS)[:2], "resnet20": list(RUNS)[2:]}.items():
     if not all((folder / name / TRACE).exists() for name in (one, other)):
         continue
     runs = [Run.load(folder / name) for name in (one, other)]
-    common = min(int(run.column("loss")[0][-1]) for run in runs)
-    print(f"\n{kind}, common step {common}\n\n| {' | '.join(head.split(', '))} |\n{'| --- ' * 13}|")
-    print("\n".join(row(run, common) for run in runs))
+    print(f"\n{kind}\n\n| {' | '.join(head.split(', '))} |\n{'| --- ' * 12}|")
+    print("\n".join(map(row, runs)))
     for what, draw in {"scatter": scatter, "curves": curves}.items():
         draw(runs, title=f"Longer runs: {kind}").savefig(PICTURES / f"longer-{kind}-{what}.png", dpi=100)
