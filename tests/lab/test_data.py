@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from clipwise.lab import data
 from clipwise.lab.data import DataError, augment, batchify, cifar10, cifar10_files, fetch, ptb
-from clipwise.lab.data.fetch import Unreachable
+from clipwise.lab.data.fetch import Unreachable, notice_once
 from tests.lab.servers import serving
 
 REAL = fetch.data_folder()  # read before the fixture below hides it
@@ -159,17 +159,24 @@ def official_ptb(folder):
 # Stand-ins
 
 
-def test_without_ptb_the_stand_in_says_that_it_is_one(capsys):
+@pytest.fixture
+def untold():
+    notice_once.cache_clear()
+
+
+def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
     corpus = data.load_ptb(offline=True)
     assert corpus.name == "topics"
     assert "stand-in for PTB" in corpus.source
     assert "these are not PTB results" in capsys.readouterr().err
+    data.load_ptb(offline=True)  # the second of many runs
+    assert capsys.readouterr().err == ""
     assert len(corpus.train) > 50_000
     assert 1_000 < len(corpus.vocabulary) <= 10_000
     assert "statement" in corpus.vocabulary
 
 
-def test_without_cifar10_the_stand_in_says_that_it_is_one(capsys):
+def test_without_cifar10_the_stand_in_says_that_it_is_one(capsys, untold):
     images = data.load_cifar10(offline=True)
     assert images.name == "digits"
     assert "stand-in for CIFAR-10" in images.source

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipwise.lab.data.cifar10_files import HASHES, SOURCES, given
-from clipwise.lab.data.fetch import DataError, Unreachable, check_hash, data_folder, fetch, notice
+from clipwise.lab.data.fetch import DataError, Unreachable, check_hash, data_folder, fetch, notice_once
 from clipwise.lab.data.images import Images, channel_statistics, load_digits
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -54,7 +54,9 @@ def load_cifar10(
     except Unreachable:
         if not fallback:
             raise
-        notice("CIFAR-10 cannot be had here. Using scikit-learn's digits: these are not CIFAR-10 results.")
+        notice_once(
+            "CIFAR-10 cannot be had here. Using scikit-learn's digits: these are not CIFAR-10 results."
+        )
         return load_digits()
     arrays = _decode(files)
     title = "CIFAR-10 subset" if subset else "CIFAR-10"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pooch
@@ -59,6 +60,12 @@ def cache_folder() -> Path:
 def notice(text: str) -> None:
     """Tell the user one line, on standard error."""
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("clipwise data: ", "dim"), text))
+
+
+@cache
+def notice_once(text: str) -> None:
+    """Tell the user one line, however many of this process's runs have reason to."""
+    notice(text)
 
 
 def sha256(data: bytes) -> str:

