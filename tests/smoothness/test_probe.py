@@ -313,6 +313,25 @@ def test_autocast_and_loss_scaling_work_when_unscaled_before_the_block():
             scaler.step(optimizer)
             scaler.update()
     assert probe.trace.ok.all()
+    assert probe.trace.column("eps").tolist() == [2.0**-7] * 3  # bfloat16's, though parameters are float32
+
+
+def test_rows_say_how_precise_their_gradients_are():
+    model, _ = net()
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_fn():
+        order = torch.randperm(8, generator=generator)  # the same sum in another order
+        return F.cross_entropy(model(x[order]), y[order])
+
+    probe = SmoothnessProbe(model, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace.column("eps").tolist() == [2.0**-52] * 2
+    assert probe.trace.column("self_test").tolist() == [probe.self_test] * 2
+    assert 0 < probe.self_test < 1e-12
 
 
 @pytest.mark.slow

@@ -311,7 +311,7 @@ def test_loading_takes_bounded_memory_per_row(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert len(trace) == size
-        assert trace.nbytes <= 1.26 * (8 * 11 + 4) * size
+        assert trace.nbytes <= 1.26 * (8 * 13 + 4) * size
         np.testing.assert_array_equal(trace.column("loss"), np.arange(size) / 7)
-    # 11 numbers of 8 bytes and a status of 4: 92 bytes, a quarter of spare room at most, one column copied.
-    assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 150
+    # 13 numbers of 8 bytes and a status of 4: 108 bytes, a quarter of spare room at most, one column copied.
+    assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 170

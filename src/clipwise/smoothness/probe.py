@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
-from clipwise.smoothness.estimators import check_fractions, difference, norm
+from clipwise.smoothness.estimators import check_fractions, difference, norm, precision
 from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
 from clipwise.smoothness.oracle import GradientOracle, size_of
 from clipwise.smoothness.passes import PassState
@@ -199,6 +199,7 @@ class SmoothnessProbe:
         raw_norm = norm(gradients).item()
         if not self._tested:
             self.self_test = self._self_test(closure, gradients)
+        row["self_test"] = self.self_test
         if self.oracle is None:
             held = self._gradients.copies(gradients)
         else:
@@ -224,6 +225,7 @@ class SmoothnessProbe:
         if row["batch_size"] is None and self._batch_size:
             row["batch_size"] = round(over_ranks(self._batch_size, self.model, mean=False))
         row.update(before.norms(self.parameters))
+        row["eps"] = precision(self.parameters) if self._eps is None else self._eps
         row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE

@@ -50,6 +50,8 @@ FIELDS = (
     "lr",
     "coefficient",
     "batch_size",
+    "eps",  # relative precision of the gradients; missing in older traces
+    "self_test",  # relative difference of one gradient replayed twice; likewise
     "status",
     "layers",
 )
