@@ -2,15 +2,18 @@ import itertools
 import json
 import math
 import os
+import re
 
 import numpy as np
 import pytest
 from joblib.externals.loky import get_reusable_executor
 
+from clipwise.lab import reproduce as reproduction
 from clipwise.lab.claims import Claim, as_markdown, make_claims
 from clipwise.lab.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
+from clipwise.lab.jobs import Job
 from clipwise.lab.plan import FIGURES, IMAGE_SWEEP, LANGUAGE, make_plan
-from clipwise.lab.reproduce import DRAW, reproduce
+from clipwise.lab.reproduce import DRAW, _progress, reproduce
 from clipwise.lab.runs import METRICS, STATUS, Run, find_runs, open_run, write_json
 from tests.lab.small import write_text
 
@@ -67,11 +70,28 @@ def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, 
     assert {claim.verdict for claim in result.claims} <= {SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE}
     assert "| figure | the paper says |" in (tmp_path / "out" / "claims.md").read_text()
     printed = capsys.readouterr().out
-    assert printed.count(" left)") == len(plan.runs)  # a line a run, with the time left
+    ended = re.findall(r"^\[\d+/\d+\] \S+: .* left\)$", printed, flags=re.MULTILINE)
+    assert len(ended) == len(plan.runs)  # a line a run, with the time left
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")}
     again = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")} == before
     assert again.claims == result.claims
+
+
+def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, monkeypatch, capsys):
+    (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed1"]
+    job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
+    with _progress([run], [job], tmp_path, shown=True) as (watch, _):
+        watch()
+        assert capsys.readouterr().out == ""
+        monkeypatch.setattr(reproduction, "SILENCE", -1.0)
+        watch()
+        job.folder.mkdir()
+        (job.folder / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
+        watch()
+    assert re.fullmatch(
+        r"\[0/1\] starting \(.* left\)\n\[0/1\] lm-lr2-seed1 50/200 \(.* left\)\n", capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from clipwise.lab.runs import Run, write_json
 from clipwise.lab.sweep import SweepResult, has_ended, run_trial, trial_in
 
 SUMMARY = "reproduction.json"
+SILENCE = 30.0  # seconds without a line, after which one is due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,29 +181,42 @@ def _run_synthetic(folder: Path, *, progress: bool) -> list[str]:
 @contextmanager
 def _progress(
     runs: Sequence[Planned], jobs: Sequence[Job], folder: Path, *, shown: bool
-) -> Iterator[tuple[Callable[[], None] | None, Callable[[Planned, str], None]]]:
-    """How far all runs are, weighted by cost: a live bar, or a line for each run that ends."""
+) -> Iterator[tuple[Callable[[], None], Callable[[Planned, str], None]]]:
+    """How far all runs are, weighted by cost: a live bar, or lines, one at least every half minute."""
     total = sum(run.cost for run in runs)
     by_name = {run.name: run for run in runs}
     before = total - sum(by_name[job.name].cost for job in jobs)
     start, count = time.monotonic(), len(runs) - len(jobs)
+    said = start
 
     def done() -> float:
         return before + sum(_share(job) * by_name[job.name].cost for job in jobs)
 
-    def line(run: Planned, error: str) -> None:
-        nonlocal count
-        count += 1
-        elapsed = time.monotonic() - start
+    def under_way() -> str:
+        return ", ".join(f"{job.name} {job.steps()}/{job.total or '?'}" for job in jobs if _is_busy(job))
+
+    def left() -> str:
         share = (done() - before) / max(total - before, 1e-9)
-        left = elapsed / share * (1 - share) if share > 0 else float("inf")
-        words = error or _ending(folder / run.name)
+        elapsed = time.monotonic() - start
+        return f"{duration(elapsed / share * (1 - share) if share > 0 else float('inf'))} left"
+
+    def line(run: Planned, error: str) -> None:
+        nonlocal count, said
+        count += 1
         if shown:
-            print(f"[{count}/{len(runs)}] {run.name}: {words} ({duration(left)} left)", flush=True)
+            words = error or _ending(folder / run.name)
+            print(f"[{count}/{len(runs)}] {run.name}: {words} ({left()})", flush=True)
+            said = time.monotonic()
+
+    def sign_of_life() -> None:
+        nonlocal said
+        if shown and time.monotonic() - said > SILENCE:
+            said = time.monotonic()
+            print(f"[{count}/{len(runs)}] {under_way() or 'starting'} ({left()})", flush=True)
 
     console = Console(stderr=True)
     if not (shown and console.is_terminal and jobs):
-        yield None, line
+        yield sign_of_life, line
         return
     columns = (
         TextColumn("{task.description}"),
@@ -215,8 +229,7 @@ def _progress(
         task = bar.add_task("training", total=total, under_way="")
 
         def watch() -> None:
-            busy = [f"{job.name} {job.steps()}/{job.total or '?'}" for job in jobs if _is_busy(job)]
-            bar.update(task, completed=done(), under_way=", ".join(busy))
+            bar.update(task, completed=done(), under_way=under_way())
 
         def ended(run: Planned, error: str) -> None:
             bar.console.print(f"{run.name}: {error or _ending(folder / run.name)}", highlight=False)
