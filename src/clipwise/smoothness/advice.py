@@ -24,22 +24,19 @@ from functools import partial
 import numpy as np
 
 from clipwise._checks import check_positive
-from clipwise.smoothness.bootstrap import block_interval, block_length
+from clipwise.smoothness.bootstrap import block_length
 from clipwise.smoothness.correlation import Interval
 from clipwise.smoothness.doubts import doubts_about
+from clipwise.smoothness.plausible import Line, plausible_lines, quantile_factors
 from clipwise.smoothness.points import Points, usable_points
 from clipwise.smoothness.progress import Setting, best_of, neighbours, next_setting, settings_of
 from clipwise.smoothness.quantile import quantile_line
-from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import Trace
 from clipwise.smoothness.verdict import does_clipping_pay, reasons, tolerated, went
 
 _LEAST_ROWS = 20
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
-_LINES = 9  # looked at across an interval
 _INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
-
-Line = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +211,9 @@ def _from_one(
 
     few = slice(None, None, -(-len(g) // _MOST_ROWS))
     chosen = block_length(g[few], ell[few])
-    factors = partial(_quantile_factors, length=chosen, level=level, resamples=resamples, rng=rng)
+    factors = partial(quantile_factors, length=chosen, level=level, resamples=resamples, rng=rng)
     height = factors((ell / (L0 + L1 * g))[few], quantile)
-    lines = _plausible_lines(g[few], ell[few], (L0, L1), height, quantile=quantile, level=level)
+    lines = plausible_lines(g[few], ell[few], (L0, L1), height, quantile=quantile, level=level)
     ranges = zip((1.0, *factors(g[few], 0.05)), (1.0, *factors(g[few], 0.95)), strict=True)
     point = recommend((L0, L1), least, most)
     drawn = [point] + [recommend(line, least * a, most * b) for a, b in ranges for line in lines]
@@ -307,41 +304,6 @@ def _check_supports(points: Points) -> None:
             "they were taken on, and lr and max_norm do not follow from L0 and L1. Probe plain SGD on its "
             "training batches, or read the fit itself."
         )
-
-
-def _quantile_factors(
-    values: np.ndarray, share: float, *, length: int, level: float, resamples: int, rng: np.random.Generator
-) -> Interval:
-    """By which factors a quantile of ``values``, all at least zero, may be off."""
-    logs = np.log(np.maximum(values, 1e-300))
-    low, high = block_interval(
-        lambda x, _: np.quantile(x, share, axis=1),
-        logs,
-        logs,
-        length=length,
-        level=level,
-        resamples=resamples,
-        rng=rng,
-    )
-    middle = float(np.quantile(logs, share))
-    return math.exp(low - middle), math.exp(high - middle)
-
-
-def _plausible_lines(
-    g: np.ndarray, ell: np.ndarray, line: Line, level_interval: Interval, *, quantile: float, level: float
-) -> list[Line]:
-    """Lines (L0, L1) that the data do not reject.
-
-    Each kept slope with the intercept that goes with it, and the line itself moved as a whole. In the
-    coordinates (1/g, ℓ/g) the same line has slope L0 and intercept L1, so both slopes have their turn.
-    """
-    found = [(scale * line[0], scale * line[1]) for scale in (1.0, *level_interval)]
-    for x, y, estimate, turned in ((g, ell, line[1], False), (1 / g, ell / g, line[0], True)):
-        low, high = slope_interval(x, y, quantile=quantile, level=level, slope=estimate)
-        for slope in np.linspace(low, high, _LINES):
-            intercept = max(0.0, float(np.quantile(y - slope * x, quantile)))
-            found.append((float(slope), intercept) if turned else (intercept, float(slope)))
-    return [one for one in found if max(one) > 0]
 
 
 def _refusal(reason: str) -> Advice:

@@ -19,10 +19,62 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import root_scalar
 
+from clipwise.smoothness.correlation import Interval, correlation, spearman
+from clipwise.smoothness.points import Points
+from clipwise.smoothness.quantile import resampled_lines
+
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64
 _MOST_ROWS = 1000
 _MOST_STEPS = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """The same statistics on quadratics with the run's own steps and noise, where L1 is zero.
+
+    Medians over the simulated runs; each interval holds the given share of them.
+    """
+
+    spearman: float
+    spearman_interval: Interval
+    pearson: float
+    pearson_interval: Interval
+    L1: float
+    L1_interval: Interval
+
+
+def control_of(points: Points, *, quantile: float, level: float, rng: np.random.Generator) -> Control | None:
+    """The control of measured points; None where a step length is unknown or nothing curves."""
+    known = np.isfinite(points.step_norm) & (points.step_norm > 0)
+    if not known.all() or points.smoothness.max() == 0:
+        return None
+    size = np.where(points.clipped & np.isfinite(points.lr), points.lr, points.step_size)
+    noise = points.noise[np.isfinite(points.noise)]
+    run = Run(
+        grad_norm=points.grad_norm,
+        smoothness=points.smoothness,
+        step_size=size,
+        step_cap=np.where(points.clipped, points.step_norm, np.inf),
+        stride=points.stride,
+        noise=float(np.median(noise)) if len(noise) else None,
+    )
+    g, ell = constant_hessian_runs(run, rng=rng)
+    rank, log = spearman(g, ell), correlation(np.log(g), np.log(ell))
+    slopes = resampled_lines(g, ell, quantile=quantile)[:, 1]
+    return Control(
+        spearman=float(np.median(rank)),
+        spearman_interval=_spread(rank, level),
+        pearson=float(np.median(log)),
+        pearson_interval=_spread(log, level),
+        L1=float(np.median(slopes)),
+        L1_interval=_spread(slopes, level),
+    )
+
+
+def _spread(values: np.ndarray, level: float) -> Interval:
+    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,30 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from clipwise._checks import check_count
-from clipwise.smoothness.control import Run, constant_hessian_runs
-from clipwise.smoothness.correlation import Correlations, Interval, correlation, slope, spearman
+from clipwise.smoothness.control import Control, control_of
+from clipwise.smoothness.correlation import Correlations, Interval, slope
 from clipwise.smoothness.doubts import doubts_about
-from clipwise.smoothness.points import ESTIMATORS, LEAST_ROWS, Points, usable_points
-from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line, resampled_lines
+from clipwise.smoothness.points import ESTIMATORS, LEAST_ROWS, usable_points
+from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line
 from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import Trace
 
 _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """The same statistics on quadratics with the run's own steps and noise, where L1 is zero.
-
-    Medians over the simulated runs; each interval holds the given share of them.
-    """
-
-    spearman: float
-    spearman_interval: Interval
-    pearson: float
-    pearson_interval: Interval
-    L1: float
-    L1_interval: Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +190,7 @@ def fit_smoothness(
         pearson=correlations.pearson,
         pearson_interval=correlations.pearson_interval,
         least_squares=_least_squares(g, ell),
-        control=_control(points, quantile=quantile, level=level, rng=rng) if control else None,
+        control=control_of(points, quantile=quantile, level=level, rng=rng) if control else None,
         local=others.get("local_smoothness"),
         spectral=others.get("spectral_smoothness"),
         num_points=len(points),
@@ -220,42 +205,10 @@ def fit_smoothness(
     )
 
 
-def _control(points: Points, *, quantile: float, level: float, rng: np.random.Generator) -> Control | None:
-    known = np.isfinite(points.step_norm) & (points.step_norm > 0)
-    if not known.all() or points.smoothness.max() == 0:
-        return None
-    size = np.where(points.clipped & np.isfinite(points.lr), points.lr, points.step_size)
-    noise = points.noise[np.isfinite(points.noise)]
-    run = Run(
-        grad_norm=points.grad_norm,
-        smoothness=points.smoothness,
-        step_size=size,
-        step_cap=np.where(points.clipped, points.step_norm, np.inf),
-        stride=points.stride,
-        noise=float(np.median(noise)) if len(noise) else None,
-    )
-    g, ell = constant_hessian_runs(run, rng=rng)
-    rank, log = spearman(g, ell), correlation(np.log(g), np.log(ell))
-    slopes = resampled_lines(g, ell, quantile=quantile)[:, 1]
-    return Control(
-        spearman=float(np.median(rank)),
-        spearman_interval=_spread(rank, level),
-        pearson=float(np.median(log)),
-        pearson_interval=_spread(log, level),
-        L1=float(np.median(slopes)),
-        L1_interval=_spread(slopes, level),
-    )
-
-
 def _least_squares(g: np.ndarray, ell: np.ndarray) -> tuple[float, float]:
     L1 = slope(g[None], ell[None])[0]
     L1 = float(L1) if np.isfinite(L1) else 0.0
     return float(ell.mean() - L1 * g.mean()), L1
-
-
-def _spread(values: np.ndarray, level: float) -> Interval:
-    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-    return float(low), float(high)
 
 
 def _evenly(num: int) -> slice:
