@@ -42,7 +42,7 @@ def test_learning_rate_of_an_isotropic_quadratic_is_kappa_over_its_curvature(cur
     assert math.isclose(cal.step_cap, cal.lr * cal.max_norm)
 
 
-def test_rising_loss_ends_the_safe_steps_where_the_gradient_does_not():
+def test_loss_that_falls_too_little_ends_the_safe_steps_where_the_gradient_does_not():
     # A gradient that is constant up to a wall: f = -x before 1 and rises after it, x starts at 0.25.
     model = Vector([0.25])
 
@@ -50,8 +50,34 @@ def test_rising_loss_ends_the_safe_steps_where_the_gradient_does_not():
         return torch.where(model.x < 1.0, -model.x, -1.0 + 0.5 * (model.x - 1.0)).sum()
 
     cal = calibrate(model, loss, [0], kappa=1.6)
-    # |change| = 1.5 < 1.6 beyond the wall; the loss is -0.25 again at x = 1 + 2 * 0.75.
-    assert math.isclose(cal.lr, 1.0 + 2 * 0.75 - 0.25, rel_tol=1e-9)
+    # |change| = 1.5 < 1.6 beyond the wall; there -1 + (h - 0.75)/2 = -0.25 - h/10 at h = 1.875.
+    assert math.isclose(cal.lr, 1.875, rel_tol=1e-9)
+
+
+def test_loss_that_reaches_its_floor_ends_the_safe_steps():
+    # f = exp(-x): from x = 0 the gradient changes by 1 - exp(-h), never more than itself.
+    model = Vector([0.0])
+    cal = calibrate(model, lambda b: torch.exp(-model.x).sum(), [0])
+    # 1 - exp(-h) = h/10 at 9.9995...; the loss is taken to be linear between neighbours of the lattice.
+    assert math.isclose(cal.lr, 9.99954, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["ClippedSGD", "AdamW"])
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_batches_that_one_step_fits_give_a_bounded_answer_and_a_warning(optimizer, size):
+    # More features than samples: a step can end at a loss of zero, where the gradient ends, too.
+    model = nn.Linear(256, 10)
+    batches = [(torch.randn(size, 256), torch.randint(10, (size,))) for _ in range(6)]
+
+    def found(kappa):
+        return calibrate(
+            model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer, kappa=kappa
+        )
+
+    half, whole = found(0.5), found(1.0)
+    assert half.lr < whole.lr < 15 * half.lr
+    assert any("one step fits" in words for words in whole.warnings)
+    assert not any("one step fits" in words for words in half.warnings)
 
 
 def test_median_over_the_batches_is_taken():

@@ -3,8 +3,8 @@ r"""Learning rate and clipping threshold before training, from a few dozen gradi
 For each of a handful of batches, the largest step :math:`h` along the gradient with
 
 .. math::
-    h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x), \qquad
-    \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
+    h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x) - \tfrac{1}{10} h \lVert g \rVert^2,
+    \qquad \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
 
 The learning rate is the median of these steps. With :math:`\kappa = 1` the step is the self-consistent
 :math:`1/\hat L`; clipping then keeps every later step within a multiple of the length that was measured to
@@ -168,6 +168,9 @@ class _Search:
 
     def __init__(self, kappa: float, max_gradients: int) -> None:
         self.kappa, self.left, self.num_gradients = kappa, max_gradients, 0
+        self.num_fitted = (
+            0  # batches whose loss cannot fall further, while the gradient changes little enough
+        )
         self.curve: list[BatchCurve] = []
         self.agreement = Agreement()
         self.warnings: list[str] = []
@@ -185,6 +188,8 @@ class _Search:
         try:
             bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
         except NoBracket as end:
+            if line.half and not end.point.safe:  # steps that rounding swallows do not lower the loss, either
+                self._check_precision(line, end.point.step)
             raise _no_bracket(end.point, line.loss) from None
         except OutOfBudget:
             if not self.curve:
@@ -195,6 +200,7 @@ class _Search:
             return
         step = crossing(bracket, kappa=self.kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
+        self.num_fitted += bracket.high.kappa <= self.kappa and bracket.high.loss < line.loss
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
         self.agreement.add(line.raw_gradients)
@@ -252,6 +258,11 @@ class _Search:
         warnings = list(self.warnings)
         if len(steps) == 1:
             warnings.append("a single batch: nothing says how far another one would differ. Give eight.")
+        if 2 * self.num_fitted > len(steps):
+            warnings.append(
+                "one step fits most batches, until their loss cannot fall further: they say little about the "
+                "steps of training. Larger batches say more; a third of this lr is worth a try."
+            )
         if name in WEAKER:
             warnings.append(
                 f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
@@ -349,8 +360,8 @@ def _no_bracket(point: Point, loss: float) -> ValueError:
     if point.safe:
         return ValueError(
             f"No step became unsafe, up to {point.step:.3g} (a thousand times the length of the parameters): "
-            "the loss looks linear along its gradient, so it does not limit the learning rate. Is it bounded "
-            "below, and is it the loss to train on?"
+            "the loss falls on and on along its gradient, so it does not limit the learning rate. Is it "
+            "bounded below, and is it the loss to train on?"
         )
     return ValueError(
         f"No step is safe, down to {point.step:.3g}, which changes the gradient by {point.kappa:.2g} times "

@@ -69,7 +69,8 @@ class Calibration:
         step = median(batch.safe_step for batch in self.curve)
         measured = (
             f"A step of {step:.3g} along its first direction, and no longer one, changes the gradient of a "
-            f"batch by at most {self.kappa:g} times itself and does not raise its loss."
+            f"batch by at most {self.kappa:g} times itself and lowers its loss by a tenth of what the slope "
+            "promises."
         )
         if self.optimizer in ("Adam", "AdamW"):
             return (

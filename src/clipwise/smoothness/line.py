@@ -23,6 +23,7 @@ from clipwise.smoothness.safestep import PER_OCTAVE, Point
 from clipwise.vectors import global_norm, is_sharded
 
 HALF = (torch.float16, torch.bfloat16)
+LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
 class Line:
@@ -34,6 +35,15 @@ class Line:
         \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert}{\lVert \nabla f(x) \rVert}
         = h\,\hat L(h), \qquad
         \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
+
+    A step is safe if that is at most :math:`\kappa` and if the loss falls by a tenth of what its slope
+    promises (on a quadratic a step with :math:`\kappa(h) \le 1` makes it fall by a half at least),
+
+    .. math::
+        f(x - h d) \le f(x) - \tfrac{1}{10}\, h\,\langle \nabla f(x), d \rangle .
+
+    Without the second condition a step that fits the whole batch would be safe at any length: where the loss
+    ends at zero, so does the gradient, and :math:`\kappa(h)` is 1 from there on.
 
     Args:
         model: Its parameters are moved, and put back at the end.
@@ -78,15 +88,19 @@ class Line:
             self.unit = length / width
         elif self._slope > 0:
             self.unit = abs(self.loss) / self._slope or 1.0 / width
-        # A loss that cannot be told from the first one has not risen.
-        self.highest_loss = self.loss + 4 * self._resolution * abs(self.loss)
+        # A loss that cannot be told from the limit keeps it.
+        self._loss_limit = self.loss + 4 * self._resolution * abs(self.loss)
+
+    def highest_loss(self, step: float) -> float:
+        """The largest loss with which a step of this length is safe."""
+        return self._loss_limit - LEAST_FALL * step * self._slope
 
     def at(self, index: int) -> Point:
         """The point with this lattice index, measured by one gradient."""
         step = self.unit * 2.0 ** (index / PER_OCTAVE)
         loss, gradients = self._gradient(-step)
         kappa = self._change(gradients)
-        safe = kappa <= self.kappa and loss <= self.highest_loss and math.isfinite(loss)
+        safe = kappa <= self.kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
         self.points.append(Point(step=step, kappa=kappa, loss=loss, safe=safe))
         return self.points[-1]
 

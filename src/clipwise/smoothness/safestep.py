@@ -1,6 +1,6 @@
 r"""The largest safe step along a line, by bracket and bisection.
 
-A step :math:`h` is safe if the gradient changes little over it and the loss does not rise. The search knows
+A step :math:`h` is safe if the gradient changes little over it and the loss falls enough. The search knows
 nothing of models: it asks for :math:`\kappa(h)` and :math:`f(h)` at steps of a fixed lattice,
 
 .. math::
@@ -106,29 +106,30 @@ def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, bu
     return Bracket(low, points[low], points[high])
 
 
-def crossing(bracket: Bracket, *, kappa: float, loss: float) -> float:
+def crossing(bracket: Bracket, *, kappa: float, loss: Callable[[float], float]) -> float:
     r"""The step within the bracket at which :math:`\kappa` or the loss reaches its limit, by interpolation.
 
-    :math:`\log\kappa` is taken to be linear in :math:`\log h`, exact for a quadratic, and the loss linear in
-    :math:`h`. Where the upper point is not finite, the answer is the lower one.
+    :math:`\log\kappa` is taken to be linear in :math:`\log h`, exact for a quadratic, and the loss and its
+    limit linear in :math:`h`. Where the upper point is not finite, the answer is the lower one.
 
     Args:
         bracket: Its lower point is safe, its upper one is not.
         kappa: Largest safe :math:`\kappa`.
-        loss: Largest safe loss.
+        loss: Largest safe loss, by the step.
 
     Example:
         >>> low = Point(step=1.0, kappa=0.8, loss=0.0, safe=True)
         >>> high = Point(step=1.5, kappa=1.2, loss=-1.0, safe=False)
-        >>> round(crossing(Bracket(0, low, high), kappa=1.0, loss=0.0), 12)
+        >>> round(crossing(Bracket(0, low, high), kappa=1.0, loss=lambda step: 0.0), 12)
         1.25
     """
     low, high = bracket.low, bracket.high
     shares = []
     if high.kappa > kappa and low.kappa > 0:
         shares.append(math.log(kappa / low.kappa) / math.log(high.kappa / low.kappa))
-    if high.loss > loss:
-        part = (loss - low.loss) / (high.loss - low.loss)
+    room, excess = loss(low.step) - low.loss, high.loss - loss(high.step)
+    if excess > 0:
+        part = room / (room + excess)
         shares.append(math.log1p(part * (high.step / low.step - 1.0)) / math.log(high.step / low.step))
     finite = math.isfinite(high.kappa) and math.isfinite(high.loss)
     share = min(max(min(shares), 0.0), 1.0) if finite and shares else 0.0
