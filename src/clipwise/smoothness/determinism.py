@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clipwise.smoothness.estimators import difference, norm, precision
 from clipwise.smoothness.ranks import any_rank, local
 from clipwise.smoothness.replay import Gradients, Replay
+from clipwise.smoothness.strangers import StrangersError, refusing_strangers
 
 
 class NonDeterministicError(RuntimeError):
@@ -51,7 +52,11 @@ def check_determinism(
     """
     tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
-    first = replay.gradient().gradients
+    try:
+        with refusing_strangers(replay.parameters):
+            first = replay.gradient().gradients
+    except StrangersError as error:
+        raise NonDeterministicError(str(error)) from None
     size = norm(first).item()
     if trained is not None and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold

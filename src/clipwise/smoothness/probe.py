@@ -58,7 +58,8 @@ class SmoothnessProbe:
     :class:`~clipwise.smoothness.determinism.NonDeterministicError`, which names the cause, if it is not.
 
     Args:
-        model: The module that the loop calls; the wrapped one under DDP, FSDP2 and ``torch.compile``.
+        model: The module that the loop calls, with all that the loss trains; the wrapped one under DDP, FSDP2
+            and ``torch.compile``.
         every: Steps between measurements.
         fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
             first measurement on: twice the parameters and once the largest of them, however many fractions;

@@ -65,7 +65,8 @@ class Replay:
     gradient that is returned.
 
     Args:
-        model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one.
+        model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one,
+            and one that holds all that the loss trains: the gradients of others are not put back.
         closure: Computes the loss and returns it as a scalar tensor; ``backward()`` is called on it. A
             closure may also call ``backward()`` itself, once for each of several micro-batches, and return
             the loss as a number.
