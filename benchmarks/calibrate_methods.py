@@ -152,28 +152,37 @@ def schedule_free(run: Run) -> Trainer:
 def lr_range(run: Run) -> Trainer:
     """Smith's range test (100 steps, lr from 1e-5 to 100, a tenth of the lr of the lowest loss), clip 1.0.
 
-    The loss is smoothed as in fast.ai (0.98 with bias correction); the test ends at four times its lowest.
+    As in fast.ai the loss is smoothed (0.98 with bias correction), the test ends at four times its lowest,
+    and neither its first tenth nor its last five steps are looked at.
     """
     model, num = copy.deepcopy(run.model), 100
     opt = torch.optim.SGD(model.parameters(), lr=1e-5)
     rates = np.geomspace(1e-5, 100, num)
-    average, best, best_lr, spent = 0.0, math.inf, rates[0], 0
+    average, smooth = 0.0, []
     for i, batch in enumerate(run.measuring(num)):
         opt.param_groups[0]["lr"] = rates[i]
         opt.zero_grad()
         loss = run.task.loss(model, batch)
         loss.backward()
         opt.step()
-        spent += 1
         average = 0.98 * average + 0.02 * loss.item()
-        smooth = average / (1 - 0.98 ** (i + 1))
-        if not smooth < 4 * best:
+        smooth.append(average / (1 - 0.98 ** (i + 1)))
+        if not smooth[-1] < 4 * min(smooth[:-1], default=math.inf):
             break
-        if smooth < best:
-            best, best_lr = smooth, rates[i]
-    lr = float(best_lr) / 10
+    lr = lowest_loss_rate(rates, smooth) / 10
     sgd = torch.optim.SGD(run.model.parameters(), lr=lr)
-    return Trainer(sgd, clip=lambda g: clip_(g, 1.0), spent=spent, chosen={"lr": lr, "max_norm": 1.0})
+    return Trainer(sgd, clip=lambda g: clip_(g, 1.0), spent=len(smooth), chosen={"lr": lr, "max_norm": 1.0})
+
+
+def lowest_loss_rate(rates: np.ndarray, losses: list[float]) -> float:
+    """The rate of the lowest loss of a range test, without its first tenth and its last five steps.
+
+    The mean of the first few batches is noise, and may be the lowest of all; the last steps diverge. A test
+    that ended within those has nothing else to offer than all its steps.
+    """
+    first = len(rates) // 10
+    kept = losses[first:-5]
+    return float(rates[first + int(np.argmin(kept))] if kept else rates[int(np.nanargmin(losses))])
 
 
 # Rivals that find a threshold while they train, at the grid's best learning rate

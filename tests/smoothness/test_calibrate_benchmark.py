@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("dog")
 
+import numpy as np
 from benchmarks import calibrate as bench
+from benchmarks.calibrate_methods import lowest_loss_rate
 from benchmarks.calibrate_report import (
     BEGIN,
     END,
@@ -95,6 +97,14 @@ def test_budget_counts_what_was_spent_before_training(monkeypatch):
     row = bench.train(bench.job("logistic regression", 1, "calibrated", "calibrated"), steps=60)
     assert steps == [60 - row["spent"]]
     assert json.dumps(row)  # a row is a line of the results file
+
+
+def test_range_test_looks_at_neither_its_noisy_start_nor_its_diverging_end():
+    rates = np.geomspace(1e-5, 100, 100)
+    losses = [2.0] * 100
+    losses[1], losses[60], losses[97] = 0.5, 1.0, 0.4  # two batches that happen to be easy, and the valley
+    assert lowest_loss_rate(rates, losses) == rates[60]
+    assert lowest_loss_rate(rates, losses[:12]) == rates[1]  # ended early: there is nothing else
 
 
 def row(label, loss, *, task="CNN", seed=1, diverged=False, **more):
