@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.smoothness.estimators import difference, norm, precision
 from clipwise.smoothness.ranks import any_rank, local
 from clipwise.smoothness.replay import Gradients, Replay
+from clipwise.smoothness.seen import SeenPass, alike, fingerprint
 from clipwise.smoothness.strangers import StrangersError, refusing_strangers
 
 
 class NonDeterministicError(RuntimeError):
     """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
-
-
-@dataclass
-class SeenPass:
-    """What the model was called with between two optimizer steps."""
-
-    inputs: list[Any] = field(default_factory=list)
-
-    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember one call."""
-        self.inputs.append(fingerprint((args, kwargs)))
 
 
 def check_determinism(
@@ -78,31 +66,6 @@ def _identical(one: Gradients, two: Gradients) -> bool:
     return all(
         a is b or (a is not None and b is not None and not a.is_sparse and torch.equal(local(a), local(b)))
         for a, b in zip(one, two, strict=True)
-    )
-
-
-def fingerprint(value: Any) -> list[tuple[Any, ...]]:
-    """A few numbers for every tensor in nested ``value``: equal values have equal ones."""
-    if isinstance(value, Tensor):
-        t = value.detach()
-        t = (t.to_dense() if t.layout != torch.strided else t).reshape(-1).to(torch.float64)
-        weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
-        return [(tuple(value.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())]
-    if isinstance(value, dict):
-        return [mark for part in value.values() for mark in fingerprint(part)]
-    if isinstance(value, (tuple, list)):
-        return [mark for part in value for mark in fingerprint(part)]
-    return []
-
-
-def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolerance: float) -> bool:
-    """Whether two fingerprints are of the same values, up to rounding."""
-    if [mark[0] for mark in one] != [mark[0] for mark in two]:
-        return False
-    return all(
-        abs(a - b) <= tolerance * max(scale, other) or a == b
-        for (_, *first, scale), (_, *second, other) in zip(one, two, strict=True)
-        for a, b in zip(first, second, strict=True)
     )
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipwise._checks import check_choice, check_count
-from clipwise.smoothness.determinism import NonDeterministicError, SeenPass, check_determinism
+from clipwise.smoothness.determinism import NonDeterministicError, check_determinism
 from clipwise.smoothness.estimators import check_fractions, difference, norm, precision
 from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
-from clipwise.smoothness.oracle import GradientOracle, size_of
+from clipwise.smoothness.oracle import GradientOracle
 from clipwise.smoothness.passes import PassState
 from clipwise.smoothness.ranks import (
     from_rank_zero,
@@ -32,6 +32,7 @@ from clipwise.smoothness.ranks import (
 )
 from clipwise.smoothness.replay import Replay, trainable_parameters
 from clipwise.smoothness.schedule import Schedule
+from clipwise.smoothness.seen import SeenPass, StepSeen
 from clipwise.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
 from clipwise.smoothness.watch import StepWatch, autocast_precision, watch_forward, watch_steps
 
@@ -112,7 +113,7 @@ class SmoothnessProbe:
         self._tested = False
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
-        self._forget_pass()
+        self._seen = StepSeen()
         self._handle = watch_forward(model, self._saw_forward)
 
     @contextmanager
@@ -147,17 +148,17 @@ class SmoothnessProbe:
         routine = self._tested
         try:
             before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
-            self._spent += self._now() - started
+            self._seen.spent += self._now() - started
             with watch_steps(self.parameters, clock=self._now) as steps:
                 yield
             resumed = self._now()
-            self._spent += steps.seconds
+            self._seen.spent += steps.seconds
             if halves is not None:
                 row["noise"] = self._attempt(row, partial(self._noise, halves))
             if before is not None:
                 self._attempt(row, partial(self._look_after, closure, before, steps, row))
             self._write(row)
-            self._spent += self._now() - resumed
+            self._seen.spent += self._now() - resumed
             self._measurements += 1
         finally:
             before = None
@@ -171,8 +172,8 @@ class SmoothnessProbe:
         """
         if self.step == self.schedule.next:
             started = self._now()
-            self._pass = PassState(self.model)
-            self._spent += self._now() - started
+            self._seen.state = PassState(self.model)
+            self._seen.spent += self._now() - started
 
     def close(self) -> None:
         """Stop watching the model and close the trace's file."""
@@ -188,7 +189,7 @@ class SmoothnessProbe:
         self.step = check_count("step", state["step"], least=0)
         self._measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
-        self._forget_pass()
+        self._seen = StepSeen()
 
     def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
@@ -223,10 +224,10 @@ class SmoothnessProbe:
         steps: StepWatch,
         row: dict[str, Any],
     ) -> None:
-        if row["batch_size"] is None and self._batch_size:
-            row["batch_size"] = round(over_ranks(self._batch_size, self.model, mean=False))
+        if row["batch_size"] is None and self._seen.trained.calls:
+            row["batch_size"] = round(over_ranks(self._seen.trained.size, self.model, mean=False))
         row.update(before.norms(self.parameters))
-        row["eps"] = precision(self.parameters) if self._eps is None else self._eps
+        row["eps"] = precision(self.parameters) if self._seen.eps is None else self._seen.eps
         row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
@@ -236,9 +237,9 @@ class SmoothnessProbe:
             return
         with self._replaying(self.oracle or closure) as replay:
             if self._takes("local"):
-                row.update(before.local(replay, row, eps=self._eps))
+                row.update(before.local(replay, row, eps=self._seen.eps))
             if self._takes("spectral"):
-                row.update(before.spectral(replay, eps=self._eps))
+                row.update(before.spectral(replay, eps=self._seen.eps))
             if self._takes("segment"):
                 row.update(before.segment(replay, self.fractions, row))
         if row.get("loss_after") is not None:
@@ -258,55 +259,43 @@ class SmoothnessProbe:
             return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
 
     def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> float:
-        replayed = self._replayed = SeenPass()
+        replayed = self._seen.replayed = SeenPass()
         if self.oracle is None:
             with self._replaying(closure) as replay:
                 error = check_determinism(
-                    replay, gradients, seen=self._seen, replayed=replayed, eps=self._eps
+                    replay, gradients, seen=self._seen.trained, replayed=replayed, eps=self._seen.eps
                 )
         else:
             with self._replaying(self.oracle) as replay:
-                error = check_determinism(replay, eps=self._eps)
+                error = check_determinism(replay, eps=self._seen.eps)
         self._tested = True
         return error
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
-        self._in_replay = True
+        self._seen.in_replay = True
         # The oracle's batches are its own: both of its gradients start from the state of now.
-        state = None if closure is self.oracle else self._pass
-        if closure is self.oracle and self._oracle_state is None:
-            self._oracle_state = PassState(self.model)
+        state = None if closure is self.oracle else self._seen.state
+        if closure is self.oracle and self._seen.oracle_state is None:
+            self._seen.oracle_state = PassState(self.model)
         try:
-            with Replay(self.model, closure, state=state or self._oracle_state) as replay:
+            with Replay(self.model, closure, state=state or self._seen.oracle_state) as replay:
                 yield replay
         finally:
-            self._in_replay = False
+            self._seen.in_replay = False
 
     def _saw_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.step != self.schedule.next or not torch.is_grad_enabled():
             return
-        if self._in_replay:
-            if not self._tested:
-                self._replayed.saw(args, kwargs)
+        if self._seen.in_replay:
+            self._seen.replayed.saw(args, kwargs, closely=not self._tested)
             return
         started = self.schedule.clock()
-        if self._pass is None:
-            self._pass = PassState(self.model)
-        self._eps = autocast_precision(self.parameters[0])
-        self._batch_size += size_of([*args, *kwargs.values()])
-        if not self._tested:
-            self._seen.saw(args, kwargs)
-        self._spent += self.schedule.clock() - started
-
-    def _forget_pass(self) -> None:
-        self._pass: PassState | None = None
-        self._oracle_state: PassState | None = None
-        self._seen, self._replayed = SeenPass(), SeenPass()
-        self._batch_size = 0.0
-        self._eps: float | None = None
-        self._in_replay = False
-        self._spent = 0.0  # seconds of this step that went into measuring
+        if self._seen.state is None:
+            self._seen.state = PassState(self.model)
+        self._seen.eps = autocast_precision(self.parameters[0])
+        self._seen.trained.saw(args, kwargs, closely=not self._tested)
+        self._seen.spent += self.schedule.clock() - started
 
     def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """``measure()``, its failure noted in the row."""
@@ -336,14 +325,14 @@ class SmoothnessProbe:
             warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
 
     def _finish_step(self, *, routine: bool = True) -> None:
-        self.schedule.finished(self.step, spent=self._spent, routine=routine)
+        self.schedule.finished(self.step, spent=self._seen.spent, routine=routine)
         if self.schedule.needs_plan(self.step):
             self.schedule.plan(self.step)
             if self.schedule.max_overhead is not None:
                 assert self.schedule.next is not None
                 self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
-        self._forget_pass()
+        self._seen = StepSeen()
 
     def _takes(self, name: str) -> bool:
         period = self.estimators.get(name)
