@@ -346,6 +346,24 @@ def test_model_is_bit_identical_afterwards(make, with_gradients):
     assert np.random.get_state()[1].tolist() == states[2]
 
 
+def test_loader_that_shuffles_leaves_the_random_state_alone():
+    model, loss, _ = mlp()
+    samples = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.randint(3, (96,)))
+    loader = torch.utils.data.DataLoader(samples, batch_size=16, shuffle=True)
+    states = torch.get_rng_state(), random.getstate()
+    calibrate(model, loss, loader)
+    assert torch.equal(torch.get_rng_state(), states[0])
+
+    def broken(batch):
+        random.random()
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        calibrate(model, broken, loader)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
 def test_training_goes_as_if_it_had_not_been_calibrated():
     finals = []
     for first in (False, True):

@@ -33,6 +33,7 @@ from clipwise._checks import check_count, check_nonnegative, check_positive
 from clipwise.smoothness.agreement import Agreement
 from clipwise.smoothness.calibration import BatchCurve as BatchCurve, Calibration as Calibration
 from clipwise.smoothness.line import Line
+from clipwise.smoothness.passes import RandomState
 from clipwise.smoothness.ranks import any_rank
 from clipwise.smoothness.safestep import (
     LARGEST,
@@ -134,14 +135,18 @@ def calibrate(
             f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
         )
     search = _Search(kappa, max_gradients)
-    for batch in _shared(batches, model):
-        closure = _closure(loss_of_batch, batch)
-        decay = 0.0 if signs else weight_decay
-        with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
-            search.add(line)
-        sure = len(search.curve) >= num_batches and search.half_width <= SURE
-        if sure or search.left < FEWEST:
-            break
+    decay = 0.0 if signs else weight_decay
+    before = RandomState.capture()  # a data loader that shuffles draws from it
+    try:
+        for batch in _shared(batches, model):
+            closure = _closure(loss_of_batch, batch)
+            with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
+                search.add(line)
+            sure = len(search.curve) >= num_batches and search.half_width <= SURE
+            if sure or search.left < FEWEST:
+                break
+    finally:
+        before.restore()
     if not search.curve:
         raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
     return search.result(name, momentum=momentum, clip_at=ends, signs=signs)
