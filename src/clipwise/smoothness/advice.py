@@ -27,12 +27,13 @@ from clipwise._checks import check_positive
 from clipwise.smoothness.bootstrap import block_length
 from clipwise.smoothness.correlation import Interval
 from clipwise.smoothness.doubts import doubts_about
+from clipwise.smoothness.evidence import Evidence, weigh
 from clipwise.smoothness.plausible import Line, plausible_lines, quantile_factors
 from clipwise.smoothness.points import Points, usable_points
 from clipwise.smoothness.progress import Setting, best_of, neighbours, next_setting, settings_of
 from clipwise.smoothness.quantile import quantile_line
 from clipwise.smoothness.trace import Trace
-from clipwise.smoothness.verdict import does_clipping_pay, reasons, tolerated, went
+from clipwise.smoothness.verdict import LITTLE_GAIN, does_clipping_pay, loss_rose, reasons, tolerated, went
 
 _LEAST_ROWS = 20
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
@@ -111,7 +112,8 @@ def advise(
     r"""A learning rate, ``max_norm`` and longest step for the task that was measured, and why.
 
     From one trace: the (L0, L1) line of the region that this run visited, and the clipped descent that stays
-    below :math:`c/(L_0 + L_1 g)`. That is a local statement, because curvature adapts to the step. From
+    below :math:`c/(L_0 + L_1 g)`. That is a local statement, because curvature adapts to the step; and an L1
+    that a constant Hessian would show as well does not raise lr (:func:`highest_lr`). From
     several traces of the same task, or one run whose lr was raised in stages: the largest setting whose
     loss fell furthest, with the step that its region tolerates, and the next setting to try if the best one
     lies at the edge of what was tried.
@@ -144,7 +146,6 @@ def advise(
     if not traces:
         raise ValueError("`traces` must be at least one trace, got none.")
     check_positive("constant", constant)
-    rng = np.random.default_rng(seed)
     traces = tuple(trace for trace in traces if len(trace)) or traces[:1]  # a run without rows says nothing
     try:
         settings = settings_of(traces)
@@ -152,13 +153,13 @@ def advise(
             points = usable_points(traces[0])
             _check_supports(points)
             return _from_one(
-                points, constant=constant, quantile=quantile, level=level, resamples=resamples, rng=rng
+                points, constant=constant, quantile=quantile, level=level, resamples=resamples, seed=seed
             )
         best = best_of(settings)
         assert best.points is not None
         _check_supports(best.points)
         local = _from_one(
-            best.points, constant=constant, quantile=quantile, level=level, resamples=resamples, rng=rng
+            best.points, constant=constant, quantile=quantile, level=level, resamples=resamples, seed=seed
         )
         return _from_several(best, settings, local, staged=len(traces) == 1)
     except ValueError as error:
@@ -166,24 +167,46 @@ def advise(
 
 
 def clipping_below(
-    L0: float, L1: float, *, constant: float, least: float, most: float
+    L0: float, L1: float, *, constant: float, least: float, most: float, most_lr: float = math.inf
 ) -> tuple[float, float]:
     r"""``(lr, max_norm)`` of the clipped descent that stays below :math:`c/(L_0 + L_1 g)` at every g.
 
     The corner :math:`\gamma = L_0/L_1`, where both parts of the bound are equal, moved into [least, most],
     and :math:`\eta = c/(L_0 + L_1\gamma)`. With c = 1 and the corner inside this is lr 1/(2 L0), max_norm
-    L0/L1, the simplest recipe with a descent guarantee (lr 1/L0 with the same threshold has none).
+    L0/L1, the simplest recipe with a descent guarantee (lr 1/L0 with the same threshold has none). Where
+    that lr is above ``most_lr``, the threshold rises to where the bound meets ``most_lr``.
 
     Example:
         >>> clipping_below(2.0, 4.0, constant=1.0, least=0.0, most=9.0)
         (0.25, 0.5)
         >>> clipping_below(2.0, 0.0, constant=1.0, least=0.0, most=9.0)
         (0.5, inf)
+        >>> clipping_below(2.0, 4.0, constant=1.0, least=0.0, most=9.0, most_lr=0.1)
+        (0.1, 2.0)
     """
     if L1 == 0:
-        return constant / L0, math.inf
-    max_norm = min(max(L0 / L1, least), most)
-    return constant / (L0 + L1 * max_norm), max_norm
+        return min(constant / L0, most_lr), math.inf
+    corner = max(L0, constant / most_lr - L0) / L1
+    max_norm = min(max(corner, least), most)
+    return min(constant / (L0 + L1 * max_norm), most_lr), max_norm
+
+
+def highest_lr(points: Points, evidence: Evidence, *, constant: float, gain: float) -> float:
+    """What lr is kept to; infinity where smoothness follows the gradient norm and the loss did not rise.
+
+    Where a constant Hessian would show as much, a small smoothness at a small gradient may only mean that the
+    sharp directions were worked off; they are still there. Then an L1 that matters must not raise lr beyond
+    the textbook's step for a constant Hessian, one over the largest smoothness measured (a direction's, so it
+    may fall short of the Hessian's), or today's step size, which was run. Where the loss rose, today's is
+    already too large.
+    """
+    careful = (
+        math.inf
+        if evidence.supports_slope or gain < LITTLE_GAIN
+        else min(constant, 1.0) / float(points.smoothness.max())
+    )
+    today = float(np.nanmedian(points.step_size))
+    return max(careful, today) if evidence.rise is None else min(careful, today)
 
 
 def _from_one(
@@ -193,9 +216,9 @@ def _from_one(
     quantile: float,
     level: float,
     resamples: int,
-    rng: np.random.Generator,
+    seed: int,
 ) -> Advice:
-    g, ell = points.grad_norm, points.smoothness
+    g, ell, rng = points.grad_norm, points.smoothness, np.random.default_rng(seed)
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     if L0 == 0 and L1 == 0:
         raise ValueError("the smoothness is zero at nearly every step: no curvature bounds no step.")
@@ -205,8 +228,15 @@ def _from_one(
     least = max(float(low), 5.0 * noise if noise is not None else 0.0)
     most = max(float(high), least)
 
-    def recommend(line: Line, least: float, most: float) -> tuple[float, float, float]:
-        lr, max_norm = clipping_below(*line, constant=constant, least=least, most=max(most, least))
+    gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
+    evidence = weigh(points, level=level, seed=seed)
+    most_lr = highest_lr(points, evidence, constant=constant, gain=gain)
+
+    def recommend(
+        line: Line, least: float, most: float, *, most_lr: float = math.inf
+    ) -> tuple[float, float, float]:
+        most = max(most, least)
+        lr, max_norm = clipping_below(*line, constant=constant, least=least, most=most, most_lr=most_lr)
         return lr, max_norm, lr * max_norm
 
     few = slice(None, None, -(-len(g) // _MOST_ROWS))
@@ -215,12 +245,18 @@ def _from_one(
     height = factors((ell / (L0 + L1 * g))[few], quantile)
     lines = plausible_lines(g[few], ell[few], (L0, L1), height, quantile=quantile, level=level)
     ranges = zip((1.0, *factors(g[few], 0.05)), (1.0, *factors(g[few], 0.95)), strict=True)
-    point = recommend((L0, L1), least, most)
+    point = recommend((L0, L1), least, most, most_lr=most_lr)
+    # The intervals go on to where L1 would lead if it is real: whether it is, is what cannot be told.
     drawn = [point] + [recommend(line, least * a, most * b) for a, b in ranges for line in lines]
     spans = [(min(values), max(values)) for values in zip(*drawn, strict=True)]
     lr, max_norm, cap = point
+    held = math.isclose(lr, most_lr, rel_tol=1e-9)
     inert = bool(points.clipped.mean() >= _INERT)
-    gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
+    sentences = (
+        loss_rose(evidence),
+        does_clipping_pay(points, L0, L1, gain, noise, evidence),
+        tolerated(points, L0, L1, constant, most_lr=most_lr, evidence=evidence),
+    )
     return Advice(
         lr=lr,
         max_norm=max_norm,
@@ -233,8 +269,8 @@ def _from_one(
         noise=noise,
         lr_is_inert=inert,
         next_setting=None,
-        verdict=f"{does_clipping_pay(points, L0, L1, gain, noise)} {tolerated(points, L0, L1, constant)}",
-        reasons=reasons(points, L0, L1, gain, noise, inert, constant),
+        verdict=" ".join(sentence for sentence in sentences if sentence),
+        reasons=reasons(points, L0, L1, gain, noise, inert, constant, held=held, evidence=evidence),
         warnings=doubts_about(points, L1=L1, effective=len(g[few]) / chosen),
     )
 

@@ -39,6 +39,12 @@ def at_edge_of_stability(points: Points) -> bool:
     return 0.65 <= _stability_number(points) <= 1.35
 
 
+def hardly_varies(points: Points) -> bool:
+    """Whether nine gradient norms in ten lie within a factor of 1.5, so that no slope can be seen."""
+    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
+    return bool(high < 1.5 * low)
+
+
 def _few_points(points: Points, effective: float) -> str | None:
     if len(points) >= 50 and effective >= 10:
         return None
@@ -49,9 +55,9 @@ def _few_points(points: Points, effective: float) -> str | None:
 
 
 def _narrow_range(points: Points) -> str | None:
-    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
-    if high / low >= 1.5:
+    if not hardly_varies(points):
         return None
+    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
     return (
         f"The gradient norm hardly varies ({low:.3g} to {high:.3g} for nine rows in ten), so L1 is not "
         "identified: many pairs on the frontier describe these points equally well."
