@@ -37,6 +37,7 @@ class CharLSTM(nn.Module):
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 model = CharLSTM()
+(folder / "trace.jsonl").unlink(missing_ok=True)  # of an earlier call
 optimizer = cw.ClippedSGD(model.parameters(), lr=4.0, max_norm=0.25)
 probe = cw.SmoothnessProbe(model, every=2, trace=folder / "trace.jsonl")
 
@@ -66,7 +67,7 @@ axes.plot(
 )
 axes.set(xscale="log", yscale="log", xlabel="gradient norm ‖g‖", ylabel="smoothness along the step")
 axes.set_title(f"rank correlation {fit.spearman:.2f}, with a constant Hessian {fit.control.spearman:.2f}")
-axes.legend()
+axes.legend(loc="lower right")
 figure.colorbar(points, label="training step")
 figure.savefig(folder / "smoothness.png", dpi=120)
 print(f"\nWrote {folder / 'smoothness.png'} and {folder / 'trace.jsonl'}.")

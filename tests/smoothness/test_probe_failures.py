@@ -154,6 +154,41 @@ def test_gradient_that_is_not_finite_is_marked():
     assert probe.trace[0]["status"] == "nonfinite"
 
 
+def steps(probe, model, loss_fn, count=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+
+
+def test_second_run_into_the_same_trace_is_refused_before_its_first_step(tmp_path):
+    (model, loss_fn), path = net(), tmp_path / "trace.jsonl"
+    first = SmoothnessProbe(model, every=1, trace=path)
+    steps(first, model, loss_fn)
+    first.close()
+    before = [p.detach().clone() for p in model.parameters()]
+    second = SmoothnessProbe(model, every=1, trace=path)
+    with pytest.raises(ValueError, match=r"already holds a run .*trace.jsonl.*Delete the file"):
+        steps(second, model, loss_fn)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    second.load_state_dict(first.state_dict())
+    steps(second, model, loss_fn)
+    assert second.trace.column("step").tolist() == [0, 1, 2, 3]
+
+
+def test_run_resumed_from_before_its_first_row_may_measure_its_rows_again():
+    model, loss_fn = net()
+    first = SmoothnessProbe(model, every=1)
+    saved = first.state_dict()
+    steps(first, model, loss_fn)
+    second = SmoothnessProbe(model, every=1, trace=first.trace)
+    second.load_state_dict(saved)
+    steps(second, model, loss_fn, 3)
+    assert second.trace.column("step").tolist() == [0, 1, 2]
+
+
 class FullDisk(Trace):
     """Every second write fails."""
 

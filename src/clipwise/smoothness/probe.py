@@ -25,6 +25,7 @@ from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
 from clipwise.smoothness.oracle import GradientOracle
 from clipwise.smoothness.passes import PassState
 from clipwise.smoothness.ranks import (
+    any_rank,
     from_rank_zero,
     is_writer,
     over_ranks,
@@ -69,7 +70,8 @@ class SmoothnessProbe:
             of the parameters) and ``"spectral"`` (dozens to hundreds of gradients). A mapping
             ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
-        trace: Where the rows go: a path, a :class:`~clipwise.smoothness.trace.Trace`, or None for memory.
+        trace: Where the rows go: a path, a :class:`~clipwise.smoothness.trace.Trace`, or None for memory. One
+            that holds a run already is only continued after :meth:`load_state_dict`.
         max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
             chosen from measured times, never shorter than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
@@ -110,7 +112,7 @@ class SmoothnessProbe:
         self.step = 0
         self._measurements = 0
         self.self_test: float | None = None
-        self._tested = False
+        self._tested = self._resumed = False
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
         self._seen = StepSeen()
@@ -135,6 +137,8 @@ class SmoothnessProbe:
             halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
                 :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`. Costs one more pass over the batch.
         """
+        if self.step == 0:
+            self._check_fresh()
         if self.step != self.schedule.next:
             try:
                 yield
@@ -189,7 +193,18 @@ class SmoothnessProbe:
         self.step = check_count("step", state["step"], least=0)
         self._measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
+        self._resumed = True
         self._seen = StepSeen()
+
+    def _check_fresh(self) -> None:
+        """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
+        if not self._resumed and any_rank(len(self.trace) > 0, self.model):
+            where = self.trace.path or "in memory"
+            raise ValueError(
+                f"`trace` already holds a run ({where}), and this probe begins at step 0: its rows would not "
+                "be kept. Delete the file or choose another one; to resume that run, call "
+                "`probe.load_state_dict(state)` first."
+            )
 
     def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
