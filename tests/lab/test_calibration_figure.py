@@ -11,9 +11,9 @@ from clipwise import calibrate
 from clipwise.lab.figures.calibration import calibration
 
 
-def quadratic(curvatures):
+def quadratic(curvatures, **options):
     model = torch.nn.Linear(2, 1, bias=False)
-    return calibrate(model, lambda L: 0.5 * L * model.weight.square().sum(), curvatures)
+    return calibrate(model, lambda L: 0.5 * L * model.weight.square().sum(), curvatures, **options)
 
 
 def points(panel):
@@ -35,6 +35,21 @@ def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
     assert any("safe step 0.5" in str(line.get_label()) for line in left.lines)
     figure.savefig(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "axis", "threshold"),
+    [
+        ("ClippedSGD", "of the gradient", "max_norm"),
+        ("NormalizedSGD", "of the gradient", "offset"),
+        ("AdamW", "of the slope", None),
+    ],
+)
+def test_figure_names_what_was_measured_for_this_optimizer(optimizer, axis, threshold):
+    figure = calibration(quadratic([1.0, 2.0, 4.0], optimizer=optimizer))
+    assert axis in figure.axes[0].get_ylabel()
+    words = figure.get_supxlabel()
+    assert [name for name in ("max_norm", "offset") if name in words] == ([threshold] if threshold else [])
 
 
 def test_figure_of_one_batch_and_of_a_wall_is_drawn():

@@ -137,6 +137,30 @@ def test_adam_goes_along_the_signs_to_where_the_slope_ends(optimizer):
     assert math.isclose(cal.lr, ADAM_SHARE * (3.0 + 8.0) / 3.0, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_adam_gets_no_threshold_and_words_of_its_own(optimizer):
+    model, loss, batches = mlp()
+    cal = calibrate(model, loss, batches, optimizer=optimizer)
+    assert cal.max_norm == cal.step_cap == math.inf
+    assert "max_norm" not in str(cal)
+    assert "step_cap" not in str(cal)
+    assert "the slope of a batch's loss along it" in str(cal)
+    with pytest.raises(ValueError, match="`clip_at` is for SGD"):
+        calibrate(model, loss, batches, optimizer=optimizer, clip_at=0.7)
+
+
+@pytest.mark.parametrize(("optimizer", "enters"), [("Adam", True), ("AdamW", False)])
+def test_decay_of_adam_is_part_of_the_loss_and_that_of_adamw_is_not(optimizer, enters):
+    model, L = Vector([3.0, -4.0]), torch.tensor([1.0, 2.0])
+
+    def loss(decay):
+        return 0.5 * ((L + decay) * model.x.square()).sum()
+
+    cal = calibrate(model, lambda b: loss(0.0), [0] * 4, optimizer=optimizer, weight_decay=10.0)
+    penalised = calibrate(model, lambda b: loss(10.0 if enters else 0.0), [0] * 4, optimizer=optimizer)
+    assert math.isclose(cal.lr, penalised.lr, rel_tol=1e-9)
+
+
 def test_weight_decay_belongs_to_the_loss():
     model = Vector([3.0, -4.0])
     penalised = calibrate(model, lambda b: (0.5 * 2.0 + 0.5 * 0.5) * model.x.square().sum(), [0] * 4)

@@ -97,11 +97,12 @@ def calibrate(
         optimizer: ``ClippedSGD``, ``NormalizedSGD``, torch's ``SGD``, ``Adam`` or ``AdamW``: class or name.
         momentum: :math:`\beta` of SGD; the effective step is :math:`\eta/(1-\beta)`, so ``lr`` is
             :math:`(1-\beta)h`.
-        weight_decay: :math:`\lambda` of SGD's L2 penalty, which belongs to the loss that is measured. AdamW's
-            decay is apart from the gradient and does not enter.
+        weight_decay: :math:`\lambda` of the L2 penalty of SGD or Adam, which belongs to the loss that is
+            measured. AdamW's decay is apart from the gradient and does not enter.
         kappa: Largest safe change of the gradient, relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
-            gradients have nothing in common and for batches that agree.
+            gradients have nothing in common and for batches that agree. Not for Adam and AdamW: there is no
+            evidence for a threshold, so ``max_norm`` is infinite.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
@@ -134,8 +135,12 @@ def calibrate(
         raise ValueError(
             f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
         )
+    if signs and clip_at != CLIP_AT:
+        raise ValueError(
+            f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
+        )
     search = _Search(kappa, max_gradients)
-    decay = 0.0 if signs else weight_decay
+    decay = 0.0 if name == "AdamW" else weight_decay
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
         for batch in _shared(batches, model):
@@ -254,7 +259,7 @@ class _Search:
             )
         grad_norm = median(batch.grad_norm for batch in self.curve)
         agreement = self.agreement.cosine
-        multiple = threshold_multiple(agreement, clip_at)
+        multiple = math.inf if signs else threshold_multiple(agreement, clip_at)
         max_norm = multiple * grad_norm
         lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset

@@ -32,7 +32,8 @@ class Calibration:
     Args:
         optimizer: The optimizer they are for.
         lr: Learning rate :math:`\eta`; the peak of a warm-up or decay schedule.
-        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``.
+        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``; infinite
+            for Adam and AdamW.
         step_cap: Longest step a clipped run can take, :math:`\eta\gamma/(1-\beta)` with momentum
             :math:`\beta`.
         lr_interval: 90 % interval of ``lr`` from the spread of the batches; NaN for a single batch.
@@ -64,19 +65,33 @@ class Calibration:
         return self.max_norm
 
     @property
+    def along_signs(self) -> bool:
+        """Whether steps were measured along the signs of the gradient, as Adam takes them."""
+        return self.optimizer in ("Adam", "AdamW")
+
+    @property
+    def threshold(self) -> str:
+        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line; empty for Adam."""
+        if self.along_signs:
+            return ""
+        return f", {'offset' if self.optimizer == 'NormalizedSGD' else 'max_norm'} {self.max_norm:.3g}"
+
+    @property
     def reasons(self) -> tuple[str, str]:
         """Why these numbers, in two sentences."""
         step = median(batch.safe_step for batch in self.curve)
-        measured = (
-            f"A step of {step:.3g} along its first direction, and no longer one, changes the gradient of a "
-            f"batch by at most {self.kappa:g} times itself and lowers its loss by a tenth of what the slope "
-            "promises."
-        )
-        if self.optimizer in ("Adam", "AdamW"):
+        falls = "lowers its loss by at least a tenth of what the slope promises"
+        if self.along_signs:
             return (
-                measured,
-                f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum.",
+                f"A step of {step:.3g} along the signs of the gradient, and no longer one, lowers the slope "
+                f"of a batch's loss along it by at most {self.kappa:g} times itself and {falls}.",
+                f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum; a "
+                "threshold is not part of it.",
             )
+        measured = (
+            f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
+            f"at most {self.kappa:g} times itself and {falls}."
+        )
         agree = ""
         if len(self.curve) > 1:
             agree = f" and the mean cosine between batches {self.agreement:.2f}"
@@ -90,11 +105,11 @@ class Calibration:
         low, high = self.lr_interval
         count = len(self.curve)
         sure = f" (90 % interval {low:.3g} to {high:.3g})" if count > 1 else ""
-        threshold = "offset" if self.optimizer == "NormalizedSGD" else "max_norm"
         batches = "1 batch" if count == 1 else f"{count} batches"
+        cap = "" if self.along_signs else f", step_cap {self.step_cap:.3g}"
         lines = [
-            f"{self.optimizer}: lr {self.lr:.3g}{sure}, {threshold} {self.max_norm:.3g}, "
-            f"step_cap {self.step_cap:.3g}; from {self.num_gradients} gradients of {batches}",
+            f"{self.optimizer}: lr {self.lr:.3g}{sure}{self.threshold}{cap}; from {self.num_gradients} "
+            f"gradients of {batches}",
             *self.reasons,
             *(f"Warning: {words}" for words in self.warnings),
         ]

@@ -15,8 +15,9 @@ from clipwise.smoothness.calibration import Calibration
 def calibration(cal: Calibration, *, title: str = "Where the step stops being safe") -> Figure:
     r"""Change of the gradient and of the loss over steps of growing length, one line a batch.
 
-    Left :math:`h\,\hat L(h)` with its limit, right the loss after the step less the loss before it. Filled
-    marks are safe steps, open ones are not; the band is the 90 % interval of the safe step.
+    Left :math:`h\,\hat L(h)` with its limit (along the signs of the gradient, the change of the slope), right
+    the loss after the step less the loss before it. Filled marks are safe steps, open ones are not; the band
+    is the 90 % interval of the safe step.
 
     Args:
         cal: What :func:`clipwise.calibrate` returned.
@@ -39,7 +40,11 @@ def calibration(cal: Calibration, *, title: str = "Where the step stops being sa
             _line(left, steps, np.array([p.kappa for p in batch.points]), safe > 0, colour, name)
             _line(right, steps, losses[-1], safe > 0, colour, name)
         left.axhline(cal.kappa, color="black", linestyle="--", linewidth=1.0)
-        left.set_ylabel(r"change of the gradient, $h\,\hat{L}(h)$")
+        left.set_ylabel(
+            r"change of the slope along the step, $\kappa(h)$"
+            if cal.along_signs
+            else r"change of the gradient, $h\,\hat{L}(h)$"
+        )
         right.axhline(0.0, color="black", linestyle="--", linewidth=1.0)
         right.set_ylabel("change of the loss over the step")
         # A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
@@ -50,9 +55,7 @@ def calibration(cal: Calibration, *, title: str = "Where the step stops being sa
         log_axes(right, y=False)
         left.legend(loc="best")
         figure.suptitle(title, fontsize=11, fontweight="bold")
-        words = (
-            f"{cal.optimizer}: lr {cal.lr:.3g}, max_norm {cal.max_norm:.3g}; {cal.num_gradients} gradients"
-        )
+        words = f"{cal.optimizer}: lr {cal.lr:.3g}{cal.threshold}; {cal.num_gradients} gradients"
         figure.supxlabel(words, fontsize=7.5, color="#555555")
     return figure
 

@@ -37,9 +37,8 @@ def curve_in_words(found: Calibration) -> str:
     spread = f" ({min(steps):.3g} to {max(steps):.3g} over the batches)" if count > 1 else ""
     return (
         f"Change of the gradient over steps of growing length, {found.num_gradients} gradients of {batches} "
-        f"before the first step of training: it passes {found.kappa:g}, or the loss rises, beyond a step of "
-        f"{median(steps):.3g}{spread}. From this: lr {found.lr:.3g}, "
-        f"{'offset' if found.optimizer == 'NormalizedSGD' else 'max_norm'} {found.max_norm:.3g}."
+        f"before the first step of training: it passes {found.kappa:g}, or the loss falls too little, beyond "
+        f"a step of {median(steps):.3g}{spread}. From this: lr {found.lr:.3g}{found.threshold}."
     )
 
 
