@@ -67,7 +67,7 @@ axes.plot(
 )
 axes.set(xscale="log", yscale="log", xlabel="gradient norm ‖g‖", ylabel="smoothness along the step")
 axes.set_title(f"rank correlation {fit.spearman:.2f}, with a constant Hessian {fit.control.spearman:.2f}")
-axes.legend(loc="lower right")
+figure.legend(loc="outside lower center")
 figure.colorbar(points, label="training step")
 figure.savefig(folder / "smoothness.png", dpi=120)
 print(f"\nWrote {folder / 'smoothness.png'} and {folder / 'trace.jsonl'}.")
