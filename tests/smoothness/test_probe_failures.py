@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from clipwise.smoothness.determinism import NonDeterministicError
 from clipwise.smoothness.probe import SmoothnessProbe
 from clipwise.smoothness.trace import Trace
 
@@ -152,6 +153,19 @@ def test_gradient_that_is_not_finite_is_marked():
     with probe(lambda: loss_fn() * float("nan")):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert probe.trace[0]["status"] == "nonfinite"
+    assert probe.self_test is None
+
+
+def test_gradient_that_is_not_finite_does_not_count_as_the_self_test():
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1)
+    (loss_fn() * float("nan")).backward()
+    with probe(lambda: loss_fn() * float("nan")):
+        pass
+    model.zero_grad()
+    loss_fn().backward()
+    with pytest.raises(NonDeterministicError, match="2 times the closure's"), probe(lambda: loss_fn() / 2):
+        pass
 
 
 def steps(probe, model, loss_fn, count=2):

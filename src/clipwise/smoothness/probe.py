@@ -215,7 +215,9 @@ class SmoothnessProbe:
             )
         raw_norm = norm(gradients).item()
         if not self._tested:
-            self.self_test = self._self_test(closure, gradients)
+            error = self._self_test(closure, gradients)
+            self._tested = math.isfinite(error)  # a gradient that is not finite tests nothing
+            self.self_test = error if self._tested else None
         row["self_test"] = self.self_test
         if self.oracle is None:
             held = self._gradients.copies(gradients)
@@ -283,7 +285,6 @@ class SmoothnessProbe:
         else:
             with self._replaying(self.oracle) as replay:
                 error = check_determinism(replay, eps=self._seen.eps)
-        self._tested = True
         return error
 
     @contextmanager
