@@ -110,6 +110,29 @@ def test_start_at_the_origin_is_measured():
     assert math.isclose(cal.lr, 1 / 3, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("std", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("optimizer", ["ClippedSGD", "AdamW"])
+def test_small_start_gives_the_answer_of_a_start_at_the_origin(std, optimizer):
+    model, batches = nn.Linear(6, 3), mlp()[2]
+
+    def rate(std):
+        nn.init.normal_(model.weight, std=std)
+        nn.init.zeros_(model.bias)
+        return calibrate(
+            model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer, num_batches=1
+        ).lr
+
+    assert math.isclose(rate(std), rate(0.0), rel_tol=0.05)
+
+
+def test_length_of_a_parameter_that_is_not_used_does_not_matter():
+    model, loss, batches = mlp()
+    expected = calibrate(model, loss, batches)
+    model.unused = nn.Parameter(torch.tensor([1e12]))
+    found = calibrate(model, lambda b: F.cross_entropy(model[:3](b[0]), b[1]), batches)
+    assert found == expected
+
+
 # For other optimizers
 
 

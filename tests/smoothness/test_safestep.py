@@ -44,7 +44,7 @@ def test_bracket_is_the_end_of_the_safe_steps_wherever_the_search_begins(end, st
     assert len(set(measured)) == len(measured)  # nothing is measured twice
 
 
-@given(end=inside)
+@given(end=st.integers(SMALLEST + 1, 10 * PER_OCTAVE))
 def test_first_search_takes_at_most_thirteen_points(end):
     measure, measured = ends_at(end)
     find_bracket(measure, start=-5 * PER_OCTAVE, stride=8, budget=13)

@@ -200,7 +200,7 @@ class _Search:
         except NoBracket as end:
             if line.half and not end.point.safe:  # steps that rounding swallows do not lower the loss, either
                 self._check_precision(line, end.point.step)
-            raise _no_bracket(end.point, line.loss) from None
+            raise _no_bracket(end.point, line) from None
         except OutOfBudget:
             if not self.curve:
                 raise ValueError(
@@ -366,15 +366,14 @@ def _check_repeatable(line: Line) -> None:
         )
 
 
-def _no_bracket(point: Point, loss: float) -> ValueError:
+def _no_bracket(point: Point, line: Line) -> ValueError:
     if point.safe:
         return ValueError(
-            f"No step became unsafe, up to {point.step:.3g} (a thousand times the length of the parameters): "
-            "the loss falls on and on along its gradient, so it does not limit the learning rate. Is it "
-            "bounded below, and is it the loss to train on?"
+            f"No step became unsafe, up to {point.step:.3g}: the loss falls on and on along its gradient, so it "
+            "does not limit the learning rate. Is it bounded below, and is it the loss to train on?"
         )
     return ValueError(
         f"No step is safe, down to {point.step:.3g}, which changes the gradient by {point.kappa:.2g} times "
-        f"itself and takes the loss from {loss:.6g} to {point.loss:.6g}. The loss may jump, or rounding may "
-        "drown its differences: calibrate in float64."
+        f"itself and takes the loss from {line.loss:.6g} to {point.loss:.6g}. The loss may jump, or rounding "
+        "may drown its differences: calibrate in float64."
     )

@@ -82,7 +82,8 @@ class Line:
         d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
         self._slope = _dot(self._gradients, d)
         # Along d, the length of x measures steps; a start at the origin has the loss to measure them by.
-        length, width = global_norm(parameters).item(), _norm(d)
+        moved = [p for p, part in zip(parameters, d, strict=True) if part is not None]
+        length, width = global_norm(moved).item(), _norm(d)
         self.unit = math.nan
         if width > 0 and length > 0:
             self.unit = length / width

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
-LARGEST = 10 * PER_OCTAVE  # a thousand units
+LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as one likes
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
 
