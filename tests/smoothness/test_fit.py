@@ -236,6 +236,23 @@ def test_bad_rows_are_skipped_and_counted():
     assert dataclasses.replace(dirty, num_skipped=0) == clean
 
 
+@pytest.mark.parametrize("far", [1e-40, 1e15, 1e30])
+def test_one_row_far_beyond_the_others_is_fitted_and_named(far):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    g[-1], ell[-1] = (far, 2 * far) if far > 1 else (far, 1.0)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1 * g, lr=0.1))
+    assert math.isfinite(fit.L0)
+    assert fit.L1_interval[0] <= fit.L1 <= fit.L1_interval[1]
+    assert any("such rows alone set the slope" in warning for warning in fit.warnings) == (far > 1)
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-200, 1e200])
+def test_numbers_whose_squares_are_not_finite_are_skipped(size):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    with pytest.raises(ValueError, match="got 0 of 60"):
+        fit_smoothness(make_trace(size * g, size * ell, step_norm=0.1, lr=0.1))
+
+
 def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="at least 10 usable rows, got 0 of 0"):
         fit_smoothness(Trace())

@@ -72,3 +72,14 @@ def test_resampled_lines_follow_the_programme():
     fast = resampled_lines(g, ell, quantile=0.93)
     slow = [quantile_line(a, b, quantile=0.93) for a, b in zip(g, ell, strict=True)]
     np.testing.assert_allclose(fast, slow, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("far", [1e6, 1e12, 1e15, 1e18, 1e30])
+def test_quantile_line_holds_where_one_point_is_far_beyond_the_others(far):
+    rng = np.random.default_rng(0)
+    g = np.append(rng.lognormal(-1, 0.5, 30), far)
+    for ell in ((1 + 4 * g) * rng.uniform(0.7, 1, 31), np.append(rng.uniform(1, 2, 30), far)):
+        best, loss = quantile_line_by_enumeration(g, ell, quantile=0.95)
+        line = quantile_line(g, ell, quantile=0.95)
+        assert min(line) >= 0
+        assert loss(line) <= loss(best) * (1 + 1e-6) + 1e-13 * far

@@ -18,6 +18,7 @@ def doubts_about(points: Points, *, L1: float, effective: float) -> tuple[str, .
     found = (
         _few_points(points, effective),
         _narrow_range(points),
+        _far_row(points),
         _saturated(points, L1),
         _edge_of_stability(points),
         _noise_floor(points),
@@ -61,6 +62,16 @@ def _narrow_range(points: Points) -> str | None:
     return (
         f"The gradient norm hardly varies ({low:.3g} to {high:.3g} for nine rows in ten), so L1 is not "
         "identified: many pairs on the frontier describe these points equally well."
+    )
+
+
+def _far_row(points: Points) -> str | None:
+    middle, largest = float(np.median(points.grad_norm)), float(points.grad_norm.max())
+    if largest < 1e6 * middle:
+        return None
+    return (
+        f"The largest gradient norm is {largest / middle:.1e} times the median: such rows alone set the "
+        "slope. Fit the trace without them if they are not part of the training you ask about."
     )
 
 

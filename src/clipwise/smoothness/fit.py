@@ -18,7 +18,7 @@ from clipwise._checks import check_count
 from clipwise.smoothness.control import Control, control_of
 from clipwise.smoothness.correlation import Correlations, Interval, slope
 from clipwise.smoothness.doubts import doubts_about
-from clipwise.smoothness.points import ESTIMATORS, LEAST_ROWS, usable_points
+from clipwise.smoothness.points import ESTIMATORS, LEAST_ROWS, is_measured, usable_points
 from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line
 from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import Trace
@@ -176,7 +176,7 @@ def fit_smoothness(
     others = {
         name: fit_smoothness(trace, estimator=name, quantile=quantile, level=level, seed=seed, control=False)
         for name in ESTIMATORS[1:]
-        if estimator == "smoothness" and _count_measured(trace, name) >= LEAST_ROWS
+        if estimator == "smoothness" and (trace.ok & is_measured(trace, name)).sum() >= LEAST_ROWS
     }
     return SmoothnessFit(
         L0=L0,
@@ -213,11 +213,6 @@ def _least_squares(g: np.ndarray, ell: np.ndarray) -> tuple[float, float]:
 
 def _evenly(num: int) -> slice:
     return slice(None, None, -(-num // _MOST_POINTS))
-
-
-def _count_measured(trace: Trace, name: str) -> int:
-    g, values = trace.column("grad_norm"), trace.column(name)
-    return int((trace.ok & np.isfinite(g) & (g > 0) & np.isfinite(values) & (values >= 0)).sum())
 
 
 def _words(interval: Interval) -> str:

@@ -11,6 +11,7 @@ from clipwise.smoothness.trace import Trace
 
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 LEAST_ROWS = 10
+_LARGEST = 1e50
 # Relative rounding error of one operation, by the name that torch prints.
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -55,7 +56,7 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
     """
     check_choice("estimator", estimator, ESTIMATORS)
     grad_norm, smoothness = trace.column("grad_norm"), trace.column(estimator)
-    measured = np.isfinite(grad_norm) & (grad_norm > 0) & np.isfinite(smoothness) & (smoothness >= 0)
+    measured = is_measured(trace, estimator)
     keep = trace.ok & measured
     order = np.flatnonzero(keep)
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
@@ -81,6 +82,15 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
     )
 
 
+def is_measured(trace: Trace, estimator: str) -> np.ndarray:
+    """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
+
+    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
+    """
+    g, ell = trace.column("grad_norm"), trace.column(estimator)
+    return (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
+
+
 def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarray) -> np.ndarray:
     """Where the optimizer told its coefficient, below 1; else where the step is shorter than lr·‖g‖."""
     told = np.isfinite(coefficient)
@@ -93,7 +103,9 @@ def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: st
     if not_ok := int((~trace.ok).sum()):
         lost.append(f"{not_ok} marked as not ok")
     if without := int((trace.ok & ~measured).sum()):
-        lost.append(f"{without} without a positive finite `grad_norm` and a finite `{estimator}`")
+        lost.append(
+            f"{without} without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
+        )
     reason = f" ({', '.join(lost)})" if lost else ""
     return (
         f"`trace` must have at least {LEAST_ROWS} usable rows, got {int(keep.sum())} of {len(trace)}"
