@@ -369,8 +369,8 @@ def _check_repeatable(line: Line) -> None:
 def _no_bracket(point: Point, line: Line) -> ValueError:
     if point.safe:
         return ValueError(
-            f"No step became unsafe, up to {point.step:.3g}: the loss falls on and on along its gradient, so it "
-            "does not limit the learning rate. Is it bounded below, and is it the loss to train on?"
+            f"No step became unsafe, up to {point.step:.3g}: the loss falls on and on along its gradient, so "
+            "it does not limit the learning rate. Is it bounded below, and is it the loss to train on?"
         )
     return ValueError(
         f"No step is safe, down to {point.step:.3g}, which changes the gradient by {point.kappa:.2g} times "
