@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import math
-import signal
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ import torch
 from lightning_fabric import Fabric
 
 from clipwise._checks import check_count, check_nonnegative
-from clipwise.lab.parallel import make_fabric, starts_processes
+from clipwise.lab.parallel import make_fabric
 from clipwise.lab.progress import Reporter, run_progress
 from clipwise.lab.recipes import LanguageRecipe, Recipe
 from clipwise.lab.runs import (
@@ -35,6 +32,7 @@ from clipwise.lab.runs import (
     write_status,
 )
 from clipwise.lab.session import Session
+from clipwise.lab.surroundings import left_to_processes, quiet, stop_signal, surroundings
 from clipwise.lab.tasks import make_task
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -129,7 +127,7 @@ def train(
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
-    with locked(run.folder), _left_to_processes(fabric):
+    with locked(run.folder), left_to_processes(fabric):
         try:
             fabric.launch(partial(_train, run=run, options=options))
         except BaseException as error:
@@ -146,7 +144,7 @@ def train(
 def _train(fabric: Fabric, run: Run, options: _Options) -> None:
     """One process of a run, from the start or the checkpoint to the end."""
     recipe = run.recipe
-    with _quiet(), _surroundings(recipe, options), _stop_signal() as stop:
+    with quiet(), surroundings(recipe, threads=options.threads), stop_signal() as stop:
         task = make_task(
             recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
         )
@@ -327,64 +325,6 @@ def _any_process(fabric: Fabric, flag: bool) -> bool:
         return flag
     votes = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
     return bool(votes)
-
-
-@contextmanager
-def _surroundings(recipe: Recipe, options: _Options) -> Iterator[None]:
-    """Float type, threads and global generators for a run; the caller's come back afterwards."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or a polite end sets; a second Ctrl-C ends at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _left_to_processes(fabric: Fabric) -> Iterator[None]:
-    """While processes of ours train, Ctrl-C is theirs: they save, and end."""
-    if not starts_processes(fabric) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without advice about things that a run folder settles, or that no code here does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        yield
 
 
 def _one_line(error: BaseException) -> str:
