@@ -200,36 +200,6 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
         torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=0)
 
 
-def test_validation_between_steps_does_not_disturb_the_masks():
-    model, loss_fn = net(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
-    for _ in range(3):
-        with torch.no_grad():
-            model(torch.randn(9, 6))
-        step_of(model, loss_fn, probe, optimizer)  # the first one tests itself against `.grad`
-    assert probe.trace.ok.all()
-    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
-
-
-def test_noise_drawn_before_the_model_needs_a_snapshot():
-    model, _ = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-
-    def loss_fn():
-        return F.cross_entropy(model(x + torch.randn(5, 6)), y)
-
-    probe = SmoothnessProbe(model, every=1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        probe.snapshot()
-        loss_fn().backward()
-        with probe(loss_fn):
-            optimizer.step()
-    assert probe.trace.ok.all()
-
-
 def test_noise_from_two_halves_is_that_of_the_batch_gradient():
     model = nn.Linear(1, 4, bias=False)  # f = ½‖w − b‖² for each sample b: its gradient has covariance I
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +13,59 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clipwise.smoothness.estimators import difference, norm, precision
 from clipwise.smoothness.ranks import any_rank, local
 from clipwise.smoothness.replay import Gradients, Replay
-from clipwise.smoothness.seen import SeenPass, alike, fingerprint
+from clipwise.smoothness.seen import SeenPass, StepSeen, alike, fingerprint
 from clipwise.smoothness.strangers import StrangersError, refusing_strangers
 
 
 class NonDeterministicError(RuntimeError):
     """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
+
+
+@dataclass
+class SelfTest:
+    """A probe's test that its replays are training's passes again, and what it knows from it.
+
+    Attributes:
+        error: Relative difference of one gradient replayed twice; None until one was finite.
+        calls: How often training had called the model before the tested step.
+    """
+
+    error: float | None = None
+    calls: int = 0
+
+    def is_due(self, seen: StepSeen) -> bool:
+        """Whether nothing was tested yet, or training called the model in another way than it did then."""
+        state = seen.state
+        changed = state is not None and state.modes_changed()
+        return self.error is None or seen.trained.calls != self.calls or changed
+
+    def run(self, replay: Replay, trained: Gradients | None, seen: StepSeen) -> None:
+        """Test ``replay``; a gradient that is not finite tests nothing.
+
+        A later step that called the model in another way may have run another number of micro-batches, or a
+        stray pass may have been taken for training's.
+        """
+        seen.replayed = SeenPass()
+        try:
+            error = check_determinism(
+                replay, trained, seen=seen.trained, replayed=seen.replayed, eps=seen.eps
+            )
+        except NonDeterministicError as reason:
+            if self.error is None:
+                raise
+            raise RuntimeError(
+                f"the model was called {seen.trained.calls} times since the last step, {self.calls} times "
+                "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
+                "the model under `torch.no_grad()` for anything but training, or `probe.snapshot()` just "
+                "before the loss is computed."
+            ) from reason
+        if not math.isfinite(error):
+            return
+        if self.error is None:
+            self.error = error
+        else:
+            seen.trained.size = seen.replayed.size / 2  # two replays; a stray pass is not among them
+        self.calls = seen.trained.calls
 
 
 def check_determinism(
@@ -141,7 +190,10 @@ def _why_not_training(
                     "micro-batches as training."
                 )
             )
-        return what + counts + "Let the closure run the same micro-batches as training."
+        return what + (
+            counts + "Let the closure run the same micro-batches as training, and call the model under "
+            "`torch.no_grad()` for anything but training."
+        )
     if not all(alike(a, b, tolerance) for a, b in zip(seen.inputs, here, strict=True)):
         return what + (
             "the model's input is not that of training. The closure uses another batch, or draws random "

@@ -57,6 +57,10 @@ class PassState:
         self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
         self._attributes = [(m, _public(m)) for m in modules if not _is_wrapper(m)]
 
+    def modes_changed(self) -> bool:
+        """Whether a module is not in the training mode that it was in then."""
+        return any(module.training != training for module, training in self._modes)
+
     def restore(self) -> None:
         """Put everything back as it was when this was taken."""
         for module, training in self._modes:

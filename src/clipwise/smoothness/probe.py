@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipwise._checks import check_choice, check_count
-from clipwise.smoothness.determinism import NonDeterministicError, check_determinism
+from clipwise.smoothness.determinism import NonDeterministicError, SelfTest
 from clipwise.smoothness.estimators import check_fractions, difference, norm, precision
 from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
 from clipwise.smoothness.oracle import GradientOracle
@@ -81,8 +81,6 @@ class SmoothnessProbe:
     Attributes:
         trace: The rows measured so far.
         step: How many blocks have run.
-        self_test: Relative difference of one gradient replayed twice, once the first measurement has tested
-            it: zero, or rounding.
     """
 
     def __init__(
@@ -111,8 +109,8 @@ class SmoothnessProbe:
         self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
         self.step = 0
         self._measurements = 0
-        self.self_test: float | None = None
-        self._tested = self._resumed = False
+        self._test = SelfTest()
+        self._resumed = False
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
         self._seen = StepSeen()
@@ -149,12 +147,14 @@ class SmoothnessProbe:
         row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
         if loss is not None and self.oracle is None:
             row["loss"] = self._mean(torch.as_tensor(loss))
-        routine = self._tested
+        routine = self.self_test is not None
         try:
             before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
             self._seen.spent += self._now() - started
+            self._seen.in_block = True
             with watch_steps(self.parameters, clock=self._now) as steps:
                 yield
+            self._seen.in_block = False
             resumed = self._now()
             self._seen.spent += steps.seconds
             if halves is not None:
@@ -168,6 +168,11 @@ class SmoothnessProbe:
             before = None
             self._finish_step(routine=routine)
 
+    @property
+    def self_test(self) -> float | None:
+        """Relative difference of one gradient replayed twice: zero or rounding; None until tested."""
+        return self._test.error
+
     def snapshot(self) -> None:
         """Remember random states and buffers as they are now, as those that the training pass starts from.
 
@@ -176,7 +181,7 @@ class SmoothnessProbe:
         """
         if self.step == self.schedule.next:
             started = self._now()
-            self._seen.state = PassState(self.model)
+            self._seen.state, self._seen.trained = PassState(self.model), SeenPass()
             self._seen.spent += self._now() - started
 
     def close(self) -> None:
@@ -214,10 +219,10 @@ class SmoothnessProbe:
                 "`zero_grad()` after it."
             )
         raw_norm = norm(gradients).item()
-        if not self._tested:
-            error = self._self_test(closure, gradients)
-            self._tested = math.isfinite(error)  # a gradient that is not finite tests nothing
-            self.self_test = error if self._tested else None
+        own = self.oracle is None  # else training's passes do not matter
+        if self.self_test is None or (own and any_rank(self._test.is_due(self._seen), self.model)):
+            with self._replaying(self.oracle or closure) as replay:
+                self._test.run(replay, gradients if own else None, self._seen)
         row["self_test"] = self.self_test
         if self.oracle is None:
             held = self._gradients.copies(gradients)
@@ -275,18 +280,6 @@ class SmoothnessProbe:
         with self._replaying(second) as replay:
             return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
 
-    def _self_test(self, closure: Callable[[], Any], gradients: list[Tensor | None]) -> float:
-        replayed = self._seen.replayed = SeenPass()
-        if self.oracle is None:
-            with self._replaying(closure) as replay:
-                error = check_determinism(
-                    replay, gradients, seen=self._seen.trained, replayed=replayed, eps=self._seen.eps
-                )
-        else:
-            with self._replaying(self.oracle) as replay:
-                error = check_determinism(replay, eps=self._seen.eps)
-        return error
-
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
         self._seen.in_replay = True
@@ -301,16 +294,16 @@ class SmoothnessProbe:
             self._seen.in_replay = False
 
     def _saw_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.step != self.schedule.next or not torch.is_grad_enabled():
+        if self.step != self.schedule.next or self._seen.in_block or not torch.is_grad_enabled():
             return
         if self._seen.in_replay:
-            self._seen.replayed.saw(args, kwargs, closely=not self._tested)
+            self._seen.replayed.saw(args, kwargs, closely=self.self_test is None)
             return
         started = self.schedule.clock()
         if self._seen.state is None:
             self._seen.state = PassState(self.model)
         self._seen.eps = autocast_precision(self.parameters[0])
-        self._seen.trained.saw(args, kwargs, closely=not self._tested)
+        self._seen.trained.saw(args, kwargs, closely=self.self_test is None)
         self._seen.spent += self.schedule.clock() - started
 
     def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:

@@ -1,0 +1,109 @@
+"""Forward passes between steps: which of them a replay starts from, and which count as samples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipwise.smoothness.probe import SmoothnessProbe
+
+
+def net(*, dropout=0.0):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def step_of(model, loss_fn, probe, optimizer):
+    optimizer.zero_grad()
+    loss_fn().backward()
+    with probe(loss_fn):
+        optimizer.step()
+
+
+def test_validation_between_steps_does_not_disturb_the_masks():
+    model, loss_fn = net(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.randn(9, 6))
+        step_of(model, loss_fn, probe, optimizer)  # the first one tests itself against `.grad`
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_stray_pass_before_training_marks_the_rows_that_it_spoils(mode):
+    model, loss_fn = net(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    step_of(model, loss_fn, probe, optimizer)
+    model.train(mode == "train")
+    model(torch.randn(9, 6))  # without no_grad
+    model.train()
+    with pytest.warns(UserWarning, match=r"called 2 times since the last step, 1 times.*no_grad"):
+        step_of(model, loss_fn, probe, optimizer)
+    step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace.ok.tolist() == [True, False, True]
+
+
+def test_snapshot_after_a_stray_pass_makes_the_row_good():
+    model, loss_fn = net(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(3):
+        model(torch.randn(9, 6))
+        probe.snapshot()
+        step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+def test_stray_pass_that_spoils_nothing_does_not_count_as_samples():
+    model, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    for step in range(4):
+        if step % 2:
+            model(torch.randn(9, 6))
+        step_of(model, loss_fn, probe, optimizer)
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5, 5]
+
+
+def test_optimizer_that_calls_the_model_itself_does_not_count_as_samples():
+    model, loss_fn = net(dropout=0.5)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    probe = SmoothnessProbe(model, every=1)
+
+    def again():
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        again()
+        with probe(loss_fn):
+            optimizer.step(again)
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+def test_noise_drawn_before_the_model_needs_a_snapshot():
+    model, _ = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+
+    def loss_fn():
+        return F.cross_entropy(model(x + torch.randn(5, 6)), y)
+
+    probe = SmoothnessProbe(model, every=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        probe.snapshot()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+    assert probe.trace.ok.all()
