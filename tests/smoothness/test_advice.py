@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from clipwise.smoothness.advice import advise, clipping_below
+from clipwise.smoothness.fit import fit_smoothness
 from clipwise.smoothness.trace import NONFINITE, Trace
 from clipwise.steps import clipped_step
 from tests.smoothness.traces import make_trace, simulated
@@ -154,6 +155,32 @@ def test_advice_is_refused_with_the_reason(trace, reason):
     assert reason in str(advice)
     with pytest.raises(ValueError, match="at least one trace"):
         advise()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"quantile": 1.5}, {"quantile": 0}, {"level": 3}, {"level": 0.0}, {"level": "much"}, {"resamples": 0}],
+)
+def test_arguments_out_of_range_are_refused_by_name(bad):
+    with pytest.raises((ValueError, TypeError), match=f"`{next(iter(bad))}` must be"):
+        advise(run(), **bad)
+
+
+def test_path_in_place_of_a_trace_is_told_how_to_be_read():
+    for use in (advise, fit_smoothness):
+        with pytest.raises(TypeError, match=r"must be a Trace, got 'x.jsonl'. Read a file with Trace.load"):
+            use("x.jsonl")
+
+
+def test_what_was_not_recorded_is_named():
+    columns = {"every": 5, "step_norm": 0.1, "lr": 0.1}
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    silent = [make_trace(g, ell, **columns) for _ in range(2)]
+    assert "no run recorded its loss" in advise(*silent).verdict
+    told = run(num=60, lr=0.1, loss=ending(6.0))
+    assert any("no loss recorded" in reason for reason in advise(told, silent[0]).reasons)
+    local = make_trace(g, np.full(60, np.nan), local_smoothness=ell, **columns)
+    assert "`smoothness` was not measured in any row, only `local_smoothness`" in advise(local).verdict
 
 
 def diverged(lr, *, max_norm=np.inf, rows=3):

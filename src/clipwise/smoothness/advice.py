@@ -23,13 +23,13 @@ from functools import partial
 
 import numpy as np
 
-from clipwise._checks import check_positive
+from clipwise._checks import check_count, check_positive
 from clipwise.smoothness.bootstrap import block_length
 from clipwise.smoothness.correlation import Interval
 from clipwise.smoothness.doubts import doubts_about
 from clipwise.smoothness.evidence import Evidence, weigh
 from clipwise.smoothness.plausible import Line, plausible_lines, quantile_factors
-from clipwise.smoothness.points import Points, usable_points
+from clipwise.smoothness.points import Points, check_share, check_trace, usable_points
 from clipwise.smoothness.progress import Setting, best_of, neighbours, next_setting, settings_of
 from clipwise.smoothness.quantile import quantile_line
 from clipwise.smoothness.trace import Trace
@@ -121,13 +121,14 @@ def advise(
     Args:
         traces: Probed runs of plain or clipped descent, at least one.
         constant: c in :math:`c/(L_0 + L_1 g)`; 0.5 is what theory proves, 1.5 what training needs.
-        quantile: Share of the points below the line that stands for the region.
-        level: Level of the intervals. They hold what the rule gives for every line that the rank-score test
-            of :func:`~clipwise.smoothness.scores.slope_interval` does not reject, and for a higher, a lower
-            and a shifted range of points (block bootstrap). On simulated traces 90 % intervals cover what the
-            rule gives for the true law in 89 to 99 % (``lr``), 83 to 99 % (``max_norm``) and 81 to 99 %
-            (``step_cap``); the low ends are strongly autocorrelated runs and lines through the origin.
-        resamples: Bootstrap samples.
+        quantile: Share of the points below the line that stands for the region, in (0, 1).
+        level: Level of the intervals, in (0, 1). They hold what the rule gives for every line that the
+            rank-score test of :func:`~clipwise.smoothness.scores.slope_interval` does not reject, and for a
+            higher, a lower and a shifted range of points (block bootstrap). On simulated traces 90 %
+            intervals cover what the rule gives for the true law in 89 to 99 % (``lr``), 83 to 99 %
+            (``max_norm``) and 81 to 99 % (``step_cap``); the low ends are strongly autocorrelated runs and
+            lines through the origin.
+        resamples: Bootstrap samples, at least 50.
         seed: Of the bootstrap.
 
     Returns:
@@ -145,7 +146,12 @@ def advise(
     """
     if not traces:
         raise ValueError("`traces` must be at least one trace, got none.")
+    for trace in traces:
+        check_trace(trace)
     check_positive("constant", constant)
+    check_share("quantile", quantile)
+    check_share("level", level)
+    check_count("resamples", resamples, least=50)
     traces = tuple(trace for trace in traces if len(trace)) or traces[:1]  # a run without rows says nothing
     try:
         settings = settings_of(traces)

@@ -18,7 +18,14 @@ from clipwise._checks import check_count
 from clipwise.smoothness.control import Control, control_of
 from clipwise.smoothness.correlation import Correlations, Interval, slope
 from clipwise.smoothness.doubts import doubts_about
-from clipwise.smoothness.points import ESTIMATORS, LEAST_ROWS, is_measured, usable_points
+from clipwise.smoothness.points import (
+    ESTIMATORS,
+    LEAST_ROWS,
+    check_share,
+    check_trace,
+    is_measured,
+    usable_points,
+)
 from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line
 from clipwise.smoothness.scores import slope_interval
 from clipwise.smoothness.trace import Trace
@@ -158,9 +165,9 @@ def fit_smoothness(
         >>> print(f"{fit.L0:.2f} {fit.L1:.2f} {fit.spearman:.2f}")
         1.00 1.98 1.00
     """
-    for name, share in (("quantile", quantile), ("level", level)):
-        if not 0 < share < 1:
-            raise ValueError(f"`{name}` must be between 0 and 1, got {share!r}.")
+    check_trace(trace)
+    check_share("quantile", quantile)
+    check_share("level", level)
     check_count("resamples", resamples, least=50)
     points = usable_points(trace, estimator=estimator)
     g, ell = points.grad_norm, points.smoothness

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clipwise._checks import check_choice
+from clipwise._checks import check_choice, check_positive
 from clipwise.smoothness.trace import Trace
 
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
@@ -82,6 +82,20 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
     )
 
 
+def check_trace(trace: Trace) -> Trace:
+    """``trace`` if it is one."""
+    if not isinstance(trace, Trace):
+        raise TypeError(f"`trace` must be a Trace, got {trace!r}. Read a file with Trace.load(path).")
+    return trace
+
+
+def check_share(name: str, value: float) -> float:
+    """``value`` if it lies between 0 and 1."""
+    if check_positive(name, value) >= 1:
+        raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
+    return value
+
+
 def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
 
@@ -99,6 +113,14 @@ def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarr
 
 
 def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
+    others = [name for name in ESTIMATORS if np.isfinite(trace.column(name)).any()]
+    if others and estimator not in others:
+        there = " and ".join(f"`{name}`" for name in others)
+        return (
+            f"`{estimator}` was not measured in any row, only {there}. "
+            "Let the probe measure it (`estimators`), or fit what there is: "
+            f'fit_smoothness(trace, estimator="{others[0]}").'
+        )
     lost = []
     if not_ok := int((~trace.ok).sum()):
         lost.append(f"{not_ok} marked as not ok")

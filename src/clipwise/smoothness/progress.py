@@ -52,6 +52,11 @@ def best_of(settings: list[Setting]) -> Setting:
         ValueError: If no run both kept its loss finite and recorded it.
     """
     alive = [s for s in settings if not s.diverged and math.isfinite(s.score) and s.points is not None]
+    if not alive and any(not s.diverged and s.points is not None for s in settings):
+        raise ValueError(
+            "no run recorded its loss, which settings are compared by. Hand it to the probe: "
+            "`with probe(closure, loss=loss): ...`."
+        )
     if not alive:
         raise ValueError("no run kept a finite loss, so none can be recommended. Start from a smaller lr.")
     least = min(alive, key=lambda s: s.score)
@@ -106,7 +111,8 @@ def _whole(trace: Trace, horizon: float) -> Setting:
     finite = losses[np.isfinite(losses) & (trace.column("step") <= horizon)]
     score, error = _level(finite)
     blown_up = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
-    diverged = blown_up or trace.column("step")[-1] < horizon
+    silent = not np.isfinite(losses).any() and trace.ok.any()  # nobody told the loss
+    diverged = not silent and (blown_up or trace.column("step")[-1] < horizon)
     max_norm = _max_norm(points) if points is not None else _told_max_norm(trace)
     return Setting(lr=lr, max_norm=max_norm, points=points, diverged=diverged, score=score, error=error)
 
