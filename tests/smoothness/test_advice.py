@@ -231,6 +231,21 @@ def test_sweep_with_worse_settings_on_both_sides_has_no_next():
     assert "both sides" in advice.verdict
 
 
+@pytest.mark.parametrize(("best", "following"), [(0.25, 0.625), (0.1, 0.04)])
+def test_sweep_whose_best_threshold_is_at_the_edge_names_the_next_one(best, following):
+    loss = {(1, best): 4.8, (3, best): 4.2, (10, best): 5.0}
+    runs = [
+        run(num=60, lr=lr, max_norm=m, loss=ending(loss.get((lr, m), 5.2)), seed=i)
+        for i, (lr, m) in enumerate((lr, m) for m in (0.1, 0.25) for lr in (1, 3, 10))
+    ]
+    advice = advise(*runs)
+    assert (advice.lr, advice.max_norm) == (3, pytest.approx(best))
+    assert advice.next_setting == {"lr": 3, "max_norm": pytest.approx(following)}
+    assert "edge of what was tried" in advice.verdict
+    low, high = advice.step_cap_interval
+    assert low <= advice.step_cap <= high
+
+
 def test_of_equal_losses_the_larger_step_is_taken():
     equal = [run(num=60, lr=lr, max_norm=0.25, loss=ending(6.0, seed=i)) for i, lr in enumerate((1.0, 3.0))]
     worse = run(num=60, lr=9.0, max_norm=0.25, loss=ending(7.0))

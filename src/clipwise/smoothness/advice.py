@@ -285,6 +285,8 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
     assert best.points is not None
     assert local.step_cap is not None
     assert local.lr is not None
+    span = local.step_cap_interval
+    assert span is not None
     high = float(np.quantile(best.points.grad_norm, 0.95))
     tolerated = local.step_cap if math.isfinite(local.step_cap) else local.lr * high
     # A length that was run and stayed stable is safe; without clipping the curvature has to say.
@@ -315,7 +317,7 @@ def _from_several(best: Setting, settings: list[Setting], local: Advice, *, stag
         step_cap=cap,
         lr_interval=neighbours(best.lr, [s.lr for s in settings]),
         max_norm_interval=neighbours(max_norm, [s.max_norm for s in settings if s.lr == best.lr]),
-        step_cap_interval=local.step_cap_interval,
+        step_cap_interval=(min(cap, span[0]), max(cap, span[1])),  # a length that was run is one of them
         clipped_fraction=float(np.mean(best.points.grad_norm > max_norm)),
         gain=local.gain,
         noise=local.noise,

@@ -69,6 +69,7 @@ def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | N
 
     A larger lr is always tried with clipping: at the best run's threshold or, if it had none, at its median
     gradient norm. Without clipping it would most likely diverge, which says nothing about it with clipping.
+    Where lr lies inside and several thresholds were tried with it, the threshold may still be at their edge.
     """
     assert best.points is not None
     tried = sorted({s.lr for s in settings if math.isfinite(s.lr)})
@@ -81,7 +82,8 @@ def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | N
         return {"lr": min(s.lr for s in above), "max_norm": clipped}
     if best.lr == tried[0]:
         return {"lr": best.lr / ratio, "max_norm": best.max_norm}
-    return None
+    threshold = _threshold_beyond(best, [s.max_norm for s in settings if s.lr == best.lr])
+    return None if threshold is None else {"lr": best.lr, "max_norm": threshold}
 
 
 def neighbours(value: float, tried: list[float]) -> tuple[float, float]:
@@ -94,6 +96,16 @@ def neighbours(value: float, tried: list[float]) -> tuple[float, float]:
     below = [other for other in tried if other < value]
     above = [other for other in tried if other > value]
     return max(below, default=value), min(above, default=value)
+
+
+def _threshold_beyond(best: Setting, tried: list[float]) -> float | None:
+    """The next threshold outwards if several were tried and the best lies at their edge."""
+    lower = [m for m in tried if m < best.max_norm * (1 - 1e-3)]  # measured, so equal ones differ by rounding
+    higher = [m for m in tried if m > best.max_norm * (1 + 1e-3)]
+    if bool(lower) == bool(higher) or math.isinf(best.max_norm):
+        return None
+    ratio = _ratio(sorted(m for m in (*lower, best.max_norm, *higher) if math.isfinite(m)))
+    return best.max_norm * ratio if lower else best.max_norm / ratio
 
 
 def _ratio(tried: list[float]) -> float:
