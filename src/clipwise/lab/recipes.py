@@ -48,7 +48,8 @@ class Recipe(ABC):
         probe_data: Share of the training data on which the probe measures; 0 is the training batch.
         eval_every: Steps between two evaluations on held-out data; 0 evaluates at the end only.
         eval_size: Held-out tokens or images to evaluate on; 0 takes all.
-        log_every: Steps after which the loss is fetched from the device and written.
+        log_every: Steps after which the mean loss is fetched from the device and written; an evaluation does
+            so too.
         diverged_above: The run counts as diverged once the loss exceeds this multiple of the first one.
         precision: Precision of Lightning Fabric.
     """

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 
@@ -166,7 +167,8 @@ def _loop(
     """Train until the last step, divergence, or a signal; the status and its reason."""
     fabric, task, recipe = session.fabric, session.task, session.run.recipe
     model, optimizer, probe = session.model, session.optimizer, session.probe
-    loss_sum = torch.zeros((), device=fabric.device)
+    # Both begin anew with each row, and a checkpoint is only taken after one: they need no place in it.
+    loss_sum, steps_summed = torch.zeros((), device=fabric.device), 0
     model.train()
     while session.step < total:
         step = session.step
@@ -188,16 +190,18 @@ def _loop(
             session.averaging.after_step()
         session.step += 1
         loss_sum += loss.detach()
+        steps_summed += 1
 
-        # Only here is the device waited for.
-        if session.step % recipe.log_every and session.step < total:
+        evaluating = session.step == total or _is_multiple(session.step, recipe.eval_every)
+        if not evaluating and not _is_multiple(session.step, recipe.log_every):
             continue
-        count = recipe.log_every if session.step % recipe.log_every == 0 else session.step % recipe.log_every
-        reason = _record(session, loss_sum / count, report)
+        # Only here is the device waited for.
+        reason = _record(session, loss_sum / steps_summed, report)
         loss_sum.zero_()
+        steps_summed = 0
         if reason:
             return DIVERGED, reason
-        if session.step == total or (recipe.eval_every and session.step % recipe.eval_every == 0):
+        if evaluating:
             if _evaluate(session, task.splits if session.step == total else task.splits[:1]):
                 session.save()
                 return FINISHED, "validation no longer improves"
@@ -301,8 +305,14 @@ class _Clock:
 
 
 def _final_loss(run: Run) -> float:
-    _, losses = run.column("loss")
-    return float(losses[-max(1, LAST_STEPS // run.recipe.log_every) :].mean()) if len(losses) else math.nan
+    """Mean over the last steps, in whole rows; each is a mean over the steps since the row before."""
+    steps, losses = run.column("loss")
+    if not len(steps):
+        return math.nan
+    spans = np.diff(steps, prepend=0)
+    last = steps - spans >= steps[-1] - LAST_STEPS
+    last[-1] = True
+    return float(np.average(losses[last], weights=spans[last]))
 
 
 def _final_metrics(run: Run) -> dict[str, dict[str, float]]:
@@ -312,6 +322,10 @@ def _final_metrics(run: Run) -> dict[str, dict[str, float]]:
         for split, rows in last.items()
         if rows
     }
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _drop(recipe: Recipe, share: float) -> float:
