@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+_SEQUENCES = (list, deque)
+_CONTAINERS = (*_SEQUENCES, dict, set)
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS)
+_MODERATE = 1 << 18  # numbers of a tensor: larger ones would cost memory that nobody expects
 _TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
 
 
@@ -44,8 +50,9 @@ class RandomState:
 class PassState:
     """What a forward pass reads and changes besides parameters: random states, buffers, modes, attributes.
 
-    Of a module's own attributes the public ones are kept by reference, so that a recurrent state carried as
-    ``self.hidden = new`` or a counter comes back too.
+    A module's own attributes come back too: a counter, a recurrent state carried as ``self.hidden = new``, a
+    list or dict that the pass adds to, a plain tensor that it changes in place. What is inside such a list,
+    inside other objects, or in a plain tensor of more than a quarter of a million numbers is not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +62,10 @@ class PassState:
         self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
         tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
         self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
-        self._attributes = [(m, _public(m)) for m in modules if not _is_wrapper(m)]
+        self._attributes = [(m, _state_of(m)) for m in modules if not _is_wrapper(m)]
+        values = [value for _, own in self._attributes for value in own.values()]
+        self._tensors = [(t, t._version, t.detach().clone()) for t in values if _may_change_in_place(t)]
+        self._contents = [(c, copy.copy(c)) for c in values if type(c) in _CONTAINERS]
 
     def modes_changed(self) -> bool:
         """Whether a module is not in the training mode that it was in then."""
@@ -72,9 +82,16 @@ class PassState:
             for buffer, value in self._values:
                 buffer.copy_(value)
         for module, attributes in self._attributes:
-            for name in _public(module).keys() - attributes.keys():
+            for name in _state_of(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
+        with torch.no_grad():
+            for tensor, version, value in self._tensors:
+                if tensor._version != version:  # else leave it alone: a graph may need it as it is
+                    tensor.copy_(value)
+        for container, content in self._contents:
+            container.clear()
+            getattr(container, "extend" if isinstance(container, _SEQUENCES) else "update")(content)
         self.random.restore()
 
 
@@ -83,9 +100,25 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
 
 
-def _public(module: nn.Module) -> dict[str, Any]:
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes: public ones of any kind, and what is plain of the private ones."""
     own = vars(module)  # of which most belong to torch
-    return {name: own[name] for name in own.keys() - _TORCHS_OWN if not name.startswith("_")}
+    names = own.keys() - _TORCHS_OWN
+    return {name: own[name] for name in names if not name.startswith("_") or _is_plain(module, own[name])}
+
+
+def _is_plain(module: nn.Module, value: Any) -> bool:
+    """Not so machinery, nor what torch's own modules keep for themselves: their state is in buffers."""
+    return isinstance(value, _PLAIN) and not type(module).__module__.startswith("torch.")
+
+
+def _may_change_in_place(value: Any) -> bool:
+    """A plain tensor of moderate size; one with a graph is made anew by each pass."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.requires_grad or value.is_inference() or value.numel() > _MODERATE)
+        and value.layout is torch.strided
+    )
 
 
 def _accelerator_in_use() -> Any:
