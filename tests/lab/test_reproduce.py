@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,31 @@ def test_the_plan_serves_every_figure_with_three_seeds():
 def test_a_figure_alone_takes_only_its_runs():
     assert {run.setting for run in make_plan("laptop", ("fig8",)).runs} == {"lm-lr2", "lm-lr10clip0.25"}
     assert make_plan("laptop", ("fig7",)).runs == ()
+
+
+def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale():
+    for scale in ("laptop", "paper"):
+        plan = make_plan(scale, ("fig8",))
+        gd, clipped = (plan.of(setting)[0].recipe for setting in plan.descent)
+        assert {run.setting for run in plan.runs} == set(plan.descent)
+        assert (gd.name, clipped.name) == ("ptb-lstm", "ptb-lstm")
+        assert (gd.lr, gd.max_norm, clipped.lr, clipped.max_norm) == (2.0, math.inf, 10.0, 0.25)
+        assert replace(gd, lr=10.0, max_norm=0.25) == clipped
+    legend = [run.recipe.name for run in make_plan("paper", ("fig4",)).runs if run.setting in LANGUAGE]
+    assert legend == ["ptb-awd-lstm"] * len(LANGUAGE)
+
+
+@pytest.mark.slow
+def test_runs_of_another_recipe_or_scale_are_not_taken_for_these(tmp_path):
+    plan = tiny_plan(tmp_path / "data", ("fig8",))
+    reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    run = plan.runs[0]
+    other = replace(plan, runs=(replace(run, recipe=replace(run.recipe, hidden=7)),))
+    with pytest.raises(ValueError, match=r"run of another recipe .hidden 6 → 7"):
+        reproduce(tmp_path / "out", plan=other, offline=True, progress=False)
+    at_paper_scale = replace(plan, scale="paper", runs=(replace(run, setting="lstm-lr2"),))
+    reproduce(tmp_path / "out", plan=at_paper_scale, offline=True, progress=False)
+    assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == ["text", "text-paper"]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +142,8 @@ def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     from clipwise.lab.reproduce import _data
 
-    names, sources = _data(make_plan("laptop", ("fig3", "fig8")), offline=True, progress=False)
-    assert names == ["topics", "digits"]
+    places, sources = _data(make_plan("laptop", ("fig3", "fig8")), offline=True, progress=False)
+    assert places == {"ptb": "topics", "cifar10-subset": "digits"}
     assert all("stand-in" in source for source in sources)
 
 
@@ -241,6 +267,21 @@ def test_verdicts_say_no_where_clipping_is_slower(tmp_path):
     assert claims["Large learning rates diverge without clipping; it allows them."].verdict == NOT_SUPPORTED
     assert claims["Clipping accelerates training of the language model."].verdict == NOT_SUPPORTED
     assert claims["Models trained with clipping have the best validation loss."].verdict == NOT_SUPPORTED
+
+
+def test_one_seed_is_no_verdict(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100}, images={"steps": 100})
+    plan = replace(plan, runs=tuple(run for run in plan.runs if run.recipe.seed == 1))
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
+    told = claims_of(plan, tmp_path)
+    for paper in (
+        "Clipping accelerates training of the language model.",
+        "Models trained with clipping have the best validation loss.",
+        "On images clipped descent converges fastest.",
+        "On images clipped descent matches the test accuracy of momentum.",
+    ):
+        assert told[paper].verdict == NOT_TESTABLE
+        assert "(one seed)" in told[paper].measured
 
 
 def test_claims_without_runs_are_not_testable(tmp_path):

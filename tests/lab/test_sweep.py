@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -61,6 +62,16 @@ def test_a_sweep_leaves_a_table_and_a_heat_map(on_joblib):
     assert (on_joblib.folder / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert on_joblib.best.train_loss == min(t.train_loss for t in on_joblib.trials)
     assert str(on_joblib).count("finished") == 12
+
+
+@pytest.mark.slow
+def test_trials_of_another_recipe_are_not_taken_for_this_sweeps(tmp_path):
+    recipe = small_language(tmp_path / "data", steps=2, probe_every=0)
+    sweep(recipe, {"lr": [1.0]}, tmp_path / "sweep", progress=False, workers=1)
+    before = fingerprint(tmp_path / "sweep")
+    with pytest.raises(ValueError, match=r"lr=1 holds a run of another recipe \(steps 2 → 4\)"):
+        sweep(replace(recipe, steps=4), {"lr": [1.0]}, tmp_path / "sweep", progress=False, workers=1)
+    assert fingerprint(tmp_path / "sweep") == before
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from clipwise._checks import check_choice
 from clipwise.lab.recipes import SCALES, Recipe, get_recipe, with_fields
@@ -24,6 +25,7 @@ class Planned:
         cost: Rough cost in seconds on one core of a laptop; long runs start first.
         calibrated: Whether ``lr`` and ``max_norm`` are measured before training; those of the recipe are not
             looked at.
+        place: Folder for runs on the same data and at the same scale.
     """
 
     setting: str
@@ -31,11 +33,17 @@ class Planned:
     figures: tuple[str, ...]
     cost: float
     calibrated: bool = False
+    place: str = ""
 
     @property
     def name(self) -> str:
-        """Name of the run and of its folder."""
+        """Name of the run."""
         return f"{self.setting}-seed{self.recipe.seed}"
+
+    @property
+    def path(self) -> Path:
+        """Its folder below that of all runs."""
+        return Path(self.place) / self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,11 @@ class Plan:
     runs: tuple[Planned, ...]
     synthetic: bool
     figures: tuple[str, ...]
+
+    @property
+    def descent(self) -> tuple[str, str]:
+        """Settings of GD and of clipped GD on the two-layer LSTM: figure 8."""
+        return DESCENT if self.scale == "laptop" else (_two_layer(DESCENT[0]), _two_layer(DESCENT[1]))
 
     def of(self, setting: str) -> list[Planned]:
         """The runs of one setting, by seed."""
@@ -62,6 +75,7 @@ LANGUAGE = {
     "lm-lr10": (10.0, math.inf, ("fig4",)),
     "lm-lr30": (30.0, math.inf, ("fig4",)),
 }
+DESCENT = ("lm-lr2", "lm-lr10clip0.25")
 # Setting: learning rate, threshold, momentum, figures.
 IMAGES = {
     "cifar-momentum": (0.1, math.inf, 0.9, ("fig3", "fig4")),
@@ -128,21 +142,45 @@ def compared_steps(recipe: Recipe) -> int:
 
 
 def _language(scale: str, fields: dict[str, object]) -> list[Planned]:
+    """The settings of the legend; at paper scale on AWD-LSTM, those of figure 8 also on the two-layer LSTM."""
     runs = []
     for setting, (lr, max_norm, figures) in LANGUAGE.items():
-        # AWD-LSTM at paper scale, as the paper; the quantitative comparison is on the two-layer LSTM.
-        names = ["ptb-lstm"] if scale == "laptop" or figures == ("fig4", "fig8") else ["ptb-awd-lstm"]
-        for name in names:
-            recipe = get_recipe(name, scale, lr=lr, max_norm=max_norm)
-            if scale == "laptop":
-                recipe = with_fields(recipe, steps=_LANGUAGE_STEPS[scale], eval_every=50)
-            recipe = with_fields(recipe, **fields)
-            for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
-                run = replace(recipe, seed=seed)
-                if scale == "laptop" and setting == "lm-lr30clip0.25" and seed == 0 and not fields:
-                    run = with_fields(run, steps=_LONG_STEPS)
-                cost = 0.24 * run.steps if max_norm < math.inf or lr < 10 else 1.0
-                runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=cost))
+        if scale == "laptop":
+            runs += _seeds(setting, scale, "ptb-lstm", lr, max_norm, figures, fields)
+            continue
+        others = tuple(figure for figure in figures if figure != "fig8")
+        runs += _seeds(setting, scale, "ptb-awd-lstm", lr, max_norm, others, fields)
+        if setting in DESCENT:
+            runs += _seeds(_two_layer(setting), scale, "ptb-lstm", lr, max_norm, ("fig8",), fields)
+    return runs
+
+
+def _two_layer(setting: str) -> str:
+    return setting.replace("lm-", "lstm-")
+
+
+def _seeds(
+    setting: str,
+    scale: str,
+    name: str,
+    lr: float,
+    max_norm: float,
+    figures: tuple[str, ...],
+    fields: dict[str, object],
+) -> list[Planned]:
+    """One setting of the language model, once for each seed."""
+    recipe = get_recipe(name, scale, lr=lr, max_norm=max_norm)
+    if scale == "laptop":
+        recipe = with_fields(recipe, steps=_LANGUAGE_STEPS[scale], eval_every=50)
+    recipe = with_fields(recipe, **fields)
+    runs = []
+    for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
+        run = replace(recipe, seed=seed)
+        if scale == "laptop" and setting == BY_HAND and seed == 0 and not fields:
+            run = with_fields(run, steps=_LONG_STEPS)
+        diverges = max_norm == math.inf and lr >= 10
+        cost = 1.0 if diverges else max(0.24 * run.steps, 1.0)
+        runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=cost))
     return runs
 
 
@@ -155,7 +193,9 @@ def _images(scale: str, fields: dict[str, object]) -> list[Planned]:
         recipe = with_fields(recipe, **fields)
         for seed in SEEDS if scale == "laptop" else SEEDS[:1]:
             run = replace(recipe, seed=seed)
-            runs.append(Planned(setting=setting, recipe=run, figures=figures, cost=0.35 * run.steps))
+            runs.append(
+                Planned(setting=setting, recipe=run, figures=figures, cost=max(0.35 * run.steps, 1.0))
+            )
     return runs
 
 
@@ -186,7 +226,7 @@ def _calibrated(scale: str, fields: dict[str, object]) -> list[Planned]:
                     setting=CALIBRATED,
                     recipe=recipe,
                     figures=("fig4",),
-                    cost=0.2 * recipe.steps,
+                    cost=max(0.2 * recipe.steps, 1.0),
                     calibrated=True,
                 )
             )
@@ -209,7 +249,7 @@ def _shares(scale: str, fields: dict[str, object]) -> list[Planned]:
             setting=setting,
             recipe=replace(recipe, seed=SHOWN_SEED, probe_data=share),
             figures=("fig6",),
-            cost=recipe.steps * (0.2 + share),
+            cost=max(recipe.steps * (0.2 + share), 1.0),
         )
         for setting, share in SHARES.items()
     ]

@@ -28,7 +28,7 @@ from clipwise.lab.plan import (
     make_plan,
 )
 from clipwise.lab.progress import duration
-from clipwise.lab.recipes import ImageRecipe, LanguageRecipe
+from clipwise.lab.recipes import Recipe
 from clipwise.lab.runs import Run, write_json
 from clipwise.lab.sweep import SweepResult, has_ended, run_trial, trial_in
 
@@ -99,8 +99,9 @@ def reproduce(
     folder = Path(folder)
     plan = plan or make_plan(scale, tuple(figures) if figures else None)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    names, sources = _data(plan, offline=offline, progress=progress)
-    runs = folder / "runs" / "-".join(names) if names else folder / "runs"
+    places, sources = _data(plan, offline=offline, progress=progress)
+    plan = replace(plan, runs=tuple(replace(run, place=places[_data_of(run.recipe)]) for run in plan.runs))
+    runs = folder / "runs"
     failures = _run(plan, runs, engine=engine, workers=workers, address=address, progress=progress)
     if plan.synthetic:
         failures += _run_synthetic(folder / "synthetic", progress=progress)
@@ -123,20 +124,29 @@ def reproduce(
     return result
 
 
-def _data(plan: Plan, *, offline: bool, progress: bool) -> tuple[list[str], list[str]]:
-    """Fetch what the plan needs, once, before many processes want it; short names and sources."""
-    loaded = []
-    recipes = [run.recipe for run in plan.runs]
-    corpora = {r.corpus for r in recipes if isinstance(r, LanguageRecipe)}
-    images = {r.images for r in recipes if isinstance(r, ImageRecipe)}
-    if "ptb" in corpora:
-        loaded.append(load_ptb(offline=offline, progress=progress))
-    for name in sorted(images & {"cifar10", "cifar10-subset"}):
-        loaded.append(load_cifar10(subset=name == "cifar10-subset", offline=offline, progress=progress))
-    names = [data.name for data in loaded]
-    # The stand-ins and any other data are in no need of fetching, but the report names them too.
-    others = sorted((corpora - {"ptb"}) | (images - {"cifar10", "cifar10-subset"}))
-    return [*names, *(Path(other).stem for other in others)], [*(data.source for data in loaded), *others]
+def _data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str, str], list[str]]:
+    """Fetch what the plan needs, once, before many processes want it; folders for runs, and sources.
+
+    Runs on a stand-in, or at another scale, are kept apart from the real ones.
+    """
+    places: dict[str, str] = {}
+    sources = []
+    for name in sorted({_data_of(run.recipe) for run in plan.runs}, key=lambda name: (name != "ptb", name)):
+        found, source = Path(name).stem, name  # any other data are in no need of fetching
+        if name == "ptb":
+            corpus = load_ptb(offline=offline, progress=progress)
+            found, source = corpus.name, corpus.source
+        elif name in ("cifar10", "cifar10-subset"):
+            images = load_cifar10(subset=name == "cifar10-subset", offline=offline, progress=progress)
+            found, source = images.name, images.source
+        places[name] = found if plan.scale == "laptop" else f"{found}-{plan.scale}"
+        sources.append(source)
+    return places, sources
+
+
+def _data_of(recipe: Recipe) -> str:
+    """The data that a recipe names."""
+    return str(getattr(recipe, "corpus", "") or getattr(recipe, "images", ""))
 
 
 def _run(
@@ -144,14 +154,19 @@ def _run(
 ) -> list[str]:
     """Make every run that has not ended; the failures, a line each."""
     planned = {run.name: run for run in plan.runs}
-    left = [run for run in plan.runs if not has_ended(runs / run.name)]
+    measured = ("lr", "max_norm")  # before training, where a run is calibrated
+    left = [
+        run
+        for run in plan.runs
+        if not has_ended(runs / run.path, run.recipe, apart_from=measured if run.calibrated else ())
+    ]
     jobs = [
         Job(
             name=run.name,
-            folder=runs / run.name,
+            folder=runs / run.path,
             function=run_calibrated if run.calibrated else run_trial,
             # The data are in the cache now, or cannot be had: no process need ask the network again.
-            arguments={"recipe": run.recipe, "folder": runs / run.name, "offline": True},
+            arguments={"recipe": run.recipe, "folder": runs / run.path, "offline": True},
             total=run.recipe.steps,
         )
         for run in left
@@ -204,7 +219,7 @@ def _progress(
         nonlocal count, said
         count += 1
         if shown:
-            words = error or _ending(folder / run.name)
+            words = error or _ending(folder / run.path)
             print(f"[{count}/{len(runs)}] {run.name}: {words} ({left()})", flush=True)
             said = time.monotonic()
 
@@ -232,7 +247,7 @@ def _progress(
             bar.update(task, completed=done(), under_way=under_way())
 
         def ended(run: Planned, error: str) -> None:
-            bar.console.print(f"{run.name}: {error or _ending(folder / run.name)}", highlight=False)
+            bar.console.print(f"{run.name}: {error or _ending(folder / run.path)}", highlight=False)
 
         yield watch, ended
 
@@ -276,22 +291,28 @@ def _path(plan: Plan, runs: Path, setting: str, seed: int | None = None) -> Path
     chosen = [run for run in planned if run.recipe.seed == seed] or planned[-1:]
     if not chosen:
         raise ValueError(f"the plan has no run of {setting}")
-    return runs / chosen[0].name
+    return runs / chosen[0].path
 
 
 def _all(plan: Plan, runs: Path, settings: Sequence[str]) -> list[Path]:
-    return [runs / run.name for setting in settings for run in sorted(plan.of(setting), key=lambda r: r.name)]
+    return [runs / run.path for setting in settings for run in sorted(plan.of(setting), key=lambda r: r.name)]
 
 
 def _scatter(
-    settings: Sequence[str], title: str, name: str, *, seeds: Sequence[int] = (), log: Sequence[bool] = ()
+    settings: Sequence[str],
+    title: str,
+    name: str,
+    *,
+    seeds: Sequence[int] = (),
+    log: Sequence[bool] = (),
+    notes: Sequence[str] = (),
 ) -> Callable[[Plan, Path, Path], Path]:
     def draw(plan: Plan, runs: Path, folder: Path) -> Path:
         from clipwise.lab.figures import save, scatter
 
         chosen = seeds or [SHOWN_SEED] * len(settings)
         paths = [_path(plan, runs, setting, seed) for setting, seed in zip(settings, chosen, strict=True)]
-        figure = scatter(paths, title=title, log=list(log) or True)
+        figure = scatter(paths, title=title, log=list(log) or True, notes=notes)
         return save(figure, folder / "figures" / name)[0]
 
     return draw
@@ -302,16 +323,16 @@ def _draw_curves(plan: Plan, runs: Path, folder: Path) -> Path:
 
     paths = _all(plan, runs, [*LANGUAGE, *IMAGES])
     drawn = curves(paths, title="Figure 4: training with and without clipping")
-    sweep = heatmap(_image_sweep(runs), title="Figure 4: ResNet20, a short sweep")
+    sweep = heatmap(_image_sweep(plan, runs), title="Figure 4: ResNet20, a short sweep")
     save(sweep, folder / "figures" / "fig4_sweep")
     return save(drawn, folder / "figures" / "fig4")[0]
 
 
-def _image_sweep(runs: Path) -> SweepResult:
+def _image_sweep(plan: Plan, runs: Path) -> SweepResult:
     """The sweep on images; its losses are means over the last steps only, for it is short."""
     trials = []
     for setting, (lr, max_norm) in IMAGE_SWEEP.items():
-        found = trial_in({"lr": lr, "max_norm": max_norm}, runs / f"{setting}-seed{SHOWN_SEED}")
+        found = trial_in({"lr": lr, "max_norm": max_norm}, _path(plan, runs, setting))
         if found.result:
             loss = final_loss(Run.load(found.folder))
             found = replace(found, result=replace(found.result, train_loss=loss))
@@ -323,7 +344,10 @@ def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
     from clipwise.lab.figures import data_fraction, save
 
     part, whole = (_path(plan, runs, setting) for setting in SHARES)
-    return save(data_fraction(part, whole), folder / "figures" / "fig6")[0]
+    return save(
+        data_fraction(part, whole, title="Figure 6: a tenth of the data against all of it"),
+        folder / "figures" / "fig6",
+    )[0]
 
 
 def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
@@ -335,8 +359,9 @@ def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
 def _draw_gd(plan: Plan, runs: Path, folder: Path) -> Path:
     from clipwise.lab.figures import lstm_gd, save
 
-    gd, clipped = (_path(plan, runs, name, SHOWN_SEED) for name in ("lm-lr2", "lm-lr10clip0.25"))
-    return save(lstm_gd(gd, clipped), folder / "figures" / "fig8")[0]
+    gd, clipped = (_path(plan, runs, name, SHOWN_SEED) for name in plan.descent)
+    drawn = lstm_gd(gd, clipped, title="Figure 8: GD against clipped GD on the 2-layer LSTM")
+    return save(drawn, folder / "figures" / "fig8")[0]
 
 
 _FIRST = "lm-lr30clip0.25"
@@ -347,7 +372,7 @@ DRAW: dict[str, Callable[[Plan, Path, Path], Path]] = {
     "fig4": _draw_curves,
     "fig5": _scatter(
         [_FIRST, _FIRST], "Figure 5: linear scale, and the longer run", "fig5",
-        seeds=[SHOWN_SEED, 0], log=[False, True],
+        seeds=[SHOWN_SEED, 0], log=[False, True], notes=["linear scale", "longer run"],
     ),
     "fig6": _draw_shares,
     "fig7": _draw_synthetic,

@@ -17,7 +17,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,15 +99,19 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     run = Run.load(folder)
     if not resume:
         raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
+    check_recipe(run, recipe)
+    return run
+
+
+def check_recipe(run: Run, recipe: Recipe, *, apart_from: Sequence[str] = ()) -> None:
+    """An error that names what differs if ``run`` is of another recipe, ``apart_from`` these fields."""
     before, now = to_dict(run.recipe), to_dict(recipe)
-    changed = [
-        f"{k} {before.get(k)!r} → {now.get(k)!r}" for k in {**before, **now} if before.get(k) != now.get(k)
-    ]
+    names = [name for name in {**before, **now} if name not in apart_from]
+    changed = [f"{k} {before.get(k)!r} → {now.get(k)!r}" for k in names if before.get(k) != now.get(k)]
     if changed:
         raise ValueError(
-            f"{folder} holds a run of another recipe ({', '.join(changed)}). Choose another folder."
+            f"{run.folder} holds a run of another recipe ({', '.join(changed)}). Choose another folder."
         )
-    return run
 
 
 def _failed_at_the_start(folder: Path) -> bool:

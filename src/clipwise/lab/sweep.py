@@ -18,7 +18,7 @@ from rich.table import Table
 
 from clipwise.lab.jobs import Job, run_jobs
 from clipwise.lab.recipes import Recipe, with_fields
-from clipwise.lab.runs import ENDED, FAILED, STATUS, read_json
+from clipwise.lab.runs import ENDED, FAILED, STATUS, Run, check_recipe, read_json
 from clipwise.lab.train import RunResult, train
 
 TABLE = "sweep.csv"
@@ -93,22 +93,23 @@ def sweep(
     """
     folder = Path(folder)
     points = _points(recipe, grid)
+    recipes = {name: with_fields(recipe, **fields) for name, fields in points.items()}
     folders = {name: folder / name for name in points}
+    left = [name for name in points if not has_ended(folders[name], recipes[name])]
     jobs = [
         Job(
             name=name,
             folder=folders[name],
             function=run_trial,
             arguments={
-                "recipe": with_fields(recipe, **fields),
+                "recipe": recipes[name],
                 "folder": folders[name],
                 "checkpoint_seconds": checkpoint_seconds,
                 "offline": offline,
             },
             total=recipe.steps,
         )
-        for name, fields in points.items()
-        if not has_ended(folders[name])
+        for name in left
     ]
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -147,10 +148,20 @@ def run_trial(
     )
 
 
-def has_ended(folder: Path) -> bool:
-    """Whether the run in ``folder`` finished or diverged."""
+def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
+    """Whether the run in ``folder`` finished or diverged.
+
+    Args:
+        folder: A run folder, there or not.
+        recipe: What was to be trained there. A run of another recipe that has ended is an error.
+        apart_from: Fields of the recipe that may differ.
+    """
     path = folder / STATUS
-    return path.exists() and read_json(path)["status"] in ENDED
+    if not path.exists() or read_json(path)["status"] not in ENDED:
+        return False
+    if recipe is not None:
+        check_recipe(Run.load(folder), recipe, apart_from=apart_from)
+    return True
 
 
 def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:

@@ -40,6 +40,7 @@ def scatter(
     *,
     title: str = "Smoothness against gradient norm",
     log: bool | Sequence[bool] = True,
+    notes: Sequence[str] = (),
 ) -> Figure:
     """One panel a run, titled by its setting.
 
@@ -47,6 +48,7 @@ def scatter(
         runs: Runs or run folders with a trace.
         title: Title of the figure.
         log: Logarithmic axes, for all panels or for each.
+        notes: What to add to the titles of the panels.
     """
     found = [loaded(run) for run in runs]
     if not found:
@@ -56,6 +58,8 @@ def scatter(
         figure, axes = panels(1, len(found), height=4.3)
         for panel, run, scale in zip(axes, found, scales, strict=True):
             scatter_panel(panel, run, log=scale)
+        for panel, note in zip(axes, notes, strict=False):
+            panel.set_title(f"{panel.get_title()}, {note}")
         describe(figure, title, found)
     return figure
 
