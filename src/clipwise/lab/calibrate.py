@@ -13,6 +13,7 @@ from clipwise._checks import check_choice
 from clipwise.lab.calibration import read_calibration, write_calibration
 from clipwise.lab.recipes import Recipe
 from clipwise.lab.runs import CONFIG, Run
+from clipwise.lab.session import started
 from clipwise.lab.tasks import Task, make_task, seed_of
 from clipwise.lab.train import RunResult
 from clipwise.smoothness.calibrate import calibrate
@@ -54,7 +55,7 @@ def calibrate_recipe(
     try:
         with torch.random.fork_rng(devices=[]):
             task = task or make_task(recipe, offline=offline)
-            model = task.build().train()
+            model = started(recipe, task.build()).train()
             torch.manual_seed(seed_of(recipe, "dropout/0"))
             count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
             found = calibrate(

@@ -34,7 +34,7 @@ class Session:
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
-        module = _started(recipe, task.build())
+        module = started(recipe, task.build())
         if fabric.world_size > 1:
             module = global_batch_norm(module, fabric.device)
         self.module = module
@@ -184,7 +184,7 @@ def make_oracle(task: Task, model: nn.Module, share: float, fabric: Fabric) -> G
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
-def _started(recipe: Recipe, module: nn.Module) -> nn.Module:
+def started(recipe: Recipe, module: nn.Module) -> nn.Module:
     """``module`` with the parameters of the run that the recipe starts from, averaged ones if it has them."""
     if isinstance(recipe, LanguageRecipe) and recipe.start_from:
         saved = load_checkpoint(Path(recipe.start_from) / CHECKPOINT)
