@@ -223,6 +223,21 @@ def test_narrow_range_few_points_and_noise_floor_are_named():
     assert fit_smoothness(make_trace(g, ell), control=False).warnings == ()
 
 
+def test_noise_floor_is_that_of_the_rows_own_precision_and_self_test():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+
+    def floor(kappa, **columns):
+        return warned(make_trace(g, ell, kappa=kappa, step_norm=0.1, **columns), "Noise floor")
+
+    half = 2.0**-7  # bfloat16 under autocast: the header knows only the parameters' float32
+    assert floor(0.01, eps=half, header={"dtype": "float32"})
+    assert not floor(0.1, eps=half, header={"dtype": "float32"})
+    assert floor(1e-6, eps=2.0**-23, header={"dtype": "float64"})
+    assert floor(1e-3, self_test=2e-4)
+    assert not floor(1e-3, self_test=2e-5)
+    assert not floor(1e-3, self_test=None, eps=None)
+
+
 def test_bad_rows_are_skipped_and_counted():
     g, ell = simulated(np.random.default_rng(0), num=60)
     clean = fit_smoothness(make_trace(g, ell), control=False)

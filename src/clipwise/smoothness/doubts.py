@@ -106,9 +106,20 @@ def _stability_number(points: Points) -> float:
 
 def _noise_floor(points: Points) -> str | None:
     kappa = points.kappa[np.isfinite(points.kappa)]
-    if len(kappa) == 0 or np.median(kappa) >= 100 * points.eps:
+    if len(kappa) == 0:
         return None
-    return (
-        f"Noise floor: a step changes the gradient by {np.median(kappa):.1e} of its norm, near the rounding "
-        f"error of the precision ({points.eps:.1e}). Measure in float64 or over longer steps."
-    )
+    middle = float(np.median(kappa))
+    said = f"Noise floor: a step changes the gradient by {middle:.1e} of its norm, near "
+    # In half precision sums are kept in float32, so that the rounding of one gradient is about one eps.
+    if middle < (100 if points.eps < 1e-4 else 10) * points.eps:
+        return (
+            said
+            + f"the rounding error of the precision ({points.eps:.1e}). Measure in a higher one (without "
+            "autocast, in float64) or over longer steps."
+        )
+    if middle < 10 * points.self_test:
+        return (
+            said + f"what a replay of the same gradient differs by ({points.self_test:.1e}). Take the "
+            "randomness out of the closure, or measure over longer steps."
+        )
+    return None

@@ -31,7 +31,8 @@ class Points:
     noise: np.ndarray
     clipped: np.ndarray
     skipped: int
-    eps: float
+    eps: float  # relative precision of the gradients
+    self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if not told
 
     def __len__(self) -> int:
         return len(self.step)
@@ -78,7 +79,8 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
         noise=noise,
         clipped=_clipped(column["coefficient"], column["step_norm"], column["lr"] * g),
         skipped=len(trace) - len(order),
-        eps=_EPS.get(str(trace.header.get("dtype", "float32")).removeprefix("torch."), _EPS["float32"]),
+        eps=_typical(trace.column("eps")[order], missing=_precision_told(trace)),
+        self_test=_typical(trace.column("self_test")[order], missing=0.0),
     )
 
 
@@ -103,6 +105,16 @@ def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     """
     g, ell = trace.column("grad_norm"), trace.column(estimator)
     return (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
+
+
+def _precision_told(trace: Trace) -> float:
+    """From the header, which knows the parameters' type but not autocast's."""
+    return _EPS.get(str(trace.header.get("dtype", "float32")).removeprefix("torch."), _EPS["float32"])
+
+
+def _typical(values: np.ndarray, *, missing: float) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else missing
 
 
 def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarray) -> np.ndarray:
