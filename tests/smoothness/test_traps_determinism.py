@@ -61,7 +61,7 @@ def one_step(model, train, closure, *, before=lambda: None, probe_model=None, **
         assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
         for p, g in zip(model.parameters(), gradients, strict=True):
             assert (p.grad is None) == (g is None)
-            assert g is None or torch.equal(p.grad, g)
+            assert g is None or torch.equal(p.grad.to_dense(), g.to_dense())
         assert torch.equal(rng, torch.get_rng_state())
         raise
     return probe
@@ -77,6 +77,44 @@ def test_dropout_outside_torchs_generators_is_named_with_its_module():
         NonDeterministicError, match=r"module '1' \(OwnDropout\).*Draw from torch's generator"
     ):
         one_step(model, loss_fn, loss_fn)
+
+
+class MaskedInput(nn.Module):
+    """Draws a mask from a generator of its own, and hands the masked input to a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = net(), OwnDropout().generator
+
+    def forward(self, x):
+        return self.layer(x * (torch.rand(x.shape, generator=self.mask) > 0.5))
+
+
+class HiddenInAList(nn.Module):
+    """A recurrent state where nobody looks: in a list in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.memory = nn.RNNCell(6, 3), ([torch.zeros(1, 3)],)
+
+    def forward(self, x):
+        out = self.cell(x, self.memory[0][0].expand(len(x), 3))
+        self.memory[0][0] = out[:1].detach()
+        return out
+
+
+@pytest.mark.parametrize("kind", [MaskedInput, HiddenInAList])
+@pytest.mark.parametrize("outer", [False, True])
+def test_module_that_changes_the_input_of_its_children_is_named(kind, outer):
+    model, (x, y) = kind(), batch()
+    whole = nn.Sequential(nn.Identity(), model, nn.Identity()) if outer else model
+
+    def loss_fn():
+        return F.cross_entropy(whole(x), y)
+
+    name = "1" if outer else "model"
+    with pytest.raises(NonDeterministicError, match=rf"module '{name}' \({kind.__name__}\)"):
+        one_step(whole, loss_fn, loss_fn)
 
 
 def test_loader_drawn_inside_the_closure_is_named():
@@ -191,6 +229,38 @@ def test_other_batch_in_the_closure_is_named():
             lambda: F.cross_entropy(model(x), y),
             lambda: F.cross_entropy(model(u), v),
         )
+
+
+def sparse_net():
+    return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+
+
+def test_other_batch_is_named_with_sparse_gradients_too():
+    model, y = sparse_net(), torch.randint(3, (5,))
+    tokens, others = torch.randint(9, (5, 2)), torch.randint(9, (5, 2))
+    with pytest.raises(NonDeterministicError, match="another batch"):
+        one_step(
+            model,
+            lambda: F.cross_entropy(model(tokens), y),
+            lambda: F.cross_entropy(model(others), y),
+        )
+
+
+def test_clipping_by_value_is_named_with_sparse_and_empty_gradients_too():
+    model, y = sparse_net(), torch.randint(3, (5,))
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    tokens = torch.randint(9, (5, 2))
+
+    def loss_fn():
+        return F.cross_entropy(model[2](model[1](model[0](tokens))), y) + model.empty.sum()
+
+    def clip():
+        model[0].weight.grad = model[0].weight.grad.coalesce()
+        for g in (model[0].weight.grad.values(), model[2].weight.grad, model[2].bias.grad):
+            g.clamp_(-1e-3, 1e-3)
+
+    with pytest.raises(NonDeterministicError, match="clipped by value"):
+        one_step(model, loss_fn, loss_fn, before=clip)
 
 
 def test_noise_drawn_before_the_model_is_named_with_the_way_out():

@@ -121,24 +121,26 @@ def _identical(one: Gradients, two: Gradients) -> bool:
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
     (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
-    name, cause = "", ""
-    for (name, module, inputs, outputs), (_, _, inputs2, outputs2) in zip(calls, again, strict=False):
-        if alike(outputs, outputs2, tolerance):
-            continue
-        if not alike(inputs, inputs2, tolerance):
-            # A module inside changed nothing by itself: what went into the model did.
-            cause = (
-                "the model's input changes from call to call. The closure draws its batch (or augments it) "
-                "itself. Draw the batch before the closure, so that every call sees the same one."
-            )
-        else:
-            cause = (
-                f"module '{name}' ({type(module).__name__}) turns the same input into different outputs. It "
-                "draws outside the global generators of torch, numpy and Python (dropout with a generator of "
-                "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
-                "state as a buffer."
-            )
-        break
+    changed = [
+        (name, module, alike(inputs, inputs2, tolerance))
+        for (name, module, inputs, outputs), (_, _, inputs2, outputs2) in zip(calls, again, strict=False)
+        if not alike(outputs, outputs2, tolerance)
+    ]
+    whole = [same_input for _, module, same_input in changed if module is replay.model]
+    itself = next(((name, module) for name, module, same_input in changed if same_input), None)
+    cause = ""
+    if changed and (itself is None or whole[:1] == [False]):
+        cause = (
+            "the model's input changes from call to call. The closure draws its batch (or augments it) "
+            "itself. Draw the batch before the closure, so that every call sees the same one."
+        )
+    elif itself is not None:  # the innermost: those around it got the change from it
+        cause = (
+            f"module '{itself[0]}' ({type(itself[1]).__name__}) turns the same input into different outputs. "
+            "It draws outside the global generators of torch, numpy and Python (dropout with a generator of "
+            "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
+            "state as a buffer."
+        )
     if not cause and not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
         cause = (
             "the model's output is the same, but the loss is not. The loss itself draws random numbers "
@@ -207,8 +209,8 @@ def _why_not_training(
 
 
 def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
-    present = [t for t in trained if t is not None]
-    bound = max(t.abs().max().item() for t in present)
+    values = [t.coalesce().values() if t.is_sparse else t for t in trained if t is not None]
+    bound = max((v.abs().max().item() for v in values if v.numel()), default=0.0)
     clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
     return norm(difference(clipped, trained)).item() <= 10 * tolerance * norm(trained).item()
 

@@ -313,11 +313,12 @@ class SmoothnessProbe:
         except NonDeterministicError:
             raise  # no measurement would mean anything: better now than after the run
         except Exception as error:
-            row["status"] = f"{FAILED}{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            row["status"] = f"{FAILED}{reason}"
             if self.on_error == "raise":
                 self._write(row)
                 raise
-            self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {error!r}.")
+            self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {reason}")
             return None
 
     def _write(self, row: dict[str, Any]) -> None:
