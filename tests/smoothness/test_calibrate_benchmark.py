@@ -27,6 +27,8 @@ from benchmarks.calibrate_report import (
 )
 from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
 
+from clipwise.smoothness.calibrate import CLIP_AT, KAPPA
+
 SMALL = ["logistic regression"]
 
 
@@ -73,6 +75,15 @@ def test_finished_runs_are_not_repeated_and_a_torn_line_is_left_out(results):
     assert bench.read(results) == rows
     jobs = bench.evaluate_jobs(rows, SMALL, (1,))
     assert bench.run_all(jobs, results, processes=1) == rows
+
+
+def test_run_after_a_torn_line_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "train", lambda job: job)
+    path, job = tmp_path / "results.jsonl", bench.job("logistic regression", 1, "fixed", "adamw", lr=1e-3)
+    path.write_text('{"task": "logis')
+    assert bench.run_all([job], path, processes=1) == [job]
+    assert bench.run_all([job], path, processes=1) == [job]
+    assert path.read_text().count("\n") == 2
 
 
 @pytest.mark.slow
@@ -150,6 +161,11 @@ def test_choices_are_listed_by_constant():
     rows = [row("best of grid", 1.0)]
     rows += [row("choose", 1.1, options={"kappa": 1.0, "clip_at": [h, 1.0]}) for h in (0.5, 1.0)]
     assert choices(rows).count("5.0 %") == 4
+
+
+def test_constants_that_were_taken_run_once_a_task_and_seed():
+    tried = [(j["options"]["kappa"], tuple(j["options"]["clip_at"])) for j in bench.choose_jobs()]
+    assert (KAPPA, CLIP_AT) not in tried  # these are the runs "calibrated" of the same table
 
 
 DOCS = Path(__file__).parents[2] / "docs"
