@@ -312,6 +312,24 @@ def test_estimates_that_were_rarely_measured_are_left_out():
     assert fit.local is None
 
 
+def test_spectral_estimates_that_had_not_converged_are_left_out_and_counted():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    wrong = np.where(np.arange(60) % 3 == 0, 0.01, ell)
+    columns = {"spectral_smoothness": wrong, "spectral_converged": np.arange(60) % 3 != 0}
+    fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
+    assert fit.spectral is not None
+    assert (fit.spectral.num_points, fit.spectral.num_skipped) == (40, 20)
+    for one in (fit, fit.spectral):
+        assert any("20 of 60 spectral estimates had not converged" in warning for warning in one.warnings)
+    never = fit_smoothness(make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), control=False)
+    assert never.spectral is None
+    assert any("60 of 60 spectral estimates" in warning for warning in never.warnings)
+    with pytest.raises(ValueError, match="60 whose estimate had not converged"):
+        fit_smoothness(
+            make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), estimator="spectral_smoothness"
+        )
+
+
 def test_words_and_html_name_every_number_and_escape_them():
     g, ell = simulated(np.random.default_rng(0), num=40)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1, spectral_smoothness=2 * ell))

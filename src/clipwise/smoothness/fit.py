@@ -24,6 +24,7 @@ from clipwise.smoothness.points import (
     check_share,
     check_trace,
     is_measured,
+    unconverged_words,
     usable_points,
 )
 from clipwise.smoothness.quantile import frontier, frontier_points, quantile_line
@@ -208,7 +209,10 @@ def fit_smoothness(
         quantile=quantile,
         level=level,
         frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
-        warnings=doubts_about(points, L1=L1, effective=len(g[few]) / correlations.block_length),
+        warnings=(
+            *doubts_about(points, L1=L1, effective=len(g[few]) / correlations.block_length),
+            *(unconverged_words(trace) if estimator in ("smoothness", "spectral_smoothness") else ()),
+        ),
     )
 
 

@@ -101,10 +101,30 @@ def check_share(name: str, value: float) -> float:
 def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
 
-    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
+    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite. A spectral estimate
+    that had not converged is only a lower bound, and no estimate.
     """
     g, ell = trace.column("grad_norm"), trace.column(estimator)
-    return (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
+    found = (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
+    return found & ~_unconverged(trace) if estimator == "spectral_smoothness" else found
+
+
+def unconverged_words(trace: Trace) -> tuple[str, ...]:
+    """A warning if spectral estimates had to be left out."""
+    count = int((trace.ok & _unconverged(trace)).sum())
+    if not count:
+        return ()
+    measured = int((trace.ok & np.isfinite(trace.column("spectral_smoothness"))).sum())
+    return (
+        f"{count} of {measured} spectral estimates had not converged and are left out: they are but lower "
+        "bounds.",
+    )
+
+
+def _unconverged(trace: Trace) -> np.ndarray:
+    if "spectral_converged" not in trace.names:
+        return np.zeros(len(trace), dtype=bool)
+    return (trace.column("spectral_converged") == 0) & np.isfinite(trace.column("spectral_smoothness"))
 
 
 def _precision_told(trace: Trace) -> float:
@@ -136,7 +156,10 @@ def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: st
     lost = []
     if not_ok := int((~trace.ok).sum()):
         lost.append(f"{not_ok} marked as not ok")
-    if without := int((trace.ok & ~measured).sum()):
+    late = trace.ok & _unconverged(trace) & (estimator == "spectral_smoothness")
+    if late.any():
+        lost.append(f"{int(late.sum())} whose estimate had not converged")
+    if without := int((trace.ok & ~measured & ~late).sum()):
         lost.append(
             f"{without} without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
         )
