@@ -168,6 +168,29 @@ def test_accumulated_micro_batches_with_dropout_replay_exactly():
     assert probe.trace.column("batch_size").tolist() == [12, 12, 12]
 
 
+def test_closure_in_the_style_of_torchs_optimizers_is_measured_like_any_other():
+    def smoothness(style):
+        torch.manual_seed(0)
+        model, loss_fn = net(dropout=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_fn()
+            loss.backward()
+            return loss
+
+        probe = SmoothnessProbe(model, every=1, estimators=("segment", "local"))
+        for _ in range(3):
+            closure()
+            with probe(closure if style == "torch" else loss_fn):
+                optimizer.step()
+        assert probe.trace.ok.all()
+        return [probe.trace.column(name).tolist() for name in ("smoothness", "local_smoothness", "loss")]
+
+    assert smoothness("torch") == smoothness("plain")
+
+
 class Mixed(nn.Module):
     """Tied, frozen, unused and sparse-gradient parameters in one small model."""
 

@@ -68,8 +68,8 @@ class Replay:
         model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one,
             and one that holds all that the loss trains: the gradients of others are not put back.
         closure: Computes the loss and returns it as a scalar tensor; ``backward()`` is called on it. A
-            closure may also call ``backward()`` itself, once for each of several micro-batches, and return
-            the loss as a number.
+            closure may also call ``backward()`` itself, once for each of several micro-batches; the loss that
+            it returns, a number or a tensor, is then only read.
         state: What the training pass saw, taken just before it. Default: the state at the start of the block.
 
     Example:
@@ -266,13 +266,15 @@ class Replay:
         versions = [p._version for p in self.parameters]
         loss = self._forward()
         hooks = []
-        # Where the closure ran backward passes itself, the parts are in ``.grad``.
-        if take is not None and all(p.grad is None for p in self.parameters):
+        ran_backward = any(
+            p.grad is not None for p in self.parameters
+        )  # by itself: the parts are in ``.grad``
+        if take is not None and not ran_backward:
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(take, i)) for i, p in enumerate(self.parameters)
             ]
         try:
-            if loss.requires_grad:
+            if loss.requires_grad and not ran_backward:
                 loss.backward()
         finally:
             for hook in hooks:
