@@ -192,6 +192,32 @@ def test_second_run_into_the_same_trace_is_refused_before_its_first_step(tmp_pat
     assert second.trace.column("step").tolist() == [0, 1, 2, 3]
 
 
+def test_closed_probe_measures_nothing_and_lets_training_go_on(tmp_path):
+    model, loss_fn = net()
+    probe = SmoothnessProbe(model, every=1, trace=tmp_path / "trace.jsonl")
+    steps(probe, model, loss_fn)
+    probe.close()
+    before = [p.detach().clone() for p in model.parameters()]
+    steps(probe, model, loss_fn)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(probe.trace) == 2
+
+
+def test_parameters_unfrozen_later_need_a_new_probe():
+    model, loss_fn = net()
+    model[3].requires_grad_(False)
+    probe = SmoothnessProbe(model, every=1)
+    steps(probe, model, loss_fn)
+    model[3].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"other trainable parameters \(4\).*Make a new probe"):
+        steps(probe, model, loss_fn, 1)
+    after = SmoothnessProbe(model, every=1, trace=probe.trace)
+    after.load_state_dict(probe.state_dict())
+    steps(after, model, loss_fn)
+    assert after.trace.column("step").tolist() == [0, 1, 2, 3, 4]
+    assert after.trace.ok.tolist() == [True, True, False, True, True]
+
+
 def test_run_resumed_from_before_its_first_row_may_measure_its_rows_again():
     model, loss_fn = net()
     first = SmoothnessProbe(model, every=1)

@@ -110,7 +110,7 @@ class SmoothnessProbe:
         self.step = 0
         self._measurements = 0
         self._test = SelfTest()
-        self._resumed = False
+        self._resumed = self._closed = False
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
         self._seen = StepSeen()
@@ -135,9 +135,9 @@ class SmoothnessProbe:
             halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
                 :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`. Costs one more pass over the batch.
         """
-        if self.step == 0:
+        if self.step == 0 and not self._closed:
             self._check_fresh()
-        if self.step != self.schedule.next:
+        if self.step != self.schedule.next or self._closed:
             try:
                 yield
             finally:
@@ -185,7 +185,8 @@ class SmoothnessProbe:
             self._seen.spent += self._now() - started
 
     def close(self) -> None:
-        """Stop watching the model and close the trace's file."""
+        """Stop watching the model and close the trace's file; later blocks measure nothing."""
+        self._closed = True
         self._handle.remove()
         self.trace.close()
 
@@ -211,7 +212,19 @@ class SmoothnessProbe:
                 "`probe.load_state_dict(state)` first."
             )
 
+    def _check_parameters(self) -> None:
+        now = trainable_parameters(self.model)
+        if len(now) != len(self.parameters) or any(
+            p is not q for p, q in zip(now, self.parameters, strict=True)
+        ):
+            raise ValueError(
+                f"the model has other trainable parameters ({len(now)}) than when the probe was made "
+                f"({len(self.parameters)}): some were frozen, unfrozen or replaced. Make a new probe, "
+                "and give it this one's `state_dict()` to continue the trace."
+            )
+
     def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
+        self._check_parameters()
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
         if all(g is None for g in gradients):
             raise ValueError(
