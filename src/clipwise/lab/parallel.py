@@ -178,6 +178,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str) -> None:
+    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else devices
+    if devices != started:
+        raise ValueError(f"`devices` must be the {started} processes that torchrun started, got {devices}.")
     if accelerator == "cpu":
         cores = max(2, os.cpu_count() or 1)
         if devices > cores and not under_torchrun():

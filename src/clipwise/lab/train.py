@@ -17,7 +17,7 @@ import torch
 from lightning_fabric import Fabric
 
 from clipwise._checks import check_count, check_nonnegative
-from clipwise.lab.parallel import make_fabric
+from clipwise.lab.parallel import make_fabric, under_torchrun
 from clipwise.lab.progress import Reporter, run_progress
 from clipwise.lab.recipes import LanguageRecipe, Recipe
 from clipwise.lab.runs import (
@@ -107,7 +107,8 @@ def train(
         folder: The run folder: new, or with ``resume`` that of the same recipe.
         resume: Go on from the folder's checkpoint, or start if there is none.
         progress: Show a live line (plain lines without a terminal).
-        devices: Processes that share each batch; it must divide ``batch_size``. Or use torchrun.
+        devices: Processes that share each batch; it must divide ``batch_size``. Under torchrun, the number of
+            its processes; they must see the same folder.
         accelerator: ``cpu``, ``cuda``, or whichever is there.
         strategy: ``ddp`` (``auto``), every device with the whole model; or ``fsdp``, each with a part of it.
         loggers: ``csv`` and ``tensorboard``, written inside the folder.
@@ -122,28 +123,34 @@ def train(
     fabric = make_fabric(
         recipe, folder, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers
     )
-    run = open_run(folder, recipe, resume=resume)
-    if run.status["status"] in ENDED:
-        return RunResult.load(run.folder)
+    # Of torchrun's processes the first has the folder: the others wait for it in the launch.
+    run = open_run(folder, recipe, resume=resume) if fabric.is_global_zero else None
+    if run and run.status["status"] in ENDED and not under_torchrun():
+        return RunResult.load(folder)
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
-    with locked(run.folder), left_to_processes(fabric):
+    with locked(folder) if run else nullcontext(), left_to_processes(fabric):
         try:
             fabric.launch(partial(_train, run=run, options=options))
         except BaseException as error:
-            with suppress(OSError):  # a full disk has no room for this either
-                write_status(run.folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
+            if run:
+                with suppress(OSError):  # a full disk has no room for this either
+                    write_status(folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 raise OSError(
-                    f"{run.folder} has no room: {error.strerror}. What is there is kept: make room, resume."
+                    f"{folder} has no room: {error.strerror}. What is there is kept: make room, resume."
                 ) from error
             raise
-    return RunResult.load(run.folder)
+    return RunResult.load(folder)
 
 
-def _train(fabric: Fabric, run: Run, options: _Options) -> None:
-    """One process of a run, from the start or the checkpoint to the end."""
+def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
+    """One process of a run, from the start or the checkpoint to the end; the first one knows the run."""
+    run = fabric.broadcast(run)
+    assert run is not None
+    if run.status["status"] in ENDED:
+        return
     recipe = run.recipe
     with quiet(), surroundings(recipe, threads=options.threads), stop_signal() as stop:
         task = make_task(
