@@ -10,7 +10,7 @@ from scipy import stats
 from clipwise.smoothness.advice import advise, clipping_below
 from clipwise.smoothness.fit import fit_smoothness
 from clipwise.smoothness.trace import NONFINITE, Trace
-from clipwise.steps import clipped_step
+from clipwise.steps import clipped_step, normalized_step
 from tests.smoothness.traces import make_trace, simulated
 
 positive = st.floats(1e-3, 1e3)
@@ -132,6 +132,12 @@ def test_line_through_the_origin_still_gives_a_step_cap():
     assert advice.step_cap == pytest.approx(1.5 / 2 / math.exp(0.4 * 0.674), rel=0.5)
 
 
+def normalized(*, offset, lr=0.1):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    size = normalized_step(g, lr=lr, offset=offset)
+    return make_trace(g, ell, lr=lr, step_norm=size * g, coefficient=offset / (g + offset))
+
+
 @pytest.mark.parametrize(
     ("trace", "reason"),
     [
@@ -140,12 +146,23 @@ def test_line_through_the_origin_still_gives_a_step_cap():
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20), "neither lr nor step lengths"),
         (lambda: make_trace([1.0, 2.0] * 20, [0.0, 0.0] * 20, lr=0.1, step_norm=0.1), "no curvature"),
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=2.0), "momentum, Adam"),
+        (lambda: normalized(offset=0.25), "normalized descent (NormalizedSGD, lr 0.1, offset 0.25)"),
+        (lambda: normalized(offset=0.02), "ClippedSGD, for steps alike lr 5 with max_norm 0.02"),
         (
             lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=0.06, coefficient=1.0),
             "steps are 0.45 times",
         ),
     ],
-    ids=["empty", "short", "no steps", "flat", "momentum", "momentum that turns"],
+    ids=[
+        "empty",
+        "short",
+        "no steps",
+        "flat",
+        "momentum",
+        "normalized",
+        "nearly all normalized",
+        "momentum that turns",
+    ],
 )
 def test_advice_is_refused_with_the_reason(trace, reason):
     advice = advise(trace())

@@ -342,11 +342,27 @@ def _check_supports(points: Points) -> None:
     ratio = float(np.median((points.step_norm / expected)[known]))
     # Where no coefficient was told, a step shorter than lr·‖g‖ may simply have been clipped.
     if ratio > 1.1 or (ratio < 0.9 and told[known].all()):
+        if ratio > 0:
+            _check_not_normalized(points)
         raise ValueError(
             f"steps are {ratio:.3g} times what lr, gradient and clipping give. So they are no plain or "
             "clipped descent (momentum, Adam, weight decay), or were measured on other batches than "
             "they were taken on, and lr and max_norm do not follow from L0 and L1. Probe plain SGD on its "
             "training batches, or read the fit itself."
+        )
+
+
+def _check_not_normalized(points: Points) -> None:
+    r"""Steps of length :math:`\rho = \eta g/(g + \beta)` have the same :math:`\eta g/\rho - g` in every row."""
+    moved = np.isfinite(points.lr) & (points.step_norm > 0)
+    g = points.grad_norm[moved]
+    low, middle, high = np.quantile(points.lr[moved] * g / points.step_norm[moved] - g, [0.1, 0.5, 0.9])
+    if middle > 0 and high - low <= 0.01 * middle + 1e-4 * float(np.median(g)):
+        lr = float(np.nanmedian(points.lr))
+        raise ValueError(
+            f"these are steps of normalized descent (NormalizedSGD, lr {lr:.3g}, offset {middle:.3g}), whose "
+            "lr is a length; lr and max_norm are those of clipped descent. Probe a run of ClippedSGD, for "
+            f"steps alike lr {lr / middle:.3g} with max_norm {middle:.3g}, or read the fit itself."
         )
 
 
