@@ -77,6 +77,26 @@ def test_segment_smoothness_of_groups_is_that_of_each_part():
     assert result["still"].isnan()
 
 
+def test_group_that_did_not_move_has_no_smoothness_whatever_its_gradient_does():
+    def gradient(point):  # of the product of both: the part that stays sees the other one move
+        return [point[1], point[0]]
+
+    start, step = [torch.ones(2), torch.ones(2)], [torch.ones(2), torch.zeros(2)]
+    groups = {"moved": [0], "still": [1]}
+    end = [torch.full((2,), 2.0), torch.ones(2)]
+    for result in (
+        segment_smoothness(gradient, start, end, groups=groups),
+        local_smoothness(gradient, start, step, groups=groups),
+    ):
+        torch.testing.assert_close(result["moved"], torch.tensor(0.0), check_dtype=False)
+        assert result["still"].isnan()
+
+
+def test_one_number_for_fractions_is_refused():
+    with pytest.raises(TypeError, match=r"`fractions` must be several numbers, such as .* got 0.5"):
+        segment_smoothness(lambda x: x, torch.zeros(1), torch.ones(1), fractions=0.5)
+
+
 def test_segment_that_did_not_move_is_refused():
     x = torch.ones(3)
     with pytest.raises(ValueError, match="Skip steps"):

@@ -89,7 +89,7 @@ def segment_smoothness(
         there = listed(gradient(shaped_like(start, inner)))
         change = difference(there, here)
         for name, part in parts.items():
-            secant = norm(change[i] for i in part) / (fraction * lengths[name])
+            secant = _ratio(norm(change[i] for i in part), fraction * lengths[name])
             best[name] = torch.maximum(best.get(name, secant), secant)
     return best[""] if groups is None else best
 
@@ -132,7 +132,9 @@ def local_smoothness(
     if groups is None:
         return norm(product) / length
     parts = {name: tuple(indices) for name, indices in groups.items()}
-    return {name: norm(product[i] for i in part) / norm(d[i] for i in part) for name, part in parts.items()}
+    return {
+        name: _ratio(norm(product[i] for i in part), norm(d[i] for i in part)) for name, part in parts.items()
+    }
 
 
 def hessian_product(
@@ -231,10 +233,17 @@ def precision(tensors: Iterable[Tensor]) -> float:
 
 def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
     """The fractions in ascending order, if they lie in (0, 1]."""
+    if not isinstance(fractions, Iterable):
+        raise TypeError(f"`fractions` must be several numbers, such as (0.5, 1.0), got {fractions!r}.")
     ordered = tuple(sorted(float(fraction) for fraction in fractions))
     if not ordered or not 0.0 < ordered[0] <= ordered[-1] <= 1.0:
         raise ValueError(f"`fractions` must be numbers in (0, 1], at least one, got {ordered}.")
     return ordered
+
+
+def _ratio(size: Tensor, length: Tensor) -> Tensor:
+    """NaN without a length, not infinity: a part that did not move may still see its gradient change."""
+    return size / length if length > 0 else torch.full_like(size, math.nan)
 
 
 def _moved_gradient(gradient: Any, point: Point, x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> Any:
