@@ -33,7 +33,8 @@ class SpectralSmoothness:
             if not ``converged``.
         eigenvalue: That eigenvalue with its sign.
         residual: :math:`\lVert Hv - \lambda v \rVert / |\lambda|` for the unit vector :math:`v` found.
-        converged: Whether the residual is within the tolerance and no product seen on the way was longer.
+        converged: Whether the residual is within ten times the tolerance (Lanczos stops at its own estimate
+            of it, which rounding spoils) and no product seen on the way was longer.
         num_products: How many Hessian products it took.
     """
 
