@@ -1,5 +1,7 @@
 """The gradient over a fixed set of batches is that of their weighted mean."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,25 @@ def test_recurrent_state_is_carried_from_batch_to_batch():
         (out.square().mean() / 3).backward()
     for g, expected in zip(first, gradients(model), strict=True):
         torch.testing.assert_close(g, expected)
+
+
+class State(NamedTuple):
+    hidden: torch.Tensor
+    steps: int
+
+
+def test_carried_state_may_be_a_named_tuple():
+    model, seen = nn.Linear(2, 2), []
+
+    def loss_of_batch(x, state):
+        hidden = model(x) if state is None else model(x) + state.hidden
+        seen.append(state)
+        return hidden.square().mean(), State(hidden, len(seen))
+
+    GradientOracle(loss_of_batch, [torch.ones(1, 2)] * 2, carry_state=True)()
+    assert type(seen[1]) is State
+    assert seen[1].steps == 1
+    assert not seen[1].hidden.requires_grad
 
 
 def test_loader_is_read_once():

@@ -94,13 +94,14 @@ def size_of(batch: Any) -> float:
 
 
 def detached(state: Any) -> Any:
-    """A recurrent state cut from its graph: a tensor, or tuples, lists and dicts of them."""
+    """A recurrent state cut from its graph: a tensor, or tuples (named ones too), lists and dicts of them."""
     if isinstance(state, Tensor):
         return state.detach()
     if isinstance(state, Mapping):
         return {key: detached(value) for key, value in state.items()}
     if isinstance(state, (tuple, list)):
-        return type(state)(detached(part) for part in state)
+        parts = [detached(part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
     return state
 
 
