@@ -102,6 +102,14 @@ def unfinished(folder):
     (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
 
 
+def damage(path):
+    """Change 200 bytes in the middle."""
+    whole, middle = path.read_bytes(), path.stat().st_size // 2
+    path.write_bytes(
+        whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 200]) + whole[middle + 200 :]
+    )
+
+
 def test_a_run_folder_of_another_recipe_is_refused_and_left_alone(tmp_path, capsys):
     sizes = small_run(tmp_path)
     before = contents(tmp_path / "run")
@@ -115,13 +123,14 @@ def test_a_run_folder_of_another_recipe_is_refused_and_left_alone(tmp_path, caps
     ("change", "words"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:3000]), "is corrupt or is no checkpoint"),
+        (lambda path: damage(path), "is corrupt or is no checkpoint"),
         (lambda path: torch.save({"weights": torch.ones(2)}, path), "is not a checkpoint of clipwise"),
         (
             lambda path: torch.save({**torch.load(path, weights_only=True), "version": 99}, path),
             "has version 99, this clipwise reads up to",
         ),
     ],
-    ids=["truncated", "foreign", "newer"],
+    ids=["truncated", "damaged", "foreign", "newer"],
 )
 def test_a_checkpoint_that_cannot_be_used_is_refused_and_left_alone(tmp_path, capsys, change, words):
     sizes = small_run(tmp_path)
@@ -131,6 +140,22 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_and_left_alone(tmp_path, ca
     assert words in refused(capsys, "ptb-lstm", *options(sizes), "--resume")
     after = {path: content for path, content in contents(tmp_path / "run").items() if path.suffix != ".json"}
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({}, "status.json does not say how the run stands: it is damaged. Delete it, then resume"),
+        ({"status": ["odd"]}, "status.json does not say how the run stands"),
+        ({"status": "finished"}, "status.json has no 'step': there is no result. Delete it"),
+    ],
+)
+def test_a_status_that_says_nothing_is_refused_and_left_alone(tmp_path, capsys, status, words):
+    sizes = small_run(tmp_path)
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+    before = contents(tmp_path / "run")
+    assert words in refused(capsys, "ptb-lstm", *options(sizes), "--resume")
+    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,19 @@ from clipwise.lab.files import replace_atomically
 
 VERSION = 1
 _FORMAT = "clipwise-checkpoint"
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "version": int,
+    "step": int,
+    "data": str,
+    "model": dict,
+    "optimizer": dict,
+    "random": dict,
+    "state": object,
+    "probe": (dict, type(None)),
+    "averaging": (dict, type(None)),
+    "first_loss": (float, type(None)),
+    "lengths": dict,
+}
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -34,21 +49,39 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in ``path``, on the CPU; an error in one line if it is torn, foreign or newer."""
+    """The state in ``path``, on the CPU; an error in one line if it is damaged, foreign or newer."""
     try:
+        _check_sums(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError):
-        raise ValueError(
-            f"{path} is corrupt or is no checkpoint. Delete it to start the run again."
-        ) from None
+        raise _corrupt(path) from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a checkpoint of clipwise. Delete it to start the run again.")
-    if content["version"] > VERSION:
-        found = content["version"]
-        raise ValueError(f"{path} has version {found}, this clipwise reads up to {VERSION}. Update clipwise.")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ValueError(
+            f"{path} has version {version}, this clipwise reads up to {VERSION}. Update clipwise."
+        )
+    if not all(name in content and isinstance(content[name], kind) for name, kind in _KINDS.items()):
+        raise _corrupt(path)
     return content
+
+
+def _check_sums(path: Path) -> None:
+    """An error if a byte is not what was written: torch itself does not look at the archive's checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise ValueError(str(error)) from None
+    if damaged is not None:
+        raise ValueError(damaged)
+
+
+def _corrupt(path: Path) -> ValueError:
+    return ValueError(f"{path} is corrupt or is no checkpoint. Delete it to start the run again.")
 
 
 def random_state() -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ STATUS = "status.json"
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
+_STATUSES = (RUNNING, INTERRUPTED, FAILED, *ENDED)
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -56,8 +57,7 @@ class Run:
         """The run in ``folder``."""
         folder = Path(folder)
         config = read_json(folder / CONFIG, needed="a run folder has one")
-        status = read_json(folder / STATUS) if (folder / STATUS).exists() else {"status": RUNNING, "step": 0}
-        return cls(folder=folder, recipe=_recipe_of(folder, config), status=status)
+        return cls(folder=folder, recipe=_recipe_of(folder, config), status=_status_of(folder))
 
     @property
     def trace_path(self) -> Path:
@@ -212,6 +212,14 @@ def _recipe_of(folder: Path, config: dict[str, Any]) -> Recipe:
         return from_dict(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
+
+
+def _status_of(folder: Path) -> dict[str, Any]:
+    path = folder / STATUS
+    status = read_json(path) if path.exists() else {"status": RUNNING, "step": 0}
+    if status.get("status") not in _STATUSES:
+        raise ValueError(f"{path} does not say how the run stands: it is damaged. Delete it, then resume.")
+    return status
 
 
 def _dumps(value: Any, indent: int | None = None) -> str:

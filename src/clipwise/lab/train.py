@@ -27,6 +27,7 @@ from clipwise.lab.runs import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
+    STATUS,
     Run,
     locked,
     open_run,
@@ -70,7 +71,11 @@ class RunResult:
     def load(cls, folder: str | Path) -> RunResult:
         """The result that a run left in its folder."""
         run = Run.load(folder)
-        values = {name: run.status[name] for name in cls.__dataclass_fields__ if name != "folder"}
+        values = {k: v for k, v in run.status.items() if k in cls.__dataclass_fields__}
+        missing = [name for name in cls.__dataclass_fields__ if name not in {"folder", "message", *values}]
+        if missing:
+            path = run.folder / STATUS
+            raise ValueError(f"{path} has no {missing[0]!r}: there is no result. Delete it, then resume.")
         return cls(folder=run.folder, **values)
 
 
