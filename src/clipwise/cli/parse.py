@@ -58,15 +58,29 @@ def unknown_option(name: str, known: Iterable[str], *, prog: str) -> str:
 
     Example:
         >>> unknown_option("--max-nrom", ["--max-norm", "--lr"], prog="clipwise train")
-        'clipwise train: there is no option --max-nrom. Did you mean --max-norm? See clipwise train --help.'
+        'clipwise train: there is no option --max-nrom. Did you mean --max-norm? Options: --max-norm, --lr.'
     """
-    what = "option" if name.startswith("-") else "use for"
-    return f"{prog}: there is no {what} {name}.{nearest(name, known)} See {prog} --help."
+    if not name.startswith("-"):
+        return f"{prog}: there is no use for {name}. See {prog} --help."
+    known = list(known)
+    return f"{prog}: there is no option {name}.{nearest(name, known)} Options: {', '.join(known)}."
+
+
+# What other programs call our options.
+_ELSEWHERE = {
+    "--learning-rate": "--lr", "--learnrate": "--lr", "--clip": "--max-norm", "--clip-norm": "--max-norm",
+    "--clip-grad-norm": "--max-norm", "--wd": "--weight-decay", "--batch": "--batch-size",
+    "--output-dir": "--folder", "--out": "--folder", "--dir": "--folder", "--gpus": "--devices",
+}  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is closest, or nothing."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    """A hint at the known name that is meant elsewhere by this one, or is closest; or nothing."""
+    known = list(known)
+    elsewhere = _ELSEWHERE.get(name.lower())
+    if elsewhere in known:
+        return f" Did you mean {elsewhere}?"
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
 
 
