@@ -143,7 +143,18 @@ class LanguageTask(Task):
             raise ValueError(
                 f"The corpus has {len(corpus.train)} words: too few for `batch_size` {recipe.batch_size}."
             )
+        for split in self.splits:
+            count = len(self._held_out(split))
+            if count < 2:
+                raise ValueError(
+                    f"The {split} part of the corpus, {corpus.source}, has {count} words to evaluate on: too "
+                    "few. Use a longer text, or a larger `eval_size`."
+                )
         self._epochs = _Epochs(self._pieces)
+
+    def _held_out(self, split: str) -> Tensor:
+        tokens = getattr(self.corpus, split)
+        return tokens[: self.recipe.eval_size or len(tokens)]
 
     def build(self) -> nn.Module:
         """A new language model."""
@@ -177,15 +188,15 @@ class LanguageTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
         """Mean cross-entropy over the split, or over its first ``eval_size`` words, and its exponential."""
-        tokens = getattr(self.corpus, split)
-        streams = batchify(tokens[: self.recipe.eval_size or len(tokens)], EVAL_STREAMS).to(device)
+        tokens = self._held_out(split)
+        streams = batchify(tokens, min(EVAL_STREAMS, len(tokens) // 2)).to(device)
         total, state = 0.0, None
         for start in range(0, len(streams) - 1, self.recipe.bptt):
             stop = min(start + self.recipe.bptt, len(streams) - 1)
             logits, state = model(streams[start:stop], state)[:2]
             target = streams[start + 1 : stop + 1].reshape(-1)
             total += float(F.cross_entropy(logits.reshape(len(target), -1), target, reduction="sum"))
-        loss = total / ((len(streams) - 1) * EVAL_STREAMS)
+        loss = total / streams[1:].numel()
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def oracle_batches(self, share: float) -> list[tuple[Tensor, Tensor]]:
@@ -254,7 +265,7 @@ class ImageTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
         """Mean cross-entropy and accuracy in per cent on the test images."""
-        size = self.recipe.eval_size or len(self.images.test_y)
+        size = min(self.recipe.eval_size or len(self.images.test_y), len(self.images.test_y))
         total, right = 0.0, 0
         for start in range(0, size, EVAL_IMAGES):
             x = self._ready(self.images.test_x[start : min(start + EVAL_IMAGES, size)]).to(device)

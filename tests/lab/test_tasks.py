@@ -1,0 +1,43 @@
+"""Held-out data that are shorter than a recipe would like."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clipwise.lab.tasks import make_task
+from tests.lab.small import small_images, small_language
+
+CPU = torch.device("cpu")
+
+
+def test_accuracy_is_a_share_of_the_images_there_are():
+    whole, too_many = (make_task(small_images(eval_size=size), offline=True) for size in (0, 100_000))
+    model = whole.build().eval()
+    found = whole.evaluate(model, "test", CPU)
+    assert too_many.evaluate(model, "test", CPU) == found
+    x, y = whole.images.test_x, whole.images.test_y
+    logits = model(whole._ready(x))
+    assert found["accuracy"] == pytest.approx(100 * (logits.argmax(1) == y).double().mean().item())
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 15, 19])
+def test_a_short_text_is_evaluated_in_fewer_streams(tmp_path, size):
+    task = make_task(small_language(tmp_path, eval_size=size))
+    model = task.build().eval()
+    found = task.evaluate(model, "valid", CPU)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    count = size // 2
+    rows = task.corpus.valid[: size // count * count].view(count, -1).T
+    logits = model(rows[:-1], None)[0]
+    assert found["loss"] == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), rows[1:].flatten()).item(), rel=1e-5
+    )
+
+
+def test_a_text_without_words_to_evaluate_on_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"The valid part of the corpus, .* has 1 words to evaluate on"):
+        make_task(replace(small_language(tmp_path), eval_size=1))
