@@ -140,6 +140,9 @@ def test_truncated_and_foreign_ptb_files_are_one_clear_line(folder):
         (folder / f"{name}.gz").write_bytes(whole)
     with pytest.raises(DataError, match=r"ptb.train.txt.gz .*expected sha256 fcea.*found [0-9a-f]{64}"):
         data.load_ptb()
+    (folder / "ptb.train.txt.gz").write_bytes(whole[:20] + bytes(9) + whole[29:])
+    with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
+        data.load_ptb()
     (folder / "ptb.train.txt.gz").write_bytes(whole[:40])
     with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
         data.load_ptb()
@@ -295,6 +298,10 @@ def test_foreign_subset_is_one_clear_line(folder):
     arrays = {"x_train": np.zeros((1, 32, 32, 3)), "y_train": np.zeros(1)}
     np.savez(folder / "cifar10-subset.npz", **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
     with pytest.raises(DataError, match=r"cifar10-subset.npz .*expected sha256 .*found"):
+        data.load_cifar10()
+    with (folder / "cifar10-subset.npz").open("wb") as file:
+        np.save(file, np.zeros(3))  # one array, not an archive of several
+    with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
         data.load_cifar10()
     (folder / "cifar10-subset.npz").write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
             raw = {key: data[key] for key in ("x_train", "y_train", "x_test", "y_test")}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is not the subset of CIFAR-10 ({error}). Delete or replace it.") from error
     # By content: the container's bytes depend on who compressed it.
     check_hash(path, b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values()), SUBSET_SHA256)
