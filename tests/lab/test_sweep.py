@@ -7,14 +7,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from clipwise.lab.jobs import Job, last_step, run_jobs
+from clipwise.lab.figures import heatmap
+from clipwise.lab.jobs import Job, Outcome, last_step, run_jobs
 from clipwise.lab.recipes import to_dict, with_fields
 from clipwise.lab.runs import Run, find_runs, write_json
-from clipwise.lab.sweep import has_ended, sweep
+from clipwise.lab.sweep import SweepResult, Trial, has_ended, sweep
 from clipwise.lab.train import train
 from tests.lab.small import small_language
 
@@ -243,6 +245,31 @@ def test_workers_share_the_cores(tmp_path):
     cores = os.cpu_count()
     assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}
     assert {o.value for o in run_jobs(jobs, workers=1)} == {cores}
+
+
+def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatch):
+    started = []
+
+    def jobs(jobs, **_):
+        for job in jobs:
+            started.append(job.name)
+            yield Outcome(name=job.name, value=SimpleNamespace(status="interrupted"))
+
+    monkeypatch.setattr("clipwise.lab.sweep.run_jobs", jobs)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", progress=False)
+    assert started == ["lr=1"]
+
+
+def test_lost_trials_are_named_by_what_became_of_them(tmp_path):
+    trials = tuple(
+        Trial(fields={"lr": lr, "seed": seed}, folder=tmp_path, status=status)
+        for (lr, seed), status in {(1.0, 0): "failed", (2.0, 0): "diverged", (2.0, 1): "waiting"}.items()
+    )
+    drawn = heatmap(SweepResult(folder=tmp_path, trials=trials), title="A sweep")
+    assert drawn.get_suptitle() == "A sweep"
+    words = [text.get_text().replace("\n", " ") for text in drawn.axes[0].texts]
+    assert words == ["1 of 1 failed", "1 of 2 diverged 1 of 2 waiting"]
 
 
 def test_the_last_step_is_read_from_whole_rows_only(tmp_path):

@@ -21,7 +21,7 @@ from joblib import Parallel, delayed
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from clipwise._checks import check_choice, check_count
-from clipwise.lab.runs import METRICS
+from clipwise.lab.runs import INTERRUPTED, METRICS
 
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
@@ -49,6 +49,12 @@ class Outcome:
     name: str
     value: Any = None
     error: str = ""
+
+
+def stop_if_interrupted(outcome: Outcome) -> None:
+    """Pass on a Ctrl-C that a run in this very process took for itself: it has saved where it was."""
+    if getattr(outcome.value, "status", "") == INTERRUPTED:
+        raise KeyboardInterrupt
 
 
 def run_jobs(

@@ -142,7 +142,7 @@ def compared_steps(recipe: Recipe) -> int:
 
 
 def _language(scale: str, fields: dict[str, object]) -> list[Planned]:
-    """The settings of the legend; at paper scale on AWD-LSTM, those of figure 8 also on the two-layer LSTM."""
+    """The settings of the legend; at paper scale on AWD-LSTM, those of figure 8 on the two-layer LSTM too."""
     runs = []
     for setting, (lr, max_norm, figures) in LANGUAGE.items():
         if scale == "laptop":

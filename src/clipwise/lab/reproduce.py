@@ -15,7 +15,7 @@ from clipwise.lab.calibrate import run_calibrated
 from clipwise.lab.claims import Claim, as_markdown, make_claims, write_claims
 from clipwise.lab.data import load_cifar10, load_ptb
 from clipwise.lab.evidence import Results, final_loss
-from clipwise.lab.jobs import Job, run_jobs
+from clipwise.lab.jobs import Job, run_jobs, stop_if_interrupted
 from clipwise.lab.plan import (
     FIGURES,
     IMAGE_SWEEP,
@@ -174,6 +174,7 @@ def _run(
     failures = []
     with _progress(plan.runs, jobs, runs, shown=progress) as (watch, ended):
         for outcome in run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch):
+            stop_if_interrupted(outcome)
             run = planned[outcome.name]
             if outcome.error:
                 failures.append(f"{outcome.name}: {outcome.error}")

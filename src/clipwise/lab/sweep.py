@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from clipwise.lab.jobs import Job, run_jobs
+from clipwise.lab.jobs import Job, run_jobs, stop_if_interrupted
 from clipwise.lab.recipes import Recipe, with_fields
 from clipwise.lab.runs import ENDED, FAILED, STATUS, Run, check_recipe, read_json
 from clipwise.lab.train import RunResult, train
@@ -121,6 +121,7 @@ def sweep(
     outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
     with _live_table(trials, shown=progress) as watch:
         for number, outcome in enumerate(outcomes(watch=watch), 1):
+            stop_if_interrupted(outcome)
             errors[outcome.name] = outcome.error
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:

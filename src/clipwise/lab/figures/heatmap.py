@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def heatmap(result: SweepResult, *, title: str = "") -> Figure:
-    """Final training loss over the two fields with most values, mean over the others; grey if diverged.
+    """Final training loss over the two fields with most values, mean over the others; grey if one was lost.
 
     Args:
         result: A sweep of at least one trial.
@@ -33,7 +34,8 @@ def heatmap(result: SweepResult, *, title: str = "") -> Figure:
             losses[i, j] = np.mean(finished)
             words[i, j] = f"{losses[i, j]:.3g}"
         else:
-            words[i, j] = f"{sum(t.status == 'diverged' for t in cell)} of {len(cell)}\ndiverged"
+            lost = Counter(t.status for t in cell if not math.isfinite(t.train_loss))
+            words[i, j] = "\n".join(f"{n} of {len(cell)}\n{status}" for status, n in lost.items())
     figure = Figure(figsize=(2.6 + 1.1 * len(across), 1.6 + 0.8 * len(down)), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor("0.85")
@@ -47,7 +49,9 @@ def heatmap(result: SweepResult, *, title: str = "") -> Figure:
     axes.set_xlabel(columns.replace("_", " "))
     axes.set_ylabel(rows.replace("_", " "))
     if np.isfinite(losses).any():
-        figure.colorbar(image, label="final training loss")
+        others = [name for name in result.trials[0].fields if name not in (rows, columns)]
+        mean = f", mean over {' and '.join(others)}" if others else ""
+        figure.colorbar(image, label=f"final training loss{mean}".replace("_", " "))
     if title:
         figure.suptitle(title)
     return figure
