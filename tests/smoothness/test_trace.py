@@ -217,6 +217,17 @@ def test_full_disk_keeps_the_row_and_writes_it_later(tmp_path):
     assert list(Trace.load(path).column("step")) == [0, 1, 2, 3, 4]
 
 
+def test_second_writer_of_a_file_is_refused_and_overwrites_nothing(tmp_path):
+    path = tmp_path / "t.jsonl"
+    first, second = Trace(path), Trace(path)
+    first.append({"step": 0})
+    with pytest.raises(OSError, match="Another trace or process writes to it"):
+        second.append({"step": 1})
+    first.append({"step": 2})
+    assert list(Trace.load(path).column("step")) == [0, 2]
+    assert list(second.column("step")) == [1]  # kept in memory
+
+
 def test_columns_are_views_and_cannot_be_written():
     trace = filled(steps=range(1000))
     a, b = trace.column("loss"), trace.column("loss")

@@ -6,6 +6,7 @@ A missing value is left out (``null`` is read as missing too); NaN and the infin
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -82,7 +83,7 @@ def end_of_last_row(path: Path) -> int:
 
 
 class AppendOnly:
-    """File that grows by whole lines: a write that fails leaves it as it was.
+    """File that grows by whole lines: a write that fails leaves it as it was, a second writer is found out.
 
     Each line goes to the operating system at once, so a killed process loses nothing. The descriptor is
     closed when the object dies.
@@ -91,6 +92,7 @@ class AppendOnly:
     def __init__(self, path: Path, *, end: int) -> None:
         # Not O_APPEND: the position is ours, so that a failed write can be cut off.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        self._path = str(path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, end)
         os.lseek(self._descriptor, end, os.SEEK_SET)
@@ -100,6 +102,14 @@ class AppendOnly:
 
     def write(self, line: bytes) -> None:
         """Append ``line``; on ``OSError`` (a full disk) cut off what was written of it and raise."""
+        size = os.fstat(self._descriptor).st_size
+        if size != self._end:
+            raise OSError(
+                errno.EBUSY,
+                f"the file has {size} bytes, not the {self._end} that were written here. Another trace or "
+                "process writes to it: give each its own file",
+                self._path,
+            )
         written = 0
         try:
             while written < len(line):
