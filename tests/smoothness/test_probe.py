@@ -371,6 +371,8 @@ def test_closed_probe_leaves_no_hook_behind():
     [
         ({"every": 0}, "`every`"),
         ({"fractions": (0.5, 2.0)}, "`fractions`"),
+        ({"fractions": 0.5}, "`fractions` must be several numbers"),
+        ({"oracle": lambda: None}, "`oracle` must be a GradientOracle, got function"),
         ({"estimators": ("secant",)}, "`estimators` must be one of 'segment'"),
         ({"estimators": ()}, "at least one"),
         ({"max_overhead": -0.1}, "`max_overhead`"),

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.estimators import change, hessian_product, norm
 from clipwise.smoothness.replay import Replay
 from clipwise.smoothness.spectral import spectral_smoothness
 
 Row = dict[str, Any]
+ESTIMATORS = ("segment", "local", "spectral")
 
 
 class Workspace:
@@ -102,7 +104,7 @@ class Measurement:
             size = norm(there.parts).item()
             secants.append(size / (fraction * row["step_norm"]))
             if fraction == max(fractions):
-                result["kappa"] = size / row["grad_norm"] if row["grad_norm"] else None
+                result["kappa"] = _kappa(size, row)
                 result["loss_after"] = there.loss if fraction == 1.0 else None
             for name, part in self.groups.items():
                 layer = layers[name]
@@ -127,15 +129,40 @@ class Measurement:
                 layers[name]["local_smoothness"] = size / layers[name]["step_norm"]
         return {"local_smoothness": norm(product).item() / row["step_norm"]}
 
-    def spectral(self, replay: Replay, *, eps: float | None) -> Row:
-        """The Hessian's norm at the start, and whether Lanczos converged."""
+    def end(self, replay: Replay, row: Row) -> Row:
+        """What :meth:`segment` says of the end of the step, for a row without it: κ and the loss."""
+        there = replay.change(self.gradients)
+        return {"kappa": _kappa(norm(there.parts).item(), row), "loss_after": there.loss}
+
+    def spectral(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
+        """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
         result = spectral_smoothness(replay, self.start, eps=eps)
+        layers = {
+            name: part for name, part in self.groups.items() if any(self.start[i].numel() for i in part)
+        }
+        blocks = spectral_smoothness(replay, self.start, eps=eps, groups=layers)
         replay.return_home()
+        for name, block in blocks.items():
+            row["layers"][name]["spectral_smoothness"] = block.value
+            row["layers"][name]["spectral_converged"] = block.converged
         return {
             "spectral_smoothness": result.value,
             "spectral_converged": result.converged,
             "spectral_residual": result.residual,
         }
+
+
+def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    """Names of estimators with the period of each, in measurements."""
+    if isinstance(chosen, str):
+        chosen = (chosen,)
+    periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
+    if not periods:
+        raise ValueError(f"`estimators` must name at least one of {ESTIMATORS}, got none.")
+    for name, period in periods.items():
+        check_choice("estimators", name, ESTIMATORS)
+        check_count(f"estimators[{name!r}]", period)
+    return periods
 
 
 def layer_groups(
@@ -166,6 +193,10 @@ def layer_groups(
 
 def _step(start: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.detach() - s for p, s in zip(parameters, start, strict=True)]
+
+
+def _kappa(size: float, row: Row) -> float | None:
+    return size / row["grad_norm"] if row["grad_norm"] else None
 
 
 def _larger(best: float | None, value: float) -> float:

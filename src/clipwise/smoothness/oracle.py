@@ -81,6 +81,16 @@ class GradientOracle:
         return len(self.batches)
 
 
+def check_oracle(oracle: Any) -> GradientOracle | None:
+    """The oracle, or None; anything else is refused with the way out."""
+    if oracle is None or isinstance(oracle, GradientOracle):
+        return oracle
+    raise TypeError(
+        f"`oracle` must be a GradientOracle, got {_described(oracle)}. "
+        "Make one: `GradientOracle(loss_of_batch, batches)`."
+    )
+
+
 def size_of(batch: Any) -> float:
     """The length of the first tensor in a batch; 1 if there is none."""
     if isinstance(batch, Tensor):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from clipwise._checks import check_choice, check_count
 from clipwise.smoothness.determinism import NonDeterministicError, SelfTest
 from clipwise.smoothness.estimators import check_fractions, difference, norm, precision
-from clipwise.smoothness.measure import Measurement, Workspace, layer_groups
-from clipwise.smoothness.oracle import GradientOracle
+from clipwise.smoothness.measure import Measurement, Workspace, check_estimators, layer_groups
+from clipwise.smoothness.oracle import GradientOracle, check_oracle
 from clipwise.smoothness.passes import PassState
 from clipwise.smoothness.ranks import (
     any_rank,
@@ -36,8 +36,6 @@ from clipwise.smoothness.schedule import Schedule
 from clipwise.smoothness.seen import SeenPass, StepSeen
 from clipwise.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
 from clipwise.smoothness.watch import StepWatch, autocast_precision, watch_forward, watch_steps
-
-ESTIMATORS = ("segment", "local", "spectral")
 
 
 class SmoothnessProbe:
@@ -67,8 +65,9 @@ class SmoothnessProbe:
             first measurement on: twice the parameters and once the largest of them, however many fractions;
             under DDP and FSDP2 three times the parameters.
         estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
-            of the parameters) and ``"spectral"`` (dozens to hundreds of gradients). A mapping
-            ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only.
+            of the parameters) and ``"spectral"`` (dozens to hundreds of gradients, and as many for each
+            layer). A mapping ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only;
+            one without the segment takes one gradient more, for κ and the loss after the step.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~clipwise.smoothness.trace.Trace`, or None for memory. One
             that holds a run already is only continued after :meth:`load_state_dict`.
@@ -99,8 +98,8 @@ class SmoothnessProbe:
         self.model = model
         self.parameters = trainable_parameters(model)
         self.fractions = check_fractions(fractions)
-        self.estimators = _estimators(estimators)
-        self.oracle = oracle
+        self.estimators = check_estimators(estimators)
+        self.oracle = check_oracle(oracle)
         self.on_error = check_choice("on_error", on_error, ("mark", "raise"))
         self.groups = layer_groups(model, self.parameters, layers)
         gradients = len(self.fractions) + (oracle is not None)
@@ -274,17 +273,19 @@ class SmoothnessProbe:
             if self._takes("local"):
                 row.update(before.local(replay, row, eps=self._seen.eps))
             if self._takes("spectral"):
-                row.update(before.spectral(replay, eps=self._seen.eps))
+                row.update(before.spectral(replay, row, eps=self._seen.eps))
             if self._takes("segment"):
                 row.update(before.segment(replay, self.fractions, row))
+            elif self._takes("local") or self._takes("spectral"):
+                row.update(before.end(replay, row))
         if row.get("loss_after") is not None:
             row["loss_after"] = self._mean(row["loss_after"])
             row.setdefault("loss", row["loss_after"])
-        measured = [row.get(f"{kind}smoothness") for kind in ("", "local_", "spectral_")]
-        finite = all(math.isfinite(value) for value in measured if value is not None)
-        row["status"] = OK if finite else NONFINITE
-        if row["lr"] is not None and row.get("smoothness") is not None:
-            row["edge"] = row["lr"] * row["smoothness"] / 2
+        columns = [row.get(f"{kind}smoothness") for kind in ("", "local_", "spectral_")]
+        measured = [value for value in columns if value is not None]
+        row["status"] = OK if all(map(math.isfinite, measured)) else NONFINITE
+        if row["lr"] is not None and measured:
+            row["edge"] = row["lr"] * measured[0] / 2
 
     def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
         first, second = halves
@@ -382,15 +383,3 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header)
-
-
-def _estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
-    if isinstance(chosen, str):
-        chosen = (chosen,)
-    periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
-    if not periods:
-        raise ValueError(f"`estimators` must name at least one of {ESTIMATORS}, got none.")
-    for name, period in periods.items():
-        check_choice("estimators", name, ESTIMATORS)
-        check_count(f"estimators[{name!r}]", period)
-    return periods
