@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,63 @@ def test_no_batches():
         calibrate(model, loss, used_up)
     with pytest.raises(TypeError, match="Put a single batch in a list"):
         calibrate(model, loss, batches[0][0])
+
+
+def test_arguments_of_another_kind_are_named():
+    model, loss, batches = setting()
+    with pytest.raises(TypeError, match=r"`loss_of_batch` must be a function.*got a list.*The order is"):
+        calibrate(model, batches, loss)
+    with pytest.raises(TypeError, match=r"`loss_of_batch` must be a function.*got a Tensor"):
+        calibrate(model, loss(batches[0]), batches)
+    with pytest.raises(TypeError, match="`model` must be a torch module, got a list"):
+        calibrate(list(model.parameters()), loss, batches)
+    for wrong in ({"x": 1}, None, "batches", batches[0], list(batches[0])):
+        with pytest.raises(TypeError, match=r"`batches` must be a sequence.*Put a single batch in a list"):
+            calibrate(model, loss, wrong)
+    with pytest.raises(TypeError, match="`momentum`"):
+        calibrate(model, loss, batches, momentum="0.9")
+
+
+def test_lazy_layer_is_sent_through_a_forward_pass_first():
+    model, batches = nn.LazyLinear(3), setting()[2]
+    with pytest.raises(ValueError, match="Run one forward pass first"):
+        calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches)
+
+
+def test_number_without_a_backward_pass():
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match=r"`loss_of_batch` gave no gradient.*without `\.item\(\)`"):
+        calibrate(model, lambda b: loss(b).item(), batches)
+
+
+def test_loss_as_a_number_of_numpy_is_a_number():
+    model, loss, batches = setting()
+
+    def backward(batch):
+        loss(batch).backward()
+        return np.float32(loss(batch).item())
+
+    assert math.isclose(calibrate(model, backward, batches).lr, calibrate(model, loss, batches).lr)
+
+
+def test_gradient_so_small_that_no_step_fits_the_precision():
+    model, loss, batches = setting(torch.float32)
+    with pytest.raises(ValueError, match=r"more than the parameters' precision holds.*Multiply the loss"):
+        calibrate(model, lambda b: 1e-38 * loss(b), batches)
+
+
+def test_budget_that_ends_before_the_batches_do_is_said():
+    model, loss, batches = setting()
+    cal = calibrate(model, loss, batches * 5, num_batches=20)
+    assert f"ended the measurement at {len(cal.curve)} of 20 batches" in str(cal)
+    assert "ended the measurement" not in str(calibrate(model, loss, batches, num_batches=20))
+
+
+def test_thresholds_may_be_a_list_of_two():
+    model, loss, batches = setting()
+    assert calibrate(model, loss, batches, clip_at=[0.5, 2.0]) == calibrate(
+        model, loss, batches, clip_at=(0.5, 2.0)
+    )
 
 
 def test_loss_that_is_not_a_scalar():
@@ -127,12 +185,14 @@ def test_one_batch_is_measured_with_a_warning():
     ("options", "words"),
     [
         ({"optimizer": torch.optim.Rprop}, "`optimizer` must be one of.*Rprop"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "as a class or a name, got a SGD itself"),
         ({"optimizer": "sgd"}, "`optimizer` must be one of.*'sgd'"),
         ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\)"),
         ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),
         ({"weight_decay": -1.0}, "`weight_decay`"),
         ({"kappa": 0.0}, "`kappa`"),
         ({"clip_at": -1.0}, "`clip_at`"),
+        ({"clip_at": (0.5, 1.0, 2.0)}, "`clip_at` must be one number or two"),
         ({"num_batches": 0}, "`num_batches`"),
         ({"max_gradients": 3}, "`max_gradients`"),
     ],

@@ -21,7 +21,7 @@ it is that of noise, which the signal will exceed, and steps of that length in i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -34,7 +34,6 @@ from clipwise.smoothness.agreement import Agreement
 from clipwise.smoothness.calibration import BatchCurve as BatchCurve, Calibration as Calibration
 from clipwise.smoothness.line import Line
 from clipwise.smoothness.passes import RandomState
-from clipwise.smoothness.ranks import any_rank
 from clipwise.smoothness.safestep import (
     LARGEST,
     LONG_STRIDE,
@@ -42,9 +41,16 @@ from clipwise.smoothness.safestep import (
     SMALLEST,
     NoBracket,
     OutOfBudget,
-    Point,
     crossing,
     find_bracket,
+)
+from clipwise.smoothness.unusable import (
+    check_arguments,
+    check_repeatable,
+    check_start,
+    closure_of,
+    no_bracket,
+    shared,
 )
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
@@ -56,7 +62,6 @@ START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of th
 SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
 FEWEST = 6  # gradients that one more batch is likely to take
 DISAGREEMENT = 10.0
-MAX_REPEAT_ERROR = 0.05
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
 
@@ -75,7 +80,7 @@ def calibrate(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     kappa: float = KAPPA,
-    clip_at: float | tuple[float, float] = CLIP_AT,
+    clip_at: float | tuple[float, float] | list[float] = CLIP_AT,
     num_batches: int = 3,
     max_gradients: int = 40,
 ) -> Calibration:
@@ -120,22 +125,21 @@ def calibrate(
         >>> round(cal.lr, 6), round(cal.max_norm / cal.grad_norm, 6)
         (0.25, 1.75)
     """
+    check_arguments(model, loss_of_batch, batches)
     name = _optimizer_name(optimizer)
     check_positive("kappa", kappa)
-    ends = clip_at if isinstance(clip_at, tuple) else (clip_at, clip_at)
-    for end in ends:
-        check_positive("clip_at", end)
+    ends = _ends(clip_at)
     check_nonnegative("weight_decay", weight_decay)
     check_count("num_batches", num_batches)
     check_count("max_gradients", max_gradients, least=20)
-    if not 0 <= momentum < 1:
+    if check_nonnegative("momentum", momentum) >= 1:
         raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
     signs = _ALONG_SIGNS[name]
     if signs and momentum:
         raise ValueError(
             f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
         )
-    if signs and clip_at != CLIP_AT:
+    if signs and ends != CLIP_AT:
         raise ValueError(
             f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
         )
@@ -143,8 +147,8 @@ def calibrate(
     decay = 0.0 if name == "AdamW" else weight_decay
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
-        for batch in _shared(batches, model):
-            closure = _closure(loss_of_batch, batch)
+        for batch in shared(batches, model):
+            closure = closure_of(loss_of_batch, batch, model)
             with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
                 search.add(line)
             sure = len(search.curve) >= num_batches and search.half_width <= SURE
@@ -154,6 +158,10 @@ def calibrate(
         before.restore()
     if not search.curve:
         raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
+    if len(search.curve) < num_batches and search.left < FEWEST:
+        search.warnings.append(
+            f"`max_gradients` ended the measurement at {len(search.curve)} of {num_batches} batches."
+        )
     return search.result(name, momentum=momentum, clip_at=ends, signs=signs)
 
 
@@ -187,20 +195,20 @@ class _Search:
 
     def add(self, line: Line) -> None:
         """Measure one more batch; it is left out if the gradients do not last."""
-        _check_start(line)
+        check_start(line)
         start, stride = START, LONG_STRIDE
         if self.curve:
             step = median(batch.safe_step for batch in self.curve)
             start = round(PER_OCTAVE * math.log2(step / line.unit))
             start, stride = min(max(start, SMALLEST), LARGEST), SHORT_STRIDE
         else:
-            _check_repeatable(line)
+            check_repeatable(line)
         try:
             bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
         except NoBracket as end:
             if line.half and not end.point.safe:  # steps that rounding swallows do not lower the loss, either
                 self._check_precision(line, end.point.step)
-            raise _no_bracket(end.point, line) from None
+            raise no_bracket(end.point, line) from None
         except OutOfBudget:
             if not self.curve:
                 raise ValueError(
@@ -295,6 +303,15 @@ class _Search:
         )
 
 
+def _ends(clip_at: float | tuple[float, float] | list[float]) -> tuple[float, float]:
+    """Both ends of the threshold's range."""
+    if not isinstance(clip_at, (tuple, list)):
+        clip_at = (clip_at, clip_at)
+    if len(clip_at) != 2:
+        raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
+    return check_positive("clip_at", clip_at[0]), check_positive("clip_at", clip_at[1])
+
+
 def _optimizer_name(optimizer: str | type) -> str:
     """The name of a supported optimizer, of a class that derives from it, or as given."""
     names = (
@@ -303,77 +320,8 @@ def _optimizer_name(optimizer: str | type) -> str:
     for name in names:
         if name in _ALONG_SIGNS:
             return name
+    got = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__} itself"
     raise ValueError(
-        f"`optimizer` must be one of {', '.join(_ALONG_SIGNS)}, as a class or a name, got {optimizer!r}. "
+        f"`optimizer` must be one of {', '.join(_ALONG_SIGNS)}, as a class or a name, got {got}. "
         "For others there is no evidence that this measurement finds a good learning rate."
-    )
-
-
-def _shared(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
-    """The batches, as long as every rank has one."""
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            "`batches` must be a sequence of batches, got a tensor. Put a single batch in a list."
-        )
-    iterator, end = iter(batches), object()
-    while True:
-        batch = next(iterator, end)
-        if any_rank(batch is end, model):
-            return
-        yield batch
-
-
-def _closure(loss_of_batch: Callable[[Any], Tensor | float], batch: Any) -> Callable[[], Tensor | float]:
-    def closure() -> Tensor | float:
-        loss = loss_of_batch(batch)
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(
-                f"`loss_of_batch` must return a scalar, got a tensor of shape {tuple(loss.shape)}. "
-                "Reduce it with `.mean()`, as in training."
-            )
-        if not isinstance(loss, (Tensor, float, int)):
-            raise TypeError(f"`loss_of_batch` must return the loss alone, got a {type(loss).__name__}.")
-        return loss
-
-    return closure
-
-
-def _check_start(line: Line) -> None:
-    if not math.isfinite(line.loss):
-        raise ValueError(
-            f"The loss at the start is {line.loss}, so no step can be judged. Look at the initialisation, "
-            "the precision, and the batch itself."
-        )
-    if not math.isfinite(line.grad_norm):
-        raise ValueError(
-            "The gradient at the start is not finite although the loss is. A square root or logarithm at "
-            "zero, or an overflow in half precision, does that."
-        )
-    if line.raw_norm == 0:
-        raise ValueError(
-            "The gradient at the start is zero, so there is no direction to measure. The parameters may sit "
-            "at a saddle (all zeros?), every unit may be dead, or the gradient may vanish in half precision."
-        )
-
-
-def _check_repeatable(line: Line) -> None:
-    error = line.repeat_error()
-    if not error <= MAX_REPEAT_ERROR:
-        raise ValueError(
-            f"The gradient of one batch differs from itself by {error:.0%} when it is computed again, so "
-            "differences say nothing about the loss. Draw the batch outside `loss_of_batch`, random numbers "
-            "with torch's, numpy's or Python's global generators, which are replayed."
-        )
-
-
-def _no_bracket(point: Point, line: Line) -> ValueError:
-    if point.safe:
-        return ValueError(
-            f"No step became unsafe, up to {point.step:.3g}: the loss falls on and on along its gradient, so "
-            "it does not limit the learning rate. Is it bounded below, and is it the loss to train on?"
-        )
-    return ValueError(
-        f"No step is safe, down to {point.step:.3g}, which changes the gradient by {point.kappa:.2g} times "
-        f"itself and takes the loss from {line.loss:.6g} to {point.loss:.6g}. The loss may jump, or rounding "
-        "may drown its differences: calibrate in float64."
     )

@@ -77,6 +77,8 @@ class Line:
     def _begin(self) -> None:
         parameters = self._replay.parameters
         self.half = any(p.dtype in HALF for p in parameters)
+        single = any(p.dtype != torch.float64 for p in parameters)
+        self._longest = torch.finfo(torch.float32 if single else torch.float64).max
         self.loss, self._gradients = self._gradient(None)
         self.grad_norm = _norm(self._gradients)
         d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
@@ -99,6 +101,11 @@ class Line:
     def at(self, index: int) -> Point:
         """The point with this lattice index, measured by one gradient."""
         step = self.unit * 2.0 ** (index / PER_OCTAVE)
+        if step > self._longest:
+            raise ValueError(
+                f"A step of {step:.2g} is more than the parameters' precision holds, for the gradient's norm "
+                f"is only {self.raw_norm:.2g}. Multiply the loss by a constant, or calibrate in float64."
+            )
         loss, gradients = self._gradient(-step)
         kappa = self._change(gradients)
         safe = kappa <= self.kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
