@@ -35,7 +35,6 @@ def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, **kwar
     return make_trace(
         g,
         ell,
-        every=5,
         loss=falling(num) if loss is None else loss,
         lr=lr,
         step_norm=lr * coefficient * g,

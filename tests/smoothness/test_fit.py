@@ -158,7 +158,7 @@ def test_control_shows_the_correlation_that_a_spread_spectrum_makes():
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.2, 0.5, np.inf])
 @pytest.mark.parametrize("noise", [0.02, 0.3])
-def test_no_run_on_a_constant_hessian_goes_beyond_its_control(max_norm, noise):
+def test_runs_on_constant_hessians_with_varied_norms_stay_within_their_control(max_norm, noise):
     for num, low, high in ((20, 0.1, 5.0), (20, 0.01, 20.0), (100, 0.5, 5.0)):
         trace = quadratic_trace(
             curvature=np.geomspace(low, high, num), noise=noise, max_norm=max_norm, steps=200, seed=num

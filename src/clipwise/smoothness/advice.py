@@ -353,7 +353,7 @@ def _check_supports(points: Points) -> None:
 
 
 def _check_not_normalized(points: Points) -> None:
-    r"""Steps of length :math:`\rho = \eta g/(g + \beta)` have the same :math:`\eta g/\rho - g` in every row."""
+    r"""Steps of length :math:`\rho = \eta g/(g + \beta)` have the same :math:`\eta g/\rho - g` all along."""
     moved = np.isfinite(points.lr) & (points.step_norm > 0)
     g = points.grad_norm[moved]
     low, middle, high = np.quantile(points.lr[moved] * g / points.step_norm[moved] - g, [0.1, 0.5, 0.9])
