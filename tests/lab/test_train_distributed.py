@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
-from clipwise.lab.parallel import GlobalBatchNorm2d, global_batch_norm
+from clipwise.cli import main
+from clipwise.lab.parallel import GlobalBatchNorm2d, global_batch_norm, raised_by_process
 from clipwise.lab.runs import Run
 from clipwise.lab.train import train
 from tests.lab.small import small_images, small_language
@@ -135,3 +137,34 @@ def test_batch_norm_over_processes_is_batch_norm_of_the_whole_batch():
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), y.detach())
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), x.grad)
     torch.testing.assert_close(parts[0][2:], (layer.running_mean, layer.running_var))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("ValueError: There is no text.\nTwo lines.", ValueError("There is no text.\nTwo lines.")),
+        ("clipwise.lab.data.fetch.DataError: no corpus", ValueError("no corpus")),
+        ("OSError: [Errno 28] No space left on device", OSError(28, "No space left on device")),
+        ("FileNotFoundError: [Errno 2] No such file: 'a: b'", FileNotFoundError(2, "No such file", "a: b")),
+        ("OSError: The checkpoint is lost.", OSError("The checkpoint is lost.")),
+        ("KeyError: 'model'", RuntimeError("KeyError: 'model'")),
+        ("some.where.OddError: 3", RuntimeError("some.where.OddError: 3")),
+    ],
+)
+def test_what_a_process_raised_is_told_from_its_traceback(raised, expected):
+    before = (
+        "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File\n"
+    )
+    chained = "KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    again = "Traceback (most recent call last):\n  File 'x', line 1, in f\n    raise ValueError(a)\n"
+    found = raised_by_process(ProcessRaisedException(f"{before}{chained}{again}{raised}\n", 1, 1))
+    assert (type(found), found.args, str(found)) == (type(expected), expected.args, str(expected))
+
+
+def test_what_fails_on_a_process_is_one_line(tmp_path, capfd):
+    words = ["ptb-lstm", "--corpus", str(tmp_path / "none"), "--folder", str(tmp_path / "run"), "--steps=2"]
+    assert main(["train", *words, "--devices=2", "--accelerator=cpu", "--quiet", "--threads=1"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"clipwise: The corpus {tmp_path / 'none'} does not exist.")
+    assert said.count("\n") == 1
+    assert Run.load(tmp_path / "run").status["status"] == "failed"

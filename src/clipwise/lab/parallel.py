@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from clipwise._checks import check_choice, check_count
 from clipwise.lab.recipes import LanguageRecipe, Recipe
@@ -28,6 +31,8 @@ LOGGERS = ("csv", "tensorboard")
 
 # Here and not in a function: the processes that Fabric starts speak before they call anything of ours.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+# Where one process fails the others are ended: that is no news beside the error.
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
 def make_fabric(
@@ -69,6 +74,30 @@ def under_torchrun() -> bool:
 def starts_processes(fabric: Fabric) -> bool:
     """Whether a launch of ``fabric`` starts processes of its own."""
     return fabric.world_size > 1 and not under_torchrun()
+
+
+def raised_by_process(error: ProcessRaisedException) -> Exception:
+    r"""What a process that we started raised, in its own words: torch hands on a traceback as text.
+
+    Example:
+        >>> text = "Process 0:\nTraceback (most recent call last):\n  File ...\nValueError: There is no text."
+        >>> raised_by_process(ProcessRaisedException(text, 0, 1))
+        ValueError('There is no text.')
+    """
+    last = str(error).rpartition("Traceback (most recent call last):\n")[2].rstrip()
+    said = re.search(r"^\S.*", last, re.MULTILINE | re.DOTALL)
+    name, _, words = (said.group() if said else last).partition(": ")
+    module, _, short = name.rpartition(".")
+    kind = getattr(sys.modules.get(module or "builtins"), short, Exception)
+    if issubclass(kind, ValueError):
+        return ValueError(words)
+    if not issubclass(kind, OSError):
+        return RuntimeError(f"{name}: {words}")
+    of_system = re.fullmatch(r"\[Errno (\d+)\] (.*?)(?:: '(.*)')?", words)
+    if of_system is None:
+        return OSError(words)
+    number, reason, path = of_system.groups()
+    return OSError(int(number), reason, path) if path else OSError(int(number), reason)
 
 
 def gathered(x: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ import errno
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_fabric import Fabric
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from clipwise._checks import check_count, check_nonnegative
-from clipwise.lab.parallel import make_fabric, under_torchrun
+from clipwise.lab.parallel import make_fabric, raised_by_process, under_torchrun
 from clipwise.lab.progress import Reporter, run_progress
 from clipwise.lab.recipes import LanguageRecipe, Recipe
 from clipwise.lab.runs import (
@@ -137,7 +139,7 @@ def train(
     )
     with locked(folder) if run else nullcontext(), left_to_processes(fabric):
         try:
-            fabric.launch(partial(_train, run=run, options=options))
+            _launch(fabric, partial(_train, run=run, options=options))
         except BaseException as error:
             if run:
                 with suppress(OSError):  # a full disk has no room for this either
@@ -148,6 +150,14 @@ def train(
                 ) from error
             raise
     return RunResult.load(folder)
+
+
+def _launch(fabric: Fabric, function: Callable[[Fabric], None]) -> None:
+    """Run ``function`` on every process; what one of them raises is raised here."""
+    try:
+        fabric.launch(function)
+    except ProcessRaisedException as error:
+        raise raised_by_process(error) from error
 
 
 def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
