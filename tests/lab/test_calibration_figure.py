@@ -37,6 +37,15 @@ def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
     assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
+def test_line_of_the_safe_step_has_no_batchs_colour():
+    cal = quadratic([1.0, 2.0, 4.0, 2.0])
+    left = calibration(cal).axes[0]
+    colours = {str(line.get_label()): line.get_color() for line in left.lines}
+    batches = {colour for label, colour in colours.items() if label.startswith("batch")}
+    assert len(batches) == len(cal.curve)
+    assert colours[next(label for label in colours if label.startswith("safe step"))] not in batches
+
+
 @pytest.mark.parametrize(
     ("optimizer", "axis", "threshold"),
     [

@@ -12,7 +12,8 @@ from clipwise.lab.calibration import CALIBRATION, write_calibration
 from clipwise.lab.page import write_page
 from clipwise.lab.page.calibration import curve_data, curve_in_words
 from clipwise.lab.page.payload import page_data
-from clipwise.lab.page.views import find_views
+from clipwise.lab.page.static import save_figures
+from clipwise.lab.page.views import RunView, find_views
 from tests.lab.calibrations import make_calibration
 from tests.lab.pages import make_run
 
@@ -48,6 +49,13 @@ def test_words_name_the_safe_step_the_numbers_and_the_cost():
     for number in (f"lr {cal.lr:.3g}", f"max_norm {cal.max_norm:.3g}", f"{cal.num_gradients} gradients"):
         assert number in words
     assert "offset" in curve_in_words(replace(cal, optimizer="NormalizedSGD"))
+
+
+def test_figures_of_a_calibrated_run_have_its_curve(tmp_path):
+    view = RunView(name="mea$ured", setting="by itself", calibration=make_calibration())
+    written = save_figures([view], tmp_path)
+    assert sorted(path.name for path in written) == ["mea_ured-calibration.png", "mea_ured-calibration.svg"]
+    assert all(path.stat().st_size > 5_000 for path in written)
 
 
 def test_only_a_calibrated_run_has_the_panel(tmp_path):

@@ -8,8 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from clipwise.lab.figures.style import COLOURS, LINE, log_axes, panels, styled
+from clipwise.lab.figures.style import COLOURS, log_axes, panels, styled
 from clipwise.smoothness.calibration import Calibration
+
+GREY = "#555555"  # no batch has it
 
 
 def calibration(cal: Calibration, *, title: str = "Where the step stops being safe") -> Figure:
@@ -29,8 +31,8 @@ def calibration(cal: Calibration, *, title: str = "Where the step stops being sa
         figure, (left, right) = panels(1, 2, width=4.8)
         for panel in (left, right):
             if len(cal.curve) > 1:
-                panel.axvspan(low, high, color=LINE, alpha=0.2, linewidth=0)
-            panel.axvline(step, color=LINE, linewidth=1.2, label=f"safe step {step:.3g}")
+                panel.axvspan(low, high, color=GREY, alpha=0.15, linewidth=0)
+            panel.axvline(step, color=GREY, linewidth=1.2, label=f"safe step {step:.3g}")
             panel.set_xlabel("step $h$")
         losses = []
         for number, batch in enumerate(cal.curve):
@@ -56,7 +58,7 @@ def calibration(cal: Calibration, *, title: str = "Where the step stops being sa
         left.legend(loc="best")
         figure.suptitle(title, fontsize=11, fontweight="bold")
         words = f"{cal.optimizer}: lr {cal.lr:.3g}{cal.threshold}; {cal.num_gradients} gradients"
-        figure.supxlabel(words, fontsize=7.5, color="#555555")
+        figure.supxlabel(words, fontsize=7.5, color=GREY)
     return figure
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from clipwise.lab.figures.calibration import calibration
 from clipwise.lab.figures.scatter import GRADIENT, SMOOTHNESS, draw_fit
 from clipwise.lab.figures.style import (
     COLOURS,
@@ -28,8 +29,8 @@ from clipwise.lab.page.views import Columns, RunView
 def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
     """Write every figure of these runs into ``folder``; the files.
 
-    A run's figures are ``<run>-scatter``, ``-norm``, ``-loss`` and ``-edge``; all runs together are
-    ``comparison``. Each is a PNG and an SVG.
+    A run's figures are ``<run>-scatter``, ``-norm``, ``-loss`` and ``-edge``, and ``-calibration`` if its
+    numbers were measured; all runs together are ``comparison``. Each is a PNG and an SVG.
 
     Args:
         views: The runs, as on the page.
@@ -44,6 +45,10 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
                     continue
                 panel.set_title(f"{view.name}: {view.setting}", parse_math=False)
             written += save(figure, Path(folder) / f"{_file_name(view.name)}-{kind}.png")
+        if view.calibration is not None:
+            title = view.name.replace("$", r"\$") + ": where the step stops being safe"
+            figure = calibration(view.calibration, title=title)
+            written += save(figure, Path(folder) / f"{_file_name(view.name)}-calibration.png")
     if len(views) > 1:
         written += save(_comparison(views), Path(folder) / "comparison.png")
     return written
