@@ -159,6 +159,23 @@ def test_an_epoch_of_images_shows_whole_batches_in_a_new_order():
     assert not torch.equal(classes[0], classes[1])
 
 
+@pytest.mark.parametrize(
+    ("share", "sizes"), [(0.5, [32, 8]), (0.1, [10]), (0.8, [32, 32, 6]), (1.0, [32, 32, 16])]
+)
+def test_a_share_of_the_images_is_measured_to_the_last_image_by_any_number_of_processes(share, sizes):
+    recipe = small_images(batch_size=32)
+    alone = make_task(recipe).oracle_batches(share)
+    assert [len(y) for _, y in alone] == sizes
+    classes = torch.cat([y for _, y in alone])
+    assert int(torch.bincount(classes, minlength=10).max() - torch.bincount(classes, minlength=10).min()) <= 1
+    parts = [make_task(recipe, rank=rank, world_size=2).oracle_batches(share) for rank in (0, 1)]
+    assert [len(y) for _, y in parts[0]] == [len(y) for _, y in parts[1]] == [size // 2 for size in sizes]
+    together = [
+        tuple(torch.cat(pair) for pair in zip(*both, strict=True)) for both in zip(*parts, strict=True)
+    ]
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
 def test_a_run_that_blows_up_ends_as_diverged_with_its_rows(tmp_path):
     recipe = small_language(tmp_path, lr=500.0, max_norm=math.inf, steps=50)
     result = train(recipe, tmp_path / "run", **quiet)

@@ -276,11 +276,20 @@ class ImageTask(Task):
         return {"loss": total / size, "accuracy": 100 * right / size}
 
     def oracle_batches(self, share: float) -> list[tuple[Tensor, Tensor]]:
-        """The same share of every class, without augmentation, in batches."""
+        """The same share of every class, without augmentation, in batches; the last one may be smaller.
+
+        Every process takes as many images of a batch: what does not divide by their number is left out.
+        """
         x, y = _balanced(self.images, math.ceil(share * len(self.y)))
         size = self.recipe.batch_size
-        whole = range(0, max(1, len(y) // size) * size, size)
-        return [(self._ready(x[i : i + size][self.mine]), y[i : i + size][self.mine]) for i in whole]
+        rank = self.mine.start * self.world_size // size
+        batches = []
+        for first in range(0, len(y), size):
+            count = min(size, len(y) - first) // self.world_size
+            start = first + rank * count
+            if count:
+                batches.append((self._ready(x[start : start + count]), y[start : start + count]))
+        return batches
 
     def _ready(self, x: Tensor) -> Tensor:
         return normalise(self.images, x).contiguous(memory_format=self._layout)
