@@ -192,7 +192,7 @@ def _loop(
     # Both begin anew with each row, and a checkpoint is only taken after one: they need no place in it.
     loss_sum, steps_summed = torch.zeros((), device=fabric.device), 0
     model.train()
-    while session.step < total:
+    while not _is_over(session, total):
         step = session.step
         batch = fabric.to_device(task.batch(step))
         state = None if task.starts_over(step) else session.state
@@ -224,16 +224,24 @@ def _loop(
         if reason:
             return DIVERGED, reason
         if evaluating:
-            if _evaluate(session, task.splits if session.step == total else task.splits[:1]):
-                session.save()
-                return FINISHED, "validation no longer improves"
+            _evaluate(session, task.splits[:1])
+        over = _is_over(session, total)
+        if over:
+            _evaluate(session, task.splits[1:])
         stopping = _any_process(fabric, stop.is_set())
-        if session.step == total or stopping or _any_process(fabric, clock.is_due()):
+        if over or stopping or _any_process(fabric, clock.is_due()):
             session.save()
             clock.saved()
-        if stopping and session.step < total:
+        if stopping and not over:
             return INTERRUPTED, "stopped by a signal; resume it"
-    return FINISHED, ""
+    return FINISHED, "" if session.step == total else "validation no longer improves"
+
+
+def _is_over(session: Session, total: int) -> bool:
+    """Whether the last step is taken, or fine-tuning no longer improves what is validated."""
+    recipe, averaging = session.run.recipe, session.averaging
+    fine_tuning = isinstance(recipe, LanguageRecipe) and recipe.averaging == "always"
+    return session.step == total or (fine_tuning and averaging is not None and averaging.finished)
 
 
 def _record(session: Session, loss: torch.Tensor, report: Reporter) -> str:
@@ -264,8 +272,8 @@ def _record(session: Session, loss: torch.Tensor, report: Reporter) -> str:
     return ""
 
 
-def _evaluate(session: Session, splits: tuple[str, ...]) -> bool:
-    """Write a row for each split, of the average where there is one; whether the run is to end here."""
+def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
+    """Write a row for each split, of the average where there is one."""
     task, averaging = session.task, session.averaging
     averaged = averaging is not None and averaging.evaluated is not session.module
     model = averaging.evaluated if averaging and averaged else session.model
@@ -276,9 +284,6 @@ def _evaluate(session: Session, splits: tuple[str, ...]) -> bool:
         if averaging and split == task.splits[0]:
             averaging.after_validation(values["loss"])
     session.model.train()
-    recipe = session.run.recipe
-    fine_tuning = isinstance(recipe, LanguageRecipe) and recipe.averaging == "always"
-    return fine_tuning and averaging is not None and averaging.finished
 
 
 def _write(session: Session, row: dict[str, Any]) -> None:
