@@ -3,10 +3,10 @@
     python -m benchmarks.calibrate [--part PART] [--tasks ...] [--seeds 1 2 3] [--results PATH] [--jobs 2]
 
 Parts: ``grid`` tunes lr x max_norm on seeds of its own, ``adamw`` and ``momentum`` do so for other
-optimizers, ``choose`` tries the constants of the method on the development tasks, ``evaluate`` runs every
-method on fresh seeds, ``report`` writes table and figure; ``all`` is the default. Each finished run is a line
-of the results file; a run that is there already is not repeated, so the benchmark may be stopped and started
-again at any time.
+optimizers, ``choose`` tries the constants of the method on the development tasks and ``batches`` how many
+batches to measure, ``evaluate`` runs every method on fresh seeds, ``report`` writes table and figure; ``all``
+is the default. Each finished run is a line of the results file; a run that is there already is not repeated,
+so the benchmark may be stopped and started again at any time.
 
 The budget of a run is counted in gradient evaluations: what a method spends before training is taken off its
 steps. Its loss is the mean over 40 fresh batches, one after each of the last 40 steps, the same batches for
@@ -50,6 +50,7 @@ CONSTANTS = (
     (0.7, (0.6, 1.75)),
     (1.4, (0.6, 1.75)),
 )
+NUM_BATCHES = (2, 6)  # beside the default
 
 Job = dict[str, Any]
 
@@ -148,6 +149,16 @@ def choose_jobs(seeds: tuple[int, ...] = SEEDS[:1]) -> list[Job]:
         for task in DEVELOPMENT
         for seed in seeds
         for kappa, clip_at in CONSTANTS
+    ]
+
+
+def batches_jobs(seeds: tuple[int, ...] = SEEDS[:1]) -> list[Job]:
+    """Fewer and more batches to measure, on the development tasks."""
+    return [
+        job(task.name, seed, "choose, batches", "calibrated", num_batches=count)
+        for task in DEVELOPMENT
+        for seed in seeds
+        for count in NUM_BATCHES
     ]
 
 
@@ -252,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("all", "grid", "adamw", "momentum", "choose", "evaluate", "report")
+    parts = ("all", "grid", "adamw", "momentum", "choose", "batches", "evaluate", "report")
     parser.add_argument("--part", choices=parts, default="all")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -274,6 +285,8 @@ def main() -> None:
             run_all(retune_jobs(rows, tasks, label), path, processes=jobs)
     if options.part in ("all", "choose"):
         run_all(choose_jobs(), path, processes=jobs)
+    if options.part in ("all", "batches"):
+        run_all(batches_jobs(), path, processes=jobs)
     if options.part in ("all", "evaluate"):
         wanted = evaluate_jobs(read(path), tasks, tuple(options.seeds))
         wanted = [j for j in wanted if options.labels is None or j["label"] in options.labels]

@@ -13,12 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from clipwise.lab.figures.style import COLOURS, panels, styled
-from clipwise.smoothness.calibrate import CLIP_AT, KAPPA
+from clipwise.smoothness.calibrate import ADAM_SHARE, CLIP_AT, KAPPA
 
 Row = dict[str, Any]
 Regrets = dict[str, dict[str, list[float]]]  # method, task, one number a seed; inf where it diverged
 TUNED, AIM = "best of grid", 0.02
 CHOICE_SEEDS = (1,)  # on which other constants were tried
+TUNING_SEED = 100  # of the whole grids
+SHARES = (0.1, 0.15, 0.2, 0.25, 1 / 3, 0.5, 1.0)  # of the measured step, for AdamW
+DEFAULT_BATCHES = 3
 OWN_GRIDS = {
     "best of grid, AdamW": "calibrated, AdamW",
     "best of grid, momentum": "calibrated, momentum 0.9",
@@ -165,6 +168,68 @@ def choices(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def adam_shares(rows: list[Row]) -> list[str]:
+    """Regret of AdamW at several shares of the measured step, read off its grid on the development tasks."""
+    found: dict[float, dict[str, float]] = {share: {} for share in SHARES}
+    for name in TASKS:
+        own = [r for r in rows if r["task"] == name]
+        grid = [r for r in own if (r["label"], r["seed"]) == ("grid, AdamW", TUNING_SEED)]
+        mine = [r["chosen"]["lr"] for r in own if r["label"] == "calibrated, AdamW" and not r["problem"]]
+        if name not in HALVES["development"] or not grid or not mine:
+            continue
+        grid.sort(key=lambda r: r["options"]["lr"])
+        losses = [r["first_loss"] if r["diverged"] else r["loss"] for r in grid]
+        rates, best = np.log([r["options"]["lr"] for r in grid]), min(losses)
+        for share in SHARES:
+            loss = np.interp(math.log(_median(mine) * share / ADAM_SHARE), rates, losses)
+            found[share][name] = float((loss - best) / (grid[0]["first_loss"] - best))
+    if not found[SHARES[0]]:
+        return []
+    lines = ["| share | median regret | worst task | tasks |", 4 * "|---" + "|"]
+    for share, tasks in found.items():
+        worst = max(tasks, key=lambda name, tasks=tasks: tasks[name])
+        values = f"{percent(_median(list(tasks.values())))} | {percent(tasks[worst])} ({worst})"
+        lines.append(f"| {share:.2g} | {values} | {len(tasks)} |")
+    return [
+        "\n## The share of the measured step for AdamW, on the development tasks\n",
+        "Read off AdamW's own grid, one seed, the loss between its learning rates interpolated; a run that "
+        "diverged counts as no progress. Regret against the best of that grid.\n",
+        "\n".join(lines),
+    ]
+
+
+def batch_counts(rows: list[Row]) -> list[str]:
+    """Regret by the number of batches that are measured at least, on the development tasks."""
+    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == TUNED}
+    runs = {(r["task"], r["seed"], _num_batches(r)): r for r in rows if _num_batches(r)}
+    counts = sorted({count for _, _, count in runs})
+    shared = [
+        pair for pair in best if pair[0] in HALVES["development"] and all((*pair, c) in runs for c in counts)
+    ]
+    if len(counts) < 2 or not shared:
+        return []
+    lines = ["| batches at least | median regret | worst | median gradients | runs |", 5 * "|---" + "|"]
+    for count in counts:
+        own = {pair: runs[(*pair, count)] for pair in shared}
+        regret = {
+            pair: math.inf if r["diverged"] else (r["loss"] - best[pair]) / (r["first_loss"] - best[pair])
+            for pair, r in own.items()
+        }
+        worst = max(shared, key=lambda pair, regret=regret: regret[pair])
+        lines.append(
+            f"| {count} | {percent(_median(list(regret.values())))} | {percent(regret[worst])} ({worst[0]}) "
+            f"| {_median([r['spent'] for r in own.values()]):g} | {len(shared)} |"
+        )
+    return ["\n## The number of batches, on the development tasks\n", "\n".join(lines)]
+
+
+def _num_batches(row: Row) -> int:
+    """How many batches a calibrated run measured at least; 0 for other runs."""
+    if row["label"] == "calibrated":
+        return DEFAULT_BATCHES
+    return row["options"]["num_batches"] if row["label"] == "choose, batches" else 0
+
+
 def figure(found: Regrets) -> Figure:
     """Regret by task for all methods: one row a method, one mark a task, the median over seeds."""
     held_out = HALVES["held out"]
@@ -177,12 +242,14 @@ def figure(found: Regrets) -> Figure:
     marks = "osD^vP*XphdH8"
     with styled():
         drawn, (panel,) = panels(1, 1, width=9.0, height=0.33 * len(order) + 1.8)
-        panel.axvspan(-0.2, AIM, color="#009E73", alpha=0.12, linewidth=0)
+        panel.axvspan(LEFT, AIM, color="#009E73", alpha=0.12, linewidth=0)
         for number, name in enumerate(TASKS):
             own = [(y, _median(found[label][name])) for y, label in enumerate(order) if name in found[label]]
+            if not own:
+                continue
             panel.plot(
-                [min(v, DIVERGED) for _, v in own], [y for y, _ in own], marks[number % len(marks)],
-                markersize=6, color=COLOURS[number % len(COLOURS)], label=name,
+                [min(max(v, LEFT), DIVERGED) for _, v in own], [y for y, _ in own],
+                marks[number % len(marks)], markersize=6, color=COLOURS[number % len(COLOURS)], label=name,
                 fillstyle="full" if name in held_out else "none",
             )  # fmt: skip
         panel.set_xscale("symlog", linthresh=0.05)
@@ -190,7 +257,7 @@ def figure(found: Regrets) -> Figure:
         panel.xaxis.set_major_formatter(
             FuncFormatter(lambda v, _: "diverged" if v >= DIVERGED else f"{v:.0%}")
         )
-        panel.set_xlim(-0.6, 1.2 * DIVERGED)
+        panel.set_xlim(LEFT, 1.2 * DIVERGED)
         panel.set_yticks(range(len(order)), order)
         panel.set_xlabel("regret against the tuned grid of lr x max_norm (median over seeds)")
         panel.set_title("Calibrated before training, tuned while training, and fixed: regret by task")
@@ -203,7 +270,10 @@ def figure(found: Regrets) -> Figure:
     return drawn
 
 
-DIVERGED = 2.0  # where the figure puts runs that ended above their first loss
+LEFT, DIVERGED = (
+    -0.6,
+    2.0,
+)  # ends of the figure: the second is where runs are that ended above their first loss
 
 
 def text(rows: list[Row], *, command: str) -> str:
@@ -230,6 +300,7 @@ def text(rows: list[Row], *, command: str) -> str:
     for label, mine in OWN_GRIDS.items():
         parts += own_grid(rows, label, mine)
     parts += ["## The constants on the development tasks, one seed\n", choices(rows)]
+    parts += adam_shares(rows) + batch_counts(rows)
     return "\n".join(parts) + "\n"
 
 

@@ -15,7 +15,10 @@ from benchmarks.calibrate_methods import lowest_loss_rate
 from benchmarks.calibrate_report import (
     BEGIN,
     END,
+    adam_shares,
+    batch_counts,
     choices,
+    figure,
     in_short,
     median_interval,
     own_grid,
@@ -27,7 +30,7 @@ from benchmarks.calibrate_report import (
 )
 from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
 
-from clipwise.smoothness.calibrate import CLIP_AT, KAPPA
+from clipwise.smoothness.calibrate import ADAM_SHARE, CLIP_AT, KAPPA
 
 SMALL = ["logistic regression"]
 
@@ -166,6 +169,35 @@ def test_choices_are_listed_by_constant():
 def test_constants_that_were_taken_run_once_a_task_and_seed():
     tried = [(j["options"]["kappa"], tuple(j["options"]["clip_at"])) for j in bench.choose_jobs()]
     assert (KAPPA, CLIP_AT) not in tried  # these are the runs "calibrated" of the same table
+
+
+def test_shares_for_adam_are_read_off_its_grid():
+    grid = [
+        row("grid, AdamW", loss, seed=100, options={"lr": lr})
+        for lr, loss in ((0.01, 2.0), (0.1, 1.0), (1.0, 2.0))
+    ]
+    mine = row("calibrated, AdamW", 1.0, chosen={"lr": 0.1 * ADAM_SHARE}, problem="")
+    said = "".join(adam_shares([*grid, mine]))
+    assert "| 1 | 0.0 % | 0.0 % (CNN) | 1 |" in said  # the whole step is the best learning rate
+    assert "| 0.1 | 50.0 % | 50.0 % (CNN) | 1 |" in said  # half of the way from 3 to 1 is missed
+    assert adam_shares(grid) == []
+
+
+def test_numbers_of_batches_are_compared_where_all_of_them_ran():
+    rows = [row("best of grid", 1.0), row("calibrated", 1.2, spent=15)]
+    assert batch_counts(rows) == []
+    rows.append(row("choose, batches", 1.1, spent=30, options={"num_batches": 6}))
+    rows.append(row("calibrated", 1.9, seed=2, spent=15))
+    said = "".join(batch_counts(rows))
+    assert "| 3 | 10.0 % | 10.0 % (CNN) | 15 | 1 |" in said
+    assert "| 6 | 5.0 % | 5.0 % (CNN) | 30 | 1 |" in said
+
+
+def test_figure_shows_only_tasks_with_a_mark_and_an_aim_without_a_left_end():
+    panel = figure(regrets([row("best of grid", 1.0), row("mine", 1.5)])).axes[0]
+    legend = panel.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["CNN"]
+    assert panel.patches[0].get_x() == panel.get_xlim()[0]
 
 
 DOCS = Path(__file__).parents[2] / "docs"
