@@ -16,6 +16,8 @@ from lightning_fabric import Fabric
 from lightning_fabric.loggers.csv_logs import CSVLogger
 from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+from lightning_fabric.plugins.precision.amp import MixedPrecision
+from lightning_fabric.plugins.precision.precision import Precision
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -52,12 +54,16 @@ def make_fabric(
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator, strategy)
+    mixed = recipe.precision == "bf16-mixed"
     try:
         return Fabric(
             accelerator=accelerator,
             devices=devices,
             strategy=_strategy(devices, strategy),
-            precision=recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
+            precision=None if mixed else recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
+            plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
+            if mixed
+            else None,
             loggers=[_logger(name, folder) for name in loggers],
         )
     except (MisconfigurationException, ValueError) as error:
@@ -105,6 +111,16 @@ def gathered(x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return parts
+
+
+class UnscaledPrecision(MixedPrecision):
+    """Autocast whose losses need no scaling, so that ``loss.backward()`` is as good as Fabric's own.
+
+    Fabric refuses a backward pass that it does not see where its precision has one of its own; the one of
+    mixed precision only scales, for float16. The probe runs backward passes that Fabric does not see.
+    """
+
+    backward = Precision.backward
 
 
 class ShardedStrategy(DDPStrategy):
