@@ -33,7 +33,7 @@ HALVES["held out"] = [name for name in TASKS if name not in HALVES["development"
 def regrets(rows: Iterable[Row], *, against: str = TUNED) -> Regrets:
     """Regret of every evaluated run against the tuned grid on the same task and seed."""
     rows = list(rows)
-    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == against and not r["diverged"]}
+    best = tuned_losses(rows, against)
     found: Regrets = {}
     for r in rows:
         reference = best.get((r["task"], r["seed"]))
@@ -42,6 +42,11 @@ def regrets(rows: Iterable[Row], *, against: str = TUNED) -> Regrets:
         regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
         found.setdefault(r["label"], {}).setdefault(r["task"], []).append(regret)
     return found
+
+
+def tuned_losses(rows: Iterable[Row], label: str = TUNED) -> dict[tuple[str, int], float]:
+    """Loss of the best of the grid by task and seed; none where it diverged, for nothing compares with it."""
+    return {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == label and not r["diverged"]}
 
 
 def median_interval(by_task: dict[str, list[float]], *, draws: int = 500) -> tuple[float, float, float]:
@@ -99,8 +104,9 @@ def by_task(rows: list[Row], found: Regrets) -> str:
         if not grid or not mine or name not in found.get("calibrated", {}):
             continue
         chosen = "; ".join(_setting(r) for r in mine)
+        kept = [r for r in grid if not r["diverged"]]
         losses = ", ".join(f"{np.mean([r[k] or math.nan for r in some]):.4g}" for k, some in (
-            ("first_loss", grid), ("loss", grid), ("loss", mine)))  # fmt: skip
+            ("first_loss", grid), ("loss", kept), ("loss", mine)))  # fmt: skip
         own = ", ".join(percent(v) for v in found["calibrated"][name])
         bare = ", ".join(percent(v) for v in found.get("calibrated, no clipping", {}).get(name, []))
         half = "development" if name in HALVES["development"] else "held out"
@@ -143,7 +149,7 @@ def own_grid(rows: list[Row], label: str, mine: str) -> list[str]:
 
 def choices(rows: list[Row]) -> str:
     """Median and worst regret of each pair of constants on the development tasks."""
-    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == TUNED}
+    best = tuned_losses(rows)
     found: dict[tuple[float, float, float], dict[str, list[float]]] = {}
     for r in rows:
         reference = best.get((r["task"], r["seed"]))
@@ -200,7 +206,7 @@ def adam_shares(rows: list[Row]) -> list[str]:
 
 def batch_counts(rows: list[Row]) -> list[str]:
     """Regret by the number of batches that are measured at least, on the development tasks."""
-    best = {(r["task"], r["seed"]): r["loss"] for r in rows if r["label"] == TUNED}
+    best = tuned_losses(rows)
     runs = {(r["task"], r["seed"], _num_batches(r)): r for r in rows if _num_batches(r)}
     counts = sorted({count for _, _, count in runs})
     shared = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -67,7 +68,8 @@ def train(args: list[str]) -> int:
         threads=chosen.threads or None,
         **{name: getattr(chosen, name) for name in names},
     )
-    print(_ending(result))
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
+        print(_ending(result))
     return INTERRUPTED if result.status == "interrupted" else OK
 
 
