@@ -137,16 +137,16 @@ def length_of_run(make, *, rounds, quick, every=10):
     The measured step is amid its block, so that what it does to the steps after it counts too. Both are steps
     of the same model, and several models take their turn, as above.
     """
-    without, within = [], []
+    ratios = []
     for _ in range(MODELS):
         loop = Loop(make, quick, every=every, fractions=(1.0,))
         loop.steps(1 + every // 2)  # with the self-test of the first measurement
         for _ in range(math.ceil(rounds / MODELS)):
             with loop.unprobed():
-                without.append(cpu_seconds(partial(loop.steps, every)))
-            within.append(cpu_seconds(partial(loop.steps, every)))
+                without = cpu_seconds(partial(loop.steps, every))
+            ratios.append(cpu_seconds(partial(loop.steps, every)) / without)
         assert len(loop.probe.trace) == 1 + math.ceil(rounds / MODELS)
-    return statistics.median(within) / statistics.median(without)
+    return statistics.median(ratios)
 
 
 class Stopwatch:
@@ -337,7 +337,7 @@ a measurement.
 
 CPU time of one thread, torch {torch.__version__}, variants in turn, medians; put together from several calls
 of the command below, some tasks and parts at a time (`--tasks`, `--parts`). Repetitions on busy cores differ
-by 0.1 in the costs (1.07 to 1.15 for the LSTM with one fraction) and by 0.03 in the lengths of runs. The
+by 0.1 in the costs (1.02 to 1.13 for the LSTM with one fraction) and by 0.03 in the lengths of runs. The
 steady allocator keeps freed memory; the default one fetches it again from the system page by page, which
 costs a plain step up to a third of its time, by chance. The numbers behind it are in `{path.name}`.
 
