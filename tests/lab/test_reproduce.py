@@ -11,6 +11,7 @@ from joblib.externals.loky import get_reusable_executor
 
 from clipwise.lab import reproduce as reproduction
 from clipwise.lab.claims import Claim, as_markdown, make_claims
+from clipwise.lab.data.fetch import notice_once
 from clipwise.lab.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
 from clipwise.lab.jobs import Job
 from clipwise.lab.plan import FIGURES, IMAGE_SWEEP, LANGUAGE, make_plan
@@ -159,6 +160,7 @@ def fresh_workers():
 @pytest.mark.usefixtures("fresh_workers")
 def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
     """Nothing answers: no host, no registry, no cache, no folder of data."""
+    notice_once.cache_clear()
     nowhere = "http://127.0.0.1:9"
     for name in ("CLIPWISE_DATA", "NO_PROXY", "no_proxy", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -14,12 +14,12 @@ CPU = torch.device("cpu")
 
 
 def test_accuracy_is_a_share_of_the_images_there_are():
-    whole, too_many = (make_task(small_images(eval_size=size), offline=True) for size in (0, 100_000))
-    model = whole.build().eval()
-    found = whole.evaluate(model, "test", CPU)
-    assert too_many.evaluate(model, "test", CPU) == found
-    x, y = whole.images.test_x, whole.images.test_y
-    logits = model(whole._ready(x))
+    task = make_task(small_images(eval_size=100_000), offline=True)
+    task.images = replace(task.images, test_x=task.images.test_x[:7], test_y=task.images.test_y[:7])
+    model = task.build().eval()
+    found = task.evaluate(model, "test", CPU)
+    x, y = task.images.test_x, task.images.test_y
+    logits = model(task._ready(x))
     assert found["accuracy"] == pytest.approx(100 * (logits.argmax(1) == y).double().mean().item())
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
 
