@@ -74,7 +74,7 @@ def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, kind, strat
 
 
 def _interrupted(recipe, folder, *, rows, **arguments):
-    """Train on processes of its own until ``rows`` rows are there, then tell one of them to end."""
+    """Train on processes of its own until ``rows`` rows are there, then tell them to end."""
     ended = threading.Event()
     others = set(multiprocessing.active_children())  # left by somebody else, if there are any
 
@@ -82,8 +82,8 @@ def _interrupted(recipe, folder, *, rows, **arguments):
         path = folder / "metrics.jsonl"
         while not ended.wait(0.002):
             if path.exists() and path.read_bytes().count(b"\n") >= rows:
-                ours = [child for child in multiprocessing.active_children() if child not in others]
-                os.kill(ours[0].pid, signal.SIGTERM)
+                for child in set(multiprocessing.active_children()) - others:
+                    os.kill(child.pid, signal.SIGTERM)
                 return
 
     watcher = threading.Thread(target=watch)
