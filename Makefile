@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 help:  ## this list
 	@grep -hE '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipwise/_native/*.[ch])
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep/_kernel/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[lab,ray,dev]"
 	@touch $@
@@ -23,7 +23,7 @@ fast: $(READY)  ## the tests that take seconds
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 reproduce: $(READY)  ## every figure and table of the paper at laptop scale
-	$(BIN)/python -m clipwise reproduce $(ARGS)
+	$(BIN)/python -m curvestep reproduce $(ARGS)
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/clipwise/_native")
+FOLDER = Path("src/curvestep/_kernel")
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 if sys.platform == "darwin":
     FLAGS += ["-undefined", "dynamic_lookup"]
@@ -45,5 +45,5 @@ def compiled(source: Path, library: Path) -> bool:
             fresh.replace(library)
             return True
     fresh.unlink(missing_ok=True)
-    print("clipwise: no C compiler, or it failed; building without the kernel", file=sys.stderr)
+    print("curvestep: no C compiler, or it failed; building without the kernel", file=sys.stderr)
     return False

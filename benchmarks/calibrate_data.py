@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.lab.data import Images, load_cifar10, load_digits, load_ptb, load_topics, normalise
+from curvestep.lab.data import Images, load_cifar10, load_digits, load_ptb, load_topics, normalise
 
 Batch = tuple[Tensor, Tensor]
 Draw = Callable[[torch.Generator], Iterator[Batch]]
@@ -101,7 +101,7 @@ def next_token(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def next_word(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of clipwise's recurrent models, which take text time first and return a state."""
+    """Cross-entropy of curvestep's recurrent models, which take text time first and return a state."""
     x, y = batch
     logits, _ = model(x.t())
     return F.cross_entropy(logits.flatten(0, 1), y.t().flatten())

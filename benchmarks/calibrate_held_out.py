@@ -21,7 +21,7 @@ from benchmarks.calibrate_data import (
 )
 from torch import Tensor, nn
 
-from clipwise.lab.models import AWDLSTM, ResNet20
+from curvestep.lab.models import AWDLSTM, ResNet20
 
 
 class WordGRU(nn.Module):

@@ -1,4 +1,4 @@
-"""The methods of the calibration benchmark: clipwise's, the grid's settings, rivals with their defaults.
+"""The methods of the calibration benchmark: curvestep's, the grid's settings, rivals with their defaults.
 
 A method is a function ``(run) -> Trainer``. It may spend gradient evaluations before training (they count),
 and it says which point it would deploy: schedule-free and DoG have an average for that.
@@ -20,8 +20,8 @@ from benchmarks.calibrate_data import Batch, Task
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clipwise import ClippedSGD, NormalizedSGD
-from clipwise.vectors import global_norm
+from curvestep import ClippedSGD, NormalizedSGD
+from curvestep.vectors import global_norm
 
 
 @dataclass(frozen=True)
@@ -224,16 +224,16 @@ def zclip(run: Run) -> Trainer:
     return Trainer(opt, clip=clip, chosen={"lr": run.options["lr"]})
 
 
-# clipwise
+# curvestep
 
 
 def calibrated(run: Run) -> Trainer:
-    """What :func:`clipwise.calibrate` says, for ``optimizer``.
+    """What :func:`curvestep.calibrate` says, for ``optimizer``.
 
     ``clip=False`` leaves its threshold out; ``free=True`` does not count its gradients, as those of the
     grid's search are not counted.
     """
-    from clipwise import calibrate
+    from curvestep import calibrate
 
     options = dict(run.options)
     clip, free = options.pop("clip", True), options.pop("free", False)

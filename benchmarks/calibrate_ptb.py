@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from clipwise.lab.calibrate import calibrate_recipe
-from clipwise.lab.figures.calibration import calibration
-from clipwise.lab.recipes import get_recipe
-from clipwise.lab.tasks import make_task
-from clipwise.lab.train import train
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.report.calibration_figure import calibration
+from curvestep.lab.run.auto import calibrate_recipe
+from curvestep.lab.run.loop import train
+from curvestep.lab.tasks import make_task
 
 
 def main() -> None:

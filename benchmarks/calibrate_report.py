@@ -12,8 +12,8 @@ from benchmarks.calibrate_tasks import DEVELOPMENT, TASKS
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from clipwise.lab.figures.style import COLOURS, panels, styled
-from clipwise.smoothness.calibrate import ADAM_SHARE, CLIP_AT, KAPPA
+from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, KAPPA
+from curvestep.lab.paper.style import COLOURS, panels, styled
 
 Row = dict[str, Any]
 Regrets = dict[str, dict[str, list[float]]]  # method, task, one number a seed; inf where it diverged

@@ -11,8 +11,8 @@ import sys
 
 import numpy as np
 
-from clipwise.smoothness.fit import SmoothnessFit, fit_smoothness
-from clipwise.smoothness.trace import Trace
+from curvestep.fit.fit import SmoothnessFit, fit_smoothness
+from curvestep.smoothness.trace import Trace
 
 
 def constant_hessian_trace(rng: np.random.Generator) -> Trace:

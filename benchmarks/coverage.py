@@ -12,11 +12,11 @@ import sys
 import numpy as np
 from scipy import stats
 
-from clipwise.smoothness.advice import advise, clipping_below
-from clipwise.smoothness.correlation import Correlations
-from clipwise.smoothness.quantile import resampled_lines
-from clipwise.smoothness.scores import slope_interval
-from clipwise.smoothness.trace import Trace
+from curvestep.advice.advice import advise, clipping_below
+from curvestep.fit.correlation import Correlations
+from curvestep.fit.frontier import resampled_lines
+from curvestep.fit.scores import slope_interval
+from curvestep.smoothness.trace import Trace
 
 # rows, correlation of neighbours, L0, L1, quantile of the line
 SCENARIOS = [

@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import clipwise as cw
-from clipwise.lab.models import LSTMModel, ResNet20
+import curvestep as cs
+from curvestep.lab.models import LSTMModel, ResNet20
 
 
 def lstm(quick=False):
@@ -75,8 +75,8 @@ class Loop:
     def __init__(self, make, quick, **options):
         torch.manual_seed(0)
         self.model, self.loss_fn = make(quick)
-        self.optimizer = cw.ClippedSGD(self.model.parameters(), lr=0.1, max_norm=0.25)
-        self.probe = cw.SmoothnessProbe(self.model, **options) if options else None
+        self.optimizer = cs.ClippedSGD(self.model.parameters(), lr=0.1, max_norm=0.25)
+        self.probe = cs.SmoothnessProbe(self.model, **options) if options else None
 
     def forward_backward(self):
         """One pass."""
@@ -213,7 +213,7 @@ def memory_child(fractions, clip):
     def loss_fn():
         return model(x).square().mean()
 
-    probe = cw.SmoothnessProbe(model, every=1, fractions=fractions or (1.0,))
+    probe = cs.SmoothnessProbe(model, every=1, fractions=fractions or (1.0,))
     for _ in range(3):
         optimizer.zero_grad()
         loss_fn().backward()

@@ -1,4 +1,4 @@
-"""The optimizer phase alone: clipwise against clip_grad_norm_ + SGD.
+"""The optimizer phase alone: curvestep against clip_grad_norm_ + SGD.
 
     python benchmarks/step.py [--rounds 40] [--threads 1 2] [--json PATH] [--page PATH]
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from clipwise import ClippedSGD, NormalizedSGD
-from clipwise._native import native
+from curvestep import ClippedSGD, NormalizedSGD
+from curvestep._kernel import native
 
 LR, MAX_NORM = 1e-4, 0.25
 
@@ -162,7 +162,7 @@ def page(results, options):
             rows.append([f"`{name}`", *(f"{speed:.2f}" for speed in speeds)])
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         tables.append(f"\n## {threads} thread{'s' if threads > 1 else ''}\n\n{lines}\n")
-    kernel = "clipwise's kernel built" if native() is not None else "without clipwise's kernel"
+    kernel = "curvestep's kernel built" if native() is not None else "without curvestep's kernel"
     return PAGE.format(
         torch=torch.__version__, kernel=kernel, rounds=options.rounds, json=options.json, page=options.page,
         tables="".join(tables),

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from clipwise.lab.parallel import make_fabric
-from clipwise.lab.recipes import Recipe, get_recipe, with_fields
-from clipwise.lab.runs import open_run
-from clipwise.lab.session import Session, make_optimizer
-from clipwise.lab.tasks import Task, make_task
-from clipwise.lab.train import _Clock, _loop
+from curvestep.lab.recipes import Recipe, get_recipe, with_fields
+from curvestep.lab.run.devices import make_fabric
+from curvestep.lab.run.folder import open_run
+from curvestep.lab.run.loop import _Clock, _loop
+from curvestep.lab.run.session import Session, make_optimizer
+from curvestep.lab.tasks import Task, make_task
 
 RECIPES = {
     "ptb-lstm": get_recipe("ptb-lstm", probe_every=0, steps=10**6, eval_size=2000),
@@ -54,7 +54,7 @@ def bare_loop(recipe: Recipe, task: Task) -> Callable[[int], None]:
 
 
 def our_loop(recipe: Recipe, task: Task, folder: Path) -> Callable[[int], None]:
-    """The loop of `clipwise.lab.train`, a few steps at a time."""
+    """The loop of `curvestep.lab.run.loop`, a few steps at a time."""
     run_folder = open_run(folder, recipe, resume=False)
     fabric = make_fabric(recipe, folder, accelerator="cpu")
     fabric.launch()

@@ -13,12 +13,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from clipwise.cli import main
-from clipwise.lab.runs import Run
+from curvestep.cli import main
+from curvestep.lab.run.folder import Run
 
 SMALL = "--embedding 64 --hidden 100"
 CHROMIUM = shutil.which("chromium")  # for the picture of the page
-TRAIN = f"clipwise train ptb-lstm {SMALL} --steps 200 --probe-every 2 --threads 1 --quiet --resume"
+TRAIN = f"curvestep train ptb-lstm {SMALL} --steps 200 --probe-every 2 --threads 1 --quiet --resume"
 DOCS = Path(__file__).parent
 
 
@@ -50,16 +50,16 @@ def ending(folder: Path) -> dict[str, object]:
 folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/choose"))
 run(f"{TRAIN} --lr 10 --max-norm inf --folder {folder}/first")
 run(f"{TRAIN} --lr 2 --max-norm inf --folder {folder}/lower")
-said = {"lower": run(f"clipwise advise {folder}/lower")}
-said["calibrate"] = run(f"clipwise calibrate ptb-lstm {SMALL}")
-found = json.loads(run(f"clipwise calibrate ptb-lstm {SMALL} --json"))
+said = {"lower": run(f"curvestep advise {folder}/lower")}
+said["calibrate"] = run(f"curvestep calibrate ptb-lstm {SMALL}")
+found = json.loads(run(f"curvestep calibrate ptb-lstm {SMALL} --json"))
 lr, max_norm = f"{found['lr']:.3g}", f"{found['max_norm']:.3g}"
 run(f"{TRAIN} --lr {lr} --max-norm {max_norm} --folder {folder}/calibrated")
-said["calibrated"] = run(f"clipwise advise {folder}/calibrated")
+said["calibrated"] = run(f"curvestep advise {folder}/calibrated")
 run(f"{TRAIN} --lr {lr} --max-norm 0.5 --folder {folder}/raised")
 run(f"{TRAIN} --lr {lr} --max-norm inf --folder {folder}/without")
-said["together"] = run(f"clipwise advise {folder}/lower {folder}/calibrated {folder}/raised")
-run(f"clipwise report {folder} --output {folder}/report.html --figures {folder}/figures")
+said["together"] = run(f"curvestep advise {folder}/lower {folder}/calibrated {folder}/raised")
+run(f"curvestep report {folder} --output {folder}/report.html --figures {folder}/figures")
 shutil.copy(folder / "figures" / "comparison.png", folder / "choose-loss.png")
 shutil.copy(folder / "figures" / "calibrated-scatter.png", folder / "choose-scatter.png")
 names = ("first", "lower", "calibrated", "raised", "without")
@@ -74,7 +74,7 @@ if CHROMIUM:
         tab = browser.new_page(viewport={"width": 1100, "height": 900})
         tab.goto((folder / "report.html").resolve().as_uri())
         tab.wait_for_selector("html[data-ready=yes]")
-        tab.evaluate("clipwisePage.drawAll()")
+        tab.evaluate("curvestepPage.drawAll()")
         end = tab.evaluate("document.querySelector('#comparison').getBoundingClientRect().bottom + 12")
         clip = {"x": 0, "y": 0, "width": 1100, "height": end}
         tab.screenshot(path=folder / "choose-report.png", clip=clip, full_page=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from clipwise.cli import main
-from clipwise.lab.figures import curves, scatter
-from clipwise.lab.runs import TRACE, Run
-from clipwise.smoothness.fit import fit_smoothness
-from clipwise.smoothness.trace import Trace
+from curvestep.cli import main
+from curvestep.fit.fit import fit_smoothness
+from curvestep.lab.paper import curves, scatter
+from curvestep.lab.run.folder import TRACE, Run
+from curvestep.smoothness.trace import Trace
 
 LANGUAGE = "ptb-lstm --scale paper --probe-data 0.01 --probe-every 20 --eval-every 332"
 IMAGES = "cifar-resnet20 --epochs 10 --probe-every 10 --eval-every 78"

@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from clipwise import Trace, fit_smoothness
-from clipwise.smoothness.fit import SmoothnessFit
+from curvestep import Trace, fit_smoothness
+from curvestep.fit.fit import SmoothnessFit
 
 
 def clipped_sgd_on_a_quadratic(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import clipwise as cw
+import curvestep as cs
 
 # ---- an ordinary training loop -------------------------------------------------------------------------
 torch.manual_seed(0)
@@ -38,8 +38,8 @@ class CharLSTM(nn.Module):
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 model = CharLSTM()
 (folder / "trace.jsonl").unlink(missing_ok=True)  # of an earlier call
-optimizer = cw.ClippedSGD(model.parameters(), lr=4.0, max_norm=0.25)
-probe = cw.SmoothnessProbe(model, every=2, trace=folder / "trace.jsonl")
+optimizer = cs.ClippedSGD(model.parameters(), lr=4.0, max_norm=0.25)
+probe = cs.SmoothnessProbe(model, every=2, trace=folder / "trace.jsonl")
 
 for _ in range(160):
     start = torch.randint(len(data) - 50, (16,))
@@ -54,9 +54,9 @@ for _ in range(160):
     optimizer.zero_grad()
 
 # ---- what was seen, and what to do about it ------------------------------------------------------------
-fit = cw.fit_smoothness(probe.trace)
+fit = cs.fit_smoothness(probe.trace)
 print(fit, "\n")
-print(cw.advise(probe.trace))
+print(cs.advise(probe.trace))
 
 g, smoothness = probe.trace.column("grad_norm"), probe.trace.column("smoothness")
 figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")

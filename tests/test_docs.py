@@ -1,6 +1,5 @@
 """README and docs: every Python block runs, every command named there exists, the site builds strictly."""
 
-import ast
 import functools
 import os
 import re
@@ -16,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clipwise.cli.commands import COMMANDS
-from clipwise.cli.fields import HELP
+from curvestep.cli.commands import COMMANDS
+from curvestep.cli.fields import HELP
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -79,7 +78,7 @@ def commands():
         ]
         for line in [*fenced, *re.findall(r"`([^`\n]+)`", text)]:
             words = line.partition("#")[0].removeprefix("$ ").split()
-            if words[:1] in (["clipwise"], ["make"]) or (words[:1] == ["python"] and len(words) > 1):
+            if words[:1] in (["curvestep"], ["make"]) or (words[:1] == ["python"] and len(words) > 1):
                 yield page.name, words
 
 
@@ -92,17 +91,17 @@ def test_every_command_in_the_docs_exists():
             assert set(word for word in rest if "=" not in word) <= targets, (page, rest)
         elif program == "python" and not rest[0].startswith("-"):
             assert (ROOT / rest[0]).is_file(), (page, rest)
-        elif program == "clipwise" and rest:
+        elif program == "curvestep" and rest:
             assert rest[0] in {*COMMANDS, "--version", "--help"}, (page, rest)
     assert seen >= 10
 
 
 def test_every_option_in_the_docs_exists():
-    source = (ROOT / "src" / "clipwise" / "cli" / "options.py").read_text()
+    source = (ROOT / "src" / "curvestep" / "cli" / "options.py").read_text()
     known = {name.replace("_", "-") for name in (*HELP, *re.findall(r"^    (\w+):", source, re.MULTILINE))}
     known |= {"help", "version", "debug"}
     for page, (program, *rest) in commands():
-        if program == "clipwise":
+        if program == "curvestep":
             assert {word[2:] for word in rest if word.startswith("--")} <= known, (page, rest)
 
 
@@ -159,31 +158,6 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
     def log_message(self, format, *args):
         pass
-
-
-# What each part may use, as docs/architecture.md says; all may use the private helpers.
-USES = {
-    "steps": set(),
-    "theory": {"steps"},
-    "_native": set(),
-    "vectors": {"_native"},
-    "optim": {"steps", "vectors", "_native"},
-    "smoothness": {"vectors", "_native"},
-    "lab": {"steps", "theory", "vectors", "optim", "smoothness", "_native"},
-}
-
-
-def test_imports_point_one_way_as_the_architecture_page_says():
-    package = ROOT / "src" / "clipwise"
-    for file in sorted(package.rglob("*.py")):
-        part = file.relative_to(package).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                used = name.split(".")[1] if name.startswith("clipwise.") else ""
-                if part in USES and used not in ("", part, "_checks", "_torch"):
-                    assert used in USES[part], f"{file} imports {name}"
 
 
 def test_no_page_asks_for_a_number_that_has_not_come():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clipwise import Trace
+from curvestep import Trace
 
 ROOT = Path(__file__).parent.parent
 

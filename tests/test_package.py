@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import clipwise
+import curvestep
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = "lightning_fabric pooch rich tyro joblib matplotlib plotly sklearn pandas ray jinja2 PIL".split()
@@ -30,34 +30,34 @@ sys.meta_path.insert(0, Blocked())
 
 
 def test_runtime_needs_torch_numpy_and_scipy_only():
-    needed = {re.split(r"[<>=!~ ;\[]", r)[0] for r in requires("clipwise") or [] if "extra ==" not in r}
+    needed = {re.split(r"[<>=!~ ;\[]", r)[0] for r in requires("curvestep") or [] if "extra ==" not in r}
     assert needed == {"torch", "numpy", "scipy"}
 
 
 def test_version_stands_in_one_place():
-    assert version("clipwise") == clipwise.__version__
-    assert f"version: {clipwise.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert version("curvestep") == curvestep.__version__
+    assert f"version: {curvestep.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_public_name_is_there():
-    for name in dir(clipwise):
-        assert getattr(clipwise, name) is not None
+    for name in dir(curvestep):
+        assert getattr(curvestep, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'ClipedSGD'"):
-        _ = clipwise.ClipedSGD
+        _ = curvestep.ClipedSGD
 
 
 @pytest.mark.slow
 def test_public_names_work_without_the_extras():
-    names = [n for n in dir(clipwise) if not n.startswith("__")]
+    names = [n for n in dir(curvestep) if not n.startswith("__")]
     # jinja2 is blocked only for us: torch itself may use it
     blocked = [name for name in EXTRAS if name != "jinja2"]
-    done = run(f"import clipwise\nfor n in {names!r}: getattr(clipwise, n)\nprint('fine')", blocked=blocked)
+    done = run(f"import curvestep\nfor n in {names!r}: getattr(curvestep, n)\nprint('fine')", blocked=blocked)
     assert done.stdout == "fine\n", done.stderr
 
 
 @pytest.mark.slow
 def test_steps_and_theory_import_without_torch():
-    done = run("import clipwise.steps, clipwise.theory\nprint('fine')", blocked=["torch"])
+    done = run("import curvestep.steps, curvestep.theory\nprint('fine')", blocked=["torch"])
     assert done.stdout == "fine\n", done.stderr
 
 
@@ -67,9 +67,9 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "clipwise/py.typed" in names
-    assert all(n.startswith(("clipwise/", f"clipwise-{clipwise.__version__}.dist-info/")) for n in names)
+    assert "curvestep/py.typed" in names
+    assert all(n.startswith(("curvestep/", f"curvestep-{curvestep.__version__}.dist-info/")) for n in names)
     assert not [n for n in names if n.endswith((".npz", ".gz", ".pt"))]
     if shutil.which("cc") and sys.platform == "linux":  # then with the kernel, for this kind of machine
-        assert "clipwise/_native/kernel.so" in names
+        assert "curvestep/_kernel/kernel.so" in names
         assert not wheel.name.endswith("-any.whl")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from clipwise.steps import (
+from curvestep.steps import (
     clipped_from_normalized,
     clipped_step,
     fixed_step,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from clipwise import _torch, vectors
-from clipwise.vectors import cpu_norm, global_norm
+from curvestep import _torch, vectors
+from curvestep.vectors import cpu_norm, global_norm
 from tests.reference import reference_norm
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from clipwise.lab.recipes import get_recipe, with_fields
+from curvestep.lab.recipes import get_recipe, with_fields
 
 
 def write_text(path, *, words=40, lines=400, seed=0):

@@ -4,8 +4,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from clipwise.lab.recipes import RECIPES, Recipe, from_dict, get_recipe, to_dict, with_fields
-from clipwise.lab.tasks import seed_of
+from curvestep.lab.recipes import RECIPES, Recipe, from_dict, get_recipe, to_dict, with_fields
+from curvestep.lab.tasks import seed_of
 
 
 @pytest.mark.parametrize("name", ["ptb-lstm", "ptb-awd-lstm", "cifar-resnet20", "cifar-resnet18"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clipwise.lab.tasks import make_task
+from curvestep.lab.tasks import make_task
 from tests.lab.small import small_images, small_language
 
 CPU = torch.device("cpu")

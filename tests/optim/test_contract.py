@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from clipwise import ClippedSGD, NormalizedSGD, _torch, vectors
-from clipwise.optim import _bundles, _sgd, _update
-from clipwise.vectors import device_norm
+from curvestep import ClippedSGD, NormalizedSGD, _torch, vectors
+from curvestep.optim import _bundles, _update, scaled as _sgd
+from curvestep.vectors import device_norm
 from tests.reference import ReferenceSGD
 
 OPTIMIZERS = {

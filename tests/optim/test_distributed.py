@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clipwise import ClippedSGD, NormalizedSGD
-from clipwise.vectors import global_norm
+from curvestep import ClippedSGD, NormalizedSGD
+from curvestep.vectors import global_norm
 from tests.processes import run_on_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("distributed")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise import ClippedSGD, NormalizedSGD
+from curvestep import ClippedSGD, NormalizedSGD
 from tests.reference import ReferenceSGD
 
 OPTIONS = [

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import clipwise as cw
+import curvestep as cs
 
 
 class ConvNet(nn.Module):
@@ -66,7 +66,7 @@ def batches(name, steps, size=6):
 
 
 def clipped_sgd(parameters):
-    return cw.ClippedSGD(parameters, lr=0.5, max_norm=0.3, momentum=0.5), None
+    return cs.ClippedSGD(parameters, lr=0.5, max_norm=0.3, momentum=0.5), None
 
 
 def sgd_and_clip(parameters):

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clipwise.smoothness.estimators import (
+from curvestep.smoothness.estimators import (
     PIECE,
     difference,
     distance,
@@ -19,8 +19,8 @@ from clipwise.smoothness.estimators import (
     norm,
     segment_smoothness,
 )
-from clipwise.smoothness.replay import Replay
-from clipwise.smoothness.spectral import spectral_smoothness
+from curvestep.smoothness.replay import Replay
+from curvestep.smoothness.spectral import spectral_smoothness
 
 
 def symmetric(size, seed=0):

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipwise.smoothness.oracle import GradientOracle, size_of
-from clipwise.smoothness.replay import Replay
+from curvestep.smoothness.oracle import GradientOracle, size_of
+from curvestep.smoothness.replay import Replay
 
 
 def gradients(model):

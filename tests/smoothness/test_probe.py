@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import clipwise as cw
-from clipwise.smoothness.estimators import segment_smoothness
-from clipwise.smoothness.probe import SmoothnessProbe
-from clipwise.smoothness.trace import Trace
+import curvestep as cs
+from curvestep.smoothness.estimators import segment_smoothness
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.trace import Trace
 from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, train
 
 
@@ -46,7 +46,7 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     H = torch.randn(4, 4)
     H, x = H + H.T, torch.randn(4)
     model, loss_fn = quadratic(H, x.clone())
-    optimizer = cw.ClippedSGD(model.parameters(), lr=0.3, max_norm=0.5)
+    optimizer = cs.ClippedSGD(model.parameters(), lr=0.3, max_norm=0.5)
     probe = SmoothnessProbe(model, every=1, estimators=("segment", "local", "spectral"))
     loss = loss_fn()
     loss.backward()
@@ -93,7 +93,7 @@ def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
     start = [p.detach().clone() for p in model.parameters()]
     step_of(model, loss_fn, probe, optimizer)
     end = [p.detach().clone() for p in model.parameters()]
-    with cw.Replay(model, loss_fn) as replay:
+    with cs.Replay(model, loss_fn) as replay:
         whole = segment_smoothness(replay, start, end, fractions=fractions)
         layers = segment_smoothness(
             replay, start, end, fractions=fractions, groups={"0": [0, 1], "3": [2, 3]}
@@ -211,7 +211,7 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
         model = Mixed()
         model.rows.sparse = sparse
         x, y = torch.randint(11, (9,)), torch.randint(11, (9,))
-        optimizer = cw.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
+        optimizer = cs.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
         probe = SmoothnessProbe(model, every=1, estimators=("segment", "local"), layers=True)
         for _ in range(4):
             step_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer)
@@ -251,7 +251,7 @@ def test_oracle_measures_the_weighted_mean_over_its_batches(carry):
         out = model(x).square().mean()
         return (out, state) if carry else out
 
-    oracle = cw.GradientOracle(loss_of_batch, parts, carry_state=carry)
+    oracle = cs.GradientOracle(loss_of_batch, parts, carry_state=carry)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(5, 3)
     probe = SmoothnessProbe(model, every=1, oracle=oracle)
@@ -259,7 +259,7 @@ def test_oracle_measures_the_weighted_mean_over_its_batches(carry):
     step_of(model, lambda: model(x).square().mean(), probe, optimizer)
     together = torch.cat(parts)
     end = [p.detach().clone() for p in model.parameters()]
-    with cw.Replay(model, lambda: model(together).square().mean()) as replay:
+    with cs.Replay(model, lambda: model(together).square().mean()) as replay:
         exact = segment_smoothness(replay, start, end)
         gradient = replay(start)
     row = probe.trace[0]

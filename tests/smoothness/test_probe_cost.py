@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipwise.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.probe import SmoothnessProbe
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "probe.py"
 

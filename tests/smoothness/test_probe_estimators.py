@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.probe import SmoothnessProbe
 
 
 class Quadratic(nn.Module):

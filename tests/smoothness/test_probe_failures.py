@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipwise.smoothness.determinism import NonDeterministicError
-from clipwise.smoothness.probe import SmoothnessProbe
-from clipwise.smoothness.trace import Trace
+from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.trace import Trace
 
 
 def net():

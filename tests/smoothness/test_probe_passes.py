@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipwise.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.probe import SmoothnessProbe
 
 
 def net(*, dropout=0.0):

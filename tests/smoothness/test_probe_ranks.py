@@ -5,9 +5,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import clipwise as cw
-from clipwise.smoothness.probe import SmoothnessProbe
-from clipwise.smoothness.trace import Trace
+import curvestep as cs
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.trace import Trace
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, train
 
@@ -15,7 +15,7 @@ STEPS = 50
 
 
 def clipped(parameters):
-    return cw.ClippedSGD(parameters, lr=0.5, max_norm=0.3), None
+    return cs.ClippedSGD(parameters, lr=0.5, max_norm=0.3), None
 
 
 def ddp(model):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from clipwise.smoothness.estimators import difference, norm
-from clipwise.smoothness.passes import PassState, RandomState
-from clipwise.smoothness.ranks import copies
-from clipwise.smoothness.replay import Replay, trainable_parameters
+from curvestep.distributed import copies
+from curvestep.smoothness.estimators import difference, norm
+from curvestep.smoothness.replay import Replay, trainable_parameters
+from curvestep.smoothness.snapshot import PassState, RandomState
 
 
 def everything(model):

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clipwise.smoothness.passes import PassState
-from clipwise.smoothness.ranks import copies
-from clipwise.smoothness.replay import Replay
-from clipwise.vectors import global_norm
+from curvestep.distributed import copies
+from curvestep.smoothness.replay import Replay
+from curvestep.smoothness.snapshot import PassState
+from curvestep.vectors import global_norm
 from tests.processes import run_on_processes
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from clipwise.smoothness.probe import SmoothnessProbe
-from clipwise.smoothness.schedule import Schedule
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.schedule import Schedule
 
 
 class Clock:

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import clipwise as cw
-from clipwise.smoothness.determinism import NonDeterministicError
-from clipwise.smoothness.probe import SmoothnessProbe
+import curvestep as cs
+from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.probe import SmoothnessProbe
 
 BACKWARD = Tensor.backward
 
@@ -34,7 +34,7 @@ def test_probe_on_a_part_of_what_the_loss_trains_is_refused_untouched(kind):
     def loss_of(batch):
         return F.cross_entropy(head(encoder(batch[0])), batch[1])
 
-    oracle = cw.GradientOracle(loss_of, [(x, y)]) if kind == "oracle" else None
+    oracle = cs.GradientOracle(loss_of, [(x, y)]) if kind == "oracle" else None
     probe = SmoothnessProbe(encoder, every=1, oracle=oracle)
     loss_of((x, y)).backward()
     before = [p.grad.clone() for p in (*encoder.parameters(), *head.parameters())]

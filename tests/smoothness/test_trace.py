@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from clipwise.smoothness.trace import FAILED, FIELDS, OK, Trace
+from curvestep.smoothness.trace import FAILED, FIELDS, OK, Trace
 
 
 def filled(path=None, steps=range(3), **extra):
@@ -87,7 +87,7 @@ def test_header_says_schema_versions_and_what_was_measured(tmp_path):
     Trace(tmp_path / "t.jsonl", header={"model": "lstm", "fractions": [0.5, 1.0]}).close()
     header = strict_lines(tmp_path / "t.jsonl")[0]
     assert header["schema"] == 1
-    assert {"clipwise", "torch", "numpy", "scipy", "python"} <= set(header["versions"])
+    assert {"curvestep", "torch", "numpy", "scipy", "python"} <= set(header["versions"])
     assert (header["model"], header["fractions"]) == ("lstm", [0.5, 1.0])
     assert Trace.load(tmp_path / "t.jsonl").header == header
 
@@ -149,10 +149,10 @@ def test_broken_line_in_the_middle_costs_only_itself(tmp_path):
     ("content", "match"),
     [
         (b"", "is empty"),
-        (b"step,loss\n1,2\n", "not a clipwise trace"),
-        (b'{"step": 1}\n', "not a clipwise trace"),
-        (b"\x89PNG\r\n", "not a clipwise trace"),
-        (b'{"format": "clipwise-trace", "schema": 2}\n', "Install a newer clipwise"),
+        (b"step,loss\n1,2\n", "not a curvestep trace"),
+        (b'{"step": 1}\n', "not a curvestep trace"),
+        (b"\x89PNG\r\n", "not a curvestep trace"),
+        (b'{"format": "curvestep-trace", "schema": 2}\n', "Install a newer curvestep"),
     ],
 )
 def test_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, match):
@@ -313,7 +313,7 @@ def test_loading_takes_bounded_memory_per_row(tmp_path):
     peaks, sizes = [], [20_000, 50_000]
     for size in sizes:
         with path.open("w") as file:
-            file.write(json.dumps({"format": "clipwise-trace", "schema": 1}) + "\n")
+            file.write(json.dumps({"format": "curvestep-trace", "schema": 1}) + "\n")
             for step in range(size):
                 cells = ", ".join(f'"{name}": {step / 7 + i:.17g}' for i, name in enumerate(names))
                 file.write(f'{{"step": {step}, {cells}, "status": "ok"}}\n')

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-import clipwise as cw
-from clipwise.smoothness.fit import fit_smoothness
-from clipwise.smoothness.probe import SmoothnessProbe
-from clipwise.smoothness.trace import Trace
+import curvestep as cs
+from curvestep.fit.fit import fit_smoothness
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.trace import Trace
 
 SIZE, RADIUS = 50, 0.02
 
@@ -31,7 +31,7 @@ def run_on_quadratic(
     """Clipped SGD with a paired probe at every step, and the unpaired differences of consecutive batches."""
     torch.manual_seed(1)
     model = Quadratic(eigenvalues)
-    optimizer = cw.ClippedSGD(model.parameters(), lr=lr, max_norm=max_norm)
+    optimizer = cs.ClippedSGD(model.parameters(), lr=lr, max_norm=max_norm)
     probe = SmoothnessProbe(model, every=1, fractions=fractions)
     unpaired, previous = Trace(), None
     for step in range(steps):
@@ -100,7 +100,7 @@ def test_T2_steps_at_the_edge_of_stability_raise_the_warning_about_kappa():
         model.x.grad = None
         loss_fn().backward()
         with probe(loss_fn):
-            cw.ClippedSGD(model.parameters(), lr=100.0, max_norm=2 * abs(model.x.item()) / 100.0).step()
+            cs.ClippedSGD(model.parameters(), lr=100.0, max_norm=2 * abs(model.x.item()) / 100.0).step()
     fit = fit_smoothness(trace, control=False)
     assert np.median(trace.column("kappa")) == pytest.approx(2.0, rel=0.05)
     assert any("κ is saturated" in warning for warning in fit.warnings)
@@ -181,8 +181,8 @@ def test_the_authors_procedure_finds_a_correlation_on_the_same_run_where_ours_fi
     rng = np.random.default_rng(3)
     stream = Stream()
     tenth = [torch.arange(start, min(start + BPTT, ROWS // 10)) for start in range(0, ROWS // 10, BPTT)]
-    probe = SmoothnessProbe(stream, every=1, oracle=cw.GradientOracle(stream, tenth))
-    optimizer = cw.ClippedSGD(stream.parameters(), lr=0.5, max_norm=0.25)
+    probe = SmoothnessProbe(stream, every=1, oracle=cs.GradientOracle(stream, tenth))
+    optimizer = cs.ClippedSGD(stream.parameters(), lr=0.5, max_norm=0.25)
     theirs = Trace()
     for step in range(150):
         rows = torch.randint(ROWS, (20,))

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import clipwise as cw
-from clipwise.smoothness.determinism import NonDeterministicError, check_determinism
-from clipwise.smoothness.probe import SmoothnessProbe
+import curvestep as cs
+from curvestep.smoothness.determinism import NonDeterministicError, check_determinism
+from curvestep.smoothness.probe import SmoothnessProbe
 
 
 class OwnDropout(nn.Module):
@@ -298,7 +298,7 @@ def test_oracle_that_shuffles_is_refused():
         return F.cross_entropy(model(x), y)
 
     with pytest.raises(NonDeterministicError, match="input changes from call to call"):
-        one_step(model, loss_fn, loss_fn, oracle=cw.GradientOracle(loss_of_batch, [(x, y)]))
+        one_step(model, loss_fn, loss_fn, oracle=cs.GradientOracle(loss_of_batch, [(x, y)]))
 
 
 def test_rounding_noise_passes_and_is_reported():
@@ -310,6 +310,6 @@ def test_rounding_noise_passes_and_is_reported():
         order = torch.randperm(8, generator=generator)  # the same sum in another order
         return F.cross_entropy(model(x[order]), y[order])
 
-    with cw.Replay(model, loss_fn) as replay:
+    with cs.Replay(model, loss_fn) as replay:
         noise = check_determinism(replay)
     assert 0 < noise < 1e-5

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from clipwise.theory import (
+from curvestep.theory import (
     ExponentialWall,
     Polynomial,
     Quadratic,

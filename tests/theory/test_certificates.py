@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from clipwise.theory import (
+from curvestep.theory import (
     BoundedNoise,
     ClippedStep,
     ExponentialWall,

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from clipwise import steps
-from clipwise.theory import (
+from curvestep import steps
+from curvestep.theory import (
     BoundedNoise,
     ClippedStep,
     ExponentialWall,
@@ -21,7 +21,7 @@ from clipwise.theory import (
     first_hit,
     hitting_time,
 )
-from clipwise.theory.complexity import BLOCK, FIRST_BLOCK, walk
+from curvestep.theory.complexity import BLOCK, FIRST_BLOCK, walk
 
 
 # Row 11.

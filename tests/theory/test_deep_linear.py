@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipwise.theory import DeepLinear, sample_frontier
+from curvestep.theory import DeepLinear, sample_frontier
 
 WIDTHS = [3, 4, 2, 5, 6]  # four layers, all widths different
 

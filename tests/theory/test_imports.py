@@ -12,12 +12,12 @@ class NoTorch:
             raise ImportError(f"{name} is not here")
 
 sys.meta_path.insert(0, NoTorch())
-import clipwise
-import clipwise.theory as theory
+import curvestep
+import curvestep.theory as theory
 
 guarantee = theory.theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version="sharp")
 assert theory.certify(theory.Quartic(), guarantee, 30.0).status == "holds"
-assert clipwise.theory is theory
+assert curvestep.theory is theory
 assert "torch" not in sys.modules
 print("imported", len([name for name in dir(theory) if not name.startswith("_")]))
 """

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from clipwise.theory import (
+from curvestep.theory import (
     AssumptionError,
     ExponentialWall,
     NoisyStep,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from clipwise.theory import (
+from curvestep.theory import (
     BoundedNoise,
     DeepLinear,
     ExponentialWall,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from clipwise import steps
-from clipwise.theory import (
+from curvestep import steps
+from curvestep.theory import (
     ClippedStep,
     FixedStep,
     LogarithmicStep,

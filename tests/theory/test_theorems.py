@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy.optimize import brentq
 
-from clipwise.theory import (
+from curvestep.theory import (
     AssumptionError,
     BoundedNoise,
     ClippedStep,

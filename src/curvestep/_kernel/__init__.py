@@ -1,0 +1,204 @@
+"""The package's own kernel for CPU tensors: an optimizer step in two passes over memory, a distance in one.
+
+``kernel.c`` is compiled when the package is built, wherever there is a C compiler. Without it everything
+works the same, on torch's own functions, and slower. ``CURVESTEP_KERNEL=0`` in the environment leaves it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# A library beside this file, named as the build names it.
+LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
+DTYPES = (torch.float32, torch.float64)
+
+_RULE = Struct("dddddq")  # as in kernel.c
+_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+_DOUBLE, _SINGLE = (
+    1,
+    2,
+)  # what curvestep_view returns if it is not -1: flags for float64 and for single elements
+
+
+class View(NamedTuple):
+    """Where lists of tensors lie that the kernel can walk through: on CPU, of one dtype, without gaps.
+
+    Good for as long as the tensors stay as they are: for one step.
+    """
+
+    addresses: Any  # of the first list, then of the others
+    sizes: Any
+    length: int  # of each list
+    num_lists: int
+    doubles: int  # 1 for float64, 0 for float32
+
+
+class Kernel:
+    """The functions of ``kernel.c``.
+
+    Args:
+        library: The compiled file.
+    """
+
+    def __init__(self, library: Path) -> None:
+        with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+        flag = ctypes.c_int
+        self._describe = _describe()
+        self._view = with_lock.curvestep_view
+        self._view.argtypes = [_pointer, _pointer, _int64, _int64, _pointer, _pointer]
+        self._view.restype = flag
+        self._sum_of_squares = loaded.curvestep_sum_of_squares
+        self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag]
+        self._sum_of_squares.restype = ctypes.c_double
+        self._update = loaded.curvestep_update
+        self._update.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
+        self._update.restype = None
+
+    def view(self, tensors: list[Tensor], *others: list[Tensor]) -> View | None:
+        """Where ``tensors`` lie, or None if the kernel cannot take them.
+
+        Args:
+            tensors: Plain tensors or parameters; the caller has made sure of their type.
+            others: Lists of as many tensors, which must have the same dtype, shapes and strides.
+        """
+        lists, count = (tensors, *others), len(tensors)
+        if any(len(other) != count for other in others):
+            return None
+        addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
+        if self._describe:
+            at = (_pointer * len(lists))(*map(id, lists))
+            try:
+                kind = self._view(self._describe, at, len(lists), count, addresses, sizes)
+            except RuntimeError:  # torch has nothing to describe: sparse, on no device
+                return None
+        else:
+            kind = _view_by_attributes(lists, addresses, sizes)
+        if kind < 0 or (kind & _SINGLE and _any_negated(lists)):
+            return None
+        return View(addresses, sizes, count, len(lists), kind & _DOUBLE)
+
+    def sum_of_squares(self, x: View) -> float:
+        r""":math:`\sum_i \lVert t_i \rVert^2`, right to about 1e-7 for float32; inf where it is too large."""
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), False)
+
+    def squared_distance(self, x: View) -> float:
+        r""":math:`\sum_i \lVert t_i - u_i \rVert^2` of two lists, of which nothing is stored."""
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), True)
+
+    def update(
+        self,
+        x: View,
+        *,
+        scale: float,
+        weight_decay: float,
+        momentum: float,
+        dampening: float,
+        lr: float,
+        nesterov: bool,
+    ) -> None:
+        """The formula of ``optim/_update.py`` on all tensors at once.
+
+        ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order.
+        """
+        self._update(
+            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists == 3,
+            _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
+        )  # fmt: skip
+
+
+def fills_memory(t: Tensor) -> bool:
+    """Whether some order of the dimensions makes ``t`` contiguous: no gaps and no overlaps."""
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return t.is_contiguous() or t.permute(order).is_contiguous()
+
+
+def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
+    """What ``curvestep_view`` does, for a torch that does not let C look at its tensors."""
+    count = len(lists[0])
+    dtype = lists[0][0].dtype if count else torch.float32
+    for i, t in enumerate(lists[0]):
+        if not t.is_cpu or t.layout != torch.strided or t.dtype is not dtype or not fills_memory(t):
+            return -1
+        addresses[i], sizes[i] = t.data_ptr(), t.numel()
+        for k in range(1, len(lists)):
+            if not _lies_like(lists[k][i], t):
+                return -1
+            addresses[k * count + i] = lists[k][i].data_ptr()
+    if dtype not in DTYPES:
+        return -1
+    return _DOUBLE * (dtype is torch.float64) + _SINGLE * (1 in sizes)
+
+
+def _any_negated(lists: Sequence[list[Tensor]]) -> bool:
+    """Whether the numbers of some tensor lie in memory with the wrong sign.
+
+    torch negates the imaginary part of a conjugate by a mark only. It is every second number in memory, so
+    such a tensor fills its memory only if it has a single element.
+    """
+    return any(t.is_neg() for tensors in lists for t in tensors)
+
+
+def _lies_like(t: Tensor, other: Tensor) -> bool:
+    return (
+        t.device == other.device
+        and t.layout == other.layout
+        and t.dtype is other.dtype
+        and t.shape == other.shape
+        and (t.stride() == other.stride() or (t.is_contiguous() and other.is_contiguous()))
+    )
+
+
+def _describe() -> int | None:
+    """Address of the function with which C looks at a tensor: DLPack's, where torch has it (2.10 on)."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer_in: Callable[..., Any] = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_in.restype, pointer_in.argtypes = _pointer, [ctypes.py_object, ctypes.c_char_p]  # pyright: ignore
+    interface = pointer_in(capsule, b"dlpack_exchange_api")
+    # Two numbers of the version, a pointer, and the functions: this one is the fourth.
+    major = ctypes.c_uint32.from_address(interface).value
+    return _pointer.from_address(interface + 16 + 3 * 8).value if major == 1 else None
+
+
+@cache
+def native() -> Kernel | None:
+    """The kernel, if it was built, may be used, and gives the right numbers on a small case."""
+    if os.environ.get("CURVESTEP_KERNEL", "1") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        kernel = Kernel(LIBRARY)
+    except (OSError, AttributeError):  # built for another machine, or by another version
+        return None
+    return kernel if _follows_formula(kernel) else None
+
+
+def _follows_formula(kernel: Kernel) -> bool:
+    """Try one step on seventy numbers of each dtype: more than a vector register holds, and a rest."""
+    for dtype in DTYPES:
+        p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+        b = torch.ones(70, dtype=dtype)
+        expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
+        expected_p = p - 0.125 * expected_b
+        view = kernel.view([g], [p], [b])
+        if view is None or not math.isclose(kernel.sum_of_squares(view), 280):
+            return False
+        if not math.isclose(kernel.squared_distance(view), (p - 2).square().sum().item()):
+            return False
+        kernel.update(
+            view, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False
+        )
+        if not (torch.allclose(b, expected_b) and torch.allclose(p, expected_p)):
+            return False
+    return True

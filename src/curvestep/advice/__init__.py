@@ -1,0 +1,1 @@
+"""From (L0, L1) to lr and max_norm, and the reasons."""

@@ -1,0 +1,1 @@
+"""lr and max_norm before training: the largest safe step, batch after batch."""

@@ -1,0 +1,185 @@
+r"""One batch's loss along the line that an optimizer's first step takes.
+
+.. math::
+    h \mapsto f(x - h\,d), \qquad d = \nabla f(x) \text{ for SGD}, \quad d = \operatorname{sign} \nabla f(x)
+    \text{ for Adam}
+
+with the gradients paired: the same batch, the same randomness, and everything put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from curvestep.calibration.bracket import PER_OCTAVE, Point
+from curvestep.distributed import local, spans_ranks
+from curvestep.smoothness.replay import Replay
+from curvestep.vectors import global_norm, is_sharded
+
+HALF = (torch.float16, torch.bfloat16)
+LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
+
+
+class Line:
+    r"""A batch's loss and gradient along :math:`x - h\,d`; use it as a context.
+
+    The relative change of the gradient is, along the gradient itself and along its signs,
+
+    .. math::
+        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert}{\lVert \nabla f(x) \rVert}
+        = h\,\hat L(h), \qquad
+        \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
+
+    A step is safe if that is at most :math:`\kappa` and if the loss falls by a tenth of what its slope
+    promises (on a quadratic a step with :math:`\kappa(h) \le 1` makes it fall by a half at least),
+
+    .. math::
+        f(x - h d) \le f(x) - \tfrac{1}{10}\, h\,\langle \nabla f(x), d \rangle .
+
+    Without the second condition a step that fits the whole batch would be safe at any length: where the loss
+    ends at zero, so does the gradient, and :math:`\kappa(h)` is 1 from there on.
+
+    Args:
+        model: Its parameters are moved, and put back at the end.
+        closure: Returns the loss.
+        kappa: Largest safe :math:`\kappa`.
+        signs: Walk along the signs of the gradient.
+        weight_decay: :math:`\lambda` of a penalty :math:`\lambda\lVert x\rVert^2/2` that belongs to the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, closure: Callable[[], Any], *, kappa: float, signs: bool, weight_decay: float
+    ) -> None:
+        self.model, self.kappa, self.signs, self.weight_decay = model, kappa, signs, weight_decay
+        self.points: list[Point] = []
+        self.num_gradients = 0
+        self._replay = Replay(model, closure)
+
+    def __enter__(self) -> Line:
+        self._replay.__enter__()
+        try:
+            self._begin()
+        except BaseException:
+            self._replay.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._replay.__exit__(*exception)
+        del self._gradients, self.raw_gradients, self.direction
+
+    def _begin(self) -> None:
+        parameters = self._replay.parameters
+        self.half = any(p.dtype in HALF for p in parameters)
+        single = any(p.dtype != torch.float64 for p in parameters)
+        self._longest = torch.finfo(torch.float32 if single else torch.float64).max
+        self.loss, self._gradients = self._gradient(None)
+        self.grad_norm = _norm(self._gradients)
+        d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
+        self._slope = _dot(self._gradients, d)
+        # Along d, the length of x measures steps; a start at the origin has the loss to measure them by.
+        moved = [p for p, part in zip(parameters, d, strict=True) if part is not None]
+        length, width = global_norm(moved).item(), _norm(d)
+        self.unit = math.nan
+        if width > 0 and length > 0:
+            self.unit = length / width
+        elif self._slope > 0:
+            self.unit = abs(self.loss) / self._slope or 1.0 / width
+        # A loss that cannot be told from the limit keeps it.
+        self._loss_limit = self.loss + 4 * self._resolution * abs(self.loss)
+
+    def highest_loss(self, step: float) -> float:
+        """The largest loss with which a step of this length is safe."""
+        return self._loss_limit - LEAST_FALL * step * self._slope
+
+    def at(self, index: int) -> Point:
+        """The point with this lattice index, measured by one gradient."""
+        step = self.unit * 2.0 ** (index / PER_OCTAVE)
+        if step > self._longest:
+            raise ValueError(
+                f"A step of {step:.2g} is more than the parameters' precision holds, for the gradient's norm "
+                f"is only {self.raw_norm:.2g}. Multiply the loss by a constant, or calibrate in float64."
+            )
+        loss, gradients = self._gradient(-step)
+        kappa = self._change(gradients)
+        safe = kappa <= self.kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
+        self.points.append(Point(step=step, kappa=kappa, loss=loss, safe=safe))
+        return self.points[-1]
+
+    def repeat_error(self) -> float:
+        """How much the gradient at the start differs from itself, relative to its norm."""
+        _, again = self._gradient(0.0)
+        return _norm(_minus_(again, self._gradients)) / self.grad_norm
+
+    def rounding_error(self, step: float) -> float:
+        """How far from where it should end rounding puts the step, relative to its length."""
+        errors = []
+        self._replay.return_home()
+        with torch.no_grad():
+            for p, d in zip(self._replay.parameters, self.direction, strict=True):
+                if d is not None:
+                    wide, moved = p.detach().double(), p.detach().add(d, alpha=-step).double()
+                    errors.append(_norm([moved.sub_(wide).add_(d.double(), alpha=step)]))
+        return math.hypot(*errors) / (step * _norm(self.direction))
+
+    def _gradient(self, fraction: float | None) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradient, with the penalty; ``fraction`` None is the first time."""
+        replay = self._replay
+        there = replay.gradient() if fraction is None else replay.gradient_at(self.direction, fraction)
+        self.num_gradients += 1
+        self._resolution = torch.finfo(there.loss.dtype).eps if there.loss.is_floating_point() else 0.0
+        loss = _mean_over_ranks(there.loss, self.model)
+        gradients: list[Tensor | None] = [
+            g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
+        ]
+        if fraction is None:  # the optimizer clips before it adds the penalty
+            self.raw_gradients, self.raw_norm = gradients, _norm(gradients)
+        if self.weight_decay:
+            decay, parameters = self.weight_decay, self._replay.parameters
+            with torch.no_grad():
+                gradients = [
+                    (torch.zeros_like(p) if g is None else g).add(p, alpha=decay)
+                    for p, g in zip(parameters, gradients, strict=True)
+                ]
+            loss += 0.5 * decay * global_norm(parameters).item() ** 2
+        return loss, gradients
+
+    def _change(self, gradients: list[Tensor | None]) -> float:
+        if self.signs:
+            return 1.0 - _dot(gradients, self.direction) / self._slope
+        return _norm(_minus_(gradients, self._gradients)) / self.grad_norm
+
+
+def _norm(tensors: list[Tensor | None]) -> float:
+    return global_norm([t for t in tensors if t is not None]).item()
+
+
+def _dot(a: list[Tensor | None], b: list[Tensor | None]) -> float:
+    """Inner product over all pieces, in float64, across the ranks that share sharded ones."""
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x is not None and y is not None:
+            part: Any = (x.double() * y.double()).sum()
+            total += (part.full_tensor() if is_sharded(part) else part).item()
+    return total
+
+
+def _minus_(a: list[Tensor | None], b: list[Tensor | None]) -> list[Tensor | None]:
+    """``a - b`` in the memory of ``a``; None counts as zero."""
+    with torch.no_grad():
+        return [x if y is None else -y if x is None else x.sub_(y) for x, y in zip(a, b, strict=True)]
+
+
+def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
+    """The loss of the whole batch, of which each rank has its share."""
+    if not spans_ranks(model):
+        return loss.item()
+    total = loss.double().to(local(next(model.parameters())).device)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

@@ -1,0 +1,116 @@
+"""What a calibration found: learning rate, threshold, how sure, why, and the steps it was read from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from curvestep.calibration.bracket import Point
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCurve:
+    r"""What steps along one batch's gradient did.
+
+    Args:
+        points: Every step measured, in ascending order: ``step``, ``kappa``, ``loss``, ``safe``.
+        safe_step: The largest safe step :math:`h`.
+        loss: The batch's loss at the start.
+        grad_norm: Norm of the batch's gradient at the start.
+    """
+
+    points: tuple[Point, ...]
+    safe_step: float
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    r"""Learning rate and threshold, and what they were read from.
+
+    Args:
+        optimizer: The optimizer they are for.
+        lr: Learning rate :math:`\eta`; the peak of a warm-up or decay schedule.
+        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``; infinite
+            for Adam and AdamW.
+        step_cap: Longest step a clipped run can take, :math:`\eta\gamma/(1-\beta)` with momentum
+            :math:`\beta`.
+        lr_interval: 90 % interval of ``lr`` from the spread of the batches; NaN for a single batch.
+        grad_norm: Median gradient norm at the start.
+        num_gradients: Gradients evaluated.
+        kappa: Largest safe change of the gradient.
+        clip_at: ``max_norm / grad_norm``.
+        agreement: Mean cosine of the angles between the batches' gradients; NaN for a single batch.
+        curve: The measured steps, batch by batch.
+        warnings: What to know before relying on the numbers.
+    """
+
+    optimizer: str
+    lr: float
+    max_norm: float
+    step_cap: float
+    lr_interval: tuple[float, float]
+    grad_norm: float
+    num_gradients: int
+    kappa: float
+    clip_at: float
+    agreement: float
+    curve: tuple[BatchCurve, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def offset(self) -> float:
+        """The ``offset`` of NormalizedSGD: ``max_norm`` by its other name."""
+        return self.max_norm
+
+    @property
+    def along_signs(self) -> bool:
+        """Whether steps were measured along the signs of the gradient, as Adam takes them."""
+        return self.optimizer in ("Adam", "AdamW")
+
+    @property
+    def threshold(self) -> str:
+        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line; empty for Adam."""
+        if self.along_signs:
+            return ""
+        return f", {'offset' if self.optimizer == 'NormalizedSGD' else 'max_norm'} {self.max_norm:.3g}"
+
+    @property
+    def reasons(self) -> tuple[str, str]:
+        """Why these numbers, in two sentences."""
+        step = median(batch.safe_step for batch in self.curve)
+        falls = "lowers its loss by at least a tenth of what the slope promises"
+        if self.along_signs:
+            return (
+                f"A step of {step:.3g} along the signs of the gradient, and no longer one, lowers the slope "
+                f"of a batch's loss along it by at most {self.kappa:g} times itself and {falls}.",
+                f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum; a "
+                "threshold is not part of it.",
+            )
+        measured = (
+            f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
+            f"at most {self.kappa:g} times itself and {falls}."
+        )
+        agree = ""
+        if len(self.curve) > 1:
+            agree = f" and the mean cosine between batches {self.agreement:.2f}"
+        return measured, (
+            f"The gradient norm at the start is {self.grad_norm:.3g}{agree}; clipping at {self.clip_at:.2g} "
+            f"times that keeps every step within {self.clip_at:.2g} times the length that was measured to be "
+            "safe."
+        )
+
+    def __str__(self) -> str:
+        low, high = self.lr_interval
+        count = len(self.curve)
+        sure = f" (90 % interval {low:.3g} to {high:.3g})" if count > 1 else ""
+        batches = "1 batch" if count == 1 else f"{count} batches"
+        cap = "" if self.along_signs else f", step_cap {self.step_cap:.3g}"
+        lines = [
+            f"{self.optimizer}: lr {self.lr:.3g}{sure}{self.threshold}{cap}; from {self.num_gradients} "
+            f"gradients of {batches}",
+            *self.reasons,
+            *(f"Warning: {words}" for words in self.warnings),
+        ]
+        return "\n".join(lines)

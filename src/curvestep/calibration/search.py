@@ -1,0 +1,327 @@
+r"""Learning rate and clipping threshold before training, from a few dozen gradients at the starting point.
+
+For each of a handful of batches, the largest step :math:`h` along the gradient with
+
+.. math::
+    h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x) - \tfrac{1}{10} h \lVert g \rVert^2,
+    \qquad \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
+
+The learning rate is the median of these steps. With :math:`\kappa = 1` the step is the self-consistent
+:math:`1/\hat L`; clipping then keeps every later step within a multiple of the length that was measured to
+be safe: the trust radius of clipped gradient descent, measured instead of assumed. The multiple depends on
+how far the batches agree, by the mean cosine :math:`\rho` between their gradients:
+
+.. math::
+    \gamma = c_0^{1-\rho^2}\, c_1^{\rho^2}\, \lVert g \rVert, \qquad 0 \le \rho \le 1 .
+
+Where they agree, the norm at the start is that of a signal, which fades while noise grows; where they do not,
+it is that of noise, which the signal will exceed, and steps of that length in its direction are already long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from torch import Tensor, nn
+
+from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.calibration.agreement import Agreement
+from curvestep.calibration.bracket import (
+    LARGEST,
+    LONG_STRIDE,
+    PER_OCTAVE,
+    SMALLEST,
+    NoBracket,
+    OutOfBudget,
+    crossing,
+    find_bracket,
+)
+from curvestep.calibration.line import Line
+from curvestep.calibration.refusals import (
+    check_arguments,
+    check_repeatable,
+    check_start,
+    closure_of,
+    no_bracket,
+    shared,
+)
+from curvestep.calibration.result import BatchCurve as BatchCurve, Calibration as Calibration
+from curvestep.smoothness.snapshot import RandomState
+
+# Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
+KAPPA = 1.0
+CLIP_AT = (0.6, 1.75)
+ADAM_SHARE = 1 / 5
+
+START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
+SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
+FEWEST = 6  # gradients that one more batch is likely to take
+DISAGREEMENT = 10.0
+MAX_ROUNDING_ERROR = 0.1
+SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
+
+# Where the evidence of the benchmark is weaker than for clipped SGD, the result says so.
+WEAKER = ("Adam", "AdamW", "NormalizedSGD")
+
+_ALONG_SIGNS = {"Adam": True, "AdamW": True, "SGD": False, "ClippedSGD": False, "NormalizedSGD": False}
+
+
+def calibrate(
+    model: nn.Module,
+    loss_of_batch: Callable[[Any], Tensor | float],
+    batches: Iterable[Any],
+    *,
+    optimizer: str | type = "ClippedSGD",
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    kappa: float = KAPPA,
+    clip_at: float | tuple[float, float] | list[float] = CLIP_AT,
+    num_batches: int = 3,
+    max_gradients: int = 40,
+) -> Calibration:
+    r"""Learning rate and ``max_norm`` measured where training is about to start; nothing is changed.
+
+    Give it the batches that training will see: the size of a batch, and gradient accumulation inside
+    ``loss_of_batch``, are part of what is measured. Parameters, buffers, ``.grad`` and random states are what
+    they were afterwards, bit for bit. Under DDP and FSDP2 every rank calls with its share of each batch.
+
+    The answer changes as the problem does: with the loss times :math:`s`, ``lr`` is divided by :math:`s` and
+    ``max_norm`` multiplied; in parameters :math:`s` times as large, ``lr`` is multiplied by :math:`s^2`. The
+    order of the batches does not matter as long as all are used.
+
+    Args:
+        model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
+        loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
+            micro-batches and returns the loss as a number.
+        batches: At least one batch, better eight; a data loader will do.
+        optimizer: ``ClippedSGD``, ``NormalizedSGD``, torch's ``SGD``, ``Adam`` or ``AdamW``: class or name.
+        momentum: :math:`\beta` of SGD; the effective step is :math:`\eta/(1-\beta)`, so ``lr`` is
+            :math:`(1-\beta)h`.
+        weight_decay: :math:`\lambda` of the L2 penalty of SGD or Adam, which belongs to the loss that is
+            measured. AdamW's decay is apart from the gradient and does not enter.
+        kappa: Largest safe change of the gradient, relative to itself.
+        clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
+            gradients have nothing in common and for batches that agree. Not for Adam and AdamW: there is no
+            evidence for a threshold, so ``max_norm`` is infinite.
+        num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
+        max_gradients: Largest number of gradients to evaluate.
+
+    Returns:
+        A :class:`Calibration`; print it.
+
+    Raises:
+        ValueError: the start is unusable, and the message says why and what to do.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> quadratic = lambda scale: 2.0 * scale * model.weight.square().sum()  # curvature 4 * scale
+        >>> cal = calibrate(model, quadratic, [1.0, 1.0, 1.0])
+        >>> round(cal.lr, 6), round(cal.max_norm / cal.grad_norm, 6)
+        (0.25, 1.75)
+    """
+    check_arguments(model, loss_of_batch, batches)
+    name = _optimizer_name(optimizer)
+    check_positive("kappa", kappa)
+    ends = _ends(clip_at)
+    check_nonnegative("weight_decay", weight_decay)
+    check_count("num_batches", num_batches)
+    check_count("max_gradients", max_gradients, least=20)
+    if check_nonnegative("momentum", momentum) >= 1:
+        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
+    signs = _ALONG_SIGNS[name]
+    if signs and momentum:
+        raise ValueError(
+            f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
+        )
+    if signs and ends != CLIP_AT:
+        raise ValueError(
+            f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
+        )
+    search = _Search(kappa, max_gradients)
+    decay = 0.0 if name == "AdamW" else weight_decay
+    before = RandomState.capture()  # a data loader that shuffles draws from it
+    try:
+        for batch in shared(batches, model):
+            closure = closure_of(loss_of_batch, batch, model)
+            with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
+                search.add(line)
+            sure = len(search.curve) >= num_batches and search.half_width <= SURE
+            if sure or search.left < FEWEST:
+                break
+    finally:
+        before.restore()
+    if not search.curve:
+        raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
+    if len(search.curve) < num_batches and search.left < FEWEST:
+        search.warnings.append(
+            f"`max_gradients` ended the measurement at {len(search.curve)} of {num_batches} batches."
+        )
+    return search.result(name, momentum=momentum, clip_at=ends, signs=signs)
+
+
+def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
+    r"""The threshold in units of the gradient norm, :math:`c_0^{1-\rho^2} c_1^{\rho^2}`.
+
+    Args:
+        agreement: Mean cosine :math:`\rho` of the batches' gradients; a negative one counts as zero, and so
+            does NaN, for a single batch.
+        clip_at: :math:`c_0` and :math:`c_1`.
+
+    Example:
+        >>> [round(threshold_multiple(rho, (0.5, 2.0)), 3) for rho in (-0.3, 0.0, 0.5, 1.0, math.nan)]
+        [0.5, 0.5, 0.707, 2.0, 0.5]
+    """
+    rho = 0.0 if math.isnan(agreement) else min(max(agreement, 0.0), 1.0)
+    return clip_at[0] ** (1.0 - rho**2) * clip_at[1] ** rho**2
+
+
+class _Search:
+    """Safe steps of one batch after another, each search starting at the answer before it."""
+
+    def __init__(self, kappa: float, max_gradients: int) -> None:
+        self.kappa, self.left, self.num_gradients = kappa, max_gradients, 0
+        self.num_fitted = (
+            0  # batches whose loss cannot fall further, while the gradient changes little enough
+        )
+        self.curve: list[BatchCurve] = []
+        self.agreement = Agreement()
+        self.warnings: list[str] = []
+
+    def add(self, line: Line) -> None:
+        """Measure one more batch; it is left out if the gradients do not last."""
+        check_start(line)
+        start, stride = START, LONG_STRIDE
+        if self.curve:
+            step = median(batch.safe_step for batch in self.curve)
+            start = round(PER_OCTAVE * math.log2(step / line.unit))
+            start, stride = min(max(start, SMALLEST), LARGEST), SHORT_STRIDE
+        else:
+            check_repeatable(line)
+        try:
+            bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
+        except NoBracket as end:
+            if line.half and not end.point.safe:  # steps that rounding swallows do not lower the loss, either
+                self._check_precision(line, end.point.step)
+            raise no_bracket(end.point, line) from None
+        except OutOfBudget:
+            if not self.curve:
+                raise ValueError(
+                    "`max_gradients` is too small to find the first batch's safe step."
+                ) from None
+            self._spend(line)
+            return
+        step = crossing(bracket, kappa=self.kappa, loss=line.highest_loss)
+        self._check_precision(line, bracket.low.step)
+        self.num_fitted += bracket.high.kappa <= self.kappa and bracket.high.loss < line.loss
+        points = tuple(sorted(line.points, key=lambda point: point.step))
+        self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
+        self.agreement.add(line.raw_gradients)
+        self._spend(line)
+
+    def _spend(self, line: Line) -> None:
+        self.left -= line.num_gradients
+        self.num_gradients += line.num_gradients
+
+    def _check_precision(self, line: Line, step: float) -> None:
+        error = line.rounding_error(step)
+        if error > MAX_ROUNDING_ERROR:
+            raise ValueError(
+                f"The safe step drowns in rounding: in the parameters' precision it ends {error:.0%} of its "
+                "length from where it should. Calibrate a copy in float32 (`model.float()`); its lr and "
+                "max_norm hold for the model in half precision, too."
+            )
+        if line.half and not self.warnings:
+            self.warnings.append(
+                f"measured in half precision, where a step is off by {error:.1%} of its length. "
+                "float32 is surer."
+            )
+
+    @property
+    def _logs(self) -> np.ndarray:
+        return np.log([batch.safe_step for batch in self.curve])
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 90 % interval of the mean logarithm of the steps, by Student's t; inf for one batch."""
+        count = len(self.curve)
+        if count < 2:
+            return math.inf
+        # Besides their spread, steps carry the error of interpolating between neighbours of the lattice.
+        spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
+        return float(stats.t.ppf(0.95, count - 1)) * spread / math.sqrt(count)
+
+    def result(self, name: str, *, momentum: float, clip_at: tuple[float, float], signs: bool) -> Calibration:
+        """The medians, as the optimizer takes them."""
+        steps = [batch.safe_step for batch in self.curve]
+        if max(steps) > DISAGREEMENT * min(steps):
+            raise ValueError(
+                f"The batches disagree: their safe steps reach from {min(steps):.3g} to {max(steps):.3g}, a "
+                f"factor of more than {DISAGREEMENT:g}. Use larger batches, shuffle the data, or look for a "
+                "batch that is not like the others."
+            )
+        grad_norm = median(batch.grad_norm for batch in self.curve)
+        agreement = self.agreement.cosine
+        multiple = math.inf if signs else threshold_multiple(agreement, clip_at)
+        max_norm = multiple * grad_norm
+        lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
+        if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
+            lr *= max_norm
+        factor = math.exp(self.half_width) if len(steps) > 1 else math.nan
+        warnings = list(self.warnings)
+        if len(steps) == 1:
+            warnings.append("a single batch: nothing says how far another one would differ. Give eight.")
+        if 2 * self.num_fitted > len(steps):
+            warnings.append(
+                "one step fits most batches, until their loss cannot fall further: they say little about the "
+                "steps of training. Larger batches say more; a third of this lr is worth a try."
+            )
+        if name in WEAKER:
+            warnings.append(
+                f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
+                "three times it are worth a try."
+            )
+        cap = lr if name == "NormalizedSGD" else lr * max_norm
+        return Calibration(
+            optimizer=name,
+            lr=lr,
+            max_norm=max_norm,
+            step_cap=cap / (1.0 - momentum),
+            lr_interval=(lr / factor, lr * factor),
+            grad_norm=grad_norm,
+            num_gradients=self.num_gradients,
+            kappa=self.kappa,
+            clip_at=multiple,
+            agreement=agreement,
+            curve=tuple(self.curve),
+            warnings=tuple(warnings),
+        )
+
+
+def _ends(clip_at: float | tuple[float, float] | list[float]) -> tuple[float, float]:
+    """Both ends of the threshold's range."""
+    if not isinstance(clip_at, (tuple, list)):
+        clip_at = (clip_at, clip_at)
+    if len(clip_at) != 2:
+        raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
+    return check_positive("clip_at", clip_at[0]), check_positive("clip_at", clip_at[1])
+
+
+def _optimizer_name(optimizer: str | type) -> str:
+    """The name of a supported optimizer, of a class that derives from it, or as given."""
+    names = (
+        [optimizer] if isinstance(optimizer, str) else [c.__name__ for c in getattr(optimizer, "__mro__", ())]
+    )
+    for name in names:
+        if name in _ALONG_SIGNS:
+            return name
+    got = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__} itself"
+    raise ValueError(
+        f"`optimizer` must be one of {', '.join(_ALONG_SIGNS)}, as a class or a name, got {got}. "
+        "For others there is no evidence that this measurement finds a good learning rate."
+    )

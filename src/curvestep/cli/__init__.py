@@ -1,0 +1,112 @@
+"""The command line: ``curvestep reproduce | train | sweep | report | advise | calibrate | data``."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+
+from curvestep import __version__
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+# What the extra `lab` brings, by the names under which it is imported.
+LAB = (
+    "tyro", "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, 1 (failed), 2 (wrong usage) or 130 (interrupted).
+
+    Args:
+        argv: The command line without the program's name; default: that of this process.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Greek letters is no reason to end
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        return _run(args)
+    except Exception as error:
+        if debug:
+            raise
+        return _explain(error)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("curvestep: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(args: list[str]) -> int:
+    if args == ["--version"]:
+        print(f"curvestep {__version__}")
+        return 0
+    from curvestep.cli.commands import COMMANDS
+    from curvestep.cli.parse import UsageError, nearest
+
+    if not args or args[0] in ("--help", "-h", "help"):
+        print(_usage({name: words for name, (_, words) in COMMANDS.items()}))
+        return 0 if args else WRONG_USAGE
+    name, *rest = args
+    if name not in COMMANDS:
+        listed = ", ".join(COMMANDS)
+        raise UsageError(
+            f"curvestep: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
+        )
+    try:
+        return COMMANDS[name][0](rest)
+    except SystemExit as end:  # after --help
+        return int(end.code or 0)
+
+
+def _usage(commands: dict[str, str]) -> str:
+    lines = [f"  {name:<11}{words}" for name, words in commands.items()]
+    return "\n".join(
+        [
+            "usage: curvestep COMMAND [OPTIONS]",
+            "",
+            "Know how hard to clip: train, measure smoothness, choose lr and max_norm.",
+            "",
+            *lines,
+            "",
+            "options: --help after any command, --version, --debug (tracebacks)",
+            "example: curvestep advise runs/mine/trace.jsonl",
+        ]
+    )
+
+
+def _explain(error: Exception) -> int:
+    """One line about what went wrong, and the exit code."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LAB:
+        print(
+            f"curvestep: this needs {error.name}, which is not installed. In the folder of curvestep: "
+            "pip install -c constraints.txt '.[lab]'",
+            file=sys.stderr,
+        )
+        return FAILED
+    usage = type(error).__name__ == "UsageError"
+    words = " ".join(_words(error).split()) or type(error).__name__
+    if not usage and not isinstance(error, (ValueError, OSError)):
+        words = f"{type(error).__name__}: {words} (run it again with --debug for the traceback)"
+    print(words if usage else f"curvestep: {words}", file=sys.stderr)
+    return WRONG_USAGE if usage else FAILED
+
+
+def _words(error: Exception) -> str:
+    """What happened; of the system's errors the file and the reason, without number and detours.
+
+    Example:
+        >>> _words(PermissionError(13, "Permission denied", "runs/mine"))
+        'runs/mine: permission denied'
+    """
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        # Of a move, the goal: the file that is moved is one of ours.
+        name = error.filename2 if error.filename2 is not None else error.filename
+        if isinstance(error, FileExistsError):
+            return f"{name} is a file, and a folder is needed."
+        return f"{name}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    return str(error)

@@ -1,0 +1,314 @@
+"""The commands: each reads its options, calls one library function, and prints what came back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from curvestep.cli import options
+from curvestep.cli.parse import UsageError, nearest, parse
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
+
+
+def reproduce(args: list[str]) -> int:
+    """``curvestep reproduce``: runs, figures, claims, and the page about them."""
+    chosen = parse(options.Reproduce, args, prog="curvestep reproduce")
+    from curvestep.lab.paper.reproduction import reproduce as library
+    from curvestep.lab.report.page import write_page
+
+    result = library(
+        chosen.folder,
+        figures=chosen.figures or None,
+        scale=chosen.scale,
+        progress=not chosen.quiet,
+        offline=chosen.offline,
+        engine=chosen.engine,
+        workers=chosen.workers,
+        address=chosen.address or None,
+    )
+    page = write_page([result.folder], result.folder / "report.html")
+    print(result)
+    print(f"report: {page.path}")
+    if sys.stdout.isatty() and not chosen.no_open:
+        _show(page.path)
+    return FAILED if result.failures else OK
+
+
+def train(args: list[str]) -> int:
+    """``curvestep train``: one run."""
+    chosen, recipe = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
+    measured = [name for name in AUTO if getattr(chosen, name) == "auto"]
+    if chosen.dry_run:
+        from curvestep.lab.run.cost import dry_run
+
+        print(dry_run(recipe))
+        if measured:
+            print(f"  {' and '.join(measured)} will be measured before the first step")
+        return OK
+    from curvestep.lab.run.loop import train as library
+
+    names = ("resume", "devices", "accelerator", "strategy", "loggers", "checkpoint_seconds", "offline")
+    setting = "auto" if measured else recipe.label.replace(", ", "-").replace(" ", "")
+    folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
+    if measured:
+        recipe = _measure(recipe, folder, measured, chosen)
+    result = library(
+        recipe,
+        folder,
+        progress=not chosen.quiet,
+        threads=chosen.threads or None,
+        **{name: getattr(chosen, name) for name in names},
+    )
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
+        print(_ending(result))
+    return INTERRUPTED if result.status == "interrupted" else OK
+
+
+def sweep(args: list[str]) -> int:
+    """``curvestep sweep``: a grid of runs."""
+    from curvestep.cli.fields import LEFT_OUT, chosen_recipe, with_recipe_fields
+
+    if _wants_help(args):
+        return _help(options.Sweep, "curvestep sweep")
+    recipe, rest = chosen_recipe(args, prog="curvestep sweep")
+    prog = f"curvestep sweep {recipe.name}"
+    chosen: Any = parse(with_recipe_fields(options.Sweep, recipe, many=True), rest, prog=prog)
+    given = {
+        item.name: values
+        for item in dataclasses.fields(recipe)
+        if item.name not in LEFT_OUT
+        and (values := getattr(chosen, item.name, None)) is not None
+        and values != (getattr(recipe, item.name),)
+    }
+    grid = {name: values for name, values in given.items() if len(values) > 1}
+    if not grid:
+        raise UsageError(
+            f"{prog}: give at least one field several values, such as --lr 3 10 30. See {prog} --help."
+        )
+    recipe = _changed(recipe, {name: values[0] for name, values in given.items() if name not in grid}, prog)
+    from curvestep.lab.grid import sweep as library
+
+    names = ("engine", "workers", "checkpoint_seconds", "offline")
+    result = library(
+        recipe,
+        grid,
+        chosen.folder or f"runs/sweep-{recipe.name}",
+        progress=not chosen.quiet,
+        address=chosen.address or None,
+        **{name: getattr(chosen, name) for name in names},
+    )
+    print(result)
+    print(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
+    return FAILED if any(trial.status == "failed" for trial in result.trials) else OK
+
+
+def report(args: list[str]) -> int:
+    """``curvestep report``: runs as one page."""
+    chosen = parse(options.Report, args, prog="curvestep report")
+    if not chosen.runs:
+        raise UsageError("curvestep report: name a run folder or a trace file. See curvestep report --help.")
+    from curvestep.lab.report.page import write_page
+
+    page = write_page(chosen.runs, chosen.output, title=chosen.title)
+    if chosen.figures:
+        from curvestep.lab.report.static import save_figures
+
+        save_figures(page.runs, chosen.figures)
+    if chosen.json:
+        _print_json(
+            {"page": str(page.path), "verdicts": page.verdicts, "runs": [_run(view) for view in page.runs]}
+        )
+    else:
+        for said in page.verdicts:
+            print(f"{said['title']}: {said['verdict']}" if said["title"] else said["verdict"])
+        print(f"report: {page.path}")
+    if chosen.open:
+        _show(page.path)
+    return OK
+
+
+def advise(args: list[str]) -> int:
+    """``curvestep advise``: what a trace says, in words or JSON."""
+    chosen = parse(options.Advise, args, prog="curvestep advise")
+    if not chosen.traces:
+        raise UsageError("curvestep advise: name a trace file or a run folder. See curvestep advise --help.")
+    from curvestep.advice.advice import advise as library
+    from curvestep.fit.fit import fit_smoothness
+    from curvestep.smoothness.trace import Trace
+
+    traces = [Trace.load(_trace_file(path)) for path in chosen.traces]
+    advice = library(*traces)
+    if chosen.json:
+        _print_json(advice)
+    else:
+        if len(traces) == 1 and not advice.refused:
+            print(fit_smoothness(traces[0]), end="\n\n")
+        print(advice.verdict if advice.refused else advice)
+    return FAILED if advice.refused else OK
+
+
+def calibrate(args: list[str]) -> int:
+    """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
+    chosen, recipe = _with_recipe(options.Calibrate, args, prog="curvestep calibrate")
+    from curvestep.lab.run.auto import calibrate_recipe
+
+    _, found = calibrate_recipe(
+        recipe, num_batches=chosen.num_batches, max_gradients=chosen.max_gradients, offline=chosen.offline
+    )
+    if chosen.json:
+        _print_json(found)
+    else:
+        print(found)
+    return OK
+
+
+def data(args: list[str]) -> int:
+    """``curvestep data get``: fetch data sets."""
+    if _wants_help(args):
+        return _help(options.Data, "curvestep data get")
+    if args[:1] != ["get"]:
+        hint = nearest(args[0], ["get"]) if args else ""
+        raise UsageError(f"curvestep data: name an action: curvestep data get ptb cifar10.{hint}")
+    chosen = parse(options.Data, args[1:], prog="curvestep data get")
+    from curvestep.lab.data import get
+    from curvestep.lab.data.get import NAMES
+
+    for name, source in get(chosen.names or NAMES, offline=chosen.offline, progress=not chosen.quiet).items():
+        print(f"{name}: {source}")
+    return OK
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "reproduce": (reproduce, "every figure and table of the paper, one HTML report"),
+    "train": (train, "one training run with the probe built in"),
+    "sweep": (sweep, "a grid of runs: --lr 3 10 30 --max-norm inf 0.25"),
+    "report": (report, "runs as one self-contained HTML page"),
+    "advise": (advise, "what (L0, L1), which lr, which max_norm, and why"),
+    "calibrate": (calibrate, "lr and max_norm measured before training"),
+    "data": (data, "fetch and verify the data sets"),
+}
+
+
+def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
+    """The recipe with the fields that were ``auto``: measured now, or those of the run that goes on."""
+    from curvestep.lab.run.auto import calibrate_run
+
+    wrong = "offset" if recipe.optimizer == "clipped" else "max_norm"
+    if wrong in names:
+        right = "max-norm" if recipe.optimizer == "clipped" else "offset"
+        raise UsageError(
+            f"curvestep train {recipe.name}: --{wrong.replace('_', '-')} auto is not for the optimizer "
+            f"{recipe.optimizer}, which does not use it. Say --{right} auto."
+        )
+    recipe, found = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
+    if not chosen.quiet and found is not None:
+        print(found, flush=True)
+    return recipe
+
+
+def _with_recipe(kind: type, args: list[str], *, prog: str, auto: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """The command's options and the recipe with the fields that were given, but for those ``auto``."""
+    from curvestep.cli.fields import chosen_recipe, given_fields, with_recipe_fields
+
+    if _wants_help(args):
+        raise SystemExit(_help(kind, prog))
+    recipe, rest = chosen_recipe(args, prog=prog)
+    prog = f"{prog} {recipe.name}"
+    chosen = parse(with_recipe_fields(kind, recipe, auto=auto), rest, prog=prog)
+    given = given_fields(chosen, recipe)
+    return chosen, _changed(recipe, {name: value for name, value in given.items() if value != "auto"}, prog)
+
+
+def _changed(recipe: Any, fields: dict[str, Any], prog: str) -> Any:
+    """The recipe with these fields; a value that it refuses is a wrong command line."""
+    from curvestep.lab.recipes import with_fields
+
+    try:
+        return with_fields(recipe, **fields)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{prog}: {error} See {prog} --help.") from None
+
+
+def _wants_help(args: list[str]) -> bool:
+    """Whether help is asked for before a recipe is named."""
+    return args[:1] in (["--help"], ["-h"])
+
+
+def _help(kind: type, prog: str) -> int:
+    """The command's own options, and where those of its recipes are."""
+    try:
+        parse(kind, ["--help"], prog=prog if kind is options.Data else f"{prog} RECIPE")
+    except SystemExit:
+        if kind is not options.Data:
+            from curvestep.cli.fields import NAMES
+
+            print(f"Recipes: {', '.join(NAMES)}.\nEvery field is an option too: {prog} {NAMES[0]} --help")
+    return OK
+
+
+def _trace_file(path: str) -> Path:
+    """The trace in a run folder, or the file itself."""
+    found = Path(path)
+    if found.is_dir():
+        found = found / "trace.jsonl"
+    if not found.exists():
+        raise ValueError(f"There is no {found}. Train with a probe, or name the trace file.")
+    return found
+
+
+def _ending(result: Any) -> str:
+    """How a run ended, in a line or two."""
+    words = f"{result.status} after {result.step} steps"
+    if math.isfinite(result.train_loss):
+        words += f", training loss {result.train_loss:.4g}"
+    held_out = [
+        f"{s} {k} {v:.4g}" for s, values in result.metrics.items() for k, v in values.items() if k != "loss"
+    ]
+    words = ", ".join([words, *held_out])
+    message = f": {result.message}" if result.message else ""
+    return f"{words}{message}\ndata: {result.data}\ncurvestep report {result.folder}"
+
+
+def _run(view: Any) -> dict[str, Any]:
+    """What a machine may want to know about one run of a page."""
+    return {
+        "name": view.name,
+        "setting": view.setting,
+        "status": view.status,
+        "step": view.step,
+        "final_loss": view.final_loss,
+        "clipped_fraction": view.clipped_fraction,
+        "advice": view.advice,
+        "warnings": view.warnings,
+        "doubts": view.doubts,
+    }
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for strict JSON: dataclasses as objects, what is not finite as null or "Infinity"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _show(path: Path) -> None:
+    webbrowser.open(path.resolve().as_uri())

@@ -1,0 +1,105 @@
+r"""Correlations of gradient norm and smoothness, for many samples at once, with block-bootstrap intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from curvestep.fit.intervals import block_interval, block_length, coverage_length
+
+Interval = tuple[float, float]
+UNKNOWN: Interval = (math.nan, math.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlations:
+    """How gradient norm and smoothness go together, with block-bootstrap intervals."""
+
+    spearman: float
+    spearman_interval: Interval
+    pearson: float
+    pearson_interval: Interval
+    exponent: float
+    exponent_interval: Interval
+    block_length: int
+
+    @classmethod
+    def of(
+        cls,
+        grad_norm: np.ndarray,
+        smoothness: np.ndarray,
+        *,
+        level: float,
+        resamples: int,
+        rng: np.random.Generator,
+    ) -> Correlations:
+        """Of rows in the order of the steps; NaN with NaN intervals where a column is constant."""
+        floor = smoothness[smoothness > 0].min(initial=np.inf)  # a smoothness of zero has no logarithm
+        x, y = np.log(grad_norm), np.log(np.maximum(smoothness, floor if np.isfinite(floor) else 1.0))
+        chosen = block_length(_influence(ranks(x), ranks(y)), _influence(x, y))
+        settings = {
+            "length": coverage_length(len(x), chosen),
+            "level": level,
+            "resamples": resamples,
+            "rng": rng,
+        }
+
+        def on_fishers_scale(statistic: Callable) -> Interval:
+            if not np.isfinite(statistic(x[None], y[None])[0]):
+                return UNKNOWN
+            low, high = block_interval(lambda a, b: _fisher(statistic(a, b)), x, y, **settings)
+            return math.tanh(low), math.tanh(high)
+
+        exponent = float(slope(x[None], y[None])[0])
+        return cls(
+            spearman=float(spearman(x[None], y[None])[0]),
+            spearman_interval=on_fishers_scale(spearman),
+            pearson=float(correlation(x[None], y[None])[0]),
+            pearson_interval=on_fishers_scale(correlation),
+            exponent=exponent,
+            exponent_interval=block_interval(slope, x, y, **settings) if np.isfinite(exponent) else UNKNOWN,
+            block_length=chosen,
+        )
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks along the last axis, ties sharing their mean."""
+    return stats.rankdata(values, axis=-1)
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Pearson's correlation of each row of ``x`` with that of ``y``; NaN where one is constant."""
+    x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
+    size = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
+    # Rounding leaves a constant column with a spread of about eps: that is no correlation either.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(size > 1e-24 * x.shape[1], (x * y).sum(axis=1) / size, np.nan)
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation, likewise."""
+    return correlation(ranks(x), ranks(y))
+
+
+def slope(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Least-squares slope of ``y`` on ``x``, row by row; NaN where ``x`` is constant."""
+    x = x - x.mean(axis=1, keepdims=True)
+    size = (x * x).sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(size > 1e-24 * x.shape[1], (x * y).sum(axis=1) / size, np.nan)
+
+
+def _influence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What each row adds to a correlation: the series whose autocorrelation sets the block length."""
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return np.zeros(len(x))
+    x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
+    return x * y - (x * y).mean() / 2 * (x * x + y * y)
+
+
+def _fisher(r: np.ndarray) -> np.ndarray:
+    return np.arctanh(np.clip(np.nan_to_num(r), -1 + 1e-12, 1 - 1e-12))

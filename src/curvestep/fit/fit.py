@@ -1,0 +1,230 @@
+r"""(L0, L1) along a training run: what was seen, how sure that is, and what a constant Hessian would show.
+
+.. math::
+    \lVert \nabla^2 f(x) \rVert \le L_0 + L_1 \lVert \nabla f(x) \rVert
+
+is fitted to the rows of a trace. It is a statement about this trajectory, never about the model: networks of
+depth two or more are not (L0, L1)-smooth, not even on a sublevel set.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+import numpy as np
+
+from curvestep._checks import check_count
+from curvestep.fit.control import Control, control_of
+from curvestep.fit.correlation import Correlations, Interval, slope
+from curvestep.fit.diagnostics import doubts_about
+from curvestep.fit.frontier import frontier, frontier_points, quantile_line
+from curvestep.fit.samples import (
+    ESTIMATORS,
+    LEAST_ROWS,
+    check_share,
+    check_trace,
+    is_measured,
+    unconverged_words,
+    usable_points,
+)
+from curvestep.fit.scores import slope_interval
+from curvestep.smoothness.trace import Trace
+
+_MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothnessFit:
+    """What :func:`fit_smoothness` found; ``print`` it for words.
+
+    ``L0`` and ``L1`` are the quantile line's; ``frontier(L1)`` is the line above every point. ``spearman``
+    and ``pearson`` (of logarithms) relate gradient norm and smoothness. ``control`` is what a constant
+    Hessian would show; ``local`` and ``spectral`` are fits of the other estimates where they were measured.
+    """
+
+    L0: float
+    L1: float
+    L0_interval: Interval
+    L1_interval: Interval
+    exponent: float
+    exponent_interval: Interval
+    spearman: float
+    spearman_interval: Interval
+    pearson: float
+    pearson_interval: Interval
+    least_squares: tuple[float, float]
+    control: Control | None
+    local: SmoothnessFit | None
+    spectral: SmoothnessFit | None
+    num_points: int
+    num_skipped: int
+    block_length: int
+    grad_norm_range: Interval
+    estimator: str
+    quantile: float
+    level: float
+    frontier_points: tuple[tuple[float, float], ...]
+    warnings: tuple[str, ...]
+
+    def frontier(self, L1: float) -> float:
+        r"""Smallest L0 with every measured point below: :math:`\max_i(\ell_i - L_1 g_i)_+`."""
+        return float(frontier(np.array(self.frontier_points), L1))
+
+    def bound(self, grad_norm: float) -> float:
+        """Largest smoothness that the quantile line allows at this gradient norm."""
+        return self.L0 + self.L1 * grad_norm
+
+    def __str__(self) -> str:
+        lines = [
+            f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}"
+            + (f" ({self.num_skipped} rows skipped)" if self.num_skipped else ""),
+            *(f"  {name:<18}{value:<9}{note}" for name, value, note in self._table()),
+        ]
+        return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td><td>{html.escape(note)}</td></tr>"
+            for name, value, note in self._table()
+        )
+        doubts = "".join(f"<li>{html.escape(warning)}</li>" for warning in self.warnings)
+        title = html.escape(f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}")
+        return f"<table><caption>{title}</caption>{rows}</table>" + (f"<ul>{doubts}</ul>" if doubts else "")
+
+    def _table(self) -> list[tuple[str, str, str]]:
+        share = f"{self.level:.0%} interval"
+        table = [
+            ("L0", f"{self.L0:.4g}", f"{_words(self.L0_interval)}  {self.quantile:.0%} line, {share}s"),
+            ("L1", f"{self.L1:.4g}", _words(self.L1_interval)),
+            (
+                "exponent",
+                f"{self.exponent:.2f}",
+                f"{_words(self.exponent_interval)}  smoothness ~ ‖g‖^exponent",
+            ),
+            ("rank corr.", f"{self.spearman:.2f}", _words(self.spearman_interval)),
+            ("corr. of logs", f"{self.pearson:.2f}", _words(self.pearson_interval)),
+        ]
+        if self.control is not None:
+            span, slope = _words(self.control.spearman_interval), f"{self.control.L1:.3g}"
+            note = f"{span}  rank corr. that a constant Hessian would show, L1 {slope}"
+            table.append(("control", f"{self.control.spearman:.2f}", note))
+        for name, other in (("local", self.local), ("spectral", self.spectral)):
+            if other is not None:
+                note = (
+                    f"{_words(other.spearman_interval)}  rank corr. of the {name} estimate, L1 {other.L1:.3g}"
+                )
+                table.append((name, f"{other.spearman:.2f}", note))
+        table.append(
+            ("all points below", f"{self.frontier(self.L1):.4g}", "+ L1 ‖g‖: the frontier at this L1")
+        )
+        table.append(
+            ("least squares", "", "{:.3g} + {:.3g} ‖g‖: the middle, not a bound".format(*self.least_squares))
+        )
+        return table
+
+
+def fit_smoothness(
+    trace: Trace,
+    *,
+    estimator: str = "smoothness",
+    quantile: float = 0.95,
+    level: float = 0.9,
+    resamples: int = 400,
+    seed: int = 0,
+    control: bool = True,
+) -> SmoothnessFit:
+    r"""(L0, L1) of a measured run, with intervals, a control and warnings.
+
+    - ``L0``, ``L1``: the line :math:`L_0 + L_1 g`, both at least zero, that has a share ``quantile`` of the
+      points below it (:func:`~curvestep.fit.frontier.quantile_line`, exact). Intervals by inverting a
+      rank-score test under autocorrelation (:func:`~curvestep.fit.scores.slope_interval`).
+    - ``spearman``, ``pearson`` of logarithms, ``exponent`` α of :math:`\ell \propto g^\alpha`: intervals by
+      moving-block bootstrap (:func:`~curvestep.fit.intervals.block_interval`), for correlations on
+      Fisher's scale :math:`\operatorname{artanh} r`.
+    - ``control``: see :mod:`curvestep.fit.control`.
+
+    The intervals are for the law that the steps of this run come from, as if it went on and on like this.
+
+    Args:
+        trace: At least ten usable rows; rows not marked ok, or without numbers, are skipped and counted.
+        estimator: Which estimate to fit: ``"smoothness"`` (the paper's), ``"local_smoothness"`` or
+            ``"spectral_smoothness"``.
+        quantile: Share of points below the line, in (0, 1).
+        level: Confidence level, in (0, 1).
+        resamples: Bootstrap samples at each block length.
+        seed: Of the bootstrap and the control: the same trace gives the same fit.
+        control: Whether to simulate the control (about a second).
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> trace = Trace()
+        >>> for step, g in enumerate(rng.lognormal(size=200)):
+        ...     ell = (1 + 2 * g) * rng.uniform(0.9, 1)
+        ...     _ = trace.append({"step": step, "grad_norm": g, "smoothness": ell})
+        >>> fit = fit_smoothness(trace)
+        >>> print(f"{fit.L0:.2f} {fit.L1:.2f} {fit.spearman:.2f}")
+        1.00 1.98 1.00
+    """
+    check_trace(trace)
+    check_share("quantile", quantile)
+    check_share("level", level)
+    check_count("resamples", resamples, least=50)
+    points = usable_points(trace, estimator=estimator)
+    g, ell = points.grad_norm, points.smoothness
+    L0, L1 = quantile_line(g, ell, quantile=quantile)
+    rng = np.random.default_rng(seed)
+    few = _evenly(len(g))
+    correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
+    # In the coordinates (1/g, ℓ/g) the same line has slope L0 and intercept L1.
+    interval = {
+        "L1": slope_interval(g[few], ell[few], quantile=quantile, level=level, slope=L1),
+        "L0": slope_interval(1 / g[few], (ell / g)[few], quantile=quantile, level=level, slope=L0),
+    }
+    others = {
+        name: fit_smoothness(trace, estimator=name, quantile=quantile, level=level, seed=seed, control=False)
+        for name in ESTIMATORS[1:]
+        if estimator == "smoothness" and (trace.ok & is_measured(trace, name)).sum() >= LEAST_ROWS
+    }
+    return SmoothnessFit(
+        L0=L0,
+        L1=L1,
+        L0_interval=interval["L0"],
+        L1_interval=interval["L1"],
+        exponent=correlations.exponent,
+        exponent_interval=correlations.exponent_interval,
+        spearman=correlations.spearman,
+        spearman_interval=correlations.spearman_interval,
+        pearson=correlations.pearson,
+        pearson_interval=correlations.pearson_interval,
+        least_squares=_least_squares(g, ell),
+        control=control_of(points, quantile=quantile, level=level, rng=rng) if control else None,
+        local=others.get("local_smoothness"),
+        spectral=others.get("spectral_smoothness"),
+        num_points=len(points),
+        num_skipped=points.skipped,
+        block_length=correlations.block_length,
+        grad_norm_range=(float(g.min()), float(g.max())),
+        estimator=estimator,
+        quantile=quantile,
+        level=level,
+        frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
+        warnings=(
+            *doubts_about(points, L1=L1, effective=len(g[few]) / correlations.block_length),
+            *(unconverged_words(trace) if estimator in ("smoothness", "spectral_smoothness") else ()),
+        ),
+    )
+
+
+def _least_squares(g: np.ndarray, ell: np.ndarray) -> tuple[float, float]:
+    L1 = slope(g[None], ell[None])[0]
+    L1 = float(L1) if np.isfinite(L1) else 0.0
+    return float(ell.mean() - L1 * g.mean()), L1
+
+
+def _evenly(num: int) -> slice:
+    return slice(None, None, -(-num // _MOST_POINTS))
+
+
+def _words(interval: Interval) -> str:
+    return f"[{interval[0]:.3g}, {interval[1]:.3g}]"

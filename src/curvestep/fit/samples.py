@@ -1,0 +1,170 @@
+"""What a trace says, as arrays: the usable rows, and what follows from them without any fitting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from curvestep._checks import check_choice, check_positive
+from curvestep.smoothness.trace import Trace
+
+ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
+LEAST_ROWS = 10
+_LARGEST = 1e50
+# Relative rounding error of one operation, by the name that torch prints.
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Usable rows of a trace, in the order of the steps; NaN where a quantity was not measured."""
+
+    step: np.ndarray
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    smoothness: np.ndarray
+    step_norm: np.ndarray
+    lr: np.ndarray
+    coefficient: np.ndarray
+    kappa: np.ndarray
+    noise: np.ndarray
+    clipped: np.ndarray
+    skipped: int
+    eps: float  # relative precision of the gradients
+    self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if not told
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def step_size(self) -> np.ndarray:
+        """Length of the step over the gradient norm; the learning rate for plain descent."""
+        return self.step_norm / self.grad_norm
+
+    @property
+    def stride(self) -> int:
+        """Training steps from one row to the next."""
+        between = np.diff(self.step)
+        return max(1, int(np.median(between))) if np.isfinite(between).any() else 1
+
+
+def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
+    """Rows of ``trace`` with status ok and a positive, finite gradient norm and smoothness.
+
+    Raises:
+        ValueError: If fewer than ten are left; it says how many there were and what became of the others.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    grad_norm, smoothness = trace.column("grad_norm"), trace.column(estimator)
+    measured = is_measured(trace, estimator)
+    keep = trace.ok & measured
+    order = np.flatnonzero(keep)
+    order = order[np.argsort(trace.column("step")[order], kind="stable")]
+    if len(order) < LEAST_ROWS:
+        raise ValueError(_too_few(trace, measured, keep, estimator))
+    column = {name: trace.column(name)[order] for name in ("step", "loss", "step_norm", "lr", "coefficient")}
+    g, ell = grad_norm[order], smoothness[order]
+    kappa = trace.column("kappa")[order]
+    noise = trace.column("noise")[order] if "noise" in trace.names else np.full(len(order), np.nan)
+    return Points(
+        step=column["step"],
+        loss=column["loss"],
+        grad_norm=g,
+        smoothness=ell,
+        step_norm=column["step_norm"],
+        lr=column["lr"],
+        coefficient=column["coefficient"],
+        kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
+        noise=noise,
+        clipped=_clipped(column["coefficient"], column["step_norm"], column["lr"] * g),
+        skipped=len(trace) - len(order),
+        eps=_typical(trace.column("eps")[order], missing=_precision_told(trace)),
+        self_test=_typical(trace.column("self_test")[order], missing=0.0),
+    )
+
+
+def check_trace(trace: Trace) -> Trace:
+    """``trace`` if it is one."""
+    if not isinstance(trace, Trace):
+        raise TypeError(f"`trace` must be a Trace, got {trace!r}. Read a file with Trace.load(path).")
+    return trace
+
+
+def check_share(name: str, value: float) -> float:
+    """``value`` if it lies between 0 and 1."""
+    if check_positive(name, value) >= 1:
+        raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
+    return value
+
+
+def is_measured(trace: Trace, estimator: str) -> np.ndarray:
+    """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
+
+    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite. A spectral estimate
+    that had not converged is only a lower bound, and no estimate.
+    """
+    g, ell = trace.column("grad_norm"), trace.column(estimator)
+    found = (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
+    return found & ~_unconverged(trace) if estimator == "spectral_smoothness" else found
+
+
+def unconverged_words(trace: Trace) -> tuple[str, ...]:
+    """A warning if spectral estimates had to be left out."""
+    count = int((trace.ok & _unconverged(trace)).sum())
+    if not count:
+        return ()
+    measured = int((trace.ok & np.isfinite(trace.column("spectral_smoothness"))).sum())
+    return (
+        f"{count} of {measured} spectral estimates had not converged and are left out: they are but lower "
+        "bounds.",
+    )
+
+
+def _unconverged(trace: Trace) -> np.ndarray:
+    if "spectral_converged" not in trace.names:
+        return np.zeros(len(trace), dtype=bool)
+    return (trace.column("spectral_converged") == 0) & np.isfinite(trace.column("spectral_smoothness"))
+
+
+def _precision_told(trace: Trace) -> float:
+    """From the header, which knows the parameters' type but not autocast's."""
+    return _EPS.get(str(trace.header.get("dtype", "float32")).removeprefix("torch."), _EPS["float32"])
+
+
+def _typical(values: np.ndarray, *, missing: float) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else missing
+
+
+def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarray) -> np.ndarray:
+    """Where the optimizer told its coefficient, below 1; else where the step is shorter than lr·‖g‖."""
+    told = np.isfinite(coefficient)
+    with np.errstate(invalid="ignore"):
+        return np.where(told, coefficient < 1 - 1e-6, step_norm < (1 - 1e-3) * unclipped)
+
+
+def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
+    others = [name for name in ESTIMATORS if np.isfinite(trace.column(name)).any()]
+    if others and estimator not in others:
+        there = " and ".join(f"`{name}`" for name in others)
+        return (
+            f"`{estimator}` was not measured in any row, only {there}. "
+            "Let the probe measure it (`estimators`), or fit what there is: "
+            f'fit_smoothness(trace, estimator="{others[0]}").'
+        )
+    lost = []
+    if not_ok := int((~trace.ok).sum()):
+        lost.append(f"{not_ok} marked as not ok")
+    late = trace.ok & _unconverged(trace) & (estimator == "spectral_smoothness")
+    if late.any():
+        lost.append(f"{int(late.sum())} whose estimate had not converged")
+    if without := int((trace.ok & ~measured & ~late).sum()):
+        lost.append(
+            f"{without} without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
+        )
+    reason = f" ({', '.join(lost)})" if lost else ""
+    return (
+        f"`trace` must have at least {LEAST_ROWS} usable rows, got {int(keep.sum())} of {len(trace)}"
+        f"{reason}. Train longer, probe more often, or look at the `status` of the rows."
+    )

@@ -1,0 +1,178 @@
+"""A corpus: words as numbers in three splits, and contiguous streams of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from curvestep._checks import check_count
+from curvestep.lab.data.download import DataError
+
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+SPLITS = ("train", "valid", "test")
+# A tag such as <unk>, a word with its inner apostrophes and hyphens, or one punctuation mark.
+_WORD = re.compile(r"<\w+>|\w+(?:['’-]\w+)*|[^\w\s]")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """Three splits of a text as token ids.
+
+    Args:
+        name: Short name, for file names and titles.
+        train: Token ids of the training split, 1-D int64.
+        valid: Token ids of the validation split, 1-D int64.
+        test: Token ids of the test split, 1-D int64.
+        vocabulary: The word of each id.
+        source: Where the text came from, in words for the report.
+    """
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    vocabulary: tuple[str, ...]
+    source: str
+
+
+def batchify(tokens: Tensor, batch_size: int) -> Tensor:
+    """The token stream cut into ``batch_size`` contiguous streams, side by side.
+
+    Column :math:`b` is the piece of the text from :math:`bT` to :math:`(b+1)T`, so the hidden state of a
+    recurrent model carries over from one window of rows to the next. The remainder is dropped.
+
+    Args:
+        tokens: Token ids, 1-D.
+        batch_size: Number of streams.
+
+    Returns:
+        Token ids, shaped (rows, ``batch_size``).
+
+    Example:
+        >>> batchify(torch.arange(7), 2)
+        tensor([[0, 3],
+                [1, 4],
+                [2, 5]])
+    """
+    check_count("batch_size", batch_size)
+    if tokens.dim() != 1 or len(tokens) < batch_size:
+        raise ValueError(
+            f"`tokens` must be 1-D with at least `batch_size` = {batch_size} tokens, got shape "
+            f"{tuple(tokens.shape)}."
+        )
+    rows = len(tokens) // batch_size
+    return tokens[: rows * batch_size].view(batch_size, rows).t().contiguous()
+
+
+def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
+    """Any plain-text file or folder as a corpus.
+
+    A folder with files for ``train``, ``valid`` and ``test`` (the layout of PTB and WikiText) is taken to be
+    split and tokenised: words are what stands between spaces. Any other text is lower-cased, punctuation
+    becomes words of its own, and lines go to train, valid and test in the order of the text, 90 : 5 : 5.
+    ``<eos>`` ends each line that is not empty; words outside the vocabulary become ``<unk>``.
+
+    Args:
+        path: A UTF-8 text file, or a folder of them (searched in depth, in the order of the names).
+        max_vocabulary: Number of words kept, the commonest of the training split, ``<eos>`` and ``<unk>``
+            among them.
+
+    Raises:
+        DataError: nothing is there, it is not text, or it is too short to split.
+    """
+    path = Path(path)
+    check_count("max_vocabulary", max_vocabulary, least=3)
+    splits = _split_files(path)
+    source = f"the text in {path.name}"
+    if splits:
+        lines = {split: [line.split() for line in _read(file).splitlines()] for split, file in splits.items()}
+        return encode(path.name, lines, source=source, max_vocabulary=max_vocabulary)
+    text = "\n".join(_read(file) for file in _text_files(path))
+    return from_text(path.name, text, source=source, max_vocabulary=max_vocabulary)
+
+
+def load_topics() -> Corpus:
+    """The stand-in for PTB that is always there: the language reference inside the standard library."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[key] for key in sorted(topics))
+    return from_text("topics", text, source="stand-in for PTB: pydoc_data.topics of the standard library")
+
+
+def from_text(name: str, text: str, *, source: str, max_vocabulary: int = 10_000) -> Corpus:
+    """A corpus from running text, split by lines in their order."""
+    lines = [words for line in text.lower().splitlines() if (words := _WORD.findall(line))]
+    held_out = len(lines) // 20
+    if held_out == 0:
+        raise DataError(
+            f"{name} has {len(lines)} lines with words; at least 20 are needed to split it into train, "
+            "valid and test."
+        )
+    train, valid, test = lines[: -2 * held_out], lines[-2 * held_out : -held_out], lines[-held_out:]
+    splits = {"train": train, "valid": valid, "test": test}
+    return encode(name, splits, source=source, max_vocabulary=max_vocabulary)
+
+
+def encode(
+    name: str,
+    splits: Mapping[str, Sequence[Sequence[str]]],
+    *,
+    source: str,
+    max_vocabulary: int | None = None,
+) -> Corpus:
+    """A corpus from lines of words; ids go by frequency in the training split, ties by first appearance."""
+    words = {split: [word for line in splits[split] if line for word in (*line, EOS)] for split in SPLITS}
+    for split in SPLITS:
+        if not words[split]:
+            raise DataError(f"The {split} split of {name} is empty.")
+    counted = [word for word, _ in Counter(words["train"]).most_common()]
+    known = set(counted)
+    overflow = max_vocabulary is not None and len(counted) > max_vocabulary
+    unseen = any(word not in known for split in ("valid", "test") for word in words[split])
+    if (overflow or unseen) and UNKNOWN not in known:
+        counted.insert(0, UNKNOWN)
+    if max_vocabulary is not None and len(counted) > max_vocabulary:
+        kept = [word for word in counted if word not in (EOS, UNKNOWN)][: max_vocabulary - 2]
+        counted = [UNKNOWN, EOS, *kept]
+    ids = {word: i for i, word in enumerate(counted)}
+    unknown = ids.get(UNKNOWN, -1)
+    tokens = {split: torch.tensor([ids.get(word, unknown) for word in words[split]]) for split in SPLITS}
+    return Corpus(name=name, **tokens, vocabulary=tuple(counted), source=source)
+
+
+def _split_files(path: Path) -> dict[str, Path]:
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    found = {}
+    for split in SPLITS:
+        named = [file for file in files if file.is_file() and split in re.split(r"[\W_]+", file.name.lower())]
+        if len(named) == 1:
+            found[split] = named[0]
+    return found if len(found) == len(SPLITS) else {}
+
+
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"The corpus {path} does not exist. Give a text file or a folder of text files.")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise DataError(f"The corpus folder {path} holds no files. Give a text file or a folder of them.")
+    return files
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{file} is not readable UTF-8 text ({error}). Convert or remove it.") from error
+    if "\0" in text:
+        raise DataError(f"{file} is not plain text: it holds NUL characters. Convert or remove it.")
+    return text

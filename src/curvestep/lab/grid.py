@@ -1,0 +1,276 @@
+"""Many runs of one recipe over a grid of fields."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
+from curvestep.lab.recipes import Recipe, with_fields
+from curvestep.lab.run.folder import ENDED, FAILED, STATUS, Run, check_recipe, read_json
+from curvestep.lab.run.loop import RunResult, train
+
+TABLE = "sweep.csv"
+HEATMAP = "heatmap.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One point of the grid and what became of it."""
+
+    fields: dict[str, Any]
+    folder: Path
+    status: str
+    result: RunResult | None = None
+    message: str = ""
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss over the last 50 steps; NaN if the trial did not finish."""
+        return self.result.train_loss if self.result and self.status == "finished" else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """Every trial of a sweep, in the order of the grid."""
+
+    folder: Path
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """The finished trial with the lowest training loss."""
+        finished = [trial for trial in self.trials if math.isfinite(trial.train_loss)]
+        if not finished:
+            raise ValueError(f"No trial of {self.folder} finished: there is no best one.")
+        return min(finished, key=lambda trial: trial.train_loss)
+
+    def __str__(self) -> str:
+        console = Console(width=110)
+        with console.capture() as captured:
+            console.print(_table(self.trials))
+        return captured.get().rstrip()
+
+
+def sweep(
+    recipe: Recipe,
+    grid: Mapping[str, Sequence[Any]],
+    folder: str | Path,
+    *,
+    engine: str = "joblib",
+    workers: int = 2,
+    address: str | None = None,
+    progress: bool = True,
+    checkpoint_seconds: float = 60.0,
+    offline: bool = False,
+) -> SweepResult:
+    """Train ``recipe`` at every point of ``grid``, each in a run folder of its own.
+
+    Run again, it skips what has ended and goes on with the rest. A trial that fails or diverges is recorded
+    and the others carry on. At the end there are ``sweep.csv`` and a heat map in ``folder``.
+
+    Args:
+        recipe: What the trials share.
+        grid: Values to try, by field: ``{"lr": [1, 10], "max_norm": [0.25, inf], "seed": [0, 1, 2]}``.
+        folder: Holds one folder a trial, named for its fields.
+        engine: ``joblib``, processes on this machine; or ``ray``.
+        workers: Trials at a time; they share torch's threads, so that cores are not oversubscribed.
+        address: Of a Ray cluster; None starts one on this machine.
+        progress: Show a live table (a line a trial without a terminal).
+        checkpoint_seconds: Time between two checkpoints of a trial.
+        offline: Use no network for the data.
+    """
+    folder = Path(folder)
+    points = _points(recipe, grid)
+    recipes = {name: with_fields(recipe, **fields) for name, fields in points.items()}
+    folders = {name: folder / name for name in points}
+    left = [name for name in points if not has_ended(folders[name], recipes[name])]
+    jobs = [
+        Job(
+            name=name,
+            folder=folders[name],
+            function=run_trial,
+            arguments={
+                "recipe": recipes[name],
+                "folder": folders[name],
+                "checkpoint_seconds": checkpoint_seconds,
+                "offline": offline,
+            },
+            total=recipe.steps,
+        )
+        for name in left
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    errors: dict[str, str] = {}
+
+    def trials() -> tuple[Trial, ...]:
+        return tuple(trial_in(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
+
+    outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
+    with _live_table(trials, shown=progress) as watch:
+        for number, outcome in enumerate(outcomes(watch=watch), 1):
+            stop_if_interrupted(outcome)
+            errors[outcome.name] = outcome.error
+            trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
+            if progress and watch is None:
+                print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
+    from curvestep.lab.paper import heatmap, save
+
+    result = SweepResult(folder=folder, trials=trials())
+    _write_csv(result, folder / TABLE)
+    save(heatmap(result), folder / HEATMAP)
+    return result
+
+
+def run_trial(
+    recipe: Recipe, folder: Path, *, checkpoint_seconds: float = 60.0, offline: bool = False, threads: int = 1
+) -> RunResult:
+    """One trial: from its checkpoint if it has one. An error is left in its ``status.json``."""
+    return train(
+        recipe,
+        folder,
+        resume=True,
+        progress=False,
+        checkpoint_seconds=checkpoint_seconds,
+        threads=threads,
+        offline=offline,
+    )
+
+
+def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
+    """Whether the run in ``folder`` finished or diverged.
+
+    Args:
+        folder: A run folder, there or not.
+        recipe: What was to be trained there. A run of another recipe that has ended is an error.
+        apart_from: Fields of the recipe that may differ.
+    """
+    path = folder / STATUS
+    if not path.exists() or read_json(path)["status"] not in ENDED:
+        return False
+    if recipe is not None:
+        check_recipe(Run.load(folder), recipe, apart_from=apart_from)
+    return True
+
+
+def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """The points of the grid by name, each a valid recipe."""
+    if not grid:
+        raise ValueError("`grid` must name at least one field and its values.")
+    for name, values in grid.items():
+        if isinstance(values, (str, bytes)) or not len(values):
+            raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
+    points: dict[str, dict[str, Any]] = {}
+    for values in itertools.product(*grid.values()):
+        trial = with_fields(recipe, **dict(zip(grid, values, strict=True)))
+        fields = {name: getattr(trial, name) for name in grid}
+        name = ",".join(f"{key}={short(value)}" for key, value in fields.items())
+        if name in points:
+            raise ValueError(f"`grid` has the point {name} twice.")
+        points[name] = fields
+    return points
+
+
+def trial_in(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
+    """The trial of these fields, as its run folder says it stands."""
+    path = folder / STATUS
+    if not path.exists():
+        return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)
+    status = read_json(path)
+    result = RunResult.load(folder) if "train_loss" in status else None
+    return Trial(
+        fields=fields,
+        folder=folder,
+        status=status["status"],
+        result=result,
+        message=error or status["message"],
+    )
+
+
+@contextmanager
+def _live_table(
+    trials: Callable[[], tuple[Trial, ...]], *, shown: bool
+) -> Iterator[Callable[[], None] | None]:
+    """A table that a call brings up to date; None where there is no terminal."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    with Live(_table(trials()), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(_table(trials()), refresh=True)
+
+
+def _table(trials: Sequence[Trial]) -> Table:
+    table = Table(*(trials[0].fields if trials else ()), "status", "step", "train loss", "held out")
+    for trial in trials:
+        table.add_row(
+            *(short(value) for value in trial.fields.values()),
+            trial.status,
+            str(trial.result.step) if trial.result else "",
+            f"{trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else "",
+            ", ".join(f"{k} {v:.4g}" for k, v in _held_out(trial).items() if k != "loss"),
+        )
+    return table
+
+
+def _in_words(trial: Trial) -> str:
+    if math.isfinite(trial.train_loss):
+        return f"{trial.status}, training loss {trial.train_loss:.4f}"
+    return f"{trial.status}{f': {trial.message}' if trial.message else ''}"
+
+
+def _held_out(trial: Trial) -> dict[str, float]:
+    metrics = trial.result.metrics if trial.result else {}
+    return metrics.get("valid") or metrics.get("test") or {}
+
+
+def _write_csv(result: SweepResult, path: Path) -> None:
+    names = list(result.trials[0].fields)
+    units = sorted({key for trial in result.trials for key in _held_out(trial)})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                *names,
+                "status",
+                "steps",
+                "train_loss",
+                *(f"held_out_{unit}" for unit in units),
+                "seconds",
+                "folder",
+                "message",
+            ]
+        )
+        for trial in result.trials:
+            held_out = _held_out(trial)
+            writer.writerow(
+                [
+                    *trial.fields.values(),
+                    trial.status,
+                    trial.result.step if trial.result else 0,
+                    trial.train_loss,
+                    *(held_out.get(unit, "") for unit in units),
+                    round(trial.result.seconds, 1) if trial.result else "",
+                    trial.folder.name,
+                    trial.message,
+                ]
+            )
+
+
+def short(value: Any) -> str:
+    """A field's value as names of trials and tables show it."""
+    if isinstance(value, tuple):
+        return "+".join(short(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value).rsplit("/", 1)[-1]

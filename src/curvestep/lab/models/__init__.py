@@ -1,0 +1,15 @@
+"""The models of the experiments: two LSTM language models and two residual networks."""
+
+from curvestep.lab.models.awd_lstm import (
+    AWDLSTM as AWDLSTM,
+    Activations as Activations,
+    activation_penalty as activation_penalty,
+    random_bptt_length as random_bptt_length,
+)
+from curvestep.lab.models.lstm import (
+    LSTMModel as LSTMModel,
+    State as State,
+    detach_state as detach_state,
+    num_parameters as num_parameters,
+)
+from curvestep.lab.models.resnet import ResNet18 as ResNet18, ResNet20 as ResNet20

@@ -1,0 +1,112 @@
+"""Gradient norm and smoothness from a part of the data against all of it: figure 6 of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from curvestep.lab.paper.scatter import GRADIENT, SMOOTHNESS, measured
+from curvestep.lab.paper.style import COLOURS, ITERATIONS, describe, loaded, log_axes, panels, styled
+from curvestep.lab.run.folder import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How well one estimate follows another over the same iterations.
+
+    Args:
+        steps: Iterations at which both were measured.
+        part: Estimates from a part of the data.
+        whole: Estimates from all of it.
+        correlation: Pearson correlation of the logarithms; NaN for fewer than three points.
+        ratio: Median of ``part / whole``.
+    """
+
+    steps: np.ndarray
+    part: np.ndarray
+    whole: np.ndarray
+    correlation: float
+    ratio: float
+
+
+def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str = "") -> Figure:
+    """Above, both estimates over the iterations; below, one against the other.
+
+    The two runs must be the same training with another ``probe_data``: measuring does not change a run, so
+    they pass through the same parameters.
+
+    Args:
+        part: The run whose probe saw a part of the training data.
+        whole: The run whose probe saw all of it.
+        title: Title of the figure.
+    """
+    part, whole = loaded(part), loaded(whole)
+    names = share(part), share(whole)
+    gradient, smoothness = agreement(part, whole)
+    with styled():
+        figure, axes = panels(2, 2, width=4.6, height=3.0)
+        for column, (found, name) in enumerate(((gradient, GRADIENT), (smoothness, SMOOTHNESS))):
+            _over_time(axes[column], found, name, names)
+            _against(axes[2 + column], found, name, names)
+        default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
+        describe(figure, title or default, [part, whole])
+    return figure
+
+
+def share(run: Run) -> str:
+    """On how much of the training data the run's probe measured, in words."""
+    if run.recipe.probe_data == 0:
+        return "the batch"
+    return "all data" if run.recipe.probe_data == 1 else f"{run.recipe.probe_data:.0%} of the data"
+
+
+def agreement(part: Run | str | Path, whole: Run | str | Path) -> tuple[Agreement, Agreement]:
+    """How well the estimates of gradient norm and of smoothness agree, at the steps that both measured."""
+    part, whole = loaded(part), loaded(whole)
+    if part.recipe.label != whole.recipe.label or part.recipe.seed != whole.recipe.seed:
+        raise ValueError(
+            f"`part` and `whole` must be the same training, got {part.recipe.label} with seed "
+            f"{part.recipe.seed} and {whole.recipe.label} with seed {whole.recipe.seed}."
+        )
+    some, everything = measured(part), measured(whole)
+    steps, at, there = np.intersect1d(some[0], everything[0], return_indices=True)
+    gradient, smoothness = (_compare(steps, some[i][at], everything[i][there]) for i in (1, 2))
+    return gradient, smoothness
+
+
+def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreement:
+    enough = len(steps) > 2
+    correlation = float(np.corrcoef(np.log(part), np.log(whole))[0, 1]) if enough else np.nan
+    ratio = float(np.median(part / whole)) if len(steps) else np.nan
+    return Agreement(steps=steps, part=part, whole=whole, correlation=correlation, ratio=ratio)
+
+
+def _over_time(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
+    panel.set_title(f"{name.split('$')[0]}over training")
+    panel.set_xlabel("iteration")
+    panel.set_ylabel(name)
+    log_axes(panel, x=False)
+    panel.plot(found.steps, found.whole, color=COLOURS[6], linewidth=2.2, alpha=0.5, label=shares[1])
+    panel.plot(found.steps, found.part, color=COLOURS[1], linestyle="--", label=shares[0])
+    panel.legend(loc="best")
+
+
+def _against(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
+    panel.set_title(f"{name.split('$')[0]}from both")
+    panel.set_xlabel(f"from {shares[1]}")
+    panel.set_ylabel(f"from {shares[0]}")
+    if len(found.steps) == 0:
+        return
+    log_axes(panel)
+    points = panel.scatter(found.whole, found.part, c=found.steps, cmap=ITERATIONS, s=14, linewidths=0)
+    assert panel.figure is not None
+    panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+    ends = np.array([found.whole.min(), found.whole.max()])
+    panel.plot(ends, ends, color="#888888", linewidth=1, label="equal")
+    words = f"correlation of logs {found.correlation:.3f}\nmedian ratio {found.ratio:.3f}"
+    panel.plot([], [], " ", label=words)
+    panel.legend(loc="upper left")

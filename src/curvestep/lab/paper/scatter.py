@@ -1,0 +1,139 @@
+r"""Smoothness against gradient norm along training: figures 1, 2, 3 and 5 of the paper.
+
+Each panel is one run: a point a measurement, coloured by iteration; the fitted line :math:`L_0 + L_1 g`; the
+frontier, the least that any pair (L0, L1) allows at each gradient norm; and the rank correlation with its
+interval, beside what the same procedure shows where there is no (L0, L1) effect.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from curvestep.fit.fit import SmoothnessFit, fit_smoothness
+from curvestep.lab.paper.style import (
+    FRONTIER,
+    ITERATIONS,
+    LINE,
+    describe,
+    legend_below,
+    loaded,
+    log_axes,
+    panels,
+    setting,
+    styled,
+)
+from curvestep.lab.run.folder import Run
+from curvestep.smoothness.trace import Trace
+
+GRADIENT = r"gradient norm $\|\nabla f(x)\|$"
+SMOOTHNESS = r"local smoothness $\hat{L}(x)$"
+
+
+def scatter(
+    runs: Sequence[Run | str | Path],
+    *,
+    title: str = "Smoothness against gradient norm",
+    log: bool | Sequence[bool] = True,
+    notes: Sequence[str] = (),
+) -> Figure:
+    """One panel a run, titled by its setting.
+
+    Args:
+        runs: Runs or run folders with a trace.
+        title: Title of the figure.
+        log: Logarithmic axes, for all panels or for each.
+        notes: What to add to the titles of the panels.
+    """
+    found = [loaded(run) for run in runs]
+    if not found:
+        raise ValueError("`runs` must be at least one run folder, got none.")
+    scales = [log] * len(found) if isinstance(log, bool) else list(log)
+    with styled():
+        figure, axes = panels(1, len(found), height=4.3)
+        for panel, run, scale in zip(axes, found, scales, strict=True):
+            scatter_panel(panel, run, log=scale)
+        for panel, note in zip(axes, notes, strict=False):
+            panel.set_title(f"{panel.get_title()}, {note}")
+        describe(figure, title, found)
+    return figure
+
+
+def scatter_panel(panel: Axes, run: Run, *, log: bool = True) -> None:
+    """Draw one run: points, fitted line, frontier, and a legend with the numbers."""
+    panel.set_title(setting(run))
+    panel.set_xlabel(GRADIENT)
+    panel.set_ylabel(SMOOTHNESS)
+    steps, norms, smoothness = measured(run)
+    if len(steps) == 0:
+        panel.text(0.5, 0.5, "nothing was measured", ha="center", va="center", transform=panel.transAxes)
+        return
+    if log:
+        log_axes(panel)
+    points = panel.scatter(norms, smoothness, c=steps, cmap=ITERATIONS, s=12, linewidths=0, alpha=0.85)
+    if not log:
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+    assert panel.figure is not None
+    panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+    try:
+        fit = fit_smoothness(Trace.load(run.trace_path))
+    except ValueError as error:
+        words = "\n".join(textwrap.wrap(f"no fit: {str(error).split('. ')[0]}", 45))
+        panel.plot([], [], " ", label=words)
+        legend_below(panel)
+        return
+    draw_fit(panel, fit, norms, log=log)
+
+
+def draw_fit(panel: Axes, fit: SmoothnessFit, norms: np.ndarray, *, log: bool) -> None:
+    """The fitted line and the frontier over the range of the gradient norms, and the legend."""
+    low, high = norms.min(), norms.max()
+    g = np.geomspace(low, high, 200) if log else np.linspace(low, high, 200)
+    line = f"{fit.quantile:.0%} line $L_0 + L_1 g$: $L_0$ = {fit.L0:.3g}, $L_1$ = {fit.L1:.3g}"
+    panel.plot(g, fit.L0 + fit.L1 * g, color=LINE, label=line)
+    panel.plot(g, envelope(fit, g), color=FRONTIER, linestyle="--", linewidth=1, label="frontier")
+    for words in correlation_words(fit):
+        panel.plot([], [], " ", label=words)
+    legend_below(panel)
+
+
+def correlation_words(fit: SmoothnessFit) -> list[str]:
+    """The rank correlation with its interval, and the control's."""
+    low, high = fit.spearman_interval
+    words = [rf"rank correlation $\rho$ = {fit.spearman:.2f} [{low:.2f}, {high:.2f}]"]
+    if fit.control is not None:
+        low, high = fit.control.spearman_interval
+        words.append(rf"control, constant Hessian: {fit.control.spearman:.2f} [{low:.2f}, {high:.2f}]")
+    return words
+
+
+def envelope(fit: SmoothnessFit, g: np.ndarray) -> np.ndarray:
+    r"""The least smoothness bound that a valid pair gives at each gradient norm.
+
+    .. math::
+        \min_{L_1 \ge 0}\ \{L_0(L_1) + L_1 g\}, \qquad L_0(L_1) = \max_k (\ell_k - L_1 g_k)_+
+
+    It lies above every measured point and touches the outermost ones.
+    """
+    # A linear programme in L1 has its optimum at a kink: flat, along an edge of the hull, or with L0 = 0.
+    hull = np.array(fit.frontier_points)
+    edges = np.diff(hull[:, 1]) / np.diff(hull[:, 0])
+    slopes = np.concatenate([[0.0], edges[edges > 0], [(hull[:, 1] / hull[:, 0]).max()]])
+    intercepts = np.array([fit.frontier(float(slope)) for slope in slopes])
+    return (intercepts[:, None] + slopes[:, None] * g).min(axis=0)
+
+
+def measured(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis."""
+    if not run.trace_path.exists():
+        return np.array([]), np.array([]), np.array([])
+    trace = Trace.load(run.trace_path)
+    steps, norms, smoothness = (trace.column(name) for name in ("step", "grad_norm", "smoothness"))
+    usable = trace.ok & np.isfinite(norms) & np.isfinite(smoothness) & (norms > 0) & (smoothness > 0)
+    return steps[usable], norms[usable], smoothness[usable]

@@ -1,0 +1,399 @@
+r"""Named training configurations, at laptop and at paper scale.
+
+A recipe is a frozen dataclass: together with its seed it decides a training run, so that a run is a function
+of its recipe. Each one names the figures of the paper that it serves. Change a field with :func:`get_recipe`
+or :func:`with_fields`; an unknown field is an error that lists the valid ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
+from curvestep.steps import check_threshold
+
+SCALES = ("laptop", "paper")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+OPTIMIZERS = ("clipped", "normalized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    r"""What every training run has, whatever the task.
+
+    Args:
+        name: Name of the recipe, as on the command line.
+        figures: Figures of the paper that it serves.
+        scale: ``laptop`` or ``paper``.
+        seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
+            the same start and the same batches.
+        optimizer: ``clipped``, :math:`h = \min\{\eta, \gamma\eta/g\}`, or ``normalized``,
+            :math:`h = \eta/(g+\beta)`.
+        lr: Learning rate :math:`\eta`.
+        max_norm: Gradient norm :math:`\gamma` at which clipping starts; ``inf`` is plain SGD.
+        offset: :math:`\beta` of the normalized step.
+        momentum: Momentum of the optimizer.
+        weight_decay: Coefficient of the L2 penalty. The losses in the records are without it.
+        lr_drops: Shares of the run after which ``lr`` is divided by ten.
+        batch_size: Streams of text, or images, in a batch; over all devices together.
+        steps: Steps to take; 0 leaves it to ``epochs``.
+        epochs: Passes over the data, if ``steps`` is 0.
+        probe_every: Steps between two measurements of smoothness; 0 measures nothing.
+        fractions: Fractions of the step at which the probe takes the gradient again.
+        probe_data: Share of the training data on which the probe measures; 0 is the training batch.
+        eval_every: Steps between two evaluations on held-out data; 0 evaluates at the end only.
+        eval_size: Held-out tokens or images to evaluate on; 0 takes all.
+        log_every: Steps after which the mean loss is fetched from the device and written; an evaluation does
+            so too.
+        diverged_above: The run counts as diverged once the loss exceeds this multiple of the first one.
+        precision: Precision of Lightning Fabric.
+    """
+
+    name: str
+    figures: tuple[str, ...] = ()
+    scale: str = "laptop"
+    seed: int = 0
+    optimizer: str = "clipped"
+    lr: float = 1.0
+    max_norm: float = math.inf
+    offset: float = 1.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    lr_drops: tuple[float, ...] = ()
+    batch_size: int = 20
+    steps: int = 0
+    epochs: int = 0
+    probe_every: int = 5
+    fractions: tuple[float, ...] = (1.0,)
+    probe_data: float = 0.0
+    eval_every: int = 0
+    eval_size: int = 0
+    log_every: int = 1
+    diverged_above: float = 3.0
+    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        check_choice("scale", self.scale, SCALES)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_positive("lr", self.lr)
+        check_threshold("max_norm", self.max_norm)
+        check_positive("offset", self.offset)
+        check_threshold("diverged_above", self.diverged_above)
+        for name in ("momentum", "weight_decay", "probe_data"):
+            check_nonnegative(name, getattr(self, name))
+        for name in ("batch_size", "log_every"):
+            check_count(name, getattr(self, name))
+        for name in ("seed", "steps", "epochs", "probe_every", "eval_every", "eval_size"):
+            check_count(name, getattr(self, name), least=0)
+        if (self.steps == 0) == (self.epochs == 0):
+            raise ValueError(
+                f"`steps` and `epochs` must not both be zero, nor both be set, got {self.steps} and "
+                f"{self.epochs}. Set one of them."
+            )
+        if self.probe_data > 1:
+            raise ValueError(f"`probe_data` is a share of the data, at most 1, got {self.probe_data!r}.")
+        if not self.fractions or not all(0 < f <= 1 for f in self.fractions):
+            raise ValueError(f"`fractions` must be numbers in (0, 1], got {self.fractions!r}.")
+        if not all(0 < share < 1 for share in self.lr_drops):
+            raise ValueError(f"`lr_drops` must be shares of the run in (0, 1), got {self.lr_drops!r}.")
+
+    @property
+    @abstractmethod
+    def problem(self) -> str:
+        """What decides the start and the batches, with the seed: the data and the model."""
+
+    @property
+    def label(self) -> str:
+        """The setting in words, for legends: ``lr 30, clip 0.25``."""
+        words = [f"lr {self.lr:g}"]
+        if self.optimizer == "normalized":
+            words.append(f"normalized, offset {self.offset:g}")
+        elif self.max_norm < math.inf:
+            words.append(f"clip {self.max_norm:g}")
+        else:
+            words.append("no clip")
+        if self.momentum:
+            words.append(f"momentum {self.momentum:g}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRecipe(Recipe):
+    """Training of a language model on a stream of words.
+
+    Args:
+        model: ``lstm`` or ``awd-lstm``.
+        corpus: ``ptb``, ``topics`` (always there), or the path of a text file or folder.
+        num_words: Training words to use, the first of the text; 0 takes all.
+        embedding: Size of the word vectors.
+        hidden: Size of the hidden layers.
+        layers: Number of LSTM layers.
+        dropout: Dropout between the layers of ``lstm``; the output dropout of ``awd-lstm``.
+        weight_drop: Share of the hidden-to-hidden weights dropped (``awd-lstm``).
+        dropout_input: Dropout of the word vectors (``awd-lstm``).
+        dropout_hidden: Dropout between the layers (``awd-lstm``).
+        dropout_embedding: Share of the words dropped (``awd-lstm``).
+        activation_penalty: Weight of the mean square of the last layer's dropped-out output (``awd-lstm``).
+        temporal_penalty: Weight of the mean square of its change from word to word (``awd-lstm``).
+        bptt: Words of truncated backpropagation.
+        variable_bptt: Draw the length of each piece as Merity et al. do, and scale ``lr`` by it.
+        averaging: Evaluate the average of the iterates: ``never``; ``triggered``, from the moment when the
+            validation loss has not improved on the best of all but the last ``patience`` evaluations; or
+            ``always``, from the start.
+        patience: Evaluations that the trigger looks back on.
+        start_from: Run folder whose parameters to start from; with ``averaging="always"`` this is the
+            fine-tuning stage of Merity et al.
+    """
+
+    model: str = "lstm"
+    corpus: str = "ptb"
+    num_words: int = 0
+    embedding: int = 128
+    hidden: int = 200
+    layers: int = 2
+    dropout: float = 0.0
+    weight_drop: float = 0.0
+    dropout_input: float = 0.0
+    dropout_hidden: float = 0.0
+    dropout_embedding: float = 0.0
+    activation_penalty: float = 0.0
+    temporal_penalty: float = 0.0
+    bptt: int = 35
+    variable_bptt: bool = False
+    averaging: str = "never"
+    patience: int = 5
+    start_from: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model", self.model, ("lstm", "awd-lstm"))
+        for name in ("embedding", "hidden", "layers", "bptt"):
+            check_count(name, getattr(self, name))
+        check_choice("averaging", self.averaging, ("never", "triggered", "always"))
+        check_count("patience", self.patience)
+        check_count("num_words", self.num_words, least=0)
+        for name in ("dropout", "weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"):
+            if check_nonnegative(name, getattr(self, name)) >= 1:
+                raise ValueError(f"`{name}` is a probability below 1, got {getattr(self, name)!r}.")
+        for name in ("activation_penalty", "temporal_penalty"):
+            check_nonnegative(name, getattr(self, name))
+
+    @property
+    def problem(self) -> str:
+        """The corpus, the model and its sizes; of a text only its name, so that folders do not matter."""
+        return f"{Path(self.corpus).name}/{self.model}/{self.embedding}/{self.hidden}/{self.layers}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """Training of an image classifier.
+
+    Args:
+        model: ``resnet20`` or ``resnet18``.
+        images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
+        augmented: Random crops with padding 4, and flips.
+        num_images: Training images to use, the first of each class; 0 takes all.
+    """
+
+    model: str = "resnet20"
+    images: str = "cifar10-subset"
+    augmented: bool = True
+    num_images: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model", self.model, ("resnet20", "resnet18"))
+        check_choice("images", self.images, ("cifar10", "cifar10-subset", "digits"))
+        check_count("num_images", self.num_images, least=0)
+
+    @property
+    def problem(self) -> str:
+        """The images and the model."""
+        return f"{self.images}/{self.model}"
+
+
+_PTB_LSTM = LanguageRecipe(
+    name="ptb-lstm",
+    figures=("fig1", "fig2", "fig4", "fig5", "fig6", "fig8"),
+    lr=10.0,
+    max_norm=0.25,
+    steps=300,
+    eval_size=7_000,
+)
+# The quantitative comparison of the paper: two layers, 200 and 512, lr 10 with threshold 0.25.
+_PTB_LSTM_PAPER = replace(
+    _PTB_LSTM, scale="paper", embedding=200, hidden=512, steps=0, epochs=1, probe_data=0.1, eval_size=0
+)
+# Merity et al. (2018): the public recipe that the paper follows.
+_AWD_LSTM_PAPER = LanguageRecipe(
+    name="ptb-awd-lstm",
+    figures=("fig1", "fig2", "fig4", "fig5", "fig6"),
+    scale="paper",
+    model="awd-lstm",
+    embedding=400,
+    hidden=1150,
+    layers=3,
+    dropout=0.4,
+    weight_drop=0.5,
+    dropout_input=0.4,
+    dropout_hidden=0.25,
+    dropout_embedding=0.1,
+    activation_penalty=2.0,
+    temporal_penalty=1.0,
+    bptt=70,
+    variable_bptt=True,
+    averaging="triggered",
+    lr=30.0,
+    max_norm=0.25,
+    weight_decay=1.2e-6,
+    epochs=500,
+    probe_data=0.1,
+    eval_every=664,
+    log_every=20,
+)
+_AWD_LSTM = replace(
+    _AWD_LSTM_PAPER, scale="laptop", hidden=200, embedding=128, layers=3, bptt=35, epochs=0, steps=300,
+    probe_data=0.0, eval_every=0, eval_size=7_000, log_every=1,
+)  # fmt: skip
+_RESNET20 = ImageRecipe(
+    name="cifar-resnet20",
+    figures=("fig3", "fig4"),
+    lr=0.1,
+    momentum=0.9,
+    weight_decay=5e-4,
+    batch_size=128,
+    steps=150,
+    diverged_above=20.0,  # batch norm recovers from a high loss
+)
+_RESNET20_PAPER = replace(
+    _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75), probe_data=0.1,
+    eval_every=391, log_every=20,
+)  # fmt: skip
+
+RECIPES: dict[tuple[str, str], Recipe] = {
+    (recipe.name, recipe.scale): recipe
+    for recipe in (
+        _PTB_LSTM,
+        _PTB_LSTM_PAPER,
+        _AWD_LSTM,
+        _AWD_LSTM_PAPER,
+        _RESNET20,
+        _RESNET20_PAPER,
+        replace(_RESNET20, name="cifar-resnet18", model="resnet18", steps=20),
+        replace(_RESNET20_PAPER, name="cifar-resnet18", model="resnet18"),
+    )
+}
+"""Every recipe by name and scale."""
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
+    """The recipe of this name and scale, with some fields changed.
+
+    Example:
+        >>> get_recipe("ptb-lstm", lr=30, max_norm=0.25).label
+        'lr 30, clip 0.25'
+        >>> get_recipe("ptb-lstm", learning_rate=30)
+        Traceback (most recent call last):
+        ValueError: Recipe ptb-lstm has no field `learning_rate`. ...
+    """
+    names = tuple(dict.fromkeys(name for name, _ in RECIPES))
+    if name not in names:
+        raise ValueError(f"There is no recipe {name!r}.{_nearest(name, names)} Recipes: {', '.join(names)}.")
+    check_choice("scale", scale, SCALES)
+    return with_fields(RECIPES[name, scale], **overrides)
+
+
+def with_fields(recipe: AnyRecipe, **overrides: Any) -> AnyRecipe:
+    """``recipe`` with some fields changed; numbers given as text are read, lists become tuples.
+
+    Setting ``steps`` clears ``epochs`` and the other way round, unless both are given.
+
+    Example:
+        >>> with_fields(get_recipe("cifar-resnet20"), max_norm="inf", epochs=2).steps
+        0
+    """
+    hints = get_type_hints(type(recipe))
+    valid = tuple(field.name for field in fields(recipe))
+    for name in overrides:
+        if name not in valid:
+            hint = f"{_nearest(name, valid)} Fields: {', '.join(valid)}."
+            raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
+    changes = {name: _coerce(name, value, hints[name]) for name, value in overrides.items()}
+    if "steps" in changes and "epochs" not in changes and changes["steps"]:
+        changes["epochs"] = 0
+    if "epochs" in changes and "steps" not in changes and changes["epochs"]:
+        changes["steps"] = 0
+    return replace(recipe, **changes)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain JSON values; infinity is the string ``"Infinity"``, as in a trace."""
+    values = dataclasses.asdict(recipe)
+    plain = {
+        k: "Infinity" if v == math.inf else list(v) if isinstance(v, tuple) else v for k, v in values.items()
+    }
+    return {"task": _TASKS[type(recipe)], **plain}
+
+
+def from_dict(values: dict[str, Any]) -> Recipe:
+    """The recipe that :func:`to_dict` wrote.
+
+    Example:
+        >>> recipe = get_recipe("ptb-lstm", max_norm=float("inf"))
+        >>> from_dict(to_dict(recipe)) == recipe
+        True
+    """
+    values = dict(values)
+    task = values.pop("task", None)
+    kinds = {name: kind for kind, name in _TASKS.items()}
+    if task not in kinds:
+        raise ValueError(f"`task` must be one of {', '.join(kinds)}, got {task!r}.")
+    return with_fields(kinds[task](name=str(values.get("name")), steps=1), **values)
+
+
+_TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "images"}
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the field's type, if that loses nothing."""
+    try:
+        if hint is bool:
+            return _as_bool(value)
+        if hint is int:
+            number = float(value) if isinstance(value, str) else value
+            if isinstance(value, bool) or int(number) != number:
+                raise ValueError
+            return int(number)
+        if hint is float:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)
+        if hint is str:
+            return str(value)
+        inner = float if hint == tuple[float, ...] else str
+        return tuple(inner(item) for item in ([value] if isinstance(value, (str, float, int)) else value))
+    except (TypeError, ValueError, OverflowError):
+        needed = getattr(hint, "__name__", str(hint)) if hint in (bool, int, float, str) else str(hint)
+        raise ValueError(f"`{name}` must be of type {needed}, got {value!r}.") from None
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _nearest(name: str, names: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,1 @@
+"""One recipe, one run folder: the training loop and what it needs."""

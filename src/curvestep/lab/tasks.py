@@ -1,0 +1,394 @@
+r"""The two tasks of the paper: what a model is, what a batch is, what its loss is.
+
+A task answers the training loop's questions and keeps no state: batch :math:`k` is a function of the recipe
+and of :math:`k`, so a resumed run needs no data position but its step.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from curvestep.lab.data import (
+    Corpus,
+    Images,
+    augment,
+    batchify,
+    load_cifar10,
+    load_corpus,
+    load_digits,
+    load_ptb,
+    load_topics,
+    normalise,
+)
+from curvestep.lab.models import (
+    AWDLSTM,
+    LSTMModel,
+    ResNet18,
+    ResNet20,
+    activation_penalty,
+    detach_state,
+    random_bptt_length,
+)
+from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+
+EVAL_STREAMS = 10  # streams of text, side by side, in an evaluation
+EVAL_IMAGES = 500
+
+
+def seed_of(recipe: Recipe, purpose: str) -> int:
+    """A seed for one purpose. The optimizer is left out: all of them see the same start and batches."""
+    return zlib.crc32(f"{recipe.seed}/{recipe.problem}/{purpose}".encode())
+
+
+def generator(recipe: Recipe, purpose: str) -> torch.Generator:
+    """A generator for one purpose, from :func:`seed_of`."""
+    return torch.Generator().manual_seed(seed_of(recipe, purpose))
+
+
+def share_of_batch(recipe: Recipe, num_devices: int) -> int:
+    """How much of a batch each device takes."""
+    if recipe.batch_size % num_devices:
+        raise ValueError(
+            f"`batch_size` must be a multiple of the number of devices, {num_devices}, "
+            f"got {recipe.batch_size}."
+        )
+    return recipe.batch_size // num_devices
+
+
+class Task(ABC):
+    """What the training loop asks of a task.
+
+    Args:
+        recipe: The recipe.
+        rank: Which part of each batch this process takes.
+        world_size: Number of processes that share a batch.
+    """
+
+    data_name: str
+    data_source: str
+    metric: str  # the paper's unit: perplexity or accuracy
+    splits: tuple[str, ...]  # held-out data; the first is evaluated on the way, all at the end
+
+    def __init__(self, recipe: Recipe, *, rank: int = 0, world_size: int = 1) -> None:
+        share = share_of_batch(recipe, world_size)
+        self.world_size = world_size
+        self.mine = slice(rank * share, (rank + 1) * share)
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new model, from the recipe's seed."""
+
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+
+    @abstractmethod
+    def batch(self, step: int) -> tuple[Any, ...]:
+        """This process's part of the batch of step ``step``, counted from 0."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
+        """Mean loss on the batch, and the recurrent state after it."""
+
+    @abstractmethod
+    def starts_over(self, step: int) -> bool:
+        """Whether the recurrent state begins anew before step ``step``."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
+        """Loss without regularisation on held-out data, and the paper's unit."""
+
+    @abstractmethod
+    def oracle_batches(self, share: float) -> list[tuple[Any, ...]]:
+        """This process's part of a fixed share of the training data, in order."""
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on the learning rate of step ``step``, beside the drops of the recipe."""
+        return 1.0
+
+
+def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
+    """The task of ``recipe``, with its data."""
+    if isinstance(recipe, LanguageRecipe):
+        return LanguageTask(recipe, _corpus(recipe, offline), rank=rank, world_size=world_size)
+    assert isinstance(recipe, ImageRecipe)
+    return ImageTask(recipe, _images(recipe, offline), rank=rank, world_size=world_size)
+
+
+class LanguageTask(Task):
+    """Next-word prediction over contiguous streams, with truncated backpropagation."""
+
+    metric = "perplexity"
+    splits = ("valid", "test")
+
+    def __init__(self, recipe: LanguageRecipe, corpus: Corpus, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(recipe, rank=rank, world_size=world_size)
+        self.recipe = recipe
+        self.corpus = corpus
+        self.data_name, self.data_source = corpus.name, corpus.source
+        words = corpus.train
+        if 0 < recipe.num_words < len(words):
+            words = words[: recipe.num_words]
+            self.data_source = f"the first {recipe.num_words:,} words of {corpus.source}"
+        self.streams = batchify(words, recipe.batch_size)
+        if len(self.streams) < 2:
+            raise ValueError(
+                f"The corpus has {len(corpus.train)} words: too few for `batch_size` {recipe.batch_size}."
+            )
+        for split in self.splits:
+            count = len(self._held_out(split))
+            if count < 2:
+                raise ValueError(
+                    f"The {split} part of the corpus, {corpus.source}, has {count} words to evaluate on: too "
+                    "few. Use a longer text, or a larger `eval_size`."
+                )
+        self._epochs = _Epochs(self._pieces)
+
+    def _held_out(self, split: str) -> Tensor:
+        tokens = getattr(self.corpus, split)
+        return tokens[: self.recipe.eval_size or len(tokens)]
+
+    def build(self) -> nn.Module:
+        """A new language model."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.recipe, "start"))
+            return build_language_model(self.recipe, len(self.corpus.vocabulary))
+
+    def num_steps(self) -> int:
+        """Given, or the pieces of all epochs."""
+        return self.recipe.steps or sum(len(self._pieces(epoch)) for epoch in range(self.recipe.epochs))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Words, and the words that follow them, shaped (time, streams)."""
+        start, length = self._epochs.at(step)[1]
+        rows = self.streams[:, self.mine]
+        return rows[start : start + length], rows[start + 1 : start + 1 + length]
+
+    def starts_over(self, step: int) -> bool:
+        """At the beginning of each pass over the text."""
+        return self._epochs.at(step)[1][0] == 0
+
+    def lr_factor(self, step: int) -> float:
+        """Length of the piece over ``bptt``, where lengths vary: a word then weighs the same in each."""
+        return self._epochs.at(step)[1][1] / self.recipe.bptt if self.recipe.variable_bptt else 1.0
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
+        """Mean cross-entropy, with the activation penalties of AWD-LSTM where the recipe has them."""
+        words, following = batch
+        return language_loss(self.recipe, model, words, following, state)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
+        """Mean cross-entropy over the split, or over its first ``eval_size`` words, and its exponential."""
+        tokens = self._held_out(split)
+        streams = batchify(tokens, min(EVAL_STREAMS, len(tokens) // 2)).to(device)
+        total, state = 0.0, None
+        for start in range(0, len(streams) - 1, self.recipe.bptt):
+            stop = min(start + self.recipe.bptt, len(streams) - 1)
+            logits, state = model(streams[start:stop], state)[:2]
+            target = streams[start + 1 : stop + 1].reshape(-1)
+            total += float(F.cross_entropy(logits.reshape(len(target), -1), target, reduction="sum"))
+        loss = total / streams[1:].numel()
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+    def oracle_batches(self, share: float) -> list[tuple[Tensor, Tensor]]:
+        """The first ``share`` of every stream: so many places of the text as there are streams."""
+        rows = self.streams[: max(2, math.ceil(share * len(self.streams))), self.mine]
+        return [
+            (rows[start : start + length], rows[start + 1 : start + 1 + length])
+            for start, length in _fixed_pieces(len(rows), self.recipe.bptt)
+        ]
+
+    def _pieces(self, epoch: int) -> list[tuple[int, int]]:
+        """Start and length of every piece of one pass."""
+        if not self.recipe.variable_bptt:
+            return _fixed_pieces(len(self.streams), self.recipe.bptt)
+        return _drawn_pieces(len(self.streams), self.recipe.bptt, generator(self.recipe, f"pieces/{epoch}"))
+
+
+class ImageTask(Task):
+    """Classification of images, each epoch in a new order, with random crops and flips."""
+
+    metric = "accuracy"
+    splits = ("test",)
+
+    def __init__(self, recipe: ImageRecipe, images: Images, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(recipe, rank=rank, world_size=world_size)
+        self.recipe = recipe
+        self.images = images
+        self.data_name, self.data_source = images.name, images.source
+        self.x, self.y = _balanced(images, recipe.num_images)
+        if len(self.y) < recipe.batch_size:
+            raise ValueError(
+                f"`batch_size` must be at most the {len(self.y)} images, got {recipe.batch_size}."
+            )
+        self._epochs = _Epochs(self._order)
+        # oneDNN has no float64 kernels, so there the layout brings nothing.
+        self._layout = torch.contiguous_format if recipe.precision == "64-true" else torch.channels_last
+
+    def build(self) -> nn.Module:
+        """A new residual network."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.recipe, "start"))
+            model = {"resnet20": ResNet20, "resnet18": ResNet18}[self.recipe.model]()
+        return model.to(memory_format=self._layout)  # pyright: ignore[reportCallIssue] (torch's own overloads)
+
+    def num_steps(self) -> int:
+        """Given, or the whole batches of all epochs."""
+        return self.recipe.steps or self.recipe.epochs * (len(self.y) // self.recipe.batch_size)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Normalised images and their classes."""
+        chosen = self._epochs.at(step)[1]
+        x = self.x[chosen]
+        if self.recipe.augmented:  # the whole batch on every process, so that each image gets the same crop
+            x = augment(x, generator(self.recipe, f"augment/{step}"))
+        return self._ready(x[self.mine]), self.y[chosen][self.mine]
+
+    def starts_over(self, step: int) -> bool:
+        """There is no recurrent state."""
+        return False
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
+        """Mean cross-entropy."""
+        x, y = batch
+        return F.cross_entropy(model(x), y), None
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
+        """Mean cross-entropy and accuracy in per cent on the test images."""
+        size = min(self.recipe.eval_size or len(self.images.test_y), len(self.images.test_y))
+        total, right = 0.0, 0
+        for start in range(0, size, EVAL_IMAGES):
+            x = self._ready(self.images.test_x[start : min(start + EVAL_IMAGES, size)]).to(device)
+            y = self.images.test_y[start : start + len(x)].to(device)
+            logits = model(x)
+            total += float(F.cross_entropy(logits, y, reduction="sum"))
+            right += int((logits.argmax(1) == y).sum())
+        return {"loss": total / size, "accuracy": 100 * right / size}
+
+    def oracle_batches(self, share: float) -> list[tuple[Tensor, Tensor]]:
+        """The same share of every class, without augmentation, in batches; the last one may be smaller.
+
+        Every process takes as many images of a batch: what does not divide by their number is left out.
+        """
+        x, y = _balanced(self.images, math.ceil(share * len(self.y)))
+        size = self.recipe.batch_size
+        rank = self.mine.start * self.world_size // size
+        batches = []
+        for first in range(0, len(y), size):
+            count = min(size, len(y) - first) // self.world_size
+            start = first + rank * count
+            if count:
+                batches.append((self._ready(x[start : start + count]), y[start : start + count]))
+        return batches
+
+    def _ready(self, x: Tensor) -> Tensor:
+        return normalise(self.images, x).contiguous(memory_format=self._layout)
+
+    def _order(self, epoch: int) -> list[Tensor]:
+        order = torch.randperm(len(self.y), generator=generator(self.recipe, f"order/{epoch}"))
+        size = self.recipe.batch_size
+        return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+def build_language_model(recipe: LanguageRecipe, vocabulary: int) -> nn.Module:
+    """The model of ``recipe`` for so many words."""
+    sizes: dict[str, Any] = {"embedding": recipe.embedding, "hidden": recipe.hidden, "layers": recipe.layers}
+    if recipe.model == "lstm":
+        return LSTMModel(vocabulary, **sizes, dropout=recipe.dropout)
+    return AWDLSTM(
+        vocabulary,
+        **sizes,
+        dropout=recipe.dropout,
+        weight_drop=recipe.weight_drop,
+        dropout_input=recipe.dropout_input,
+        dropout_hidden=recipe.dropout_hidden,
+        dropout_embedding=recipe.dropout_embedding,
+    )
+
+
+def language_loss(
+    recipe: LanguageRecipe, model: nn.Module, words: Tensor, following: Tensor, state: Any
+) -> tuple[Tensor, Any]:
+    """Cross-entropy of the next word, with penalties, and the recurrent state, cut off from its past."""
+    penalised = recipe.activation_penalty > 0 or recipe.temporal_penalty > 0
+    if recipe.model == "awd-lstm" and penalised:
+        logits, state, activations = model(words, state, with_activations=True)
+        penalty = activation_penalty(
+            activations, alpha=recipe.activation_penalty, beta=recipe.temporal_penalty
+        )
+    else:
+        logits, state = model(words, state)
+        penalty = None
+    loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
+    return loss if penalty is None else loss + penalty, detach_state(state)
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """``function`` on every tensor of a recurrent state, which is tensors in tuples and lists."""
+    if isinstance(state, (tuple, list)):
+        return type(state)(map_state(function, part) for part in state)
+    return function(state) if isinstance(state, Tensor) else state
+
+
+class _Epochs:
+    """The items of one epoch after another, found by step."""
+
+    def __init__(self, items_of: Callable[[int], list[Any]]) -> None:
+        self._items_of = items_of
+        self._epoch, self._first = 0, 0
+        self._items = items_of(0)
+
+    def at(self, step: int) -> tuple[int, Any]:
+        """Epoch and item of step ``step``."""
+        if step < self._first:
+            self._epoch, self._first, self._items = 0, 0, self._items_of(0)
+        while step >= self._first + len(self._items):
+            self._first += len(self._items)
+            self._epoch += 1
+            self._items = self._items_of(self._epoch)
+        return self._epoch, self._items[step - self._first]
+
+
+def _fixed_pieces(num_rows: int, bptt: int) -> list[tuple[int, int]]:
+    return [(start, min(bptt, num_rows - 1 - start)) for start in range(0, num_rows - 1, bptt)]
+
+
+def _drawn_pieces(num_rows: int, bptt: int, source: torch.Generator) -> list[tuple[int, int]]:
+    pieces, start = [], 0
+    while start < num_rows - 1:
+        length = min(random_bptt_length(source, bptt).length, num_rows - 1 - start)
+        pieces.append((start, length))
+        start += length
+    return pieces
+
+
+def _balanced(images: Images, count: int) -> tuple[Tensor, Tensor]:
+    """The first images of each class, ``count`` in all, in the order of the set; all of them if 0."""
+    if count == 0 or count >= len(images.train_y):
+        return images.train_x, images.train_y
+    each = math.ceil(count / len(images.classes))
+    rank = torch.stack([(images.train_y == c).cumsum(0) for c in range(len(images.classes))])
+    kept = rank.gather(0, images.train_y[None])[0] <= each
+    return images.train_x[kept], images.train_y[kept]
+
+
+def _corpus(recipe: LanguageRecipe, offline: bool) -> Corpus:
+    if recipe.corpus == "ptb":
+        return load_ptb(offline=offline)
+    return load_topics() if recipe.corpus == "topics" else load_corpus(recipe.corpus)
+
+
+def _images(recipe: ImageRecipe, offline: bool) -> Images:
+    if recipe.images == "digits":
+        return load_digits()
+    return load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline)

@@ -1,0 +1,93 @@
+"""Gradient descent with norm clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from curvestep.optim.scaled import ScaledSGD
+from curvestep.steps import check_threshold, clipped_step
+
+
+class ClippedSGD(ScaledSGD):
+    r"""SGD that clips the norm of the gradient inside the step.
+
+    .. math::
+        x_{k+1} = x_k - h_k g_k, \qquad h_k = \min\{\eta,\ \gamma\eta / \lVert g_k \rVert\}
+
+    The same as ``clip_grad_norm_`` followed by ``torch.optim.SGD``, but with no second call to forget, no
+    hidden epsilon, ``.grad`` left as it is, and :meth:`clip_stats` to see how often clipping fires.
+
+    Momentum, weight decay and the other options follow ``torch.optim.SGD``. Weight decay enters after
+    clipping, so it is never clipped.
+
+    Args:
+        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
+        lr: Largest step size :math:`\eta`; a float or a one-element tensor, one for each group if wanted.
+        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for never; groups may have their own.
+        momentum: Momentum factor :math:`\mu`.
+        dampening: Dampening of the momentum.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum.
+        clip: ``"gradient"`` clips the gradient and then averages it, as torch's utilities do.
+            ``"momentum"`` averages the raw gradients and clips the average (Zhang B. et al., 2020): a
+            different algorithm, in which one outlier cannot fill the buffer with a clipped direction.
+        norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
+            ``"tensor"``. Only the first keeps the direction of the gradient.
+        nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
+            nothing, ``"skip"`` changes nothing and counts, ``"propagate"`` steps like torch. On an
+            accelerator ``"raise"`` has to wait for the norm in every step; the others never wait.
+        maximize: Ascend instead of descend.
+        foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
+            CPU the package's own kernel, if it was built.
+        fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
+            and float64), other tensors fall back to ``foreach``.
+        differentiable: Let gradients flow through the step.
+
+    Example:
+        >>> import torch
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> opt = ClippedSGD([w], lr=0.5, max_norm=1.0)
+        >>> (0.5 * w**2).sum().backward()  # the gradient is w, of norm 5
+        >>> opt.step()
+        >>> w.data
+        tensor([2.7000, 3.6000])
+        >>> opt.clip_stats()["coefficient"], opt.clip_stats()["grad_norm"]
+        (0.2, 5.0)
+    """
+
+    threshold = "max_norm"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        max_norm: float,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        clip: str = "gradient",
+        norm_scope: str = "global",
+        nonfinite: str = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "max_norm": max_norm}, momentum=momentum, dampening=dampening,
+            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope,
+            nonfinite=nonfinite, maximize=maximize, foreach=foreach, fused=fused,
+            differentiable=differentiable,
+        )  # fmt: skip
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_threshold("max_norm", group["max_norm"])
+
+    def _coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])

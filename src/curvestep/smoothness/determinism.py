@@ -1,0 +1,240 @@
+"""The self-test of a replay: the same gradient twice, and the one that training computed; if not, why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from curvestep.distributed import any_rank, local
+from curvestep.smoothness.estimators import difference, norm, precision
+from curvestep.smoothness.replay import Gradients, Replay
+from curvestep.smoothness.seen import SeenPass, StepSeen, alike, fingerprint
+from curvestep.smoothness.strangers import StrangersError, refusing_strangers
+
+
+class NonDeterministicError(RuntimeError):
+    """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
+
+
+@dataclass
+class SelfTest:
+    """A probe's test that its replays are training's passes again, and what it knows from it.
+
+    Attributes:
+        error: Relative difference of one gradient replayed twice; None until one was finite.
+        calls: How often training had called the model before the tested step.
+    """
+
+    error: float | None = None
+    calls: int = 0
+
+    def is_due(self, seen: StepSeen) -> bool:
+        """Whether nothing was tested yet, or training called the model in another way than it did then."""
+        state = seen.state
+        changed = state is not None and state.modes_changed()
+        return self.error is None or seen.trained.calls != self.calls or changed
+
+    def run(self, replay: Replay, trained: Gradients | None, seen: StepSeen) -> None:
+        """Test ``replay``; a gradient that is not finite tests nothing.
+
+        A later step that called the model in another way may have run another number of micro-batches, or a
+        stray pass may have been taken for training's.
+        """
+        seen.replayed = SeenPass()
+        try:
+            error = check_determinism(
+                replay, trained, seen=seen.trained, replayed=seen.replayed, eps=seen.eps
+            )
+        except NonDeterministicError as reason:
+            if self.error is None:
+                raise
+            raise RuntimeError(
+                f"the model was called {seen.trained.calls} times since the last step, {self.calls} times "
+                "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
+                "the model under `torch.no_grad()` for anything but training, or `probe.snapshot()` just "
+                "before the loss is computed."
+            ) from reason
+        if not math.isfinite(error):
+            return
+        if self.error is None:
+            self.error = error
+        else:
+            seen.trained.size = seen.replayed.size / 2  # two replays; a stray pass is not among them
+        self.calls = seen.trained.calls
+
+
+def check_determinism(
+    replay: Replay,
+    trained: Gradients | None = None,
+    *,
+    seen: SeenPass | None = None,
+    replayed: SeenPass | None = None,
+    eps: float | None = None,
+) -> float:
+    r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
+
+    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass.
+
+    Args:
+        replay: An open replay, where training computed its gradient.
+        trained: The gradient that training computed there, if the closure is to give the same.
+        seen: What the model was called with in training.
+        replayed: Filled by the caller's hook with what it is called with in replays.
+        eps: :math:`\varepsilon`; default: that of the parameters' dtype.
+    """
+    tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
+    replay.keep_home()  # a closure that moves the parameters is found out here, and undone
+    try:
+        with refusing_strangers(replay.parameters):
+            first = replay.gradient().gradients
+    except StrangersError as error:
+        raise NonDeterministicError(str(error)) from None
+    size = norm(first).item()
+    if trained is not None and not any_rank(not _identical(first, trained), replay.model):
+        first = trained  # as it should be: one gradient less to hold
+    error = norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
+    if size != size or error != error:
+        return error  # not finite: nothing to compare, and the row will say so
+    if any_rank(error > tolerance, replay.model):
+        raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
+    if trained is not None and first is not trained:
+        gap = norm(difference(first, trained)).item() / (size or 1.0)
+        if any_rank(gap > tolerance, replay.model):
+            raise NonDeterministicError(
+                _why_not_training(replay, first, trained, gap, tolerance, seen, replayed)
+            )
+    return error
+
+
+def _identical(one: Gradients, two: Gradients) -> bool:
+    return all(
+        a is b or (a is not None and b is not None and not a.is_sparse and torch.equal(local(a), local(b)))
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
+    what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
+    (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
+    changed = [
+        (name, module, alike(inputs, inputs2, tolerance))
+        for (name, module, inputs, outputs), (_, _, inputs2, outputs2) in zip(calls, again, strict=False)
+        if not alike(outputs, outputs2, tolerance)
+    ]
+    whole = [same_input for _, module, same_input in changed if module is replay.model]
+    itself = next(((name, module) for name, module, same_input in changed if same_input), None)
+    cause = ""
+    if changed and (itself is None or whole[:1] == [False]):
+        cause = (
+            "the model's input changes from call to call. The closure draws its batch (or augments it) "
+            "itself. Draw the batch before the closure, so that every call sees the same one."
+        )
+    elif itself is not None:  # the innermost: those around it got the change from it
+        cause = (
+            f"module '{itself[0]}' ({type(itself[1]).__name__}) turns the same input into different outputs. "
+            "It draws outside the global generators of torch, numpy and Python (dropout with a generator of "
+            "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
+            "state as a buffer."
+        )
+    if not cause and not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
+        cause = (
+            "the model's output is the same, but the loss is not. The loss itself draws random numbers "
+            "outside the global generators, or changes what it reads. Make it a function of the batch alone."
+        )
+    return what + (
+        cause
+        or "the loss is the same, its gradient is not. A kernel adds up in random order. "
+        "Call `torch.use_deterministic_algorithms(True)`."
+    )
+
+
+def _why_not_training(
+    replay: Replay,
+    replayed: Gradients,
+    trained: Gradients,
+    gap: float,
+    tolerance: float,
+    seen: SeenPass | None,
+    inputs: SeenPass | None,
+) -> str:
+    what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
+    scale = norm(trained).item() / (norm(replayed).item() or 1.0)
+    scaled = [None if g is None else g * scale for g in replayed]
+    if norm(difference(scaled, trained)).item() <= 10 * tolerance * norm(trained).item():
+        return what + (
+            f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
+            "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
+            "an accumulated loss by the number of micro-batches in the closure too."
+        )
+    if _clipped_by_value(replayed, trained, tolerance):
+        return what + "it was clipped by value before the block. Clip inside the block."
+    here = inputs.inputs[: len(inputs.inputs) // 2] if inputs is not None else []  # of the first replay
+    batchnorm = any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules())
+    if seen is None or not seen.inputs:
+        return what + (
+            "and the probe did not see the forward pass of training, so that dropout masks cannot be drawn "
+            "again. Give the probe the module that you call, or call `probe.snapshot()` just before the "
+            "forward pass."
+        )
+    if len(seen.inputs) != len(here):
+        counts = f"training called the model {len(seen.inputs)} times, the closure {len(here)} times. "
+        if batchnorm:
+            return (
+                what
+                + counts
+                + (
+                    "BatchNorm statistics then come from other batches. Let the closure run the same "
+                    "micro-batches as training."
+                )
+            )
+        return what + (
+            counts + "Let the closure run the same micro-batches as training, and call the model under "
+            "`torch.no_grad()` for anything but training."
+        )
+    if not all(alike(a, b, tolerance) for a, b in zip(seen.inputs, here, strict=True)):
+        return what + (
+            "the model's input is not that of training. The closure uses another batch, or draws random "
+            "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
+        )
+    return what + (
+        "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`), weight "
+        "decay or a penalty added by hand, or the gradient of another loss. Let the closure compute all of "
+        "the loss, and nothing else."
+    )
+
+
+def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
+    values = [t.coalesce().values() if t.is_sparse else t for t in trained if t is not None]
+    bound = max((v.abs().max().item() for v in values if v.numel()), default=0.0)
+    clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
+    return norm(difference(clipped, trained)).item() <= 10 * tolerance * norm(trained).item()
+
+
+Call = tuple[str, nn.Module, list[Any], list[Any]]
+
+
+def _recorded(replay: Replay) -> tuple[list[Call], float]:
+    """One replay with the fingerprints of every module's inputs and outputs, inner modules first."""
+    calls: list[Call] = []
+
+    def recorder(name: str) -> Any:
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
+
+        return record
+
+    handles = [
+        module.register_forward_hook(recorder(name), with_kwargs=True)
+        for name, module in replay.model.named_modules()
+    ]
+    try:
+        loss = replay.gradient().loss.item()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, loss

@@ -1,0 +1,385 @@
+r"""One line in a training loop that measures smoothness along it, and changes nothing.
+
+At a measured step the probe keeps :math:`x_k` and the gradient there, lets the optimizer step to
+:math:`x_{k+1}`, replays the batch at points between the two, and writes one row.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from curvestep._checks import check_choice, check_count
+from curvestep.distributed import (
+    any_rank,
+    from_rank_zero,
+    is_writer,
+    over_ranks,
+    spans_ranks,
+)
+from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
+from curvestep.smoothness.estimators import check_fractions, difference, norm, precision
+from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
+from curvestep.smoothness.observer import StepWatch, autocast_precision, watch_forward, watch_steps
+from curvestep.smoothness.oracle import GradientOracle, check_oracle
+from curvestep.smoothness.replay import Replay, trainable_parameters
+from curvestep.smoothness.schedule import Schedule
+from curvestep.smoothness.seen import SeenPass, StepSeen
+from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
+
+
+class SmoothnessProbe:
+    r"""Measures smoothness at the steps of a training loop.
+
+    .. code-block:: python
+
+        probe = cs.SmoothnessProbe(model, every=5, trace="runs/mine/trace.jsonl")
+        for x, y in loader:
+            def loss_fn(): return F.cross_entropy(model(x), y)
+            loss = loss_fn(); loss.backward()
+            with probe(loss_fn):
+                opt.step()
+            opt.zero_grad()
+
+    Any optimizer, and any clipping inside the block. Parameters, buffers, ``.grad``, optimizer state and
+    random states end up as they would without the probe, bit for bit. On the training batch one fraction
+    costs one extra forward and backward pass, because the gradient at :math:`x_k` is taken from ``.grad``.
+    The first measurement checks that the closure is a function of the parameters alone and raises
+    :class:`~curvestep.smoothness.determinism.NonDeterministicError`, which names the cause, if it is not.
+
+    Args:
+        model: The module that the loop calls, with all that the loss trains; the wrapped one under DDP, FSDP2
+            and ``torch.compile``.
+        every: Steps between measurements.
+        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
+            first measurement on: twice the parameters and once the largest of them, however many fractions;
+            under DDP and FSDP2 three times the parameters.
+        estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
+            of the parameters) and ``"spectral"`` (dozens to hundreds of gradients, and as many for each
+            layer). A mapping ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only;
+            one without the segment takes one gradient more, for κ and the loss after the step.
+        oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
+        trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
+            One that holds a run already is only continued after :meth:`load_state_dict`.
+        max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
+            chosen from measured times, never shorter than ``every``.
+        layers: Also measure each layer: True for one group per module, or names with their parameters.
+        on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
+            step. Either way the step itself is untouched.
+
+    Attributes:
+        trace: The rows measured so far.
+        step: How many blocks have run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 5,
+        fractions: Iterable[float] = (0.5, 1.0),
+        estimators: Iterable[str] | Mapping[str, int] = ("segment",),
+        oracle: GradientOracle | None = None,
+        trace: Trace | str | Path | None = None,
+        max_overhead: float | None = None,
+        layers: bool | Mapping[str, Iterable[Tensor]] = False,
+        on_error: str = "mark",
+    ) -> None:
+        self.model = model
+        self.parameters = trainable_parameters(model)
+        self.fractions = check_fractions(fractions)
+        self.estimators = check_estimators(estimators)
+        self.oracle = check_oracle(oracle)
+        self.on_error = check_choice("on_error", on_error, ("mark", "raise"))
+        self.groups = layer_groups(model, self.parameters, layers)
+        gradients = len(self.fractions) + (oracle is not None)
+        # Two more gradients for the self-test; and whatever is done for the first time takes longer.
+        self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
+        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
+        self.step = 0
+        self._measurements = 0
+        self._test = SelfTest()
+        self._resumed = self._closed = False
+        self._warned: set[str] = set()
+        self._start, self._gradients = Workspace(), Workspace()
+        self._seen = StepSeen()
+        self._handle = watch_forward(model, self._saw_forward)
+
+    @contextmanager
+    def __call__(
+        self,
+        closure: Callable[[], Any],
+        *,
+        loss: Tensor | float | None = None,
+        batch_size: int | None = None,
+        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+    ) -> Iterator[None]:
+        r"""Run the optimizer's step inside; measure around it if this step is due.
+
+        Args:
+            closure: Computes this step's loss again, as in :class:`~curvestep.smoothness.replay.Replay`.
+            loss: The loss that training computed, for the row. Without it the row holds the loss of the same
+                batch after the step.
+            batch_size: For the row. Default: the length of the model's first input, over all calls.
+            halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
+                :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`. Costs one more pass over the batch.
+        """
+        if self.step == 0 and not self._closed:
+            self._check_fresh()
+        if self.step != self.schedule.next or self._closed:
+            try:
+                yield
+            finally:
+                self._finish_step()
+            return
+        started = self._now()
+        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
+        if loss is not None and self.oracle is None:
+            row["loss"] = self._mean(torch.as_tensor(loss))
+        routine = self.self_test is not None
+        try:
+            before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
+            self._seen.spent += self._now() - started
+            self._seen.in_block = True
+            with watch_steps(self.parameters, clock=self._now) as steps:
+                yield
+            self._seen.in_block = False
+            resumed = self._now()
+            self._seen.spent += steps.seconds
+            if halves is not None:
+                row["noise"] = self._attempt(row, partial(self._noise, halves))
+            if before is not None:
+                self._attempt(row, partial(self._look_after, closure, before, steps, row))
+            self._write(row)
+            self._seen.spent += self._now() - resumed
+            self._measurements += 1
+        finally:
+            before = None
+            self._finish_step(routine=routine)
+
+    @property
+    def self_test(self) -> float | None:
+        """Relative difference of one gradient replayed twice: zero or rounding; None until tested."""
+        return self._test.error
+
+    def snapshot(self) -> None:
+        """Remember random states and buffers as they are now, as those that the training pass starts from.
+
+        Only needed where the loss draws random numbers before it calls the model, or does not call it as a
+        whole: then call this just before the loss is computed.
+        """
+        if self.step == self.schedule.next:
+            started = self._now()
+            self._seen.state, self._seen.trained = PassState(self.model), SeenPass()
+            self._seen.spent += self._now() - started
+
+    def close(self) -> None:
+        """Stop watching the model and close the trace's file; later blocks measure nothing."""
+        self._closed = True
+        self._handle.remove()
+        self.trace.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to measure the same steps; the rows are in the trace."""
+        return {"step": self.step, "measurements": self._measurements, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.step = check_count("step", state["step"], least=0)
+        self._measurements = state["measurements"]
+        self.schedule.load_state_dict(state["schedule"])
+        self._resumed = True
+        self._seen = StepSeen()
+
+    def _check_fresh(self) -> None:
+        """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
+        if not self._resumed and any_rank(len(self.trace) > 0, self.model):
+            where = self.trace.path or "in memory"
+            raise ValueError(
+                f"`trace` already holds a run ({where}), and this probe begins at step 0: its rows would not "
+                "be kept. Delete the file or choose another one; to resume that run, call "
+                "`probe.load_state_dict(state)` first."
+            )
+
+    def _check_parameters(self) -> None:
+        now = trainable_parameters(self.model)
+        if len(now) != len(self.parameters) or any(
+            p is not q for p, q in zip(now, self.parameters, strict=True)
+        ):
+            raise ValueError(
+                f"the model has other trainable parameters ({len(now)}) than when the probe was made "
+                f"({len(self.parameters)}): some were frozen, unfrozen or replaced. Make a new probe, "
+                "and give it this one's `state_dict()` to continue the trace."
+            )
+
+    def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
+        self._check_parameters()
+        gradients: list[Tensor | None] = [p.grad for p in self.parameters]
+        if all(g is None for g in gradients):
+            raise ValueError(
+                "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
+                "`zero_grad()` after it."
+            )
+        raw_norm = norm(gradients).item()
+        own = self.oracle is None  # else training's passes do not matter
+        if self.self_test is None or (own and any_rank(self._test.is_due(self._seen), self.model)):
+            with self._replaying(self.oracle or closure) as replay:
+                self._test.run(replay, gradients if own else None, self._seen)
+        row["self_test"] = self.self_test
+        if self.oracle is None:
+            held = self._gradients.copies(gradients)
+        else:
+            with self._replaying(self.oracle) as replay:
+                first = replay.gradient()
+            held, row["loss"] = first.gradients, self._mean(first.loss)
+        grad_norm = raw_norm if self.oracle is None else norm(held).item()
+        return Measurement(
+            start=[p for p in self._start.copies(self.parameters) if p is not None],
+            gradients=held,
+            grad_norm=grad_norm,
+            raw_norm=raw_norm,
+            groups=self.groups,
+        )
+
+    def _look_after(
+        self,
+        closure: Callable[[], Any],
+        before: Measurement,
+        steps: StepWatch,
+        row: dict[str, Any],
+    ) -> None:
+        if row["batch_size"] is None and self._seen.trained.calls:
+            row["batch_size"] = round(over_ranks(self._seen.trained.size, self.model, mean=False))
+        row.update(before.norms(self.parameters))
+        row["eps"] = precision(self.parameters) if self._seen.eps is None else self._seen.eps
+        row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
+        if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
+            row["status"] = NONFINITE
+            return
+        if row["step_norm"] == 0:
+            row["status"] = ZERO_STEP
+            return
+        with self._replaying(self.oracle or closure) as replay:
+            if self._takes("local"):
+                row.update(before.local(replay, row, eps=self._seen.eps))
+            if self._takes("spectral"):
+                row.update(before.spectral(replay, row, eps=self._seen.eps))
+            if self._takes("segment"):
+                row.update(before.segment(replay, self.fractions, row))
+            elif self._takes("local") or self._takes("spectral"):
+                row.update(before.end(replay, row))
+        if row.get("loss_after") is not None:
+            row["loss_after"] = self._mean(row["loss_after"])
+            row.setdefault("loss", row["loss_after"])
+        columns = [row.get(f"{kind}smoothness") for kind in ("", "local_", "spectral_")]
+        measured = [value for value in columns if value is not None]
+        row["status"] = OK if all(map(math.isfinite, measured)) else NONFINITE
+        if row["lr"] is not None and measured:
+            row["edge"] = row["lr"] * measured[0] / 2
+
+    def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
+        first, second = halves
+        with self._replaying(first) as replay:
+            gradients = replay.gradient().gradients
+        with self._replaying(second) as replay:
+            return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
+
+    @contextmanager
+    def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
+        self._seen.in_replay = True
+        # The oracle's batches are its own: both of its gradients start from the state of now.
+        state = None if closure is self.oracle else self._seen.state
+        if closure is self.oracle and self._seen.oracle_state is None:
+            self._seen.oracle_state = PassState(self.model)
+        try:
+            with Replay(self.model, closure, state=state or self._seen.oracle_state) as replay:
+                yield replay
+        finally:
+            self._seen.in_replay = False
+
+    def _saw_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step != self.schedule.next or self._seen.in_block or not torch.is_grad_enabled():
+            return
+        if self._seen.in_replay:
+            self._seen.replayed.saw(args, kwargs, closely=self.self_test is None)
+            return
+        started = self.schedule.clock()
+        if self._seen.state is None:
+            self._seen.state = PassState(self.model)
+        self._seen.eps = autocast_precision(self.parameters[0])
+        self._seen.trained.saw(args, kwargs, closely=self.self_test is None)
+        self._seen.spent += self.schedule.clock() - started
+
+    def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
+        """``measure()``, its failure noted in the row."""
+        try:
+            return measure()
+        except NonDeterministicError:
+            raise  # no measurement would mean anything: better now than after the run
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            row["status"] = f"{FAILED}{reason}"
+            if self.on_error == "raise":
+                self._write(row)
+                raise
+            self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {reason}")
+            return None
+
+    def _write(self, row: dict[str, Any]) -> None:
+        try:
+            self.trace.append(row)
+        except OSError as error:
+            if self.on_error == "raise":
+                raise
+            self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
+
+    def _finish_step(self, *, routine: bool = True) -> None:
+        self.schedule.finished(self.step, spent=self._seen.spent, routine=routine)
+        if self.schedule.needs_plan(self.step):
+            self.schedule.plan(self.step)
+            if self.schedule.max_overhead is not None:
+                assert self.schedule.next is not None
+                self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
+        self.step += 1
+        self._seen = StepSeen()
+
+    def _takes(self, name: str) -> bool:
+        period = self.estimators.get(name)
+        return period is not None and self._measurements % period == 0
+
+    def _mean(self, loss: Tensor) -> float:
+        return over_ranks(loss.detach().item(), self.model, mean=True)
+
+    def _now(self) -> float:
+        if torch.accelerator.is_available() and self.parameters[0].device.type != "cpu":
+            torch.accelerator.synchronize()
+        return self.schedule.clock()
+
+    def _new_trace(self, path: str | Path | None) -> Trace:
+        header = {
+            "model": type(self.model).__name__,
+            "num_parameters": sum(p.numel() for p in self.parameters),
+            "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
+            "measured_on": "training batch" if self.oracle is None else f"{len(self.oracle)} fixed batches",
+            "fractions": list(self.fractions),
+            "estimators": dict(self.estimators),
+            "every": self.schedule.every,
+            "max_overhead": self.schedule.max_overhead,
+            "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
+        }
+        return Trace(path if is_writer(self.model) else None, header=header)

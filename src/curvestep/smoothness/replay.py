@@ -1,0 +1,360 @@
+r"""A loss's gradient again at another point: same batch, same randomness, nothing left changed.
+
+A difference :math:`\nabla f(x + d) - \nabla f(x)` says something about :math:`f` only if both gradients are
+of the *same* :math:`f`: the same batch, the same dropout masks, the same buffers. :class:`Replay` runs a
+closure again under the random state and the buffers that the training pass saw, at points that it reaches
+by moving the parameters in place, and puts everything back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from curvestep._checks import check_finite
+from curvestep.distributed import (
+    any_rank,
+    communicates,
+    copies,
+    gradients_live_in_buckets,
+    local,
+    spans_ranks,
+)
+from curvestep.smoothness.estimators import PIECE, change, difference
+from curvestep.smoothness.snapshot import PassState
+
+Gradients = Sequence["Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A loss and its gradient at one point; None for a parameter that the loss does not depend on."""
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A loss and how its gradient changed.
+
+    Attributes:
+        loss: The loss.
+        parts: One tensor for each parameter, or None. The joint norm of any of them is that of the change of
+            the gradient there: each is the change itself, or its norm.
+    """
+
+    loss: Tensor
+    parts: list[Tensor | None]
+
+
+class Replay:
+    r"""Gradients of one loss at several points, with the same batch and the same randomness.
+
+    Inside the ``with`` block the parameters may be moved; at its end parameters, ``.grad``, buffers, training
+    modes and random states are what they were at its start, bit for bit, also when the closure raised.
+
+    Memory beyond the model and its ``.grad``: one copy of the parameters once they are moved, and the
+    gradient that is returned.
+
+    Args:
+        model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one,
+            and one that holds all that the loss trains: the gradients of others are not put back.
+        closure: Computes the loss and returns it as a scalar tensor; ``backward()`` is called on it. A
+            closure may also call ``backward()`` itself, once for each of several micro-batches; the loss that
+            it returns, a number or a tensor, is then only read.
+        state: What the training pass saw, taken just before it. Default: the state at the start of the block.
+
+    Example:
+        >>> w = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(w.weight, 3.0)
+        >>> with Replay(w, lambda: 2.0 * w.weight.square().sum()) as replay:
+        ...     here = replay.gradient()
+        ...     there = replay.gradient_at([torch.ones(1, 1)], 0.5)
+        >>> here.loss.item(), here.gradients[0].item(), there.gradients[0].item(), w.weight.item()
+        (18.0, 12.0, 14.0, 3.0)
+    """
+
+    def __init__(
+        self, model: nn.Module, closure: Callable[[], Any], *, state: PassState | None = None
+    ) -> None:
+        if not callable(closure):
+            raise TypeError(f"`closure` must be a function that returns the loss, got {_kind(closure)}.")
+        self.model = model
+        self.closure = closure
+        self.parameters = trainable_parameters(model)
+        self._start = state
+        self._home: list[Tensor] | None = None
+        self._aliased = gradients_live_in_buckets(model)
+        # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
+        self._one_by_one = not communicates(model)
+
+    def __enter__(self) -> Replay:
+        self._end = PassState(self.model)
+        self._saved = [p.grad for p in self.parameters]
+        # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
+        values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
+        self._values: list[Tensor | None] = values
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.return_home()
+        with torch.no_grad():
+            for p, gradient, value in zip(self.parameters, self._saved, self._values, strict=True):
+                p.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
+        self._end.restore()
+        torch.clear_autocast_cache()
+        del self._end, self._saved, self._values
+
+    def gradient(self) -> Replayed:
+        """Loss and gradient where the parameters are."""
+        loss = self._differentiate()
+        gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
+        self._drop_gradients()
+        self._check_any(g is not None for g in gradients)
+        if self._aliased:
+            gradients = [None if g is None else g.clone() for g in gradients]
+        return Replayed(loss, gradients)
+
+    def change(self, old: Gradients) -> Change:
+        r"""How the gradient where the parameters are differs from ``old``.
+
+        On one process the whole gradient is never held: as soon as the backward pass is done with a
+        parameter, the norm of its part of the change is taken and the part dropped, unless it is tiny. That
+        needs the memory of the largest parameter only, and finds the part in the cache.
+        """
+        if not self._one_by_one:
+            there = self.gradient()
+            return Change(there.loss, difference(there.gradients, old, overwrite=True))
+        parts: list[Tensor | None] = [None] * len(self.parameters)
+        times = [0] * len(parts)
+
+        def take(i: int, p: Tensor) -> None:
+            times[i] += 1
+            parts[i] = change(p.grad, old[i], overwrite=True)
+            p.grad = None
+
+        loss = self._differentiate(take)
+        if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
+            self._one_by_one = False
+            return self.change(old)
+        self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
+        for i, p in enumerate(self.parameters):
+            if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
+                parts[i] = change(p.grad, old[i], overwrite=True)
+        self._drop_gradients()
+        return Change(loss, parts)
+
+    def gradient_at(
+        self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None
+    ) -> Replayed:
+        r"""Loss and gradient at :math:`x + \gamma d`.
+
+        Args:
+            direction: :math:`d`, one tensor for each of ``self.parameters``; None leaves it where it is.
+            fraction: :math:`\gamma`, any finite number.
+            origin: :math:`x`; by default where the block began.
+        """
+        self.move(direction, fraction, origin=origin)
+        return self.gradient()
+
+    def move(self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None) -> None:
+        r"""Put the parameters at :math:`x + \gamma d`, always from a saved :math:`x`."""
+        check_finite("fraction", fraction)
+        home = self.keep_home()
+        with torch.no_grad():
+            for p, x, d in zip(self.parameters, origin or home, direction, strict=True):
+                local(p).copy_(local(x))
+                if d is not None and fraction != 0:
+                    local(p).add_(local(d), alpha=fraction)
+
+    @property
+    def point(self) -> list[Tensor]:
+        """A copy of the parameters where the block began."""
+        return copies(self.parameters if self._home is None else self._home)
+
+    def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient at a point given whole, one tensor a parameter: a model as a gradient function."""
+        return self.gradient_at([None] * len(point), 0.0, origin=point).gradients
+
+    def keep_home(self) -> list[Tensor]:
+        """Keep a copy of the parameters from now on, to come back to whatever happens."""
+        if self._home is None:
+            self._home = copies(self.parameters)
+        return self._home
+
+    def return_home(self) -> None:
+        """Put the parameters back where the block began."""
+        if self._home is None:
+            return
+        with torch.no_grad():
+            for p, home in zip(self.parameters, self._home, strict=True):
+                local(p).copy_(local(home))
+        self._home = None
+
+    def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
+        r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
+
+        The end comes first, for it needs no move; then the inner points in ascending order. The copies in
+        ``start`` are overwritten with :math:`x_1`, so that two points of the segment, of which one is in the
+        model itself, take the memory of one.
+
+        Args:
+            start: Copies of the parameters at :math:`x_0`, as :func:`copies` makes them.
+            fractions: Every :math:`\gamma`, in (0, 1].
+        """
+        fractions = sorted(fractions)
+        if not fractions or not 0.0 < fractions[0] <= fractions[-1] <= 1.0:
+            raise ValueError(f"`fractions` must lie in (0, 1], got {fractions}.")
+        if 1.0 in fractions:
+            yield 1.0
+        passed = 0.0
+        for fraction in (f for f in fractions if f < 1.0):
+            with torch.no_grad():
+                if self._home is None:
+                    self._swap_in(start, fraction)
+                else:  # towards the end only: every earlier rounding error shrinks
+                    for p, end in zip(self.parameters, self._home, strict=True):
+                        local(p).lerp_(local(end), (fraction - passed) / (1.0 - passed))
+            passed = fraction
+            yield fraction
+
+    def hessian_product(
+        self, direction: Gradients, *, origin: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        r""":math:`\nabla^2 f(x)\,d` by differentiating twice, at ``origin`` or where the parameters are.
+
+        Not every kernel has a second derivative (fused attention, cuDNN's LSTM), and DDP and FSDP2 average
+        only what ``backward()`` computes; torch then raises a RuntimeError. Central differences of
+        :meth:`gradient_at` do without.
+        """
+        if spans_ranks(self.model):
+            raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
+        if origin is not None:
+            self.move([None] * len(origin), 0.0, origin=origin)
+        self._prepare()
+        loss = self._checked(self.closure())
+        gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
+        pairs = zip(gradients, direction, strict=True)
+        slopes = [(g * d).sum() for g, d in pairs if g is not None and d is not None and g.requires_grad]
+        self._drop_gradients()
+        if not slopes:  # a loss that is linear in every parameter
+            return [None if g is None else torch.zeros_like(g) for g in gradients]
+        slope = torch.stack(slopes).sum()
+        return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
+
+    def _prepare(self) -> None:
+        (self._start or self._end).restore()
+        self._drop_gradients()
+        torch.clear_autocast_cache()  # it may hold casts of parameters from before the move
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _differentiate(self, take: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """Loss where the parameters are; its gradient is in ``.grad``, or ``take`` had it part by part."""
+        self._prepare()
+        versions = [p._version for p in self.parameters]
+        loss = self._forward()
+        hooks = []
+        ran_backward = any(
+            p.grad is not None for p in self.parameters
+        )  # by itself: the parts are in ``.grad``
+        if take is not None and not ran_backward:
+            hooks = [
+                p.register_post_accumulate_grad_hook(partial(take, i)) for i, p in enumerate(self.parameters)
+            ]
+        try:
+            if loss.requires_grad and not ran_backward:
+                loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if versions != [p._version for p in self.parameters]:
+            raise RuntimeError(
+                "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
+                "or `nn.Embedding(max_norm=…)`. Let it only compute the loss."
+            )
+        return loss.detach()
+
+    def _forward(self) -> Tensor:
+        loss = failure = None
+        try:
+            with torch.enable_grad():
+                loss = self._checked(self.closure())
+        except Exception as error:
+            failure = error
+        # A rank that failed must not leave the others waiting in backward(). (One that fails before a
+        # collective of the forward pass itself, FSDP2's or BatchNorm's, still does: torch knows no way out.)
+        if any_rank(failure is not None, self.model):
+            raise failure or RuntimeError("The closure raised on another rank.")
+        assert loss is not None
+        return loss
+
+    def _check_any(self, found: Iterable[Any]) -> None:
+        if not any(found):
+            raise ValueError(
+                "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
+                "Compute the loss with the model itself, outside `torch.no_grad()`."
+            )
+
+    def _checked(self, loss: Any) -> Tensor:
+        if isinstance(loss, Real):
+            return torch.tensor(float(loss))
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"`closure` must return the loss as a scalar tensor, got {_kind(loss)}. "
+                "Return the loss alone: no outputs beside it."
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"`closure` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
+                "Reduce it with `.mean()`."
+            )
+        return loss
+
+    def _drop_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def _swap_in(self, start: list[Tensor], fraction: float) -> None:
+        for p, other in zip(self.parameters, start, strict=True):
+            ends, begins = _pieces(local(p)), _pieces(local(other))
+            inner = torch.empty_like(ends[0])
+            for end, begin in zip(ends, begins, strict=True):
+                part = inner if inner.shape == end.shape else inner[: len(end)]
+                torch.lerp(begin, end, fraction, out=part)
+                begin.copy_(end)
+                end.copy_(part)
+        self._home = start
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training moves, tied ones once."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "`model` is wrapped in FullyShardedDataParallel, whose flat parameters cannot be measured. "
+            "Shard it with `torch.distributed.fsdp.fully_shard`."
+        )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("`model` has no parameter with `requires_grad`: there is nothing to measure.")
+    return parameters
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor, small enough that a copy of one needs no memory to speak of."""
+    return tensor.view(-1).split(PIECE) if tensor.is_contiguous() else (tensor,)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"

@@ -1,0 +1,134 @@
+"""When to measure: every so many steps, or as often as a share of the time allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from curvestep._checks import check_count, check_positive
+
+# The first steps are slower than the rest, so they are not taken for the usual time of a step …
+_WARM_UP = 3
+# … and this many are timed before the first measurement under a budget.
+_TIMED = 5
+
+
+class Schedule:
+    r"""The next step to measure.
+
+    Without a budget every ``every``-th step, from step 0 on. With one, the soonest step :math:`k`, at least
+    ``every`` after the last, at which all measurements so far and the next one together take at most the
+    share ``max_overhead`` of what the steps would have taken without them:
+
+    .. math::
+        T_\text{probe} + c \le \omega\,(k + 1)\,t, \qquad
+            k = \Bigl\lceil \frac{T_\text{probe} + c}{\omega\,t} \Bigr\rceil - 1
+
+    with :math:`t` the mean time of a step that no measurement touched and :math:`c` the expected cost of a
+    measurement. The choice is made after a measurement and made again just before the next one, with what is
+    known by then.
+
+    A measurement costs more than the time between its start and its end: it pushes training's data out of the
+    caches, and memory has to be asked for again. What the measured step and the one after it took beyond
+    :math:`2t` is therefore counted too, up to as much again as the measurement itself; more than that was
+    something else, such as an evaluation or a checkpoint.
+
+    Args:
+        every: Fewest steps between measurements.
+        max_overhead: :math:`\omega > 0`, or None.
+        first_cost: Cost of the first measurement in steps, before any has been timed.
+        clock: Seconds since any fixed moment. Whatever is timed here and in the probe is timed with it, so
+            that a simulated clock makes a schedule exact arithmetic.
+
+    Example:
+        >>> import itertools
+        >>> schedule = Schedule(every=5, max_overhead=0.05, first_cost=2.0, clock=itertools.count().__next__)
+        >>> for step in range(10):
+        ...     schedule.finished(step)
+        >>> schedule.plan(step=9)     # a measurement of 2 steps' time is 5 % of 40
+        >>> schedule.next
+        39
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        max_overhead: float | None = None,
+        first_cost: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.every = check_count("every", every)
+        self.max_overhead = None if max_overhead is None else check_positive("max_overhead", max_overhead)
+        self.first_cost = first_cost
+        self.clock = clock
+        self.next: int | None = 0 if max_overhead is None else None
+        self.train_seconds = 0.0  # of steps that no measurement touched
+        self.train_steps = 0
+        self.probe_seconds = 0.0
+        self.last_cost: float | None = None
+        self._ended: float | None = None
+        self._aftermath = 0.0  # how long the measurement of the step before took
+        self._was_routine = False
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a step that no measurement touched; zero if there was none."""
+        return self.train_seconds / max(self.train_steps, 1)
+
+    def finished(self, step: int, *, spent: float = 0.0, routine: bool = True) -> None:
+        """Count one step, of which ``spent`` seconds went into measuring.
+
+        A measurement that is not ``routine`` says nothing about the cost of the next.
+        """
+        now = self.clock()
+        took = None if self._ended is None else now - self._ended
+        self._ended = now
+        if spent:
+            self._count_cost(spent, took=took, least=spent, routine=routine)
+            self._aftermath, self._was_routine = spent, routine
+        elif self._aftermath:
+            self._count_cost(self._aftermath, took=took, least=0.0, routine=self._was_routine)
+            self._aftermath = 0.0
+        elif took is not None and step >= _WARM_UP:
+            self.train_seconds += took
+            self.train_steps += 1
+
+    def needs_plan(self, step: int) -> bool:
+        """Whether :meth:`plan` should be called after ``step``: alike on all ranks."""
+        if self.next is None:
+            return step + 1 >= _WARM_UP + _TIMED
+        return step == self.next or (self.max_overhead is not None and step + 1 == self.next)
+
+    def plan(self, step: int) -> None:
+        """Choose the next step to measure, now that ``step`` is done."""
+        soonest = step + (self.every if step == self.next else 1)
+        t = self.step_seconds
+        if self.max_overhead is None or t == 0:
+            self.next = soonest
+            return
+        cost = self.first_cost * t if self.last_cost is None else self.last_cost
+        affordable = math.ceil((self.probe_seconds + cost) / (self.max_overhead * t)) - 1
+        self.next = max(soonest, affordable)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, as plain numbers."""
+        names = ("next", "train_seconds", "train_steps", "probe_seconds", "last_cost")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        for name in self.state_dict():
+            setattr(self, name, state[name])
+        self._ended, self._aftermath = None, 0.0
+
+    def _count_cost(self, spent: float, *, took: float | None, least: float, routine: bool) -> None:
+        """Count ``least`` seconds of a step and whatever else it took beyond the usual, up to ``spent``."""
+        known = took if self.train_steps else None
+        hidden = 0.0 if known is None else known - least - self.step_seconds
+        cost = least + min(max(hidden, 0.0), spent)
+        self.probe_seconds += cost
+        if routine:
+            self.last_cost = cost if least else (self.last_cost or 0.0) + cost

@@ -1,0 +1,232 @@
+r"""The step-size rules of the paper: gradient norm in, step size out.
+
+Every rule is a pure function of the gradient norm :math:`g = \lVert \nabla f(x) \rVert`, given as a float,
+a numpy array or a tensor, and returns step sizes of the same kind and shape. Zero norm, infinite norm and
+``max_norm=inf`` give the limit of the formula, never NaN; a norm that is NaN stays NaN. Torch is not
+imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+import numpy as np
+
+from curvestep._checks import check_nonnegative, check_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Norm = TypeVar("Norm", float, np.ndarray, Tensor)
+else:
+    Norm = TypeVar("Norm")
+
+
+class ClippedParameters(TypedDict):
+    """What :func:`clipped_step` and ``ClippedSGD`` take."""
+
+    lr: float
+    max_norm: float
+
+
+class NormalizedParameters(TypedDict):
+    """What :func:`normalized_step` and ``NormalizedSGD`` take."""
+
+    lr: float
+    offset: float
+
+
+def fixed_step(grad_norm: Norm, *, lr: float) -> Norm:
+    r"""Step size of plain gradient descent: :math:`h(g) = \eta`, whatever the gradient.
+
+    Args:
+        grad_norm: Gradient norms :math:`g \ge 0`; only their shape matters.
+        lr: Step size :math:`\eta > 0`.
+
+    Example:
+        >>> fixed_step(np.array([0.0, 1.0, np.inf]), lr=0.1)
+        array([0.1, 0.1, 0.1])
+    """
+    check_positive("lr", lr)
+    return _constant(_checked(grad_norm), lr)
+
+
+def clipped_step(grad_norm: Norm, *, lr: float, max_norm: float) -> Norm:
+    r"""Step size of gradient descent with norm clipping.
+
+    .. math::
+        h(g) = \min\{\eta,\ \gamma\eta / g\}, \qquad g = \lVert \nabla f(x) \rVert
+
+    While :math:`g \le \gamma` this is plain gradient descent. Beyond that the step length
+    :math:`g\,h(g)` no longer grows: it stays at :math:`\gamma\eta`, the :func:`step_cap`.
+
+    Args:
+        grad_norm: Gradient norms :math:`g \ge 0`, any shape.
+        lr: Largest step size :math:`\eta > 0`.
+        max_norm: Norm :math:`\gamma > 0` at which clipping starts; ``inf`` never clips.
+
+    Returns:
+        Step sizes in :math:`[0, \eta]`, shaped like ``grad_norm``.
+
+    Example:
+        >>> clipped_step(np.array([0.0, 1.0, 4.0]), lr=0.1, max_norm=1.0)
+        array([0.1 , 0.1 , 0.025])
+        >>> clipped_step(4.0, lr=0.1, max_norm=float("inf"))
+        0.1
+    """
+    check_positive("lr", lr)
+    if check_threshold("max_norm", max_norm) == math.inf:
+        return _constant(_checked(grad_norm), lr)
+    # No epsilon: the larger of g and γ is never zero, and γ/γ is exactly 1.
+    return lr * (max_norm / _at_least(_checked(grad_norm), max_norm))
+
+
+def normalized_step(grad_norm: Norm, *, lr: float, offset: float) -> Norm:
+    r"""Step size of normalized gradient descent.
+
+    .. math::
+        h(g) = \frac{\eta}{g + \beta}, \qquad g = \lVert \nabla f(x) \rVert
+
+    The step length :math:`g\,h(g)` grows from 0 to :math:`\eta` and stays below it: ``lr`` is a length here,
+    not a step size. With the parameters of :func:`normalized_from_clipped` this is clipping with a smooth
+    corner: :math:`\tfrac12 h_c \le h_n \le h_c`, with equality on the left exactly at :math:`g = \beta`.
+
+    Args:
+        grad_norm: Gradient norms :math:`g \ge 0`, any shape.
+        lr: Largest step length :math:`\eta > 0`.
+        offset: :math:`\beta > 0`. For pure normalization take it far below every gradient norm.
+
+    Returns:
+        Step sizes in :math:`[0, \eta/\beta]`, shaped like ``grad_norm``.
+
+    Note:
+        The paper prints :math:`\tfrac12 h_c \le h_n \le 2h_c`; the factor 2 on the right is not needed.
+
+    Example:
+        >>> normalized_step(np.array([0.0, 1.0, 3.0]), lr=0.1, offset=1.0)
+        array([0.1  , 0.05 , 0.025])
+    """
+    check_positive("lr", lr)
+    check_positive("offset", offset)
+    return lr / (_checked(grad_norm) + offset)
+
+
+def smooth_clipped_step(grad_norm: Norm, *, L0: float, L1: float) -> Norm:
+    r"""Step size that an (L0, L1)-smooth function allows, with no threshold to choose.
+
+    .. math::
+        h(g) = \frac{1}{L_0 + \tfrac32 L_1 g}
+
+    On every function with :math:`\lVert\nabla^2 f\rVert \le L_0 + L_1\lVert\nabla f\rVert` this step lowers
+    :math:`f` by at least :math:`g^2/(2L_0 + 3L_1 g)` (Vankov et al., 2024).
+
+    Args:
+        grad_norm: Gradient norms :math:`g \ge 0`, any shape.
+        L0: Smoothness at zero gradient, :math:`L_0 \ge 0`.
+        L1: Growth of smoothness with the gradient norm, :math:`L_1 \ge 0`; not both zero.
+
+    Returns:
+        Step sizes shaped like ``grad_norm``; ``inf`` where ``L0`` and the gradient are both zero.
+
+    Example:
+        >>> smooth_clipped_step(np.array([0.0, 1.0, 4.0]), L0=2.0, L1=2.0)
+        array([0.5  , 0.2  , 0.0714...])
+    """
+    check_nonnegative("L0", L0)
+    if check_nonnegative("L1", L1) == 0:
+        if L0 == 0:
+            raise ValueError("`L0` and `L1` must not both be zero: no curvature bounds no step.")
+        return _constant(_checked(grad_norm), 1.0 / L0)
+    if L0 == 0:
+        return _reciprocal(1.5 * L1 * _checked(grad_norm))
+    return 1.0 / (L0 + 1.5 * L1 * _checked(grad_norm))
+
+
+def step_cap(*, lr: float, max_norm: float) -> float:
+    r"""Longest step that clipped descent can take, :math:`\gamma\eta` = ``lr * max_norm``.
+
+    Some papers after this one write :math:`\gamma` for this product; here :math:`\gamma` is the norm.
+
+    Example:
+        >>> step_cap(lr=30.0, max_norm=0.25)
+        7.5
+    """
+    return check_positive("lr", lr) * check_threshold("max_norm", max_norm)
+
+
+def normalized_from_clipped(*, lr: float, max_norm: float) -> NormalizedParameters:
+    r"""``lr`` and ``offset`` of the normalized descent that follows this clipped descent.
+
+    :math:`\eta_n = \gamma\eta_c`, :math:`\beta = \gamma`: then :math:`\tfrac12 h_c \le h_n \le h_c`.
+
+    Example:
+        >>> normalized_from_clipped(lr=30.0, max_norm=0.25)
+        {'lr': 7.5, 'offset': 0.25}
+    """
+    check_positive("max_norm", max_norm)
+    return {"lr": step_cap(lr=lr, max_norm=max_norm), "offset": max_norm}
+
+
+def clipped_from_normalized(*, lr: float, offset: float) -> ClippedParameters:
+    r"""``lr`` and ``max_norm`` of the clipped descent that follows this normalized descent.
+
+    :math:`\eta_c = \eta_n/\beta`, :math:`\gamma = \beta`, the inverse of :func:`normalized_from_clipped`.
+
+    Example:
+        >>> clipped_from_normalized(lr=7.5, offset=0.25)
+        {'lr': 30.0, 'max_norm': 0.25}
+    """
+    return {"lr": check_positive("lr", lr) / check_positive("offset", offset), "max_norm": offset}
+
+
+def normalized_from_smoothness(*, L0: float, L1: float) -> NormalizedParameters:
+    r"""``lr`` and ``offset`` with which normalized descent is :func:`smooth_clipped_step`, exactly.
+
+    With :math:`\eta = 2/(3L_1)` and :math:`\beta = 2L_0/(3L_1)`.
+
+    Example:
+        >>> normalized_from_smoothness(L0=3.0, L1=2.0)
+        {'lr': 0.333..., 'offset': 1.0}
+    """
+    check_positive("L0", L0)
+    check_positive("L1", L1)
+    return {"lr": 1.0 / (1.5 * L1), "offset": L0 / (1.5 * L1)}
+
+
+def check_threshold(name: str, value: float) -> float:
+    """``value`` if it is positive; infinity is a threshold that never clips."""
+    return value if value == math.inf else check_positive(name, value)
+
+
+def _checked(grad_norm: Any) -> Any:
+    """The norm itself; a negative number is no norm. Tensors are not read: they may live on a device."""
+    if type(grad_norm) is float and grad_norm >= 0:
+        return grad_norm
+    if isinstance(grad_norm, np.ndarray):
+        if (grad_norm < 0).any():
+            raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm.min()!r}.")
+    elif not hasattr(grad_norm, "clamp") and grad_norm < 0:
+        raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
+    return grad_norm
+
+
+def _constant(like: Any, value: float) -> Any:
+    if hasattr(like, "new_full"):
+        return like.new_full(like.shape, value)
+    return np.full(like.shape, value) if isinstance(like, np.ndarray) else value
+
+
+def _at_least(x: Any, floor: float) -> Any:
+    if type(x) is not float and hasattr(x, "clamp"):
+        return x.clamp(min=floor)
+    if isinstance(x, np.ndarray):
+        return np.maximum(x, floor)
+    return floor if x <= floor else x  # in this order, so that NaN stays NaN
+
+
+def _reciprocal(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        with np.errstate(divide="ignore"):
+            return 1.0 / x
+    return math.inf if isinstance(x, float) and x == 0 else 1.0 / x

@@ -1,0 +1,264 @@
+"""Certificates: run a theorem's recipe and hold what happens against what it promises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from curvestep._checks import check_count
+from curvestep.theory.complexity import first_hit, hitting_time, walk
+from curvestep.theory.problems.base import Array, Problem
+from curvestep.theory.problems.noise import BoundedNoise, Noise
+from curvestep.theory.rules import FixedStep
+from curvestep.theory.theorems.fixed_gd import lower_bound_pair
+from curvestep.theory.theorems.guarantee import Guarantee
+
+# Rounding that the comparisons forgive, relative to the numbers compared.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What a run shows about a guarantee.
+
+    Attributes:
+        guarantee: The guarantee that was tried.
+        problem: Name of the problem it was tried on.
+        status: ``"holds"``, ``"violated"``, or ``"undecided"`` if the run was stopped before it could tell.
+        measured: Iterations to gradient norm eps; with noise the median over runs; ``inf`` if not reached.
+        bound: Iterations that the guarantee promises.
+        descent_excess: Largest amount by which a step fell short of the promised decrease, relative to the
+            values compared; at most 0 up to rounding if the descent inequality held. ``None`` without a
+            promise.
+        num_steps: Iterations that were run.
+        reasons: What was violated, in words; empty if nothing was.
+    """
+
+    guarantee: Guarantee
+    problem: str
+    status: str
+    measured: float
+    bound: float
+    descent_excess: float | None
+    num_steps: int
+    reasons: tuple[str, ...]
+
+
+def certify(
+    problem: Problem,
+    guarantee: Guarantee,
+    x0: ArrayLike,
+    *,
+    max_steps: int = 1_000_000,
+    noise: Noise | None = None,
+    num_runs: int = 64,
+    seed: int = 0,
+) -> Certificate:
+    """Run the recipe of an upper bound and hold it to its promise: class, gap, M, iterations, every decrease.
+
+    The run goes to the first hit and no further, so that bounds of 10¹⁰ iterations can be certified. With
+    noise, a violation is reported only if the whole interval for the median lies beyond the bound.
+
+    Args:
+        problem: A function; whether it belongs to the guarantee's class is checked by its frontier.
+        guarantee: What a theorem returned.
+        x0: One start; or, without noise, many.
+        max_steps: When to give up.
+        noise: For a guarantee with noise: the law, within its radius tau. Uniform on the sphere of that
+            radius if not given.
+        num_runs: For a guarantee with noise: how many runs.
+        seed: Seed of the noise.
+
+    Example:
+        >>> from curvestep.theory import Quartic, theorem3
+        >>> quartic = Quartic()
+        >>> guarantee = theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version="sharp")
+        >>> certificate = certify(quartic, guarantee, 30.0)
+        >>> certificate.status, certificate.measured, f"{certificate.bound:.1e}"
+        ('holds', 567.0, '3.5e+13')
+
+        A false claim about the function is caught before anything runs:
+
+        >>> certify(quartic, theorem3(L0=0.1, L1=10.0, gap=30.0**4, eps=1e-4), 30.0).reasons
+        ('quartic is not in the class: L1 = 10 needs L0 = 0.16, and L0 = 0.1 is claimed',)
+    """
+    if guarantee.kind != "upper" or guarantee.rule is None:
+        raise ValueError(
+            f"`guarantee` must be an upper bound, got {guarantee.theorem}. Use `certify_lower_bound`."
+        )
+    check_count("max_steps", max_steps)
+    starts = problem.check_start(x0)
+    reasons = _class_reasons(problem, guarantee)
+    gap = float(np.max(problem.gap(starts)))
+    if gap > guarantee.gap * (1 + TOLERANCE):
+        reasons.append(f"f(x0) − f* = {gap:g} is more than the gap {guarantee.gap:g} claimed")
+    if reasons:
+        return _certificate(problem, guarantee, math.inf, None, 0, reasons)
+    if guarantee.tau is not None:
+        if starts.shape != problem.event_shape:
+            raise ValueError(f"`x0` must be one start where there is noise, got shape {starts.shape}.")
+        noise = _noise_within(noise, guarantee)
+        starts = np.array(np.broadcast_to(starts, (check_count("num_runs", num_runs), *problem.event_shape)))
+    limit = min(max_steps, math.floor(guarantee.bound) + 1)
+    return _run(problem, guarantee, starts, limit, noise, seed)
+
+
+def _run(
+    problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: Noise | None, seed: int
+) -> Certificate:
+    assert guarantee.rule is not None
+    batch = starts.shape[: starts.ndim - len(problem.event_shape)]
+    hits, excess, steepest, num_steps = np.full(batch, math.inf), -math.inf, 0.0, 0
+    level = guarantee.gap * (1 + TOLERANCE)
+    last: Array | None = None
+    reasons: list[str] = []
+    for start, block in walk(problem, guarantee.rule, starts, limit, noise=noise, seed=seed):
+        with np.errstate(over="ignore", invalid="ignore"):
+            joined = block if last is None else np.concatenate([last, block])
+            norms, gaps = problem.grad_norm(joined), problem.gap(joined)
+            if guarantee.decrease is not None:
+                promised = guarantee.decrease(norms[:-1])
+                excess = max(
+                    excess, _descent_excess(gaps, promised, 1e-4 * (guarantee.gap + abs(problem.minimum)))
+                )
+        # With noise the runs leave the sublevel set; only a global M says anything then.
+        inside = norms[gaps <= level] if guarantee.tau is None else norms
+        steepest = max(steepest, float(np.max(inside, initial=0.0)))
+        hits = np.minimum(hits, start + first_hit(norms[len(joined) - len(block) :], guarantee.eps))
+        last, num_steps = block[-1:].copy(), start + len(block) - 1
+        reasons = []
+        if guarantee.M is not None and steepest > guarantee.M * (1 + TOLERANCE):
+            reasons.append(f"a gradient norm of {steepest:g} was met, and M = {guarantee.M:g} is claimed")
+        if guarantee.decrease is not None and excess > TOLERANCE:
+            reasons.append(f"a step fell short of the promised decrease by {excess:.2g} of f − f*")
+        if reasons or np.isfinite(hits).mean() > (1 - 1e-9 if guarantee.tau is None else 0.75):
+            break
+    measured, late = float(np.max(hits)), float(np.max(hits))
+    if guarantee.tau is not None:
+        time = hitting_time(hits, confidence=0.999)
+        measured, late = time.median, time.low
+    undecided = math.isinf(late) and num_steps <= guarantee.bound and not reasons
+    if late > guarantee.bound and num_steps > guarantee.bound:
+        many = "in all of them" if guarantee.tau is None else "in most runs"
+        reasons.append(
+            f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
+        )
+    descent = excess if guarantee.decrease is not None and math.isfinite(excess) else None
+    return _certificate(problem, guarantee, measured, descent, num_steps, reasons, undecided=undecided)
+
+
+def certify_lower_bound(
+    guarantee: Guarantee, *, fractions: ArrayLike = (0.5, 0.8, 0.9, 0.99, 0.999), max_steps: int = 10_000_000
+) -> Certificate:
+    """Run fixed-step descent on the pair of functions behind a lower bound, for many step sizes.
+
+    The wall must belong to the claimed class, steps above its limit must fail on it, and for steps below the
+    limit the slower of the two functions must take at least the promised number of iterations.
+
+    Args:
+        guarantee: What :func:`curvestep.theory.theorem4` returned.
+        fractions: Step sizes to try, as fractions of the largest that the wall allows; below 1.
+        max_steps: When to give up; enough is enough, so stopping after the bound decides.
+
+    Example:
+        >>> from curvestep.theory import theorem4
+        >>> numbers = dict(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
+        >>> certify_lower_bound(theorem4(**numbers)).status
+        'holds'
+        >>> certify_lower_bound(theorem4(**numbers, version="printed")).reasons
+        ('exponential wall as printed is not in the class: L1 = 5 needs L0 = 5, and L0 = 1 is claimed',)
+    """
+    if guarantee.kind != "lower" or guarantee.up_to_constant or guarantee.M is None:
+        raise ValueError(f"`guarantee` must be what `theorem4` returns, got {guarantee.theorem}.")
+    pair = lower_bound_pair(
+        L0=guarantee.L0,
+        L1=guarantee.L1,
+        M=guarantee.M,
+        gap=guarantee.gap,
+        eps=guarantee.eps,
+        version=guarantee.version,
+    )
+    reasons = [reason for p in (pair.wall, pair.valley) for reason in _class_reasons(p, guarantee)]
+    for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
+        gap = float(p.gap(np.array(start)))
+        if gap > guarantee.gap * (1 + TOLERANCE):
+            reasons.append(
+                f"{p.name} starts {gap:g} above its minimum, more than the gap {guarantee.gap:g} claimed"
+            )
+    if reasons:
+        return _certificate(pair.valley, guarantee, math.inf, None, 0, reasons)
+    steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
+    too_long = FixedStep(lr=pair.largest_step * 1.001)
+    if math.isfinite(_first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
+        reasons.append("a step above the limit of the wall reached its minimum")
+    hits, num_steps = np.zeros(steps.shape), min(max_steps, math.ceil(guarantee.bound) * 4 + 100)
+    for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
+        starts = np.full(steps.shape, start)
+        hits = np.maximum(hits, _first_hits(p, FixedStep(lr=steps), starts, guarantee.eps, num_steps))
+    measured = float(hits.min())
+    if measured < guarantee.bound * (1 - TOLERANCE):
+        reasons.append(f"a fixed step needed only {measured:g} iterations, fewer than {guarantee.bound:.6g}")
+    return _certificate(pair.valley, guarantee, measured, None, num_steps, reasons)
+
+
+def _first_hits(problem: Problem, rule: FixedStep, starts: Array, eps: float, num_steps: int) -> Array:
+    hits = np.full(starts.shape, math.inf)
+    for start, block in walk(problem, rule, starts, num_steps):
+        hits = np.minimum(hits, start + first_hit(problem.grad_norm(block), eps))
+        if np.isfinite(hits).all():
+            break
+    return hits
+
+
+def _class_reasons(problem: Problem, guarantee: Guarantee) -> list[str]:
+    needed = problem.frontier(guarantee.L1)
+    if needed <= guarantee.L0 * (1 + TOLERANCE):
+        return []
+    return [
+        f"{problem.name} is not in the class: L1 = {guarantee.L1:g} needs L0 = {needed:g}, "
+        f"and L0 = {guarantee.L0:g} is claimed"
+    ]
+
+
+def _descent_excess(gaps: Array, promised: Array, floor: float) -> float:
+    """Largest of (f(x⁺) − f(x) + promised decrease) / (f(x) − f*); the floor is where rounding takes over."""
+    if len(gaps) < 2:
+        return -math.inf
+    scale = gaps[:-1] + max(floor, np.finfo(float).tiny)
+    return float(np.max((gaps[1:] - gaps[:-1] + promised) / scale))
+
+
+def _noise_within(noise: Noise | None, guarantee: Guarantee) -> Noise | None:
+    assert guarantee.tau is not None
+    if noise is None:
+        return BoundedNoise(guarantee.tau) if guarantee.tau > 0 else None
+    if noise.tau > guarantee.tau * (1 + TOLERANCE):
+        raise ValueError(
+            f"`noise` must stay within the guarantee's radius {guarantee.tau:g}, got {noise.tau:g}."
+        )
+    return noise
+
+
+def _certificate(
+    problem: Problem,
+    guarantee: Guarantee,
+    measured: float,
+    descent_excess: float | None,
+    num_steps: int,
+    reasons: list[str],
+    *,
+    undecided: bool = False,
+) -> Certificate:
+    return Certificate(
+        guarantee=guarantee,
+        problem=problem.name,
+        status="violated" if reasons else "undecided" if undecided else "holds",
+        measured=measured,
+        bound=guarantee.bound,
+        descent_excess=descent_excess,
+        num_steps=num_steps,
+        reasons=tuple(reasons),
+    )

@@ -1,0 +1,246 @@
+r"""How many iterations descent takes: many runs at once, and the first time the gradient is small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import binom
+
+from curvestep._checks import check_count, check_positive
+from curvestep.theory.problems.base import Array, Problem
+from curvestep.theory.problems.noise import Noise
+from curvestep.theory.rules import StepRule
+
+# Iterates looked at together: few numpy calls for each iteration, little memory.
+FIRST_BLOCK, BLOCK = 64, 1024
+
+
+def first_hit(grad_norms: ArrayLike, eps: float) -> Array:
+    r"""Iteration complexity of runs: the first iteration with a small enough gradient.
+
+    .. math::
+        T_\varepsilon = \inf\{t : \lVert\nabla f(x_t)\rVert \le \varepsilon\}
+
+    Args:
+        grad_norms: Gradient norms, iterations along the first axis, starting with that of x0.
+        eps: :math:`\varepsilon > 0`.
+
+    Returns:
+        The first iteration of each run; ``inf`` for a run that never gets there. NaN is never a hit.
+
+    Example:
+        >>> first_hit([[4.0, 9.0], [2.0, 8.0], [1.0, 7.0], [2.0, 6.0]], eps=1.5)
+        array([ 2., inf])
+    """
+    check_positive("eps", eps)
+    hit = np.asarray(grad_norms, dtype=np.float64) <= eps
+    return np.where(hit.any(axis=0), hit.argmax(axis=0), math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HittingTime:
+    """Iteration complexity of a random process, from many runs.
+
+    Attributes:
+        median: The first iteration by which at least half of the runs have hit; ``inf`` if fewer ever did.
+        low: Lower end of the interval for it.
+        high: Upper end of the interval for it; ``inf`` if too few runs hit to know one.
+        confidence: The interval holds the true median with at least this probability.
+        num_runs: Number of runs.
+        num_censored: Runs that never hit.
+    """
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    num_runs: int
+    num_censored: int
+
+
+def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
+    r"""The paper's stochastic complexity :math:`\inf\{t : P(\text{no hit by } t) \le \tfrac12\}`, estimated.
+
+    It is the median of the first hits, runs that never hit counted as infinite. The interval is made of order
+    statistics, so it assumes nothing about the law; ends are infinite where censoring hides them.
+
+    Args:
+        hits: First hits of independent runs, ``inf`` where a run never hit.
+        confidence: Between 0 and 1.
+
+    Example:
+        >>> t = hitting_time([3, 5, 6, 8, 9, 11, 12, 20, float("inf"), float("inf")])
+        >>> t.median, (t.low, t.high), t.num_censored
+        (9.0, (5.0, inf), 2)
+    """
+    times = np.sort(np.ravel(np.asarray(hits, dtype=np.float64)))
+    n = times.size
+    if n == 0:
+        raise ValueError("`hits` must have one entry for each run, got none.")
+    if np.isnan(times).any():
+        raise ValueError("`hits` must not be NaN. A run that never hits counts as inf.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
+    # The true median lies below the k-th smallest with probability P(Binomial(n, ½) < k).
+    below = int(binom.ppf((1 - confidence) / 2, n, 0.5))
+    return HittingTime(
+        median=float(times[math.ceil(n / 2) - 1]),
+        low=float(times[below - 1]) if below > 0 else 0.0,
+        high=float(times[n - below]) if below > 0 else math.inf,
+        confidence=confidence,
+        num_runs=n,
+        num_censored=int(np.isinf(times).sum()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """Many runs of descent, side by side.
+
+    Attributes:
+        steps: Iterations that were kept, starting with 0.
+        points: Iterates at these, iterations along the first axis.
+        values: f at these.
+        grad_norms: Gradient norms at these.
+        hits: First iteration with gradient norm at most eps, exact whatever was kept; ``None`` without eps.
+        best_grad_norm: Smallest gradient norm of each run over all iterations.
+        status: ``"done"`` or ``"diverged"`` for each run.
+    """
+
+    steps: Array
+    points: Array
+    values: Array
+    grad_norms: Array
+    hits: Array | None
+    best_grad_norm: Array
+    status: Array
+
+
+def descend(
+    problem: Problem,
+    rule: StepRule,
+    x0: ArrayLike,
+    num_steps: int,
+    *,
+    eps: float | None = None,
+    every: int = 1,
+    until_hit: bool = False,
+    noise: Noise | None = None,
+    seed: int = 0,
+) -> Descent:
+    r"""Run :math:`x_{k+1} = x_k - h(\lVert g_k\rVert)\,g_k`, for many step sizes and starts at once.
+
+    The step sizes of ``rule`` and the starts ``x0`` are broadcast against each other. A run that overflows
+    ends as ``"diverged"``; the others go on.
+
+    Args:
+        problem: The function.
+        rule: The step rule; its hyperparameters may be arrays.
+        x0: Starts; one point, or many.
+        num_steps: Number of iterations.
+        eps: Gradient norm of which to report the first hit.
+        every: Keep every so many iterates, and the last.
+        until_hit: Stop soon after every run has hit ``eps``.
+        noise: Noise to add to every gradient; direction and norm both see it.
+        seed: Seed of the noise.
+
+    Example:
+        Three step sizes on x⁴ from 30; the largest diverges:
+
+        >>> from curvestep.theory import FixedStep, Quartic
+        >>> runs = descend(Quartic(), FixedStep(lr=np.array([1e-4, 3e-4, 6e-4])), 30.0, 2000, eps=1.0)
+        >>> runs.hits, runs.status
+        (array([ inf, 977.,  inf]), array(['done', 'done', 'diverged'], dtype='<U8'))
+    """
+    starts = _spread_starts(problem, rule, problem.check_start(x0))
+    check_count("num_steps", num_steps, least=0)
+    check_count("every", every)
+    if eps is not None:
+        check_positive("eps", eps)
+    elif until_hit:
+        raise ValueError("`until_hit` needs `eps`: without it nothing can be hit.")
+    batch = starts.shape[: starts.ndim - len(problem.event_shape)]
+    hits, best = np.full(batch, math.inf), np.full(batch, math.inf)
+    kept: list[Array] = []
+    kept_steps: list[int] = []
+    for start, block in walk(problem, rule, starts, num_steps, noise=noise, seed=seed):
+        with np.errstate(over="ignore", invalid="ignore"):
+            norms = problem.grad_norm(block)
+        best = np.fmin(best, np.fmin.reduce(norms, axis=0))
+        if eps is not None:
+            hits = np.minimum(hits, start + first_hit(norms, eps))
+        wanted = list(range(-start % every, len(block), every))
+        finished = until_hit and bool(np.isfinite(hits).all())
+        if (finished or start + len(block) > num_steps) and len(block) - 1 not in wanted:
+            wanted.append(len(block) - 1)
+        kept.append(block[wanted])
+        kept_steps += [start + i for i in wanted]
+        if finished:
+            break
+    points = np.concatenate(kept)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values, grad_norms = problem.value(points), problem.grad_norm(points)
+    return Descent(
+        steps=np.array(kept_steps),
+        points=points,
+        values=values,
+        grad_norms=grad_norms,
+        hits=hits if eps is not None else None,
+        best_grad_norm=best,
+        status=np.where(np.isfinite(grad_norms[-1]), "done", "diverged"),
+    )
+
+
+def walk(
+    problem: Problem,
+    rule: StepRule,
+    starts: Array,
+    num_steps: int,
+    *,
+    noise: Noise | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[int, Array]]:
+    """The iterates in blocks: the number of the first in a block, and the block, iterations first.
+
+    Together the blocks hold every iterate from 0 to ``num_steps`` once. They grow, so that whoever stops
+    early has lost little; each is overwritten by the next.
+    """
+    event = problem.event_shape
+    batch = starts.shape[: starts.ndim - len(event)]
+    if not batch:  # numpy turns a lone number into a scalar, which cannot be written to
+        for done, block in walk(problem, rule, starts[None], num_steps, noise=noise, seed=seed):
+            yield done, block[:, 0]
+        return
+    step, rng = rule.stepper(batch), np.random.default_rng(seed)
+    buffer = np.empty((min(BLOCK, num_steps + 1), *starts.shape))
+    rows = [
+        buffer[i, ...] for i in range(len(buffer))
+    ]  # views made once: indexing costs as much as arithmetic on few points
+    gradient, subtract = problem.gradient, np.subtract
+    norm, scale = (problem.norm, problem.scale) if event else (np.absolute, np.multiply)
+    x, begin, done, size = rows[0], 1, 0, FIRST_BLOCK
+    x[...] = starts
+    # A run that diverges overflows; it must neither warn nor stop the others.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        while done <= num_steps:
+            num = min(size, len(rows), num_steps + 1 - done)
+            drawn = noise.draw(rng, (num, *batch), event) if noise is not None else [0.0] * num
+            for row, z in zip(rows[begin:num], drawn[begin:], strict=True):
+                g = gradient(x)
+                if noise is not None:
+                    g = g + z
+                x = subtract(x, scale(step(norm(g)), g), row)
+            yield done, buffer[:num]
+            begin, done, size = 0, done + num, 2 * size
+
+
+def _spread_starts(problem: Problem, rule: StepRule, starts: Array) -> Array:
+    """Starts repeated so that every hyperparameter has its own."""
+    event = problem.event_shape
+    batch = starts.shape[: starts.ndim - len(event)]
+    shapes = [np.shape(p) for p in rule.parameters.values()]
+    return np.array(np.broadcast_to(starts, np.broadcast_shapes(batch, *shapes) + event))

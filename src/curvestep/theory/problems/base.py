@@ -1,0 +1,228 @@
+r"""What every test function offers: value, gradient, Hessian norm, minimum, and its (L0, L1) frontier.
+
+A function of one real variable takes points of any shape, each entry a point. A function on
+:math:`\mathbb R^d` takes points of shape ``(..., d)``. ``event_shape`` is ``()`` or ``(d,)`` and says which.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from curvestep._checks import check_nonnegative, check_positive
+
+Array = NDArray[Any]
+
+
+class Problem(ABC):
+    """A function with everything about it known exactly.
+
+    Attributes:
+        name: A short name for labels.
+        formula: The function in LaTeX, for labels.
+        event_shape: ``()`` for a function of one real variable, ``(d,)`` on d-dimensional space.
+    """
+
+    name: str
+    formula: str
+    event_shape: tuple[int, ...] = ()
+
+    @abstractmethod
+    def value(self, x: Array) -> Array:
+        """Values f(x), one for each point."""
+
+    @abstractmethod
+    def gradient(self, x: Array) -> Array:
+        """Gradients, shaped like ``x``."""
+
+    @abstractmethod
+    def hessian_norm(self, x: Array) -> Array:
+        """Spectral norms of the Hessian, one for each point."""
+
+    @abstractmethod
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Hessian at ``x`` times ``v``, shaped like ``x``."""
+
+    @property
+    @abstractmethod
+    def minimum(self) -> float:
+        """The infimum of f; ``-inf`` if f is unbounded below."""
+
+    @abstractmethod
+    def frontier(self, L1: float) -> float:
+        r"""The smallest :math:`L_0` that goes with this :math:`L_1`; ``inf`` if none does.
+
+        .. math::
+            L_0(L_1) = \sup_x \big(\lVert\nabla^2 f(x)\rVert - L_1\lVert\nabla f(x)\rVert\big)_+
+        """
+
+    def grad_norm(self, x: Array) -> Array:
+        """Gradient norms, one for each point."""
+        return self.norm(self.gradient(x))
+
+    def gap(self, x: Array) -> Array:
+        """How far each point is above the minimum, f(x) − f*."""
+        return self.value(x) - self.minimum
+
+    def norm(self, v: Array) -> Array:
+        """Euclidean norms of vectors of this problem, one for each point."""
+        if not self.event_shape:
+            return np.abs(v)
+        # Scaled first: the square of 1e300 is inf.
+        largest = np.abs(v).max(axis=-1, keepdims=True)
+        unit = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+        v = v / unit
+        return unit[..., 0] * np.sqrt(np.einsum("...d,...d->...", v, v))
+
+    def scale(self, h: Array, v: Array) -> Array:
+        """One factor for each point, times its vector."""
+        return h[..., None] * v if self.event_shape else h * v
+
+    def check_start(self, x0: ArrayLike) -> Array:
+        """``x0`` as an array, if every point in it can be started from."""
+        x = np.array(x0, dtype=np.float64)
+        if x.shape[x.ndim - len(self.event_shape) :] != self.event_shape:
+            raise ValueError(
+                f"`x0` must have {self.event_shape[0]} coordinates in its last axis for {self.name}, "
+                f"got shape {x.shape}."
+            )
+        if not np.isfinite(x).all():
+            raise ValueError(f"`x0` must be finite, got {_first(x, ~np.isfinite(x))!r}.")
+        self._check_domain(x)
+        values, norms = self.value(x), self.grad_norm(x)
+        if not (np.isfinite(values).all() and np.isfinite(norms).all()):
+            raise ValueError(
+                f"`x0` is outside the domain of {self.name} in float64: f or its gradient overflows there. "
+                "Start closer to the minimum."
+            )
+        return x
+
+    def _check_domain(self, x: Array) -> None:
+        """Raise if a point lies outside the domain; most problems are defined everywhere."""
+        return
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+
+class ScalarProblem(Problem):
+    """A function of one real variable; its curvature f'' gives the Hessian norm and product.
+
+    Args:
+        domain: The interval on which the function is considered, the whole line if not given.
+    """
+
+    def __init__(self, domain: tuple[float, float] = (-math.inf, math.inf)) -> None:
+        low, high = map(float, domain)
+        if not low < high:
+            raise ValueError(f"`domain` must be an interval (low, high) with low < high, got {domain!r}.")
+        self.domain = (low, high)
+
+    @abstractmethod
+    def curvature(self, x: Array) -> Array:
+        """Second derivatives f''(x)."""
+
+    def norm(self, v: Array) -> Array:
+        """Absolute values."""
+        return np.abs(v)
+
+    def scale(self, h: Array, v: Array) -> Array:
+        """Products, one for each point."""
+        return h * v
+
+    def hessian_norm(self, x: Array) -> Array:
+        """Absolute second derivatives."""
+        return np.abs(self.curvature(x))
+
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Second derivative times ``v``."""
+        return self.curvature(x) * v
+
+    def _check_domain(self, x: Array) -> None:
+        outside = (x < self.domain[0]) | (x > self.domain[1])
+        if outside.any():
+            raise ValueError(
+                f"`x0` must lie in the domain {self.domain} of {self.name}, got {_first(x, outside)!r}."
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class Rescaled(Problem):
+    r"""The problem stretched in height and width, :math:`\tilde f(x) = s\, f(x/w)`.
+
+    Smoothness scales with it: :math:`(L_0, L_1)` becomes :math:`(sL_0/w^2,\ L_1/w)`. So :math:`L_0` carries
+    the units [f]/[x]² and :math:`L_1` carries 1/[x]: comparing either with :math:`L`, or :math:`L_0` with
+    :math:`L_1`, says nothing before a unit is chosen.
+
+    Args:
+        problem: The problem to stretch.
+        height: The factor :math:`s > 0` on values.
+        width: The factor :math:`w > 0` on lengths.
+
+    Example:
+        >>> from curvestep.theory import Quartic
+        >>> quartic = Quartic()
+        >>> Rescaled(quartic, height=3.0, width=2.0).frontier(5.0)  # 3/4 of the frontier at L1 = 10
+        0.12
+    """
+
+    problem: Problem
+    height: float = 1.0
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("height", self.height)
+        check_positive("width", self.width)
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
+        """The name of the problem and its factors."""
+        return f"{self.problem.name}, {self.height:g} times as high, {self.width:g} times as wide"
+
+    @property
+    def formula(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
+        """The formula of the problem and its factors."""
+        return rf"{self.height:g}\,[{self.problem.formula}](x/{self.width:g})"
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only
+        """As the problem's."""
+        return self.problem.event_shape
+
+    def value(self, x: Array) -> Array:
+        """Values of the stretched function."""
+        return self.height * self.problem.value(x / self.width)
+
+    def gradient(self, x: Array) -> Array:
+        """Gradients of the stretched function."""
+        return (self.height / self.width) * self.problem.gradient(x / self.width)
+
+    def hessian_norm(self, x: Array) -> Array:
+        """Hessian norms of the stretched function."""
+        return (self.height / self.width**2) * self.problem.hessian_norm(x / self.width)
+
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Hessian products of the stretched function."""
+        return (self.height / self.width**2) * self.problem.hessian_vector(x / self.width, v)
+
+    @property
+    def minimum(self) -> float:
+        """The infimum of the stretched function."""
+        return self.height * self.problem.minimum
+
+    def frontier(self, L1: float) -> float:
+        """The frontier of the problem, stretched."""
+        check_nonnegative("L1", L1)
+        return (self.height / self.width**2) * self.problem.frontier(self.width * L1)
+
+    def _check_domain(self, x: Array) -> None:
+        self.problem._check_domain(x / self.width)
+
+
+def _first(x: Array, where: Array) -> float:
+    return float(x[where].flat[0])

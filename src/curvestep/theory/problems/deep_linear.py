@@ -1,0 +1,193 @@
+"""The deep linear network: its gradient and Hessian in closed form, and why no (L0, L1) holds for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.theory.problems.base import Array, Problem
+
+
+class DeepLinear(Problem):
+    r"""Squared loss of a deep linear network, :math:`L = \lVert W_\ell\cdots W_1 X - Y\rVert_F^2`.
+
+    A point is all weights in one vector, layer by layer, each row-major (as torch's ``reshape(-1)``). With
+    :math:`A_i = W_\ell\cdots W_{i+1}`, :math:`B_i = W_{i-1}\cdots W_1X`,
+    :math:`C_{ji} = W_{j-1}\cdots W_{i+1}` and :math:`R = W_\ell\cdots W_1X - Y`,
+
+    .. math::
+        \nabla_{W_i} L &= 2\,(A_i \otimes B_i^\top)^\top \operatorname{vec} R
+            = 2\,\operatorname{vec}(A_i^\top R B_i^\top) \\
+        \nabla^2_{W_iW_j} L &= 2\,(A_i\otimes B_i^\top)^\top(A_j\otimes B_j^\top)
+            + 2\,\big[C_{ji}^\top \otimes (B_iR^\top A_j)\big]K_j \qquad (j > i)
+
+    where the second term is absent for :math:`j = i` and :math:`K_j` turns row-major into column-major order.
+
+    The network is **not** (L0, L1)-smooth, whatever the constants: scale one layer up and the next down, and
+    the loss and a vanished gradient stay as they are while the Hessian grows without limit, inside every
+    sublevel set (:meth:`rescaled`). Claims about (L0, L1) hold along a trajectory, never for a network.
+
+    Args:
+        widths: Input width, hidden widths, output width.
+        inputs: The data matrix :math:`X`, one column for each example; drawn from ``seed`` if not given.
+        targets: The matrix :math:`Y`, one column for each example; drawn from ``seed`` if not given.
+        num_examples: Columns to draw.
+        seed: Seed of the drawn data.
+
+    Note:
+        The paper prints both formulas without the factor 2 (it belongs to a loss with ½), and the second term
+        of the Hessian with its transposes lost, so that the shapes do not fit, and without :math:`K_j`
+        (row 7).
+
+    Example:
+        >>> f = DeepLinear([1, 1, 1], inputs=[[1.0]], targets=[[1.0]])  # (1 - w2 w1)²
+        >>> minimizer = np.array([1.0, 1.0])
+        >>> [float(f.hessian_norm(f.rescaled(minimizer, c)).round(6)) for c in (1.0, 10.0, 100.0)]
+        [4.0, 200.02, 20000.0002]
+        >>> float(f.grad_norm(f.rescaled(minimizer, 100.0)))
+        0.0
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        inputs: ArrayLike | None = None,
+        targets: ArrayLike | None = None,
+        num_examples: int = 8,
+        seed: int = 0,
+    ) -> None:
+        self.widths = tuple(check_count(f"widths[{i}]", width) for i, width in enumerate(widths))
+        self.depth = len(self.widths) - 1
+        if self.depth < 1:
+            raise ValueError(f"`widths` must have an input and an output width at least, got {widths!r}.")
+        rng = np.random.default_rng(seed)
+        n = check_count("num_examples", num_examples)
+        self.inputs = _matrix("inputs", rng.normal(size=(self.widths[0], n)) if inputs is None else inputs)
+        n = self.inputs.shape[1]
+        self.targets = _matrix(
+            "targets", rng.normal(size=(self.widths[-1], n)) if targets is None else targets
+        )
+        for name, matrix, rows in (
+            ("inputs", self.inputs, self.widths[0]),
+            ("targets", self.targets, self.widths[-1]),
+        ):
+            if matrix.shape != (rows, n):
+                raise ValueError(f"`{name}` must have shape {(rows, n)}, got {matrix.shape}.")
+        self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
+        self._ends = np.cumsum([0] + [rows * columns for rows, columns in self._shapes])
+        self.event_shape = (int(self._ends[-1]),)
+        self.name = "deep linear network " + "-".join(map(str, self.widths))
+        self.formula = r"\|Y - W_\ell\cdots W_1 X\|^2"
+
+    def weights(self, x: Array) -> list[Array]:
+        """The matrices :math:`W_1, …, W_ℓ` in a point, or in each of many."""
+        pairs = zip(self._ends[:-1], self._ends[1:], self._shapes, strict=True)
+        return [x[..., start:end].reshape(*x.shape[:-1], *shape) for start, end, shape in pairs]
+
+    def flatten(self, weights: Sequence[Array]) -> Array:
+        """The point made of these matrices."""
+        return np.concatenate([w.reshape(*w.shape[:-2], -1) for w in weights], axis=-1)
+
+    def value(self, x: Array) -> Array:
+        """Squared errors, summed."""
+        residual = self._parts(x)[2]
+        return np.einsum("...pq,...pq->...", residual, residual)
+
+    def gradient(self, x: Array) -> Array:
+        """Two times AᵀRBᵀ for each layer."""
+        above, below, residual, _ = self._parts(x)
+        return self.flatten(
+            [2 * _T(a) @ residual @ _T(b) for a, b in zip(above, below, strict=True)]  # A_iᵀ R B_iᵀ
+        )
+
+    def hessian(self, x: Array) -> Array:
+        """Whole Hessians, one square matrix for each point."""
+        above, below, residual, weights = self._parts(x)
+        H = np.zeros((*x.shape[:-1], self.event_shape[0], self.event_shape[0]))
+        for i in range(self.depth):
+            between = np.eye(self.widths[i + 1])  # C_{ji} = W_{j-1}⋯W_{i+1}, empty for j = i + 1
+            for j in range(i, self.depth):
+                first = np.einsum(
+                    "...pa,...bq,...pc,...dq->...abcd", above[i], below[i], above[j], below[j], optimize=True
+                )
+                if j > i:
+                    inner = below[i] @ _T(residual) @ above[j]
+                    first = first + np.einsum("...da,...bc->...abcd", between, inner)
+                    between = weights[j] @ between
+                block = 2 * first.reshape(*x.shape[:-1], self._size(i), self._size(j))
+                H[..., self._slice(i), self._slice(j)] = block
+                H[..., self._slice(j), self._slice(i)] = _T(block)
+        return H
+
+    def hessian_norm(self, x: Array) -> Array:
+        """Largest absolute eigenvalues of the Hessian."""
+        return np.abs(np.linalg.eigvalsh(self.hessian(x))).max(axis=-1)
+
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Hessian times ``v``."""
+        return (self.hessian(x) @ v[..., None])[..., 0]
+
+    @property
+    def minimum(self) -> float:
+        """The loss of the best product of that rank: reduced-rank regression."""
+        return float(self.value(self.minimizer()))
+
+    def minimizer(self) -> Array:
+        """One global minimizer, from the singular value decomposition of the least-squares fit."""
+        pseudo_inverse = np.linalg.pinv(self.inputs)
+        u, s, vt = np.linalg.svd(self.targets @ pseudo_inverse @ self.inputs, full_matrices=False)
+        rank = min(*self.widths, len(s))
+        weights = [np.eye(*shape) for shape in self._shapes]
+        if self.depth == 1:
+            return self.flatten([self.targets @ pseudo_inverse])
+        weights[0] = np.zeros(self._shapes[0])
+        weights[0][:rank] = s[:rank, None] * vt[:rank] @ pseudo_inverse
+        weights[-1] = np.zeros(self._shapes[-1])
+        weights[-1][:, :rank] = u[:, :rank]
+        return self.flatten(weights)
+
+    def rescaled(self, x: Array, c: float) -> Array:
+        """The point with its first layer times ``c`` and its second divided by ``c``: the same network."""
+        if self.depth < 2:
+            raise ValueError("`rescaled` needs a network of at least two layers, got one.")
+        check_positive("c", c)
+        weights = self.weights(x)
+        return self.flatten([c * weights[0], weights[1] / c, *weights[2:]])
+
+    def frontier(self, L1: float) -> float:
+        """No L0 is enough from two layers on; one layer is a quadratic."""
+        check_nonnegative("L1", L1)
+        return math.inf if self.depth > 1 else float(2 * np.linalg.norm(self.inputs, 2) ** 2)
+
+    def _parts(self, x: Array) -> tuple[list[Array], list[Array], Array, list[Array]]:
+        """A_i and B_i for each layer, the residual R, and the weights."""
+        weights = self.weights(x)
+        below = [np.broadcast_to(self.inputs, (*x.shape[:-1], *self.inputs.shape))]
+        for w in weights:
+            below.append(w @ below[-1])
+        above = [np.broadcast_to(np.eye(self.widths[-1]), (*x.shape[:-1], self.widths[-1], self.widths[-1]))]
+        for w in weights[:0:-1]:
+            above.insert(0, above[0] @ w)
+        return above, below[:-1], below[-1] - self.targets, weights
+
+    def _slice(self, i: int) -> slice:
+        return slice(int(self._ends[i]), int(self._ends[i + 1]))
+
+    def _size(self, i: int) -> int:
+        return int(self._ends[i + 1] - self._ends[i])
+
+
+def _T(matrix: Array) -> Array:
+    return np.swapaxes(matrix, -1, -2)
+
+
+def _matrix(name: str, values: ArrayLike) -> Array:
+    matrix = np.array(values, dtype=np.float64)
+    if matrix.ndim != 2 or not np.isfinite(matrix).all():
+        raise ValueError(f"`{name}` must be a matrix of finite numbers, got {values!r}.")
+    return matrix

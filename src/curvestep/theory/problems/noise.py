@@ -1,0 +1,143 @@
+"""Noise on gradients: bounded by τ as Theorems 7 and 8 ask, and with heavier tails."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from curvestep._checks import check_choice, check_positive
+from curvestep.theory.problems.base import Array, Problem
+
+
+class Noise(ABC):
+    """A law with mean zero from which gradient noise is drawn."""
+
+    @property
+    @abstractmethod
+    def tau(self) -> float:
+        """The radius that holds the noise almost surely; ``inf`` if none does."""
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
+        """Noise of shape ``batch + event``; ``event`` is the problem's ``event_shape``."""
+
+
+@dataclass(frozen=True)
+class BoundedNoise(Noise):
+    r"""Noise in the ball of radius τ, so that :math:`\lVert\hat\nabla f - \nabla f\rVert \le \tau` always.
+
+    Args:
+        radius: The radius :math:`\tau > 0`.
+        law: ``"sphere"``: uniform on the sphere, the most noise that the radius allows. ``"ball"``: uniform
+            in the ball. ``"skewed"``: τ along the first axis with probability 1/10, else τ/9 backwards;
+            clipping is biased on it.
+
+    Example:
+        >>> noise = BoundedNoise(0.5).draw(np.random.default_rng(0), (1000,), (3,))
+        >>> bool(np.allclose(np.linalg.norm(noise, axis=-1), 0.5))
+        True
+    """
+
+    radius: float
+    law: str = "sphere"
+
+    def __post_init__(self) -> None:
+        check_positive("radius", self.radius)
+        check_choice("law", self.law, ("sphere", "ball", "skewed"))
+
+    @property
+    def tau(self) -> float:
+        """The radius."""
+        return self.radius
+
+    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
+        """Draws within the radius."""
+        if self.law == "skewed":
+            along = np.where(rng.random(batch) < 0.1, self.radius, -self.radius / 9)
+            return along if not event else along[..., None] * np.eye(event[0])[0]
+        directions = _directions(rng, batch, event)
+        if self.law == "sphere":
+            return self.radius * directions
+        lengths = self.radius * rng.random(batch) ** (1 / max(1, math.prod(event)))
+        return _along(lengths, directions)
+
+
+@dataclass(frozen=True)
+class HeavyTailedNoise(Noise):
+    r"""Noise of random direction whose length has the tail :math:`P(\lVert z\rVert > t) = (s/(s+t))^{a}`.
+
+    No radius bounds it, so the stochastic theorems do not apply; its variance is infinite for
+    :math:`a \le 2`, and clipping is then what keeps descent going.
+
+    Args:
+        scale: The length unit :math:`s > 0`.
+        tail: The exponent :math:`a > 1`; the mean of the length is finite only above 1.
+
+    Example:
+        >>> noise = HeavyTailedNoise(1.0, tail=1.5).draw(np.random.default_rng(0), (100_000,), ())
+        >>> bool(np.abs(noise).max() > 100 * np.median(np.abs(noise)))
+        True
+    """
+
+    scale: float
+    tail: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_positive("scale", self.scale)
+        if not (math.isfinite(self.tail) and self.tail > 1):
+            raise ValueError(f"`tail` must be more than 1, or the noise has no mean, got {self.tail!r}.")
+
+    @property
+    def tau(self) -> float:
+        """Infinity."""
+        return math.inf
+
+    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
+        """Draws with Lomax lengths."""
+        return _along(self.scale * rng.pareto(self.tail, size=batch), _directions(rng, batch, event))
+
+
+@dataclass(frozen=True)
+class StochasticGradient:
+    """A problem's gradient with noise added, from a seeded generator.
+
+    Args:
+        problem: The function.
+        noise: The law of the noise.
+        seed: Seed of the generator; the same seed gives the same noise.
+
+    Example:
+        >>> from curvestep.theory import Quartic
+        >>> noisy = StochasticGradient(Quartic(), BoundedNoise(0.1), seed=0)
+        >>> g = noisy(np.full(5, 2.0))
+        >>> bool((np.abs(g - 32.0) <= 0.1 + 1e-12).all())
+        True
+    """
+
+    problem: Problem
+    noise: Noise
+    seed: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rng", np.random.default_rng(self.seed))
+
+    def __call__(self, x: Array) -> Array:
+        """One noisy gradient at each point; every call draws anew."""
+        event = self.problem.event_shape
+        batch = x.shape[: x.ndim - len(event)]
+        rng: np.random.Generator = self._rng  # pyright: ignore[reportAttributeAccessIssue]  # set above
+        return self.problem.gradient(x) + self.noise.draw(rng, batch, event)
+
+
+def _directions(rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
+    if not event:
+        return rng.choice([-1.0, 1.0], size=batch)
+    v = rng.normal(size=batch + event)
+    return v / np.linalg.norm(v, axis=-1, keepdims=True)
+
+
+def _along(lengths: Array, directions: Array) -> Array:
+    return lengths[..., None] * directions if directions.ndim > lengths.ndim else lengths * directions

@@ -1,0 +1,223 @@
+"""Polynomials of one variable with their exact frontier, and quadratics in any dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.polynomial import Polynomial as Series
+
+from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.theory.problems.base import Array, Problem, ScalarProblem
+
+_FOUR = np.array(4.0)  # an array: numpy takes twice as long to multiply by a Python number
+
+
+class Polynomial(ScalarProblem):
+    r"""A polynomial :math:`f(x) = \sum_i a_i x^i`, with its frontier exact from roots.
+
+    Lemma 2 says that for degree :math:`d \ge 3` some pair :math:`(L_0, L_1)` exists. More is true: *every*
+    :math:`L_1 > 0` has its :math:`L_0(L_1) = \max_x (|f''| - L_1|f'|)_+`, attained where :math:`f' = 0` or
+    :math:`f''' = \pm L_1 f''`. Three limits go with it:
+
+    - The leading coefficient must not be zero (the lemma does not say so).
+    - Odd degree is unbounded below, so no theorem about a minimum applies; ``minimum`` is then ``-inf``.
+    - In more variables the lemma is false: :math:`x^2y^2` at :math:`(c, 0)` has no gradient and Hessian norm
+      :math:`2c^2`, so no pair holds everywhere.
+
+    Args:
+        coefficients: :math:`a_0, a_1, \dots, a_d`, the last not zero.
+        domain: The interval on which to consider it; on a bounded one even :math:`L_1 = 0` has a frontier.
+
+    Example:
+        >>> cubic = Polynomial([0, 0, 0, 1])
+        >>> cubic.frontier(2.0), cubic.minimum  # 6|x| - 6x² is largest at x = 1/2
+        (1.5, -inf)
+        >>> Polynomial([0, 0, 0, 0, 1], domain=(-30, 30)).frontier(0.0)
+        10800.0
+    """
+
+    def __init__(
+        self, coefficients: Sequence[float], domain: tuple[float, float] = (-math.inf, math.inf)
+    ) -> None:
+        super().__init__(domain)
+        a = np.array(coefficients, dtype=np.float64)
+        if a.ndim != 1 or a.size == 0 or not np.isfinite(a).all():
+            raise ValueError(f"`coefficients` must be finite numbers a_0, …, a_d, got {coefficients!r}.")
+        if a.size > 1 and a[-1] == 0:
+            raise ValueError(
+                f"`coefficients` must end in a leading coefficient that is not zero, got {coefficients!r}. "
+                "Drop the trailing zeros."
+            )
+        self.coefficients = tuple(float(c) for c in a)
+        self.degree = a.size - 1
+        self._f = Series(a)
+        self._df, self._d2f, self._d3f = (self._f.deriv(k) for k in (1, 2, 3))
+        terms = [f"{c:g}x^{{{i}}}" if i else f"{c:g}" for i, c in enumerate(a) if c != 0]
+        self.formula = " + ".join(terms) or "0"
+        self.name = f"polynomial of degree {self.degree}"
+
+    def value(self, x: Array) -> Array:
+        """Values by Horner's rule."""
+        return self._f(x)
+
+    def gradient(self, x: Array) -> Array:
+        """Derivatives f'."""
+        return self._df(x)
+
+    def curvature(self, x: Array) -> Array:
+        """Second derivatives f''."""
+        return self._d2f(x)
+
+    @property
+    def minimum(self) -> float:
+        """The least value at a stationary point or an end; ``-inf`` if unbounded below."""
+        candidates = self._candidates(self._df)
+        unbounded = math.isinf(self.domain[0]) or math.isinf(self.domain[1])
+        if unbounded and self.degree > 0 and not self._bounded_below():
+            return -math.inf
+        return float(self._f(candidates).min())
+
+    def frontier(self, L1: float) -> float:
+        """Exact, from the roots of f' and of f''' ± L1 f''."""
+        check_nonnegative("L1", L1)
+        if math.inf in map(abs, self.domain) and L1 == 0 and self.degree > 2:
+            return math.inf
+        x = np.concatenate(
+            [self._candidates(q) for q in (self._df, self._d3f - L1 * self._d2f, self._d3f + L1 * self._d2f)]
+        )
+        return max(0.0, float((np.abs(self._d2f(x)) - L1 * np.abs(self._df(x))).max()))
+
+    def _candidates(self, q: Series) -> Array:
+        """Where q vanishes inside the domain, and the finite ends.
+
+        Real parts of complex roots are kept: an extra point can only be less than the maximum, and a
+        multiple root that rounding has pushed off the real line is not lost.
+        """
+        roots = q.trim().roots().real if q.trim().degree() > 0 else np.zeros(1)
+        low, high = self.domain
+        ends = [end for end in self.domain if math.isfinite(end)]
+        inside = roots[(roots >= low) & (roots <= high)]
+        return (
+            np.concatenate([inside, ends])
+            if len(inside) + len(ends)
+            else np.array([max(low, min(0.0, high))])
+        )
+
+    def _bounded_below(self) -> bool:
+        leading, (low, high) = self.coefficients[-1], self.domain
+        right = leading > 0 or math.isfinite(high)
+        left = (leading > 0) == (self.degree % 2 == 0) or math.isfinite(low)
+        return left and right
+
+
+class Quartic(Polynomial):
+    r"""The function :math:`x^4` of the paper's synthetic experiment; its frontier is :math:`L_0 = 16/L_1^2`.
+
+    Note:
+        The paper uses :math:`f'' \le 10 f' + 0.1` (row 28). With :math:`L_1 = 10` the least :math:`L_0` is
+        0.16: the printed pair fails for :math:`0.117 < |x| < 0.264`, by up to 0.06 at :math:`|x| = 0.2`.
+
+    Example:
+        >>> Quartic().frontier(10.0)
+        0.16
+    """
+
+    def __init__(self, domain: tuple[float, float] = (-math.inf, math.inf)) -> None:
+        super().__init__([0, 0, 0, 0, 1], domain)
+        self.name, self.formula = "quartic", "x^4"
+
+    def value(self, x: Array) -> Array:
+        """Fourth powers."""
+        square = x * x
+        return square * square
+
+    def gradient(self, x: Array) -> Array:
+        """Derivatives 4x³."""
+        g = x * x
+        g *= x
+        g *= _FOUR
+        return g
+
+    def frontier(self, L1: float) -> float:
+        """16/L1² on the whole line; from roots on an interval."""
+        check_nonnegative("L1", L1)
+        if all(map(math.isinf, self.domain)):
+            return 16.0 / L1**2 if L1 > 0 else math.inf
+        return super().frontier(L1)
+
+
+class Quadratic(Problem):
+    r"""A quadratic :math:`f(x) = \tfrac12 x^\top Q^\top \Lambda Q\, x` with chosen curvatures.
+
+    Its Hessian is the same everywhere and the gradient vanishes at 0, so :math:`L_0(L_1) = \lambda_{\max}`
+    for every :math:`L_1`: clipping has nothing to win here.
+
+    Args:
+        curvatures: The eigenvalues :math:`\Lambda`, zero or more, one for each dimension.
+        rotation_seed: Seed of a random rotation :math:`Q`; without it :math:`Q = I`.
+
+    Example:
+        >>> f = Quadratic([100.0, 1.0])
+        >>> f.gradient(np.array([1.0, 1.0])), f.frontier(3.0)
+        (array([100.,   1.]), 100.0)
+        >>> Quadratic.isotropic(2.0, dim=3).value(np.ones(3))
+        np.float64(3.0)
+    """
+
+    def __init__(self, curvatures: Sequence[float], *, rotation_seed: int | None = None) -> None:
+        for i, curvature in enumerate(curvatures):
+            check_nonnegative(f"curvatures[{i}]", curvature)
+        self.curvatures = np.array(curvatures, dtype=np.float64)
+        dim = self.curvatures.size
+        if dim == 0:
+            raise ValueError("`curvatures` must have one entry for each dimension, got none.")
+        self.event_shape = (dim,)
+        self.rotation = random_rotation(dim, rotation_seed)
+        self.hessian = self.rotation.T @ (self.curvatures[:, None] * self.rotation)
+        self.name = f"quadratic in {dim} dimensions"
+        self.formula = r"\frac{1}{2}x^\top Q^\top\Lambda Q x"
+
+    @classmethod
+    def isotropic(cls, curvature: float, *, dim: int) -> Quadratic:
+        """The same curvature in every direction."""
+        return cls([check_positive("curvature", curvature)] * check_count("dim", dim))
+
+    def value(self, x: Array) -> Array:
+        """Half the quadratic form."""
+        y = x @ self.rotation.T
+        return 0.5 * ((y * y) @ self.curvatures)
+
+    def gradient(self, x: Array) -> Array:
+        """Hessian times x."""
+        return x @ self.hessian
+
+    def hessian_norm(self, x: Array) -> Array:
+        """The largest curvature, everywhere."""
+        return np.full(x.shape[:-1], self.curvatures.max())
+
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Hessian times ``v``, whatever ``x``."""
+        return np.broadcast_to(v, x.shape) @ self.hessian
+
+    @property
+    def minimum(self) -> float:
+        """Zero."""
+        return 0.0
+
+    def frontier(self, L1: float) -> float:
+        """The largest curvature, for every L1."""
+        check_nonnegative("L1", L1)
+        return float(self.curvatures.max())
+
+
+def random_rotation(dim: int, seed: int | None) -> Array:
+    """A rotation drawn uniformly; the identity without a seed."""
+    if seed is None:
+        return np.eye(dim)
+    from scipy.stats import special_ortho_group
+
+    if dim == 1:
+        return np.eye(1)
+    return np.asarray(special_ortho_group.rvs(dim, random_state=seed))

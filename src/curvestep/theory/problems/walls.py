@@ -1,0 +1,285 @@
+"""The functions of the lower bound: exponential walls, as printed and corrected, and the slow valley."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.theory.problems.base import Array, Problem, ScalarProblem
+from curvestep.theory.problems.polynomials import random_rotation
+
+# 2/(k+2)!, so that φ(a) = a²/2 · Σ_k c_k aᵏ: at a = 1/2 the first term left out is below 1e-18.
+_PHI_SERIES = np.array([2.0 / math.factorial(k + 2) for k in range(14)])
+
+
+def phi(a: Array | float) -> Array:
+    r"""The function :math:`\varphi(a) = e^a - a - 1`, accurate near zero and ``inf`` beyond overflow.
+
+    Example:
+        >>> phi(np.array([1e-9, 1.0]))  # by the formula, the first would be 0 or noise
+        array([5.00000000e-19, 7.18281828e-01])
+    """
+    a = np.asarray(a, dtype=np.float64)
+    small = np.clip(a, -0.5, 0.5)
+    with np.errstate(over="ignore"):
+        return np.where(
+            np.abs(a) < 0.5,
+            0.5 * small * small * np.polynomial.polynomial.polyval(small, _PHI_SERIES),
+            np.expm1(a) - a,
+        )
+
+
+class ExponentialWall(ScalarProblem):
+    r"""The function whose Hessian is :math:`L_0 + L_1\lVert\nabla f\rVert` *everywhere*.
+
+    .. math::
+        f(x) = \frac{L_0}{L_1^2}\left(e^{L_1|x|} - L_1|x| - 1\right), \qquad
+        f'(x) = \frac{L_0}{L_1}\left(e^{L_1|x|} - 1\right)\operatorname{sgn} x
+
+    It is twice continuously differentiable, and every two-point inequality about (L0, L1)-smooth functions
+    is an equality on it: the canonical test function. With gradient norm :math:`M` at
+    :math:`x_0 = \ln(1 + L_1M/L_0)/L_1`, fixed-step descent diverges exactly for steps above :math:`2x_0/M`.
+
+    Beyond overflow value and curvature are ``inf`` and the gradient is ±``inf``, without a warning.
+
+    Args:
+        L0: Curvature at the minimum, :math:`L_0 > 0`.
+        L1: Growth rate, :math:`L_1 > 0`.
+
+    Note:
+        This corrects the paper's function (row 14), which is :class:`PrintedWall`.
+
+    Example:
+        >>> wall = ExponentialWall(L0=1.0, L1=5.0)
+        >>> x = np.array([-2.0, 0.0, 0.3])
+        >>> bool(np.allclose(wall.hessian_norm(x), 1.0 + 5.0 * wall.grad_norm(x)))
+        True
+        >>> round(wall.start(M=50.0), 4), round(wall.largest_step(M=50.0), 6)
+        (1.1051, 0.044204)
+    """
+
+    def __init__(self, *, L0: float, L1: float) -> None:
+        super().__init__()
+        self.L0, self.L1 = float(check_positive("L0", L0)), float(check_positive("L1", L1))
+        self.name = "exponential wall"
+        self.formula = r"\frac{L_0}{L_1^2}(e^{L_1|x|} - L_1|x| - 1)"
+
+    def value(self, x: Array) -> Array:
+        """Values, accurate near 0."""
+        return (self.L0 / self.L1**2) * phi(self.L1 * np.abs(x))
+
+    def gradient(self, x: Array) -> Array:
+        """Derivatives, ±inf beyond overflow."""
+        return np.copysign(self._slope(x), x)
+
+    def curvature(self, x: Array) -> Array:
+        """Second derivatives, L0 + L1|f'|."""
+        return self.L0 + self.L1 * self._slope(x)
+
+    def _slope(self, x: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return (self.L0 / self.L1) * np.expm1(self.L1 * np.abs(x))
+
+    @property
+    def minimum(self) -> float:
+        """Zero."""
+        return 0.0
+
+    def frontier(self, L1: float) -> float:
+        """L0 from the wall's own L1 upwards; below it no L0 is enough."""
+        return self.L0 if check_nonnegative("L1", L1) >= self.L1 else math.inf
+
+    def start(self, *, M: float) -> float:
+        """The point with gradient norm ``M``."""
+        return math.log1p(self.L1 * check_positive("M", M) / self.L0) / self.L1
+
+    def largest_step(self, *, M: float) -> float:
+        """The step size above which fixed-step descent from ``start(M=M)`` diverges."""
+        return 2.0 * self.start(M=M) / M
+
+
+class PrintedWall(ScalarProblem):
+    r"""The paper's fast function of Theorem 4, as printed.
+
+    .. math::
+        f(x) = \begin{cases} \tfrac{L_1}{2}x^2 + \tfrac1{2L_1} & |x| \le 1/L_1 \\
+                             \tfrac{1}{L_1 e}\,e^{L_1|x|}      & |x| > 1/L_1 \end{cases}
+
+    The joints are twice continuously differentiable. The paper places it in the class with :math:`L_0 = 1`;
+    but :math:`f''(0) = L_1` where :math:`f'(0) = 0`, so it needs :math:`L_0 \ge L_1` (row 14).
+
+    Example:
+        >>> PrintedWall(L1=5.0).frontier(5.0)  # claimed: 1
+        5.0
+    """
+
+    def __init__(self, *, L1: float) -> None:
+        super().__init__()
+        self.L1 = float(check_positive("L1", L1))
+        self.name = "exponential wall as printed"
+        self.formula = r"\frac{L_1}{2}x^2 + \frac{1}{2L_1},\ \frac{1}{L_1 e}e^{L_1|x|}"
+
+    def value(self, x: Array) -> Array:
+        """Values on the three pieces."""
+        a = self.L1 * np.abs(x)
+        with np.errstate(over="ignore"):
+            return np.where(a <= 1, 0.5 * (a * a + 1), np.exp(a - 1)) / self.L1
+
+    def gradient(self, x: Array) -> Array:
+        """Derivatives, ±inf beyond overflow."""
+        return np.copysign(self._slope(x), x)
+
+    def curvature(self, x: Array) -> Array:
+        """Second derivatives."""
+        a = self.L1 * np.abs(x)
+        with np.errstate(over="ignore"):
+            return self.L1 * np.where(a <= 1, 1.0, np.exp(a - 1))
+
+    def _slope(self, x: Array) -> Array:
+        a = self.L1 * np.abs(x)
+        with np.errstate(over="ignore"):
+            return np.where(a <= 1, a, np.exp(a - 1))
+
+    @property
+    def minimum(self) -> float:
+        """The value at 0, 1/(2 L1)."""
+        return 0.5 / self.L1
+
+    def frontier(self, L1: float) -> float:
+        """The wall's own L1, from that L1 upwards; below it no L0 is enough."""
+        return self.L1 if check_nonnegative("L1", L1) >= self.L1 else math.inf
+
+    def start(self, *, M: float) -> float:
+        """The point with gradient norm ``M``, (ln M + 1)/L1 for M ≥ 1."""
+        check_positive("M", M)
+        return (math.log(M) + 1) / self.L1 if M >= 1 else M / self.L1
+
+    def largest_step(self, *, M: float) -> float:
+        """The step size above which fixed-step descent from ``start(M=M)`` diverges."""
+        return 2.0 * self.start(M=M) / M
+
+
+class RotatedWalls(Problem):
+    r"""A wall in every coordinate of a rotated frame, :math:`f(x) = \sum_i w\big((Qx)_i\big)`.
+
+    The Hessian norm is :math:`\max_i (L_0 + L_1|w'|)`, at most :math:`L_0 + L_1\lVert\nabla f\rVert`: the sum
+    has the frontier of one :class:`ExponentialWall`, in any dimension.
+
+    Args:
+        L0: Curvature at the minimum.
+        L1: Growth rate.
+        dim: Number of dimensions.
+        rotation_seed: Seed of the rotation :math:`Q`; without it :math:`Q = I`.
+
+    Example:
+        >>> f = RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0)
+        >>> x = np.array([0.5, -1.0, 2.0])
+        >>> bool(f.hessian_norm(x) <= 1.0 + 2.0 * f.grad_norm(x)), f.frontier(2.0)
+        (True, 1.0)
+    """
+
+    def __init__(self, *, L0: float, L1: float, dim: int, rotation_seed: int | None = None) -> None:
+        self.wall = ExponentialWall(L0=L0, L1=L1)
+        self.event_shape = (check_count("dim", dim),)
+        self.rotation = random_rotation(dim, rotation_seed)
+        self.name = f"exponential walls in {dim} dimensions"
+        self.formula = r"\sum_i w((Qx)_i)"
+
+    def value(self, x: Array) -> Array:
+        """Sum of the walls."""
+        return self.wall.value(x @ self.rotation.T).sum(axis=-1)
+
+    def gradient(self, x: Array) -> Array:
+        """The walls' slopes, rotated back."""
+        return self.wall.gradient(x @ self.rotation.T) @ self.rotation
+
+    def hessian_norm(self, x: Array) -> Array:
+        """The largest curvature of a wall."""
+        return self.wall.curvature(x @ self.rotation.T).max(axis=-1)
+
+    def hessian_vector(self, x: Array, v: Array) -> Array:
+        """Curvatures times ``v`` in the rotated frame."""
+        return (self.wall.curvature(x @ self.rotation.T) * (v @ self.rotation.T)) @ self.rotation
+
+    @property
+    def minimum(self) -> float:
+        """Zero."""
+        return 0.0
+
+    def frontier(self, L1: float) -> float:
+        """As that of one wall."""
+        return self.wall.frontier(L1)
+
+
+class SlowValley(ScalarProblem):
+    r"""The paper's slow function of Theorem 4: a long slope of twice the wanted gradient norm.
+
+    .. math::
+        f(x) = \begin{cases} \tfrac{\varepsilon}{4}(6x^2 - x^4)          & |x| \le 1 \\
+                             2\varepsilon(|x| - 1) + \tfrac54\varepsilon & |x| > 1 \end{cases}
+
+    Twice continuously differentiable, with :math:`|f'| \le 2\varepsilon` and :math:`f'' \le 3\varepsilon`:
+    the paper does not say that it needs :math:`3\varepsilon \le L_0` and :math:`2\varepsilon \le M` (row 15).
+    ``slope`` and ``width`` stretch it to :math:`\tfrac12 sw\,f(x/w)`, with slope :math:`s\varepsilon`
+    and greatest curvature :math:`\tfrac32 s\varepsilon/w`.
+
+    Args:
+        eps: The gradient norm :math:`\varepsilon > 0` that descent is to reach.
+        slope: The slope outside in units of ``eps``, :math:`s > 1`; the paper's is 2.
+        width: Where the slope begins, :math:`w > 0`; the paper's is 1.
+
+    Example:
+        >>> valley = SlowValley(eps=0.5)
+        >>> valley.frontier(1.0)  # more than the claimed 1
+        1.5
+        >>> valley.gradient(np.array([-7.0, 0.0, 7.0]))
+        array([-1.,  0.,  1.])
+    """
+
+    def __init__(self, eps: float, *, slope: float = 2.0, width: float = 1.0) -> None:
+        super().__init__()
+        self.eps, self.width = float(check_positive("eps", eps)), float(check_positive("width", width))
+        if not (math.isfinite(slope) and slope > 1):
+            raise ValueError(f"`slope` must be more than 1, or descent has nothing to do, got {slope!r}.")
+        self.slope = float(slope)
+        self._height = 0.5 * self.slope * self.width * self.eps
+        self._constants = tuple(map(np.array, (self.width, -1.0, 1.0, 3.0, self._height / self.width)))
+        self.name = "slow valley"
+        self.formula = r"\frac{\varepsilon}{4}(6x^2 - x^4),\ 2\varepsilon(|x| - 1) + \frac{5\varepsilon}{4}"
+
+    def value(self, x: Array) -> Array:
+        """Values on the three pieces."""
+        u = np.abs(x) / self.width
+        v = np.minimum(u, 1.0) ** 2
+        return self._height * (0.25 * v * (6.0 - v) + 2.0 * np.maximum(u - 1.0, 0.0))
+
+    def gradient(self, x: Array) -> Array:
+        """Derivatives, ±slope·eps outside."""
+        # Arrays for the constants, and no np.clip: on few points numpy's overhead is all the cost.
+        width, left, right, three, factor = self._constants
+        u = np.minimum(np.maximum(x / width, left), right)
+        return factor * (u * (three - u * u))
+
+    def curvature(self, x: Array) -> Array:
+        """Second derivatives, zero outside."""
+        u = np.clip(x / self.width, -1.0, 1.0)
+        return (3.0 * self._height / self.width**2) * (1.0 - u * u)
+
+    @property
+    def minimum(self) -> float:
+        """Zero."""
+        return 0.0
+
+    def frontier(self, L1: float) -> float:
+        """The curvature at 0, for every L1: there the gradient vanishes."""
+        check_nonnegative("L1", L1)
+        return 3.0 * self._height / self.width**2
+
+    def start(self, *, gap: float) -> float:
+        """The point on the slope with f(x) − f* = ``gap``."""
+        edge = 1.25 * self._height
+        if not (math.isfinite(gap) and gap >= edge):
+            raise ValueError(f"`gap` must be at least {edge:g}, where the slope begins, got {gap!r}.")
+        return self.width + (gap - edge) / (self.slope * self.eps)

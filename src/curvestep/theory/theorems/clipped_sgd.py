@@ -1,0 +1,293 @@
+r"""With noise: Theorem 7 (clipped), Theorem 8 (plain), and the rule that says when clipping wins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.theory.rules import FixedStep, ShiftedClippedStep
+from curvestep.theory.theorems.clipped_gd import SHARP_CONSTANT
+from curvestep.theory.theorems.guarantee import (
+    Assumption,
+    Guarantee,
+    check_version,
+    ratio,
+    require,
+    smooth_on,
+)
+
+
+def noise_term(*, L0: float, L1: float, tau: float) -> float:
+    r"""What noise of radius τ costs, :math:`V = (5L_0 + 2L_1\tau)\tau^2`.
+
+    Example:
+        >>> noise_term(L0=1.0, L1=2.0, tau=0.5)
+        1.75
+    """
+    return (5 * L0 + 2 * L1 * tau) * tau**2
+
+
+def theorem7(
+    *,
+    L0: float,
+    L1: float,
+    gap: float,
+    eps: float,
+    tau: float,
+    version: str = "corrected",
+    num_steps: int | None = None,
+) -> Guarantee:
+    r"""Theorem 7: stochastic clipped descent reaches gradient norm ε with probability at least ½.
+
+    With :math:`V = (5L_0 + 2L_1\tau)\tau^2`, :math:`\Delta_0 = f(x_0) - f^*` and
+    :math:`\Delta = \Delta_0 + V + 9\tau L_0^2/L_1`:
+
+    ========== ================================ ==============================================================
+    version    step size, η = min{1/(20 L0),    iterations at most
+               1/(128 L1 τ), …}
+    ========== ================================ ==============================================================
+    printed    min{η, 1/(16 **η** L1 (g + τ))}, Δ max{128 L1/ε, 4Δ/ε⁴, (80 L0 + 512 L1 τ)/ε²}
+               … = 1/√T
+    corrected  min{η, 1/(16 L1 (g + τ))},       Δ max{256 L1/ε, 64Δ/ε⁴, 160 L0/ε², 1024 L1 τ/ε²}
+               … = 1/√T
+    sharp      min{η, 1/(16 L1 (g + τ))},       8(1+θ) Δ0 max{A, 8(1+θ)V/(θε⁴)}, with
+               … = √(θ Δ0/(T V))                A = max{32 L1/ε, 20 L0/ε², 128 L1 τ/ε²}
+    ========== ================================ ==============================================================
+
+    What was wrong (row 19): an extra η in the clip, with which the steps grow like √T and descent can cycle
+    for ever; a factor 4 lost in the sum, a factor 2 lost under the root, and Markov's inequality used
+    backwards, so that the printed T is up to 16 times too small. The sharp version drops
+    :math:`9\tau L_0^2/L_1` (where clipping cannot fire the step is deterministic and the term vanishes), fits
+    the units, and is never larger than the corrected one. Its θ, the noise's share of the budget, is the best
+    in (0, 1]: with :math:`B = V/\varepsilon^4`, it is 1 for :math:`A \le 16B` (then the bound is
+    :math:`256\Delta_0V/\varepsilon^4`), else :math:`8B/(A - 8B)`.
+
+    Args:
+        L0: :math:`L_0 > 0`.
+        L1: :math:`L_1 > 0`.
+        gap: :math:`\Delta_0 > 0`.
+        eps: The gradient norm to reach.
+        tau: Radius :math:`\tau \ge 0` of the noise.
+        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+        num_steps: T, at least the bound; the bound rounded up if not given.
+
+    Example:
+        >>> numbers = dict(L0=1.0, L1=5.0, gap=1.0, eps=0.5, tau=0.1)
+        >>> [round(theorem7(**numbers, version=v).bound) for v in ("printed", "corrected", "sharp")]
+        [1667, 3174, 2623]
+        >>> theorem7(**numbers).hyperparameters["cap"]  # the longest step
+        0.0125
+        >>> round(theorem7(**numbers, version="printed").hyperparameters["cap"], 4)
+        0.8
+    """
+    _check(L0=L0, L1=L1, eps=eps, tau=tau)
+    check_positive("gap", gap)
+    check_version(version)
+    needs = require(Assumption("L1 > 0", L1 > 0))
+    V = noise_term(L0=L0, L1=L1, tau=tau)
+    share = 1.0
+    if version == "sharp":
+        A, B = max(32 * L1 / eps, 20 * L0 / eps**2, 128 * L1 * tau / eps**2), V / eps**4
+        share = 1.0 if A <= 16 * B else 8 * B / (A - 8 * B)
+        bound = 8 * (1 + share) * gap * max(A, ratio(8 * (1 + share) * B, share) if B > 0 else 0.0)
+    else:
+        delta = gap + V + 9 * tau * L0**2 / L1
+        if version == "printed":
+            bound = delta * max(128 * L1 / eps, 4 * delta / eps**4, (80 * L0 + 512 * L1 * tau) / eps**2)
+        else:
+            terms = (256 * L1 / eps, 64 * delta / eps**4, 160 * L0 / eps**2, 1024 * L1 * tau / eps**2)
+            bound = delta * max(terms)
+    T = _horizon(bound, num_steps)
+    last = math.sqrt(ratio(share * gap, T * V)) if version == "sharp" else 1 / math.sqrt(T)
+    lr = min(1 / (20 * L0), ratio(1.0, 128 * L1 * tau), last)
+    cap = 1 / (16 * L1 * (lr if version == "printed" else 1.0))
+    return Guarantee(
+        theorem="Theorem 7",
+        version=version,
+        row=19,
+        kind="upper",
+        bound=bound,
+        rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
+        assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
+        L0=L0,
+        L1=L1,
+        gap=gap,
+        eps=eps,
+        tau=tau,
+        num_steps=T,
+    )
+
+
+def theorem8(
+    *,
+    L0: float,
+    L1: float,
+    gap: float,
+    eps: float,
+    M: float,
+    tau: float,
+    version: str = "corrected",
+    num_steps: int | None = None,
+) -> Guarantee:
+    r"""Theorem 8: plain stochastic descent reaches gradient norm ε with probability at least ½.
+
+    With :math:`V = (5L_0 + 4L_1M)(M + \tau)^2` and :math:`K = L_0 + L_1M`:
+
+    ========== ============================ ========================================
+    version    step size                    iterations at most
+    ========== ============================ ========================================
+    printed    min{1/√T, 1/(L1 (M + τ))}    (Δ + V)²/ε⁴
+    corrected  1/√T                         max{(2Δ + V)²/ε⁴, L1² (M + τ)²}
+    sharp      min{1/K, ε²/(4 K τ²)}        (8 K Δ/ε²) max{1, 4τ²/ε²}
+    ========== ============================ ========================================
+
+    What was wrong (row 21): M bounds the gradient only where f ≤ f(x0), which noise leaves, so it must hold
+    *everywhere*; a factor 2 from Markov's inequality; and 1/√T is the step only if T ≥ L1²(M + τ)². The
+    (M + τ)² in place of τ² makes plain descent look far slower than it is: the sharp version is the fair one.
+
+    Args:
+        L0: :math:`L_0 > 0`.
+        L1: :math:`L_1 \ge 0`.
+        gap: :math:`\Delta = f(x_0) - f^*`.
+        eps: The gradient norm to reach.
+        M: Largest gradient norm, everywhere.
+        tau: Radius :math:`\tau \ge 0` of the noise.
+        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+        num_steps: T, at least the bound; the bound rounded up if not given.
+
+    Example:
+        >>> numbers = dict(L0=1.0, L1=1.0, gap=1.0, eps=0.5, M=2.0, tau=0.5)
+        >>> [round(theorem8(**numbers, version=v).bound) for v in ("printed", "corrected", "sharp")]
+        [108241, 110889, 384]
+    """
+    _check(L0=L0, L1=L1, eps=eps, tau=tau)
+    check_nonnegative("gap", gap)
+    check_positive("M", M)
+    check_version(version)
+    V, K = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2, L0 + L1 * M
+    if version == "printed":
+        bound = (gap + V) ** 2 / eps**4
+    elif version == "corrected":
+        bound = max((2 * gap + V) ** 2 / eps**4, (L1 * (M + tau)) ** 2)
+    else:
+        bound = 8 * K * gap / eps**2 * max(1.0, 4 * tau**2 / eps**2)
+    T = _horizon(bound, num_steps)
+    lr = {
+        "printed": min(1 / math.sqrt(T), ratio(1.0, L1 * (M + tau))),
+        "corrected": 1 / math.sqrt(T),
+        "sharp": min(1 / K, ratio(eps**2, 4 * K * tau**2)),
+    }[version]
+    where = "where f ≤ f(x0)" if version == "printed" else "everywhere"
+    return Guarantee(
+        theorem="Theorem 8",
+        version=version,
+        row=21,
+        kind="upper",
+        bound=bound,
+        rule=FixedStep(lr=lr),
+        assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
+        L0=L0,
+        L1=L1,
+        gap=gap,
+        eps=eps,
+        M=M,
+        tau=tau,
+        num_steps=T,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingVerdict:
+    """Whether clipping pays, in words and numbers.
+
+    Attributes:
+        kappa: 1 + L1·M/L0: how much curvature, and with it the safe step, differs between start and end.
+        threshold: τ + L0/L1, the gradient norm that M has to exceed by far.
+        excess: M over that threshold.
+        deterministic_gain: Bound of the best fixed step over that of clipping, without noise, as ε → 0.
+        stochastic_gain: The same for the ε⁻⁴ terms of the two stochastic theorems; ``None`` without noise.
+        verdict: ``"clipping wins"`` (excess ≥ 10), ``"no need to clip"`` (< 1) or ``"clipping may help"``.
+        words: The verdict with its reasons, in a sentence or two.
+    """
+
+    kappa: float
+    threshold: float
+    excess: float
+    deterministic_gain: float
+    stochastic_gain: float | None
+    verdict: str
+    words: str
+
+
+def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> ClippingVerdict:
+    r"""Whether clipping beats a fixed step: it does where :math:`M \gg \tau + L_0/L_1`.
+
+    Large gradients must come from the landscape, not from noise. The rule compares the leading terms
+    :math:`32(L_0 + L_1M)\tau^2\Delta/\varepsilon^4` of Theorem 8 and
+    :math:`256(5L_0 + 2L_1\tau)\tau^2\Delta/\varepsilon^4` of Theorem 7 (both sharp) up to constants; without
+    noise it is :math:`\kappa = 1 + L_1M/L_0` against 1.
+
+    Args:
+        L0: :math:`L_0 > 0`.
+        L1: :math:`L_1 \ge 0`.
+        M: Largest gradient norm, :math:`M \ge 0`.
+        tau: Radius :math:`\tau \ge 0` of the noise.
+
+    Example:
+        >>> print(when_clipping_wins(L0=1.0, L1=10.0, M=50.0, tau=0.1).words)
+        Clipping wins: gradients reach 50, 250 times τ + L0/L1 = 0.2, so they come from the landscape and the
+        safe step at the start is 501 times smaller than at the end.
+        >>> when_clipping_wins(L0=1.0, L1=10.0, M=50.0, tau=100.0).verdict
+        'no need to clip'
+    """
+    check_positive("L0", L0)
+    check_nonnegative("L1", L1)
+    check_nonnegative("M", M)
+    check_nonnegative("tau", tau)
+    kappa, threshold = 1 + L1 * M / L0, tau + ratio(L0, L1)
+    excess = M / threshold
+    verdict = "clipping wins" if excess >= 10 else "clipping may help" if excess >= 1 else "no need to clip"
+    origin = {
+        "clipping wins": (
+            f"so they come from the landscape and the safe step at the start is {kappa:.4g} times smaller "
+            "than at the end."
+        ),
+        "clipping may help": "which is not far above it: expect little.",
+        "no need to clip": "which is below it: " + _why_not(M, tau, L0, L1),
+    }[verdict]
+    reach = f"gradients reach {M:.4g}, {excess:.3g} times τ + L0/L1 = {threshold:.4g}"
+    return ClippingVerdict(
+        kappa=kappa,
+        threshold=threshold,
+        excess=excess,
+        deterministic_gain=2 * kappa / SHARP_CONSTANT,
+        stochastic_gain=None if tau == 0 else 32 * (L0 + L1 * M) / (256 * (5 * L0 + 2 * L1 * tau)),
+        verdict=verdict,
+        words=f"{verdict.capitalize()}: {reach}, {origin}",
+    )
+
+
+def _why_not(M: float, tau: float, L0: float, L1: float) -> str:
+    if tau > ratio(L0, L1):
+        return "gradients are mostly noise, and clipping noise only adds bias."
+    return "curvature hardly changes with the gradient, and a fixed step 1/(L0 + L1·M) does as well."
+
+
+def _horizon(bound: float, num_steps: int | None) -> int:
+    if num_steps is None:
+        return max(1, math.ceil(bound))
+    check_count("num_steps", num_steps)
+    require(Assumption(f"num_steps ≥ {bound:.6g}", num_steps >= bound))
+    return int(num_steps)
+
+
+def _noise(tau: float) -> tuple[Assumption, ...]:
+    return (Assumption(f"unbiased gradients with noise at most τ = {tau:g}, always"),)
+
+
+def _check(*, L0: float, L1: float, eps: float, tau: float) -> None:
+    check_positive("L0", L0)
+    check_nonnegative("L1", L1)
+    check_positive("eps", eps)
+    check_nonnegative("tau", tau)

@@ -1,0 +1,257 @@
+r"""Lemmas 2, 9 and 11 to 13, as numbers and as inequalities to check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from curvestep._checks import check_nonnegative, check_positive
+from curvestep.theory.problems.base import Array
+from curvestep.theory.problems.polynomials import Polynomial
+from curvestep.theory.theorems.guarantee import Assumption, Bound, check_version, require
+
+
+def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") -> Bound:
+    r"""Lemma 2: the least :math:`L_0` of a polynomial :math:`\sum_i a_ix^i` for a given :math:`L_1 > 0`.
+
+    ``"printed"`` only says that some pair exists for degree 3 and up, so it has no number to give; asked for
+    it, this function checks the degree and returns the sharp one. ``"sharp"``: *every* L1 > 0 has its L0 (row
+    6), in one variable; see :class:`curvestep.theory.Polynomial` for the limits.
+
+    Example:
+        >>> round(lemma2([0, 0, 0, 0, 1], 10.0).value, 12)
+        0.16
+    """
+    check_version(version, ("printed", "sharp"))
+    polynomial = Polynomial(coefficients)
+    needs = [Assumption("a leading coefficient that is not zero", True)]
+    if version == "printed":
+        needs.append(Assumption("degree ≥ 3", polynomial.degree >= 3))
+    return Bound(
+        statement="Lemma 2",
+        version=version,
+        row=6,
+        value=polynomial.frontier(check_positive("L1", L1)),
+        assumptions=require(*needs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientBound:
+    """Lemma 9 applied to numbers.
+
+    Attributes:
+        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+        grad_norm: Largest gradient norm within the distance.
+        hessian_norm: Largest Hessian norm within the distance.
+        assumptions: What the lemma needs.
+    """
+
+    version: str
+    grad_norm: float
+    hessian_norm: float
+    assumptions: tuple[Assumption, ...]
+
+
+def lemma9(
+    grad_norm: float, *, distance: float, L0: float, L1: float, version: str = "sharp"
+) -> GradientBound:
+    r"""Lemma 9: how large the gradient can be within a distance r, by Grönwall's inequality.
+
+    ``"printed"``: :math:`4(L_0/L_1 + g)` for :math:`r \le \min\{1/L_1, 1\}`. ``"corrected"``: e in place of
+    4, for :math:`r \le 1/L_1`. ``"sharp"``: :math:`(g + L_0/L_1)e^{L_1r} - L_0/L_1` for every r, with
+    equality on ``ExponentialWall`` (row 13).
+
+    Example:
+        >>> [round(lemma9(1.0, distance=0.5, L0=1.0, L1=2.0, version=v).grad_norm, 3)
+        ...  for v in ("printed", "corrected", "sharp")]
+        [6.0, 4.077, 3.577]
+    """
+    check_nonnegative("grad_norm", grad_norm)
+    check_nonnegative("distance", distance)
+    check_nonnegative("L0", L0)
+    check_positive("L1", L1)
+    check_version(version)
+    reach = {"printed": min(1 / L1, 1.0), "corrected": 1 / L1, "sharp": math.inf}[version]
+    needs = require(Assumption(f"distance ≤ {reach:g}", distance <= reach * (1 + 1e-12)))
+    total = L0 / L1 + grad_norm
+    if version == "sharp":
+        bound = total * math.exp(L1 * distance) - L0 / L1
+    else:
+        bound = total * (4.0 if version == "printed" else math.e)
+    return GradientBound(version=version, grad_norm=bound, hessian_norm=L0 + L1 * bound, assumptions=needs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inequality:
+    """The two sides of an inequality, for many cases at once.
+
+    Attributes:
+        left: Left sides.
+        right: Right sides; the left must not exceed them.
+    """
+
+    left: Array
+    right: Array
+
+    @property
+    def holds(self) -> Array:
+        """Where the left side does not exceed the right, up to rounding."""
+        return self.left <= self.right + 1e-12 * np.maximum(np.abs(self.left), np.abs(self.right))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyStep:
+    r"""One step of Theorem 7 from a gradient under discrete noise laws, for many laws at once.
+
+    Args:
+        gradient: True gradients, shape ``(..., d)``.
+        noise: The m values that the noise takes, shape ``(..., m, d)``, each at most τ long.
+        probabilities: Their probabilities, shape ``(..., m)``; the mean of the noise must be zero.
+        L0: :math:`L_0 > 0`.
+        L1: :math:`L_1 > 0`.
+        tau: :math:`\tau > 0`.
+        lr: :math:`\eta \le \min\{1/(20L_0), 1/(128L_1\tau)\}`. This and the other constants are one number
+            each, or one for each law.
+
+    Example:
+        >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=1.0, tau=0.1, lr=0.05)
+        >>> all(bool(lemma(step).holds) for lemma in (lemma11, lemma12, lemma13))
+        True
+    """
+
+    gradient: Array
+    noise: Array
+    probabilities: Array
+    L0: ArrayLike
+    L1: ArrayLike
+    tau: ArrayLike
+    lr: ArrayLike
+
+    def __post_init__(self) -> None:
+        for name in ("gradient", "noise", "probabilities", "L0", "L1", "tau", "lr"):
+            value = np.asarray(getattr(self, name), dtype=np.float64)
+            if not np.isfinite(value).all():
+                raise ValueError(f"`{name}` must be finite, got {value!r}.")
+            if name in ("L0", "L1", "tau", "lr") and not (value > 0).all():
+                raise ValueError(f"`{name}` must be positive, got {value!r}.")
+            object.__setattr__(self, name, value)
+        lengths = np.linalg.norm(self.noise, axis=-1)
+        L0, L1, tau, lr = self._constants
+        slack = 1 + 1e-9
+        require(
+            Assumption("noise ≤ tau", bool((lengths <= tau[..., None] * slack).all())),
+            Assumption(
+                "unbiased noise", bool((np.abs(self._mean(self.noise)) <= 1e-9 * tau[..., None]).all())
+            ),
+            Assumption("lr ≤ 1/(20·L0)", bool((lr <= slack / (20 * L0)).all())),
+            Assumption("lr ≤ 1/(128·L1·tau)", bool((lr <= slack / (128 * L1 * tau)).all())),
+        )
+
+    @property
+    def _constants(self) -> tuple[Array, Array, Array, Array]:
+        return np.asarray(self.L0), np.asarray(self.L1), np.asarray(self.tau), np.asarray(self.lr)
+
+    @property
+    def grad_norm(self) -> Array:
+        """Norms of the true gradients."""
+        return np.linalg.norm(self.gradient, axis=-1)
+
+    @property
+    def steps(self) -> Array:
+        """Step sizes for each value of the noise, shape ``(..., m)``, by the corrected rule."""
+        _, L1, tau, lr = self._constants
+        noisy = np.linalg.norm(self.gradient[..., None, :] + self.noise, axis=-1)
+        return np.minimum(lr[..., None], 1 / (16 * L1[..., None] * (noisy + tau[..., None])))
+
+    @property
+    def curvature(self) -> Array:
+        """5 L0 + 4 L1 g, the factor in the descent inequality."""
+        return 5 * np.asarray(self.L0) + 4 * np.asarray(self.L1) * self.grad_norm
+
+    def mean(self, values: Array) -> Array:
+        """Expectations over the noise, of values of shape ``(..., m)``."""
+        return (self.probabilities * values).sum(axis=-1)
+
+    def _mean(self, vectors: Array) -> Array:
+        return (self.probabilities[..., None] * vectors).sum(axis=-2)
+
+    @property
+    def inner(self) -> Array:
+        """⟨∇f, noise⟩ for each value of the noise."""
+        return (self.gradient[..., None, :] * self.noise).sum(axis=-1)
+
+
+def lemma11(step: NoisyStep) -> Inequality:
+    r"""Lemma 11 (T1): what clipping's bias can cost.
+
+    .. math::
+        E[-h\langle\nabla f, g - \nabla f\rangle] \le \tfrac14E[h]\lVert\nabla f\rVert^2
+
+    True for the corrected rule of Theorem 7 (row 20).
+
+    Example:
+        Symmetric noise on a small gradient is not clipped, and costs nothing:
+
+        >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=1.0, tau=0.1, lr=0.05)
+        >>> lemma11(step)
+        Inequality(left=np.float64(0.0), right=np.float64(0.0125))
+    """
+    h = step.steps
+    return Inequality(left=step.mean(-h * step.inner), right=step.mean(h) * step.grad_norm**2 / 4)
+
+
+def lemma12(step: NoisyStep, *, version: str = "printed") -> Inequality:
+    r"""Lemma 12 (T2): what the step's dependence on the noise can cost.
+
+    .. math::
+        E[(5L_0 + 4L_1\lVert\nabla f\rVert)h^2\langle\nabla f, g - \nabla f\rangle]
+        \le 9\eta^2\tau L_0^2/L_1 + \tfrac18E[h]\lVert\nabla f\rVert^2
+
+    as printed. ``"sharp"`` drops the first term: if clipping cannot fire, h = η is not random and the left
+    side is 0; if it can, :math:`\lVert\nabla f\rVert \ge 0.9375L_0/L_1`, and the second term is enough (row
+    19).
+
+    Example:
+        >>> step = NoisyStep(gradient=np.array([0.1]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=0.01, tau=0.1, lr=0.05)
+        >>> [float(lemma12(step, version=v).right.round(7)) for v in ("printed", "sharp")]
+        [0.2250625, 6.25e-05]
+    """
+    check_version(version, ("printed", "sharp"))
+    L0, L1, tau, lr = step._constants
+    h = step.steps
+    right = step.mean(h) * step.grad_norm**2 / 8
+    if version == "printed":
+        right = right + 9 * lr**2 * tau * L0**2 / L1
+    return Inequality(left=step.curvature * step.mean(h**2 * step.inner), right=right)
+
+
+def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
+    r"""Lemma 13 (T3): what the noise's variance can cost.
+
+    .. math::
+        \tfrac12(5L_0 + 4L_1\lVert\nabla f\rVert)E[h^2\lVert g - \nabla f\rVert^2]
+        \le (5L_0 + 2L_1\tau)\eta^2\tau^2 + \tfrac18E[h]\lVert\nabla f\rVert^2
+
+    as printed; ``"sharp"`` has 4.5 in place of 5 (row 20).
+
+    Example:
+        >>> step = NoisyStep(gradient=np.array([0.0]), noise=np.array([[-0.1], [0.1]]),
+        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=0.01, tau=0.1, lr=0.05)
+        >>> [float((lemma13(step, version=v).left / lemma13(step, version=v).right).round(3))
+        ...  for v in ("printed", "sharp")]
+        [0.5, 0.555]
+    """
+    check_version(version, ("printed", "sharp"))
+    L0, L1, tau, lr = step._constants
+    h, squares = step.steps, (step.noise**2).sum(axis=-1)
+    factor = 5.0 if version == "printed" else 4.5
+    right = (factor * L0 + 2 * L1 * tau) * lr**2 * tau**2 + step.mean(h) * step.grad_norm**2 / 8
+    return Inequality(left=step.curvature / 2 * step.mean(h**2 * squares), right=right)

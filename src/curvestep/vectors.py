@@ -1,0 +1,262 @@
+r"""Norms over lists of tensors: one vector, stored in pieces.
+
+The norm of a gradient is the number everything in this package turns on, so it is computed with care:
+accurate to about 1e-7 however large the tensors are, finite whenever the exact value is, and not rounded to
+zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded tensors count alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from curvestep._kernel import View, native
+from curvestep._torch import foreach_norm
+
+# torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
+# 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
+# hardly slower, and all threads take part.
+ROW = 512
+# Up to this size a tensor is not worth cutting into rows: 1e-7, and 5e-5 at worst, if all entries are equal.
+MIDDLE = 1 << 16
+# Vectors up to this size are joined first: a call for each would cost more than the copy.
+TINY = 1 << 10
+
+# Between these norms no square of an entry that matters has overflowed or vanished.
+_SAFE = {torch.float64: (1e-140, 1e150)}
+_SAFE_SINGLE = (1e-12, 1e18)
+
+_dtype, _layout, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    r"""Euclidean norm of all ``tensors`` taken as one vector.
+
+    .. math::
+        \Bigl(\sum_i \lVert t_i \rVert^2\Bigr)^{1/2}
+
+    Args:
+        tensors: Dense, sparse, complex or DTensor tensors of any dtype and shape, on any devices. Sparse
+            tensors count each index once (duplicates are added up first); the shards of DTensors are
+            counted across all ranks, so every rank must call.
+
+    Returns:
+        A scalar tensor: float64 on CPU; on an accelerator it stays there and nothing waits for it. No
+        tensors at all have norm zero.
+
+    Example:
+        >>> global_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]).item()
+        5.0
+        >>> global_norm([torch.full((4,), 1e30, dtype=torch.float32)]).item() / 1e30
+        2.0000000...
+    """
+    dense, sharded = _sort(tensors)
+    norms = [_norm_of_kind(kind) for kind in _by_kind(dense).values()]
+    norms += [_sharded_norm(kind) for kind in sharded.values()]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(_on_one_device(norms)))
+
+
+def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
+    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number: the fast path.
+
+    ``view`` is where they lie, if that is known already.
+
+    Example:
+        >>> cpu_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
+        5.0
+    """
+    if not tensors:
+        return 0.0
+    dtype = tensors[0].dtype
+    kernel = native()
+    if kernel is not None and view is None:
+        view = kernel.view(list(tensors))
+    if kernel is not None and view is not None:
+        norm = math.sqrt(kernel.sum_of_squares(view))
+    else:
+        norm = _norm_by_torch(tensors)
+    low, high = _SAFE.get(dtype, _SAFE_SINGLE)
+    return norm if low < norm < high else _rescaled_norm(tensors)
+
+
+def cpu_distance(new: Tensor, old: Tensor) -> float | None:
+    """Norm of ``new - old``, of which nothing is stored; None where the kernel cannot take the tensors.
+
+    Of numbers so large or so small that their squares are not what they should be it says None too.
+
+    Example:
+        >>> distance = cpu_distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]))
+        >>> distance in (5.0, None)
+        True
+    """
+    kernel = native()
+    plain = kernel is not None and type(new) is Tensor and type(old) is Tensor
+    view = kernel.view([new], [old]) if kernel is not None and plain else None
+    if kernel is None or view is None:
+        return None
+    distance = math.sqrt(kernel.squared_distance(view))
+    low, high = _SAFE.get(new.dtype, _SAFE_SINGLE)
+    return distance if low < distance < high else None
+
+
+def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
+    """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    middle, matrices = _sorted_by_size(tensors)
+    norms = [norm.item() for norm in foreach_norm()(middle, 2, dtype=wide)] if middle else []
+    if matrices:
+        rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=wide) for matrix in matrices]
+        norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
+    return math.hypot(*norms)  # neither overflows nor loses digits
+
+
+def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`cpu_norm` may be used: plain tensors of one real floating dtype, dense and on CPU."""
+    # By sets, which loop in C: this runs in every step.
+    dtypes = set(map(_dtype, tensors))
+    return (
+        len(dtypes) == 1
+        and dtypes.pop().is_floating_point
+        and set(map(type, tensors)) == {Tensor}
+        and set(map(_layout, tensors)) == {torch.strided}
+        and all(map(_is_cpu, tensors))
+    )
+
+
+def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The same numbers as tensors of middle size, tiny vectors joined, and as matrices with rows of `ROW`."""
+    tiny, middle, matrices = [], [], []
+    for t in tensors:
+        size = t.numel()
+        if size > MIDDLE:
+            matrices += _rows(_as_vector(t), size)
+        elif size <= TINY and t.dim() == 1:
+            tiny.append(t)
+        else:
+            middle.append(t)
+    if tiny:
+        joined = torch.cat(tiny)
+        if joined.numel() <= MIDDLE:
+            middle.append(joined)
+        else:
+            matrices += _rows(joined, joined.numel())
+    return middle, matrices
+
+
+def _rows(vector: Tensor, size: int) -> list[Tensor]:
+    """``vector`` in rows; what is left over is a shorter row, unless its size has a divisor that suits."""
+    length = _row_length(size)
+    if length:
+        return [vector.view(-1, length)]
+    full = size // ROW * ROW
+    return [vector[:full].view(-1, ROW), vector[full:].view(1, -1)]
+
+
+@cache
+def _row_length(size: int) -> int:
+    """Largest divisor of ``size`` between `ROW`/2 and `ROW`, or zero."""
+    return next((n for n in range(ROW, ROW // 2 - 1, -1) if size % n == 0), 0)
+
+
+def _as_vector(t: Tensor) -> Tensor:
+    """A one-dimensional view of ``t``, in the order of memory where that spares a copy."""
+    if t.is_contiguous():
+        return t.view(-1)
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    permuted = t.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else t.reshape(-1)
+
+
+def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
+    """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
+    entries = [t for t in tensors if t.numel()]
+    largest = max((t.abs().max().item() for t in entries), default=0.0, key=_nan_first)
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in entries))
+
+
+def _nan_first(x: float) -> float:
+    return math.inf if math.isnan(x) else x
+
+
+def _sort(tensors: Iterable[Tensor]) -> tuple[list[Tensor], dict[tuple, list[Any]]]:
+    """Dense real tensors, and local parts of sharded ones by their layout across ranks."""
+    dense: list[Tensor] = []
+    sharded: dict[tuple, list[Any]] = {}
+    for t in tensors:
+        if is_sharded(t):
+            sharded.setdefault((t.device_mesh, t.placements), []).append(t)
+        else:
+            dense.append(_real_and_dense(t))
+    return dense, sharded
+
+
+def _real_and_dense(t: Tensor) -> Tensor:
+    t = t.detach() if t.requires_grad else t
+    if t.layout != torch.strided:
+        t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def is_sharded(t: Tensor) -> TypeGuard[Any]:
+    """Whether ``t`` is a DTensor, spread over several processes."""
+    return type(t) is not Tensor and hasattr(t, "placements") and hasattr(t, "device_mesh")
+
+
+def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor spread over ranks like ``like``, or as it is."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple, list[Tensor]]:
+    kinds: dict[tuple, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.dtype, t.device), []).append(t)
+    return kinds
+
+
+def _norm_of_kind(tensors: list[Tensor]) -> Tensor:
+    """Norm of real, dense tensors of one dtype and device."""
+    if tensors[0].device.type == "cpu":
+        return torch.tensor(cpu_norm(tensors), dtype=torch.float64)
+    return device_norm(tensors)
+
+
+def device_norm(tensors: list[Tensor]) -> Tensor:
+    """Norm of real, dense tensors of one dtype on an accelerator, as a tensor that nobody has waited for."""
+    # Summed in float64 where there is one: then the range needs no check, and a check would wait.
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(torch.stack(foreach_norm()(tensors, 2, dtype=wide)))
+
+
+def _sharded_norm(tensors: list[Any]) -> Tensor:
+    """Norm of DTensors with one mesh and placement: each rank's part, then one sum over the ranks."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placements = tensors[0].device_mesh, tensors[0].placements
+    if any(p.is_partial() for p in placements):
+        placements = [Replicate() if p.is_partial() else p for p in placements]
+        tensors = [t.redistribute(mesh, placements) for t in tensors]
+    local = [t.to_local() for t in tensors]
+    square = global_norm(local).to(local[0].device) ** 2
+    parts = [Partial() if p.is_shard() else Replicate() for p in placements]
+    return DTensor.from_local(square, mesh, parts, run_check=False).full_tensor().sqrt()
+
+
+def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
+    away = [n.device for n in norms if n.device.type != "cpu"]
+    return [n.to(away[0] if away else "cpu", torch.float64) for n in norms]

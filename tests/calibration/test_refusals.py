@@ -1,0 +1,212 @@
+"""What cannot be calibrated is refused, in words that say what to do."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from curvestep import calibrate
+
+
+def setting(dtype=torch.float64):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    batches = [(torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))) for _ in range(4)]
+    return model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches
+
+
+def test_no_batches():
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match="`batches` must hold at least one batch"):
+        calibrate(model, loss, [])
+    used_up = iter(batches)
+    list(used_up)
+    with pytest.raises(ValueError, match="used-up iterator"):
+        calibrate(model, loss, used_up)
+    with pytest.raises(TypeError, match="Put a single batch in a list"):
+        calibrate(model, loss, batches[0][0])
+
+
+def test_arguments_of_another_kind_are_named():
+    model, loss, batches = setting()
+    with pytest.raises(TypeError, match=r"`loss_of_batch` must be a function.*got a list.*The order is"):
+        calibrate(model, batches, loss)
+    with pytest.raises(TypeError, match=r"`loss_of_batch` must be a function.*got a Tensor"):
+        calibrate(model, loss(batches[0]), batches)
+    with pytest.raises(TypeError, match="`model` must be a torch module, got a list"):
+        calibrate(list(model.parameters()), loss, batches)
+    for wrong in ({"x": 1}, None, "batches", batches[0], list(batches[0])):
+        with pytest.raises(TypeError, match=r"`batches` must be a sequence.*Put a single batch in a list"):
+            calibrate(model, loss, wrong)
+    with pytest.raises(TypeError, match="`momentum`"):
+        calibrate(model, loss, batches, momentum="0.9")
+
+
+def test_lazy_layer_is_sent_through_a_forward_pass_first():
+    model, batches = nn.LazyLinear(3), setting()[2]
+    with pytest.raises(ValueError, match="Run one forward pass first"):
+        calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches)
+
+
+def test_number_without_a_backward_pass():
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match=r"`loss_of_batch` gave no gradient.*without `\.item\(\)`"):
+        calibrate(model, lambda b: loss(b).item(), batches)
+
+
+def test_loss_as_a_number_of_numpy_is_a_number():
+    model, loss, batches = setting()
+
+    def backward(batch):
+        loss(batch).backward()
+        return np.float32(loss(batch).item())
+
+    assert math.isclose(calibrate(model, backward, batches).lr, calibrate(model, loss, batches).lr)
+
+
+def test_gradient_so_small_that_no_step_fits_the_precision():
+    model, loss, batches = setting(torch.float32)
+    with pytest.raises(ValueError, match=r"more than the parameters' precision holds.*Multiply the loss"):
+        calibrate(model, lambda b: 1e-38 * loss(b), batches)
+
+
+def test_budget_that_ends_before_the_batches_do_is_said():
+    model, loss, batches = setting()
+    cal = calibrate(model, loss, batches * 5, num_batches=20)
+    assert f"ended the measurement at {len(cal.curve)} of 20 batches" in str(cal)
+    assert "ended the measurement" not in str(calibrate(model, loss, batches, num_batches=20))
+
+
+def test_thresholds_may_be_a_list_of_two():
+    model, loss, batches = setting()
+    assert calibrate(model, loss, batches, clip_at=[0.5, 2.0]) == calibrate(
+        model, loss, batches, clip_at=(0.5, 2.0)
+    )
+
+
+def test_loss_that_is_not_a_scalar():
+    model, _, batches = setting()
+    with pytest.raises(ValueError, match=r"`loss_of_batch` must return a scalar.*\(8,\).*\.mean\(\)"):
+        calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1], reduction="none"), batches)
+    with pytest.raises(TypeError, match="the loss alone, got a tuple"):
+        calibrate(model, lambda b: (model(b[0]).sum(), 1), batches)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss_that_is_not_finite_at_the_start(value):
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match=r"loss at the start is (nan|inf).*initialisation"):
+        calibrate(model, lambda b: loss(b) + value, batches)
+
+
+def test_gradient_that_is_not_finite_at_the_start():
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match="not finite although the loss is"):
+        calibrate(model, lambda b: loss(b) + (0.0 * model[0].weight).sum().sqrt(), batches)
+
+
+def test_zero_gradient():
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match=r"gradient at the start is zero.*saddle"):
+        calibrate(model, lambda b: 0.0 * loss(b) + 1.0, batches)
+
+
+def test_loss_that_does_not_depend_on_the_parameters():
+    model, _, batches = setting()
+    with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+        calibrate(model, lambda b: b[0].square().mean(), batches)
+
+
+def test_step_that_never_becomes_unsafe():
+    model, _, batches = setting()
+    with pytest.raises(ValueError, match=r"No step became unsafe.*falls on and on"):
+        calibrate(model, lambda b: model[0].weight.sum(), batches)
+
+
+def test_step_that_is_never_safe():
+    model, _, batches = setting()
+
+    start = model[0].weight.detach().clone()
+
+    def jumping(batch):
+        return model[0].weight.sum() + (0.0 if torch.equal(model[0].weight, start) else 10.0)
+
+    with pytest.raises(ValueError, match=r"No step is safe.*may jump.*drown"):
+        calibrate(model, jumping, batches)
+
+
+def test_batches_that_disagree():
+    model, loss, batches = setting()
+    scales = [1.0, 1.0, 30.0, 30.0]
+    with pytest.raises(ValueError, match=r"batches disagree.*factor of more than 10"):
+        calibrate(model, lambda b: b[1] * loss(b[0]), list(zip(batches, scales, strict=True)))
+
+
+def test_loss_that_does_not_repeat_itself():
+    model, loss, batches = setting()
+    draw = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match=r"differs from itself.*global generators"):
+        calibrate(model, lambda b: loss((b[0] + torch.randn(8, 4, generator=draw), b[1])), batches)
+
+
+def test_half_precision_in_which_the_step_drowns():
+    # Curvature so high that the safe step is a thousandth of the parameters: below bfloat16's resolution.
+    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    nn.init.constant_(model.weight, 1.0)
+
+    def loss(batch):
+        return 1e3 * (model.weight.double() - 0.999).square().sum()
+
+    with pytest.raises(ValueError, match=r"drowns in rounding.*model\.float\(\)"):
+        calibrate(model, loss, [0])
+
+
+def test_half_precision_that_suffices_is_measured_with_a_warning():
+    torch.manual_seed(0)
+    wide, loss, batches = setting(torch.float32)
+    expected = calibrate(wide, loss, batches)
+    half = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(torch.bfloat16)
+    half.load_state_dict(wide.state_dict())
+    cal = calibrate(half, lambda b: F.cross_entropy(half(b[0].bfloat16()).float(), b[1]), batches)
+    assert math.isclose(cal.lr, expected.lr, rel_tol=0.2)
+    assert "half precision" in str(cal)
+
+
+def test_one_batch_is_measured_with_a_warning():
+    model, loss, batches = setting()
+    cal = calibrate(model, loss, batches[:1])
+    assert math.isnan(cal.lr_interval[0])
+    assert "single batch" in str(cal)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": torch.optim.Rprop}, "`optimizer` must be one of.*Rprop"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "as a class or a name, got a SGD itself"),
+        ({"optimizer": "sgd"}, "`optimizer` must be one of.*'sgd'"),
+        ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\)"),
+        ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),
+        ({"weight_decay": -1.0}, "`weight_decay`"),
+        ({"kappa": 0.0}, "`kappa`"),
+        ({"clip_at": -1.0}, "`clip_at`"),
+        ({"clip_at": (0.5, 1.0, 2.0)}, "`clip_at` must be one number or two"),
+        ({"num_batches": 0}, "`num_batches`"),
+        ({"max_gradients": 3}, "`max_gradients`"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    model, loss, batches = setting()
+    with pytest.raises(ValueError, match=words):
+        calibrate(model, loss, batches, **options)
+
+
+def test_model_is_unchanged_after_a_refusal():
+    model, _, batches = setting()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="No step became unsafe"):
+        calibrate(model, lambda b: model[0].weight.sum(), batches)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())

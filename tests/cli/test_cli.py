@@ -1,0 +1,400 @@
+"""The command line, called as a user calls it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import curvestep
+from curvestep.advice.advice import advise
+from curvestep.cli import main
+from curvestep.cli.commands import COMMANDS
+from curvestep.cli.fields import HELP, LEFT_OUT, NAMES
+from curvestep.lab.recipes import RECIPES
+from curvestep.lab.run.folder import Run
+from curvestep.smoothness.trace import Trace
+from tests.lab.report.pages import make_run
+from tests.lab.small import write_text
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *args):
+    """Exit code, standard output and standard error of one command."""
+    code = main(args)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def start(*args, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "curvestep", *args], stdout=-1, stderr=-1, text=True, **options
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_text(tmp_path / "text.txt")
+
+
+def small(text, *more):
+    """Fields that make the LSTM recipe train in a second."""
+    sizes = (
+        "--embedding 8 --hidden 10 --batch-size 4 --bptt 6 --steps 25 --eval-size 0 --probe-every 1 --quiet"
+    )
+    return ["ptb-lstm", "--corpus", text, *sizes.split(), *more]
+
+
+def test_version_is_the_package_version(capsys):
+    assert run(capsys, "--version") == (0, f"curvestep {curvestep.__version__}\n", "")
+
+
+def test_python_dash_m_and_the_console_script_are_the_same_function():
+    assert '[project.scripts]\ncurvestep = "curvestep.cli:main"\n' in (ROOT / "pyproject.toml").read_text()
+    done = subprocess.run([sys.executable, "-m", "curvestep", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"curvestep {curvestep.__version__}\n")
+
+
+def test_help_names_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
+
+
+HELPED = [*COMMANDS, *(f"{name} {recipe}" for name in ("train", "sweep", "calibrate") for recipe in NAMES)]
+
+
+@pytest.mark.parametrize("command", HELPED)
+def test_help_fits_a_terminal_with_an_example_and_a_default_for_every_option(capsys, command):
+    code, out, _ = run(capsys, *command.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"Example: curvestep {command}" in out
+    options = re.split(r"\n *(?=--[a-z])", out)[1:]
+    assert options
+    for option in options:
+        words = " ".join(option.split())
+        assert re.search(r"\(default: .*\)", words), option
+        # Besides its name, its choices and its default, every option says in words what it is.
+        said = re.sub(r"\{.*?\}|--[a-z-]+|\(default.*", "", words)
+        assert len(re.findall(r"[a-z]{2,}", said)) >= 2, option
+
+
+def test_every_field_of_every_recipe_is_an_option_with_words(capsys):
+    fields = {name for recipe in RECIPES.values() for name in recipe.__dataclass_fields__} - set(LEFT_OUT)
+    assert fields == set(HELP)
+
+
+WRONG = {
+    "trian": "there is no command trian. Did you mean train?",
+    "train": "name a recipe first, one of ptb-lstm",
+    "train ptb-lstn": "there is no recipe ptb-lstn. Did you mean ptb-lstm?",
+    "train ptb-lstm --max-nrom 1": "there is no option --max-nrom. Did you mean --max-norm?",
+    "train ptb-lstm --learning-rate 3": "there is no option --learning-rate. Did you mean --lr? Options: ",
+    "train ptb-lstm --hiden 3": "Did you mean --hidden? Options: --folder, ",
+    "train ptb-lstm --lr fast": "--lr: needs a number",
+    "train ptb-lstm --seed x": "--seed: needs a whole number, got 'x'",
+    "train ptb-lstm --steps 2.5": "--steps: needs a whole number, got '2.5'",
+    "train PTB-LSTM": "Did you mean ptb-lstm?",
+    "train ptb-lstm --fractions 2": "`fractions` must be numbers in (0, 1], got (2.0,)",
+    "train ptb-lstm --model resnet20": "expected one of ('lstm', 'awd-lstm')",
+    "train ptb-lstm more": "there is no use for more",
+    "sweep ptb-lstm --lr 1 x": "--lr: cannot be read: '1', 'x'",
+    "reproduce --workers x": "--workers: needs a whole number, got 'x'",
+    "train ptb-lstm --lr -1": "`lr` must be positive and finite, got -1.0",
+    "train ptb-lstm --precision 16": "expected one of ('32-true', '64-true'",
+    "train ptb-lstm --scale huge": "--scale must be one of laptop, paper, got huge",
+    "train ptb-lstm --lr": "missing value for argument '--lr'",
+    "sweep ptb-lstm --lr 3": "give at least one field several values",
+    "sweep ptb-lstm --lr 3 10 --engine slurm": "expected one of ('joblib', 'ray')",
+    "report": "name a run folder or a trace file",
+    "report --outptu x": "there is no option --outptu. Did you mean --output?",
+    "advise": "name a trace file or a run folder",
+    "data fetch": "curvestep data get ptb cifar10",
+    "data get mnist": "expected one of ('ptb', 'cifar10')",
+    "reproduce fig9": "expected one of ('fig1'",
+    "calibrate ptb-lstm --num-batchs 3": "Did you mean --num-batches?",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_gets_one_helpful_line_and_code_2(capsys, line):
+    code, out, err = run(capsys, *line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert WRONG[line].lower() in err.lower()
+    assert err.startswith("curvestep")
+    assert "---" not in err  # no rule of tyro's frame
+    assert len(err.partition("Options:")[0]) < 300  # the list of valid ones is as long as it is
+
+
+def test_no_command_shows_the_commands_with_code_2(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert "usage: curvestep" in out
+
+
+def test_a_missing_path_is_one_line_and_code_1(capsys, tmp_path):
+    for command in ("report", "advise"):
+        code, out, err = run(capsys, command, str(tmp_path / "nothing"))
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert "There is no" in err
+
+
+TRACE_ROW = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "smoothness": 2.0, "step_norm": 0.1, "lr": 0.1}
+WRONG_FILES = {
+    "advise empty": "empty is empty: no trace was written to it",
+    "advise garbage": "garbage is not a curvestep trace: its first line is no trace header",
+    "advise rows": "rows is not a curvestep trace: its first line is no trace header",
+    "advise folder": "There is no folder/trace.jsonl",
+    "report empty": "empty is empty",
+    "report garbage": "garbage is not a curvestep trace",
+    "report folder": "There is neither a run folder nor a trace.jsonl in folder",
+    "report one --output folder": "folder: is a directory",
+    "report one --output one/page.html": "one is a file, and a folder is needed",
+    "report one --output page.html --figures garbage": "garbage is a file, and a folder is needed",
+    "report broken": "broken/config.json is not JSON",
+    "report strange": "strange/config.json is not a recipe of this version",
+    "calibrate ptb-lstm --corpus nowhere": "The corpus nowhere does not exist",
+    "calibrate ptb-lstm --corpus garbage": "garbage is not readable UTF-8 text",
+    "calibrate ptb-lstm --corpus empty": "empty has 0 lines with words; at least 20 are needed",
+}
+
+
+@pytest.fixture
+def wrong_files(tmp_path, monkeypatch):
+    """A folder with all that is not a trace or a run."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("garbage").write_bytes(bytes(range(255, 127, -1)) * 9)
+    Path("rows").write_text(json.dumps(TRACE_ROW) + "\n")
+    Path("folder").mkdir()
+    for name, config in (("broken", '{"name": "ptb-l'), ("strange", "{}")):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(config)
+    with Trace("one") as trace:
+        trace.append({**TRACE_ROW, "status": "ok"})
+    return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("line", WRONG_FILES)
+def test_a_wrong_file_gets_one_helpful_line_and_code_1_and_stays(capsys, wrong_files, line):
+    code, out, err = run(capsys, *line.split())
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert WRONG_FILES[line] in err
+    assert "Errno" not in err
+    assert {path: path.read_bytes() for path in wrong_files} == wrong_files
+
+
+def test_a_trace_of_one_row_gets_a_page_but_no_advice(capsys, wrong_files):
+    code, out, err = run(capsys, "advise", "one")
+    assert (code, err) == (1, "")
+    assert out.startswith("No advice: `trace` must have at least 10 usable rows, got 1")
+    code, out, err = run(capsys, "report", "one", "--output", "page.html")
+    assert (code, err) == (0, "")
+    assert Path("page.html").exists()
+
+
+@pytest.mark.skipif(os.name == "posix" and os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_one_line_and_code_1(capsys, wrong_files):
+    Path("folder").chmod(0o500)
+    code, out, err = run(capsys, "report", "one", "--output", "folder/page.html")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "folder" in err
+    assert "permission denied" in err
+
+
+@pytest.mark.slow
+def test_a_terminal_without_greek_letters_still_gets_the_advice(tmp_path):
+    folder = make_run(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "curvestep", "advise", folder],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"max_norm" in done.stdout
+
+
+def test_debug_lets_the_error_through(tmp_path):
+    with pytest.raises(ValueError, match="There is no"):
+        main(["advise", str(tmp_path / "nothing"), "--debug"])
+
+
+def test_advise_prints_fit_and_advice_and_the_same_numbers_as_json(capsys, tmp_path):
+    folder = make_run(tmp_path / "run")
+    code, out, _ = run(capsys, "advise", str(folder))
+    assert code == 0
+    assert "(L0, L1) along this trajectory" in out
+    expected = advise(Trace.load(folder / "trace.jsonl"))
+    assert expected.verdict in out
+    code, out, _ = run(capsys, "advise", str(folder / "trace.jsonl"), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["lr"], found["max_norm"]) == (expected.lr, expected.max_norm)
+    assert found["lr_interval"] == list(expected.lr_interval)
+
+
+def test_advice_that_is_refused_says_why_with_code_1(capsys, tmp_path):
+    folder = make_run(tmp_path / "run", steps=15)
+    code, out, _ = run(capsys, "advise", str(folder))
+    assert code == 1
+    assert out.startswith("No advice: ")
+    code, out, _ = run(capsys, "advise", str(folder), "--json")
+    assert code == 1
+    assert json.loads(out)["lr"] is None
+
+
+@pytest.mark.slow
+def test_report_writes_page_and_figures_and_prints_the_verdict(capsys, tmp_path):
+    folder, page = make_run(tmp_path / "run"), tmp_path / "deep" / "page.html"
+    code, out, _ = run(
+        capsys, "report", str(folder), "--output", str(page), "--figures", str(tmp_path / "figures")
+    )
+    assert code == 0
+    assert "Clipping" in out
+    assert page.stat().st_size > 1e6
+    names = {
+        f"run-{kind}.{suffix}" for kind in ("scatter", "norm", "loss", "edge") for suffix in ("png", "svg")
+    }
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
+    code, out, _ = run(capsys, "report", str(folder), "--output", str(page), "--json")
+    found = json.loads(out)
+    assert found["page"] == str(page)
+    assert found["runs"][0]["status"] == "finished"
+    assert found["runs"][0]["advice"]["lr"] == advise(Trace.load(folder / "trace.jsonl")).lr
+
+
+def test_data_that_are_not_here_are_one_line_and_code_1(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("CURVESTEP_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, err = run(capsys, "data", "get", "ptb", "--offline")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+
+
+def test_data_get_says_where_the_data_are(capsys):
+    if not Path(os.environ.get("CURVESTEP_DATA", "/nothing"), "ptb.train.txt.gz").exists():
+        pytest.skip("no Penn Treebank in CURVESTEP_DATA")
+    code, out, _ = run(capsys, "data", "get", "ptb", "--offline")
+    assert code == 0
+    assert out.startswith("ptb: ")
+
+
+@pytest.mark.slow
+def test_dry_run_prints_the_cost_and_writes_nothing(capsys, text, tmp_path):
+    folder = tmp_path / "run"
+    code, out, _ = run(capsys, "train", *small(text, "--dry-run", "--folder", str(folder)))
+    assert code == 0
+    assert "whole run" in out
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_train_then_report_then_advise(capsys, text, tmp_path):
+    folder = tmp_path / "run"
+    line = small(text, "--lr", "0.5", "--max-norm", "0.1", "--folder", str(folder))
+    code, out, err = run(capsys, "train", *line)
+    assert (code, err) == (0, "")
+    assert out.startswith("finished after 25 steps")
+    recipe = Run.load(folder).recipe
+    assert (recipe.lr, recipe.max_norm, recipe.steps) == (0.5, 0.1, 25)
+    assert run(capsys, "report", str(folder), "--output", str(tmp_path / "page.html"))[0] == 0
+    assert run(capsys, "advise", str(folder))[0] == 0
+    code, out, err = run(capsys, "train", *line)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "already holds a run" in err
+
+
+@pytest.mark.slow
+def test_a_mistyped_corpus_does_not_take_the_folder(capsys, text, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run(capsys, "train", *small("nowhere", "--folder", str(folder)))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "The corpus nowhere does not exist" in err
+    code, out, err = run(capsys, "train", *small(text, "--steps", "2", "--folder", str(folder)))
+    assert (code, err) == (0, "")
+    assert (Run.load(folder).recipe.corpus, out.partition(" after")[0]) == (str(text), "finished")
+
+
+@pytest.mark.slow
+def test_reproduce_leaves_a_report_with_claims(capsys, tmp_path):
+    code, out, _ = run(capsys, "reproduce", "fig7", "--folder", str(tmp_path / "all"), "--quiet")
+    assert code == 0
+    assert f"report: {tmp_path / 'all' / 'report.html'}" in out
+    page = (tmp_path / "all" / "report.html").read_text()
+    claims = json.loads((tmp_path / "all" / "claims.json").read_text())["claims"]
+    assert page.count("<td>fig7</td>") == len(claims) > 0
+    assert "data:image/png;base64," in page
+
+
+@pytest.mark.slow
+def test_sweep_trains_the_grid(capsys, text, tmp_path):
+    folder = tmp_path / "sweep"
+    line = small(text, "--lr", "0.5", "1", "--steps", "4", "--folder", str(folder))
+    code, out, _ = run(capsys, "sweep", *line)
+    assert code == 0
+    assert sorted(run.recipe.lr for run in map(Run.load, folder.glob("lr=*"))) == [0.5, 1.0]
+    assert {run.recipe.steps for run in map(Run.load, folder.glob("lr=*"))} == {4}
+    assert f"curvestep report {folder}" in out
+
+
+@pytest.mark.slow
+def test_calibrate_measures_a_recipe(capsys, text):
+    line = [word for word in small(text) if word != "--quiet"]
+    code, out, _ = run(capsys, "calibrate", *line, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert 0.1 < found["lr"] < 1000
+    assert 0 < found["max_norm"] < 10
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_code_130_and_a_run_to_resume(text, tmp_path):
+    folder = tmp_path / "run"
+    process = start("train", *small(text, "--steps", "1000000", "--folder", str(folder)))
+    until = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < until
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert out.startswith("interrupted after")
+    assert (folder / "checkpoint.pt").exists()
+
+
+BLOCKED = """
+import sys
+blocked = {blocked!r}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+from curvestep.cli import main
+sys.exit(main({args!r}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blocked", "args"),
+    [
+        (("tyro", "rich", "lightning_fabric"), ["report", "runs"]),
+        (("tyro",), ["--help"]),
+        (("rich",), ["data", "get", "ptb", "--offline"]),
+        (("lightning_fabric",), ["train", "ptb-lstm"]),
+        (("plotly",), ["report", "runs"]),
+    ],
+)
+def test_without_the_lab_extra_it_says_what_to_install(blocked, args):
+    code = BLOCKED.format(blocked=blocked, args=args)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "pip install -c constraints.txt '.[lab]'" in done.stderr

@@ -1,0 +1,94 @@
+"""What an advice makes of a slope that a constant Hessian would show as well, and of a loss that rose."""
+
+import math
+
+import numpy as np
+import pytest
+
+from curvestep.advice.advice import advise
+from curvestep.fit.evidence import loss_rise, weigh
+from curvestep.fit.fit import fit_smoothness
+from curvestep.fit.samples import usable_points
+from tests.fit.traces import make_trace, quadratic_run, simulated
+
+SPECTRUM = np.geomspace(0.01, 5, 20)
+
+
+def quadratic_trace():
+    g, ell, length = quadratic_run(
+        np.random.default_rng(1), curvature=SPECTRUM, lr=0.1, max_norm=0.5, noise=0.0, steps=150
+    )
+    return make_trace(g, ell, step_norm=length, lr=0.1)
+
+
+def loss_after(lr, max_norm, *, steps=600):
+    x = np.ones(len(SPECTRUM))
+    for _ in range(steps):
+        g = SPECTRUM * x
+        x = x - min(lr, lr * max_norm / np.linalg.norm(g)) * g
+    return 0.5 * float(SPECTRUM @ x**2)
+
+
+def test_slope_that_a_constant_hessian_would_show_does_not_raise_lr_beyond_its_curvature():
+    trace = quadratic_trace()
+    advice = advise(trace)
+    assert fit_smoothness(trace).spearman > 0.99
+    assert "cannot be told from this trace" in advice.verdict
+    assert "a constant Hessian" in advice.verdict
+    assert advice.lr == pytest.approx(1 / trace.column("smoothness").max())
+    assert advice.lr < 2 / SPECTRUM.max()
+    assert any("lr is held there" in reason for reason in advice.reasons)
+    # What would hold if the slope were real stays inside the interval: it is what cannot be told.
+    assert advice.lr_interval[1] > 10 * advice.lr
+    assert loss_after(advice.lr, advice.max_norm) < loss_after(0.1, 0.5)
+
+
+def test_evidence_is_what_the_fit_prints():
+    trace = quadratic_trace()
+    fit, evidence = fit_smoothness(trace), weigh(usable_points(trace), level=0.9, seed=0)
+    assert fit.control is not None
+    assert evidence.rank == fit.spearman_interval[0]
+    assert evidence.control == fit.control.spearman_interval[1]
+    assert evidence.explained
+
+
+def test_step_size_that_was_run_is_not_taken_away():
+    # κ is 10·0.15 at the most: steady, at a step far above one over the largest smoothness of a stray row.
+    g = np.geomspace(1.0, 0.1, 100)
+    ell = 0.05 + 0.1 * g
+    ell[3] = 5.0
+    advice = advise(make_trace(g, ell, step_norm=10 * g, lr=10.0, coefficient=1.0, loss=g))
+    assert any("a constant Hessian" in reason for reason in advice.reasons)
+    assert 1 / 5 < advice.lr <= 10
+
+
+def test_gradient_norm_that_hardly_varies_is_no_evidence_for_clipping():
+    rng = np.random.default_rng(0)
+    g = rng.uniform(1.0, 1.2, 100)
+    advice = advise(make_trace(g, 10 * (g - 0.9) * rng.uniform(0.9, 1, 100), step_norm=0.1 * g, lr=0.1))
+    assert "hardly varies" in advice.verdict
+    assert "Clipping pays" not in advice.verdict
+
+
+def test_loss_that_rose_is_said_and_lr_is_not_raised():
+    rng = np.random.default_rng(0)
+    g = rng.lognormal(size=60) * 1.2 ** np.arange(60)
+    trace = make_trace(g, 1 + 2 * g, loss=1.2 ** np.arange(60), step_norm=0.1 * g, lr=0.1)
+    advice = advise(trace)
+    assert advice.verdict.startswith("The loss rose along this trace, from 1.65 to 3.12e+04")
+    assert "raise lr with" not in advice.verdict
+    assert advice.lr == pytest.approx(0.1)
+    assert advice.max_norm == pytest.approx((1.5 / 0.1 - 1) / 2)  # where 1.5/(1 + 2g) is today's lr
+    rising = np.linspace(2.0, 3.0, 200) + 0.1 * rng.standard_normal(200)
+    g, ell = simulated(rng, num=200)
+    columns = {"step_norm": 0.01 * g, "lr": 0.01}
+    assert advise(make_trace(g, ell, loss=rising, **columns)).lr == pytest.approx(0.01)
+    assert advise(make_trace(g, ell, loss=rising[::-1], **columns)).lr > 0.1
+
+
+def test_noise_alone_is_no_rise_of_the_loss():
+    rng = np.random.default_rng(0)
+    rises = [loss_rise(5 + rng.standard_normal(100)) is not None for _ in range(400)]
+    assert np.mean(rises) < 0.01
+    assert loss_rise(np.full(50, math.nan)) is None
+    assert loss_rise(np.array([1.0, 2.0])) is None

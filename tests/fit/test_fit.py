@@ -1,0 +1,361 @@
+import dataclasses
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from curvestep.fit.correlation import Correlations
+from curvestep.fit.fit import fit_smoothness
+from curvestep.fit.frontier import resampled_lines
+from curvestep.fit.intervals import block_length, moving_blocks
+from curvestep.fit.scores import slope_interval
+from curvestep.smoothness.trace import NONFINITE, Trace
+from curvestep.theory.problems import ExponentialWall
+from tests.fit.traces import autoregression, make_trace, quadratic_run, simulated
+
+
+def clipped_descent(problem, *, start, lr, max_norm, steps):
+    """Gradient norms, secants over the step, exact curvature and step lengths along clipped descent."""
+    x, rows = start, []
+    for _ in range(steps):
+        g = float(problem.gradient(np.array(x)))
+        step = -min(lr, lr * max_norm / abs(g)) * g
+        secant = abs(float(problem.gradient(np.array(x + step))) - g) / abs(step)
+        rows.append((abs(g), secant, float(problem.hessian_norm(np.array(x))), abs(step)))
+        x += step
+    return np.array(rows).T
+
+
+@pytest.mark.parametrize(("L0", "L1"), [(1.0, 5.0), (0.3, 20.0), (50.0, 0.5)])
+def test_fit_finds_L0_and_L1_of_the_exponential_wall_along_a_descent(L0, L1):
+    # Theory's simplest good recipe, steps a tenth as long so that the secant is the local curvature.
+    g, secant, local, length = clipped_descent(
+        ExponentialWall(L0=L0, L1=L1), start=3 / L1, lr=0.05 / L0, max_norm=L0 / L1, steps=150
+    )
+    keep = g > 1e-6 * g.max()
+    trace = make_trace(g[keep], secant[keep], local_smoothness=local[keep], step_norm=length[keep])
+    fit = fit_smoothness(trace, control=False)
+    assert fit.L0 == pytest.approx(L0, rel=0.05)
+    assert fit.L1 == pytest.approx(L1, rel=0.05)
+    assert fit.local is not None
+    assert fit.local.L0 == pytest.approx(L0, rel=1e-6)
+    assert fit.local.L1 == pytest.approx(L1, rel=1e-6)
+    assert fit.local.frontier(L1) == pytest.approx(L0, rel=1e-9)
+
+
+def test_frontier_of_x4_is_16_over_L1_squared():
+    # f = x⁴ from 3.01 with short clipped steps: |f'| = 4|x|³, and the secant over the step.
+    x, rows = 3.01, []
+    for _ in range(3000):
+        g = 4 * x**3
+        step = -min(0.05, 0.002 / abs(g)) * g
+        rows.append((abs(g), abs(4 * (x + step) ** 3 - g) / abs(step)))
+        x += step
+    g, ell = np.array(rows).T
+    fit = fit_smoothness(make_trace(g, ell), control=False)
+    for L1 in (1.5, 3.0, 6.0, 10.0):
+        assert fit.frontier(L1) == pytest.approx(16 / L1**2, rel=0.05)
+    assert fit.exponent == pytest.approx(2 / 3, rel=0.05)
+
+
+def test_intervals_hold_the_truth_and_shrink_with_data():
+    widths = []
+    for num in (200, 1600):
+        g, ell = simulated(np.random.default_rng(3), num=num)
+        fit = fit_smoothness(make_trace(g, ell), control=False, level=0.999)
+        factor = math.exp(0.4 * stats.norm.ppf(0.95))
+        assert fit.L1_interval[0] <= 2 * factor <= fit.L1_interval[1]
+        assert fit.L0_interval[0] <= 1 * factor <= fit.L0_interval[1]
+        for name in ("L0", "L1", "spearman", "pearson", "exponent"):
+            low, high = getattr(fit, f"{name}_interval")
+            assert low <= getattr(fit, name) <= high
+        widths.append(fit.L1_interval[1] - fit.L1_interval[0])
+    assert widths[1] < widths[0] / 1.5
+
+
+def stationary_spearman():
+    z = np.random.default_rng(0).standard_normal((2, 2_000_000))
+    g = np.exp(0.5 * z[0])
+    return stats.spearmanr(g, (1 + 2 * g) * np.exp(0.4 * z[1])).statistic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phi", [0.5, 0.8])
+def test_ninety_percent_intervals_cover_the_truth_in_85_to_95_of_100(phi):
+    # Truth: the 0.95 line of (L0 + L1 g)·e^{0.4 z} has slope L1·e^{0.4·1.645}; the rank correlation is that
+    # of the stationary law, by two million independent draws.
+    rank, slope = stationary_spearman(), 2 * math.exp(0.4 * stats.norm.ppf(0.95))
+    covered = {"spearman": 0, "L1": 0}
+    for seed in range(200):
+        g, ell = simulated(np.random.default_rng([seed, 300]), num=300, phi=phi)
+        few = Correlations.of(g, ell, level=0.9, resamples=200, rng=np.random.default_rng(seed))
+        covered["spearman"] += few.spearman_interval[0] <= rank <= few.spearman_interval[1]
+        _, L1 = resampled_lines(g[None], ell[None], quantile=0.95)[0]
+        low, high = slope_interval(g, ell, quantile=0.95, level=0.9, slope=L1)
+        covered["L1"] += low <= slope <= high
+    print(f"phi={phi}: covered {covered} of 200")
+    assert 170 <= covered["spearman"] <= 190
+    assert 170 <= covered["L1"] <= 190
+
+
+@pytest.mark.slow
+def test_textbook_interval_would_not_cover():
+    # The same traces with Fisher's error 1/sqrt(n - 3), as if steps were independent: the blocks are needed.
+    rank, covered = stationary_spearman(), 0
+    for seed in range(200):
+        g, ell = simulated(np.random.default_rng([seed, 300]), num=300, phi=0.8)
+        z = math.atanh(stats.spearmanr(g, ell).statistic)
+        covered += abs(z - math.atanh(rank)) <= 1.645 / math.sqrt(297)
+    assert covered < 140
+
+
+def test_block_length_grows_with_autocorrelation():
+    rng = np.random.default_rng(0)
+    lengths = [
+        np.median([block_length(autoregression(rng, 500, phi)) for _ in range(9)]) for phi in (0, 0.5, 0.9)
+    ]
+    assert lengths[0] <= 4 < lengths[1] < lengths[2]
+    assert block_length(np.ones(50)) == 1
+
+
+def test_moving_blocks_are_runs_of_consecutive_rows():
+    rows = moving_blocks(50, length=7, resamples=30, rng=np.random.default_rng(0))
+    steps = np.diff(rows, axis=1)
+    inside = (np.arange(49) + 1) % 7 != 0
+    assert (steps[:, inside] == 1).all()
+    assert rows.min() >= 0
+    assert rows.max() <= 49
+
+
+def quadratic_trace(*, seed=0, lr=0.05, max_norm=0.5, **kwargs):
+    g, ell, length = quadratic_run(np.random.default_rng(seed), lr=lr, max_norm=max_norm, **kwargs)
+    return make_trace(g, ell, step_norm=length, lr=lr)
+
+
+def test_unpaired_differences_fabricate_L1_on_a_quadratic_and_paired_ones_do_not():
+    isotropic = {"curvature": np.ones(20), "noise": 0.5, "uneven": 0.5, "lr": 0.05, "max_norm": 0.4}
+    unpaired = fit_smoothness(quadratic_trace(**isotropic, paired=False), control=False)
+    paired = fit_smoothness(quadratic_trace(**isotropic), control=False)
+    # Steps of length 0.02 and noise twice: the slope is of the order of √2/0.02 = 71, and means nothing.
+    assert 40 < unpaired.L1_interval[0] < unpaired.L1 < 150
+    assert unpaired.spearman > 0.8
+    assert paired.L1_interval[0] <= 1e-9
+    assert paired.L1 <= 1e-9
+    assert paired.L0 == pytest.approx(1.0, rel=1e-9)
+
+
+def test_control_shows_the_correlation_that_a_spread_spectrum_makes():
+    # A constant Hessian, yet rank correlation near 1 with clipping: the control must allow for it.
+    fit = fit_smoothness(quadratic_trace(curvature=np.geomspace(0.1, 5, 20), noise=0.02, steps=250))
+    assert fit.spearman > 0.9
+    assert fit.control is not None
+    assert fit.control.spearman > 0.6
+    assert fit.control.spearman_interval[1] > 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [0.2, 0.5, np.inf])
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_runs_on_constant_hessians_with_varied_norms_stay_within_their_control(max_norm, noise):
+    for num, low, high in ((20, 0.1, 5.0), (20, 0.01, 20.0), (100, 0.5, 5.0)):
+        trace = quadratic_trace(
+            curvature=np.geomspace(low, high, num), noise=noise, max_norm=max_norm, steps=200, seed=num
+        )
+        fit = fit_smoothness(trace)
+        assert fit.control is not None
+        assert fit.spearman_interval[0] < fit.control.spearman_interval[1] + 0.02
+
+
+def test_control_stays_low_where_smoothness_follows_the_gradient_without_a_trend():
+    # Norm and smoothness rise and fall together with no trend: no constant Hessian does that.
+    rng = np.random.default_rng(1)
+    g, ell = simulated(rng, phi=0.8, L0=0.2, noise=0.1)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
+    assert fit.control is not None
+    assert fit.control.spearman_interval[1] < fit.spearman_interval[0]
+
+
+def test_same_trace_and_seed_give_the_same_fit():
+    g, ell = simulated(np.random.default_rng(0), num=80)
+    trace = make_trace(g, ell, step_norm=0.1, lr=0.1)
+    assert fit_smoothness(trace, seed=3) == fit_smoothness(trace, seed=3)
+    assert fit_smoothness(trace, seed=3) != fit_smoothness(trace, seed=4)
+
+
+def warned(trace, words, **kwargs):
+    return any(words in warning for warning in fit_smoothness(trace, control=False, **kwargs).warnings)
+
+
+def test_saturated_kappa_is_named_with_the_slope_that_the_step_length_sets():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.4 * autoregression(rng, 200, 0.5))
+    kappa = 1.6 + 0.05 * rng.standard_normal(200)
+    saturated = make_trace(g, kappa * g / 0.05, step_norm=0.05, lr=1.0, kappa=kappa)
+    fit = fit_smoothness(saturated, control=False)
+    assert any(
+        "slope is set by the step length" in warning and "slope of 32" in warning for warning in fit.warnings
+    )
+    free = make_trace(g, 2 + g * rng.uniform(0, 3, 200), step_norm=0.05, lr=1.0)
+    assert not warned(free, "κ is saturated")
+
+
+def test_edge_of_stability_is_named_only_where_steps_are_not_clipped():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.4 * autoregression(rng, 200, 0.5))
+    ell = 2 / 0.1 * rng.uniform(0.8, 1.05, 200)
+    assert warned(make_trace(g, ell, step_norm=0.1 * g, lr=0.1), "measures the learning rate")
+    assert not warned(make_trace(g, ell / 10, step_norm=0.1 * g, lr=0.1), "Edge of stability")
+
+
+def test_narrow_range_few_points_and_noise_floor_are_named():
+    rng = np.random.default_rng(0)
+    g, ell = simulated(rng, num=200)
+    assert warned(
+        make_trace(np.full(60, 2.0) + 0.01 * rng.uniform(size=60), ell[:60]), "L1 is not identified"
+    )
+    assert warned(make_trace(g[:20], ell[:20]), "Few points: 20 rows")
+    assert warned(make_trace(g, ell, kappa=1e-6, step_norm=0.1), "Noise floor")
+    assert not warned(
+        make_trace(g, ell, kappa=1e-6, step_norm=0.1, header={"dtype": "float64"}), "Noise floor"
+    )
+    assert fit_smoothness(make_trace(g, ell), control=False).warnings == ()
+
+
+def test_noise_floor_is_that_of_the_rows_own_precision_and_self_test():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+
+    def floor(kappa, **columns):
+        return warned(make_trace(g, ell, kappa=kappa, step_norm=0.1, **columns), "Noise floor")
+
+    half = 2.0**-7  # bfloat16 under autocast: the header knows only the parameters' float32
+    assert floor(0.01, eps=half, header={"dtype": "float32"})
+    assert not floor(0.1, eps=half, header={"dtype": "float32"})
+    assert floor(1e-6, eps=2.0**-23, header={"dtype": "float64"})
+    assert floor(1e-3, self_test=2e-4)
+    assert not floor(1e-3, self_test=2e-5)
+    assert not floor(1e-3, self_test=None, eps=None)
+
+
+def test_bad_rows_are_skipped_and_counted():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    clean = fit_smoothness(make_trace(g, ell), control=False)
+    trace = make_trace(g, ell)
+    trace.append({"step": 100, "grad_norm": math.nan, "smoothness": 1.0})
+    trace.append({"step": 101, "grad_norm": 1.0, "smoothness": 1e9, "status": NONFINITE})
+    trace.append({"step": 102, "grad_norm": 1.0, "smoothness": math.inf})
+    trace.append({"step": 103, "loss": 1.0})
+    dirty = fit_smoothness(trace, control=False)
+    assert dirty.num_skipped == 4
+    assert dataclasses.replace(dirty, num_skipped=0) == clean
+
+
+@pytest.mark.parametrize("far", [1e-40, 1e15, 1e30])
+def test_one_row_far_beyond_the_others_is_fitted_and_named(far):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    g[-1], ell[-1] = (far, 2 * far) if far > 1 else (far, 1.0)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1 * g, lr=0.1))
+    assert math.isfinite(fit.L0)
+    assert fit.L1_interval[0] <= fit.L1 <= fit.L1_interval[1]
+    assert any("such rows alone set the slope" in warning for warning in fit.warnings) == (far > 1)
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-200, 1e200])
+def test_numbers_whose_squares_are_not_finite_are_skipped(size):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    with pytest.raises(ValueError, match="got 0 of 60"):
+        fit_smoothness(make_trace(size * g, size * ell, step_norm=0.1, lr=0.1))
+
+
+def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="at least 10 usable rows, got 0 of 0"):
+        fit_smoothness(Trace())
+    with pytest.raises(ValueError, match="got 1 of 1"):
+        fit_smoothness(make_trace([1.0], [1.0]))
+    trace = make_trace(np.full(30, np.nan), np.ones(30))
+    trace.append({"step": 99, "status": NONFINITE})
+    with pytest.raises(ValueError, match="1 marked as not ok, 30 without a positive finite `grad_norm`"):
+        fit_smoothness(trace)
+    g, ell = simulated(np.random.default_rng(0), num=30)
+    for bad in ({"quantile": 1.0}, {"level": 0.0}, {"estimator": "sharpness"}, {"resamples": 3}):
+        with pytest.raises(ValueError, match=f"`{next(iter(bad))}` must be"):
+            fit_smoothness(make_trace(g, ell), **bad)
+
+
+def test_constant_columns_give_a_marked_result():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    flat = fit_smoothness(make_trace(g, np.full(60, 3.0), step_norm=0.1, lr=0.1))
+    assert (flat.L0, flat.L1) == (pytest.approx(3.0), pytest.approx(0.0, abs=1e-9))
+    assert math.isnan(flat.spearman)
+    assert math.isnan(flat.spearman_interval[0])
+    still = fit_smoothness(make_trace(np.full(60, 2.0), ell, step_norm=0.1, lr=0.1))
+    assert any("not identified" in warning for warning in still.warnings)
+    assert still.L1_interval[0] == 0
+    assert still.L1_interval[1] > 0.5 * float(np.max(ell)) / 2
+    for fit in (flat, still):
+        assert "nan" in str(fit)
+    assert fit_smoothness(make_trace(g, np.zeros(60), step_norm=0.1, lr=0.1)).L1 == 0
+    partly = fit_smoothness(make_trace(g, np.where(np.arange(60) < 5, 0.0, ell), step_norm=0.1, lr=0.1))
+    assert partly.control is not None
+
+
+def test_estimates_that_were_rarely_measured_are_left_out():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    rarely = [float(v) if i % 5 == 0 else None for i, v in enumerate(ell)]
+    never = [0.0 if i < 9 else None for i in range(60)]
+    fit = fit_smoothness(
+        make_trace(g, ell, spectral_smoothness=rarely, local_smoothness=never), control=False
+    )
+    assert fit.spectral is not None
+    assert fit.spectral.num_points == 12
+    assert fit.local is None
+
+
+def test_spectral_estimates_that_had_not_converged_are_left_out_and_counted():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    wrong = np.where(np.arange(60) % 3 == 0, 0.01, ell)
+    columns = {"spectral_smoothness": wrong, "spectral_converged": np.arange(60) % 3 != 0}
+    fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
+    assert fit.spectral is not None
+    assert (fit.spectral.num_points, fit.spectral.num_skipped) == (40, 20)
+    for one in (fit, fit.spectral):
+        assert any("20 of 60 spectral estimates had not converged" in warning for warning in one.warnings)
+    never = fit_smoothness(make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), control=False)
+    assert never.spectral is None
+    assert any("60 of 60 spectral estimates" in warning for warning in never.warnings)
+    with pytest.raises(ValueError, match="60 whose estimate had not converged"):
+        fit_smoothness(
+            make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), estimator="spectral_smoothness"
+        )
+
+
+def test_words_and_html_name_every_number_and_escape_them():
+    g, ell = simulated(np.random.default_rng(0), num=40)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1, spectral_smoothness=2 * ell))
+    text = str(fit)
+    for word in (
+        "along this trajectory",
+        "L0",
+        "L1",
+        "rank corr.",
+        "control",
+        "spectral",
+        "least squares",
+        "! Few",
+    ):
+        assert word in text
+    assert f"{fit.L1:.4g}" in text
+    hostile = dataclasses.replace(fit, warnings=("<script>alert(1)</script> & more",))
+    page = ElementTree.fromstring(f"<div>{hostile._repr_html_()}</div>")
+    assert page.find(".//script") is None
+    assert "<script>" in page.find(".//li").text
+    assert fit.bound(2.0) == pytest.approx(fit.L0 + 2 * fit.L1)
+
+
+@pytest.mark.slow
+def test_long_runs_are_fitted_in_seconds():
+    g, ell = simulated(np.random.default_rng(0), num=300)
+    long = fit_smoothness(make_trace(np.tile(g, 20), np.tile(ell, 20)), control=False)
+    assert long.num_points == 6000
+    assert long.L1 == pytest.approx(fit_smoothness(make_trace(g, ell), control=False).L1, rel=1e-6)

@@ -1,0 +1,391 @@
+"""What the data sets contain, wherever they come from."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from curvestep.lab import data
+from curvestep.lab.data import DataError, augment, batchify, cifar10, cifar10_files, download as fetch, ptb
+from curvestep.lab.data.download import Unreachable, notice_once
+from tests.lab.data.servers import serving
+
+REAL = fetch.data_folder()  # read before the fixture below hides it
+needs_ptb = pytest.mark.skipif(
+    not (REAL and (REAL / "ptb.train.txt.gz").is_file()), reason="no PTB in CURVESTEP_DATA"
+)
+needs_subset = pytest.mark.skipif(
+    not (REAL and (REAL / "cifar10-subset.npz").is_file()), reason="no CIFAR-10 subset in CURVESTEP_DATA"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CURVESTEP_DATA", raising=False)
+
+
+@pytest.fixture
+def real(monkeypatch):
+    monkeypatch.setenv("CURVESTEP_DATA", str(REAL))
+    return REAL
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user's data folder, empty."""
+    path = tmp_path / "mine"
+    path.mkdir()
+    monkeypatch.setenv("CURVESTEP_DATA", str(path))
+    return path
+
+
+# Streams
+
+
+@given(length=st.integers(1, 200), batch_size=st.integers(1, 20))
+def test_columns_are_contiguous_pieces_of_the_text(length, batch_size):
+    tokens = torch.arange(length)
+    if length < batch_size:
+        with pytest.raises(ValueError, match="at least `batch_size`"):
+            batchify(tokens, batch_size)
+        return
+    streams = batchify(tokens, batch_size)
+    rows = length // batch_size
+    assert streams.shape == (rows, batch_size)
+    assert streams.is_contiguous()
+    for b in range(batch_size):
+        assert streams[:, b].tolist() == list(range(b * rows, (b + 1) * rows))
+
+
+# Penn Treebank
+
+
+@needs_ptb
+def test_ptb_has_the_published_counts(real):
+    corpus = data.load_ptb(offline=True)
+    assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (929_589, 73_760, 82_430)
+    assert len(set(corpus.vocabulary)) == len(corpus.vocabulary) == 10_000
+    assert {"<eos>", "<unk>", "N"} < set(corpus.vocabulary)
+    assert (corpus.name, corpus.source) == ("ptb", "Penn Treebank from CURVESTEP_DATA")
+    for split in (corpus.train, corpus.valid, corpus.test):
+        assert split.dtype == torch.int64
+        assert int(split.max()) < 10_000
+    eos = corpus.vocabulary.index("<eos>")
+    assert [int((s == eos).sum()) for s in (corpus.train, corpus.valid, corpus.test)] == [
+        42_068,
+        3_370,
+        3_761,
+    ]
+
+
+@needs_ptb
+def test_ptb_decodes_to_its_own_text_and_ids_go_by_frequency(real):
+    corpus = data.load_ptb(offline=True)
+    text = gzip.open(real / "ptb.valid.txt.gz", "rt").read()
+    words = [corpus.vocabulary[i] for i in corpus.valid.tolist()]
+    assert " ".join(words).replace("<eos>", "\n").split() == text.split()
+    counts = Counter(corpus.train.tolist())
+    frequencies = [counts[i] for i in range(10_000)]
+    assert frequencies == sorted(frequencies, reverse=True)
+
+
+@pytest.mark.slow
+@needs_ptb
+def test_ptb_from_its_official_archive_equals_ptb_from_the_folder(real, monkeypatch):
+    expected = data.load_ptb(offline=True)
+    archive = official_ptb(real)
+    monkeypatch.delenv("CURVESTEP_DATA")
+    with serving() as server:
+        server.files["/simple-examples.tgz"] = archive
+        monkeypatch.setattr(ptb, "URL", f"{server.url}/simple-examples.tgz")
+        monkeypatch.setattr(ptb, "MD5", "md5:" + hashlib.md5(archive).hexdigest())
+        fetched = data.load_ptb(progress=False)
+        cached = data.load_ptb(progress=False)
+        assert len(server.requests) == 1
+    for corpus in (fetched, cached):
+        assert corpus.source == "Penn Treebank from the official archive"
+        assert corpus.vocabulary == expected.vocabulary
+        torch.testing.assert_close(corpus.train, expected.train)
+
+
+@pytest.mark.slow
+@needs_ptb
+@pytest.mark.parametrize("form", ["plain", "official archive"])
+def test_ptb_in_the_folder_may_be_plain_or_the_original_archive(form, folder):
+    if form == "plain":
+        for name in ptb.HASHES:
+            (folder / name).write_bytes(gzip.open(REAL / f"{name}.gz").read())
+    else:
+        (folder / "simple-examples.tgz").write_bytes(official_ptb(REAL))
+    assert len(data.load_ptb(offline=True).train) == 929_589
+
+
+@needs_ptb
+def test_part_of_ptb_names_what_is_missing(folder):
+    (folder / "ptb.train.txt.gz").write_bytes((REAL / "ptb.train.txt.gz").read_bytes())
+    with pytest.raises(DataError, match=r"a part of PTB only: ptb.valid.txt, ptb.test.txt"):
+        data.load_ptb()
+
+
+def test_truncated_and_foreign_ptb_files_are_one_clear_line(folder):
+    whole = gzip.compress(b"some words \n" * 1000)
+    for name in ptb.HASHES:
+        (folder / f"{name}.gz").write_bytes(whole)
+    with pytest.raises(DataError, match=r"ptb.train.txt.gz .*expected sha256 fcea.*found [0-9a-f]{64}"):
+        data.load_ptb()
+    (folder / "ptb.train.txt.gz").write_bytes(whole[:20] + bytes(9) + whole[29:])
+    with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
+        data.load_ptb()
+    (folder / "ptb.train.txt.gz").write_bytes(whole[:40])
+    with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
+        data.load_ptb()
+
+
+def official_ptb(folder):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as archive:
+        for name in ("ptb.char.train.txt", *ptb.HASHES):  # the real one holds other files too
+            text = b"not this" if "char" in name else gzip.open(folder / f"{name}.gz").read()
+            info = tarfile.TarInfo(f"./simple-examples/data/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    return out.getvalue()
+
+
+# Stand-ins
+
+
+@pytest.fixture
+def untold():
+    notice_once.cache_clear()
+
+
+def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
+    corpus = data.load_ptb(offline=True)
+    assert corpus.name == "topics"
+    assert "stand-in for PTB" in corpus.source
+    assert "these are not PTB results" in capsys.readouterr().err
+    data.load_ptb(offline=True)  # the second of many runs
+    assert capsys.readouterr().err == ""
+    assert len(corpus.train) > 50_000
+    assert 1_000 < len(corpus.vocabulary) <= 10_000
+    assert "statement" in corpus.vocabulary
+
+
+def test_without_cifar10_the_stand_in_says_that_it_is_one(capsys, untold):
+    images = data.load_cifar10(offline=True)
+    assert images.name == "digits"
+    assert "stand-in for CIFAR-10" in images.source
+    assert "these are not CIFAR-10 results" in capsys.readouterr().err
+
+
+def test_get_does_not_take_a_stand_in():
+    with pytest.raises(Unreachable, match="ptb is not in the cache"):
+        data.get(["ptb"], offline=True)
+    with pytest.raises(Unreachable, match="cifar10 is not in the cache"):
+        data.get(["cifar10"], offline=True)
+    with pytest.raises(ValueError, match=r"`names` must be one of 'ptb', 'cifar10', got 'mnist'"):
+        data.get(["mnist"])
+
+
+def test_digits_are_the_bundled_images_magnified():
+    from sklearn.datasets import load_digits
+
+    bundled, images = load_digits(), data.load_digits()
+    assert images.train_x.shape == (1437, 3, 32, 32)
+    assert images.test_x.shape == (360, 3, 32, 32)
+    small = images.train_x[:, 0, ::4, ::4].double() * 16 / 255
+    torch.testing.assert_close(small.round(), torch.as_tensor(bundled.images[:1437]), check_dtype=False)
+    torch.testing.assert_close(images.test_y, torch.as_tensor(bundled.target[1437:]))
+
+
+# Any text
+
+
+def test_running_text_is_lowered_tokenised_and_split_by_lines(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("The cat's hat, <unk>!\n\n" * 40)
+    corpus = data.load_corpus(path)
+    words = [corpus.vocabulary[i] for i in corpus.train[:8].tolist()]
+    assert words == ["the", "cat's", "hat", ",", "<unk>", "!", "<eos>", "the"]
+    assert [len(s) for s in (corpus.train, corpus.valid, corpus.test)] == [36 * 7, 2 * 7, 2 * 7]
+
+
+def test_folder_that_is_split_already_is_taken_as_tokenised(tmp_path):
+    (tmp_path / "wiki.train.tokens").write_text(" The dog 's N \n The dog \n")
+    (tmp_path / "wiki.valid.tokens").write_text(" The cat \n")
+    (tmp_path / "wiki.test.tokens").write_text(" dog \n")
+    corpus = data.load_corpus(tmp_path)
+    spell = lambda ids: [corpus.vocabulary[i] for i in ids.tolist()]  # noqa: E731
+    assert spell(corpus.train) == ["The", "dog", "'s", "N", "<eos>", "The", "dog", "<eos>"]
+    assert spell(corpus.valid) == ["The", "<unk>", "<eos>"]
+
+
+def test_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "a.txt").write_text("one\n" * 15)
+    (tmp_path / "deeper" / "b.md").write_text("two\n" * 25)
+    (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
+    corpus = data.load_corpus(tmp_path)
+    assert corpus.vocabulary[corpus.train[0]] == "one"
+    assert "<unk>" not in corpus.vocabulary
+    assert corpus.vocabulary[corpus.test[-2]] == "two"
+
+
+def test_vocabulary_keeps_the_commonest_words(tmp_path):
+    lines = [f"often word{i}" for i in range(100)]
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    corpus = data.load_corpus(tmp_path / "t.txt", max_vocabulary=5)
+    assert corpus.vocabulary == ("<unk>", "<eos>", "often", "word0", "word1")
+    assert corpus.train[:9].tolist() == [2, 3, 1, 2, 4, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"short\n", "1 lines with words; at least 20"),
+        (b"\xff\xfe\x00" * 50, "not readable UTF-8"),
+        (b"\x00binary\n" * 50, "NUL characters"),
+    ],
+)
+def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as caught:
+        data.load_corpus(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_corpus_folder_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="holds no files"):
+        data.load_corpus(tmp_path)
+
+
+# CIFAR-10
+
+
+@needs_subset
+def test_subset_of_cifar10_is_balanced_and_exact(real):
+    images = data.load_cifar10(offline=True)
+    raw = np.load(real / "cifar10-subset.npz")
+    assert (images.name, images.source) == ("cifar10-subset", "CIFAR-10 subset from CURVESTEP_DATA")
+    assert images.train_x.dtype == torch.uint8
+    assert torch.bincount(images.train_y).tolist() == [1000] * 10
+    assert torch.bincount(images.test_y).tolist() == [200] * 10
+    np.testing.assert_array_equal(images.train_x.permute(0, 2, 3, 1), raw["x_train"])
+    assert images.classes == tuple(raw["label_names"])
+    torch.testing.assert_close(
+        torch.tensor(images.mean), torch.tensor([0.4936, 0.4832, 0.4470]), atol=5e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(images.std), torch.tensor([0.2478, 0.2448, 0.2626]), atol=5e-5, rtol=0
+    )
+
+
+def test_foreign_subset_is_one_clear_line(folder):
+    np.savez(folder / "cifar10-subset.npz", x_train=np.zeros(3))
+    with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset of CIFAR-10 .*y_train"):
+        data.load_cifar10()
+    arrays = {"x_train": np.zeros((1, 32, 32, 3)), "y_train": np.zeros(1)}
+    np.savez(folder / "cifar10-subset.npz", **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
+    with pytest.raises(DataError, match=r"cifar10-subset.npz .*expected sha256 .*found"):
+        data.load_cifar10()
+    with (folder / "cifar10-subset.npz").open("wb") as file:
+        np.save(file, np.zeros(3))  # one array, not an archive of several
+    with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
+        data.load_cifar10()
+    (folder / "cifar10-subset.npz").write_bytes(b"PK\x03\x04 cut")
+    with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
+        data.load_cifar10()
+
+
+def test_records_of_the_release_are_class_then_red_green_blue_rows():
+    records = np.random.default_rng(0).integers(0, 256, (20, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
+    files = {"data_batch_2.bin": records[10:].tobytes(), "data_batch_1.bin": records[:10].tobytes()}
+    train_x, train_y, test_x, _ = cifar10._decode({**files, "test_batch.bin": records[3:4].tobytes()})
+    assert train_y.tolist() == records[:, 0].tolist()  # in the order of the release, not of the mapping
+    assert int(train_x[7, 2, 5, 31]) == records[7, 1 + 2 * 1024 + 5 * 32 + 31]
+    torch.testing.assert_close(test_x[0], train_x[3])
+
+
+def test_first_of_each_class_are_the_first_in_order():
+    y = torch.randint(0, 10, (500,))
+    expected = sorted(i for c in range(10) for i in (y == c).nonzero().flatten().tolist()[:7])
+    assert cifar10._first_of_each_class(y, 7).tolist() == expected
+
+
+def test_sheets_rebuild_the_binary_layout(tmp_path):
+    from PIL import Image
+
+    records = np.random.default_rng(1).integers(0, 256, (6, 3073), dtype=np.uint8)
+    rows = records[:, 1:].reshape(6, 3, 1024).transpose(0, 2, 1)
+    sheet = io.BytesIO()
+    Image.fromarray(rows).save(sheet, "PNG")
+    assert cifar10_files._records(sheet.getvalue(), records[:, 0], title="sheet") == records.tobytes()
+    with pytest.raises(DataError, match=r"must hold 5 images"):
+        cifar10_files._records(sheet.getvalue(), records[:5, 0], title="sheet")
+
+
+# Pixels
+
+
+def test_normalised_training_images_have_mean_zero_and_deviation_one():
+    images = data.load_digits()
+    x = data.normalise(images, images.train_x)
+    torch.testing.assert_close(x.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-12, rtol=0)
+    torch.testing.assert_close(x.std(dim=(0, 2, 3), correction=0), torch.ones(3))
+    last = data.normalise(images, images.test_x[:2].contiguous(memory_format=torch.channels_last))
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+def crop_and_flip(image, top, left, flip, padding):
+    """One image at a time, from the words: pad, cut out, turn over."""
+    channels, height, width = image.shape
+    padded = torch.zeros(channels, height + 2 * padding, width + 2 * padding, dtype=image.dtype)
+    padded[:, padding : padding + height, padding : padding + width] = image
+    cut = padded[:, top : top + height, left : left + width]
+    return torch.stack([torch.stack([row.flip(0) if flip else row for row in plane]) for plane in cut])
+
+
+@pytest.mark.parametrize("padding", [0, 1, 4])
+def test_augmented_batch_equals_images_cropped_and_flipped_one_by_one(padding):
+    x = torch.randint(1, 256, (50, 3, 8, 6), dtype=torch.uint8)
+    got = augment(x, torch.Generator().manual_seed(1), padding=padding)
+    places = [
+        (t, s, f) for t in range(2 * padding + 1) for s in range(2 * padding + 1) for f in (False, True)
+    ]
+    seen = set()
+    for before, after in zip(x, got, strict=True):
+        matches = [p for p in places if torch.equal(crop_and_flip(before, *p, padding), after)]
+        assert len(matches) == 1
+        seen.add(matches[0])
+    assert len(seen) > len(places) / 4
+
+
+def test_augmentation_uses_every_shift_and_flips_half_the_time():
+    x = torch.zeros(8000, 1, 9, 9, dtype=torch.uint8)
+    x[:, 0, 4, 4] = 1  # lands at 8 - top, and 8 - left or left
+    got = augment(x, torch.Generator().manual_seed(2))
+    rows = got[:, 0].amax(2).argmax(1)
+    assert torch.bincount(rows, minlength=9).min() > 8000 / 9 * 0.85
+    ramp = torch.arange(5, dtype=torch.uint8).expand(8000, 1, 1, 5).contiguous()
+    flipped = augment(ramp, torch.Generator().manual_seed(3), padding=0)[:, 0, 0, 0] == 4
+    assert abs(float(flipped.double().mean()) - 0.5) < 0.02
+
+
+def test_augmentation_is_a_function_of_the_generator_alone():
+    x = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
+    first = augment(x, torch.Generator().manual_seed(5))
+    torch.manual_seed(99)
+    torch.testing.assert_close(augment(x, torch.Generator().manual_seed(5)), first)
+    assert not torch.equal(augment(x, torch.Generator().manual_seed(6)), first)

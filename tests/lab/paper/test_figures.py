@@ -1,0 +1,313 @@
+"""The training figures, drawn from run folders that a descent on a known function filled."""
+
+import json
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from curvestep.fit.fit import fit_smoothness
+from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
+from curvestep.lab.paper.curves import gather
+from curvestep.lab.paper.scatter import envelope
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
+from curvestep.smoothness.trace import Trace
+
+L0, L1 = 1.0, 2.0
+
+
+def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0, held_out=10, **fields):
+    """A run folder from clipped descent on (L0/L1²)(exp(L1|x|) − L1|x| − 1), where f'' = L0 + L1|f'|."""
+    made = get_recipe(recipe, steps=steps, **fields)
+    run = open_run(folder, made, resume=False)
+    rng = np.random.default_rng(made.seed)
+    gradient = lambda x: L0 / L1 * np.sign(x) * np.expm1(L1 * abs(x))  # noqa: E731
+    metrics, trace = RowFile(folder / METRICS), Trace(run.trace_path)
+    x = 1.5
+    for step in range(1, steps + 1):
+        g = gradient(x) * rng.uniform(0.5, 1)  # a noisy step, so that the norms vary
+        h = 0.02 * min(1.0, 2.0 / abs(g))
+        new = x - h * g
+        smoothness = abs(gradient(new) - gradient(x)) / abs(new - x)
+        loss = scale * L0 / L1**2 * (math.exp(L1 * abs(x)) - L1 * abs(x) - 1)
+        norm = abs(gradient(x))
+        metrics.append(
+            {
+                "step": step,
+                "split": "train",
+                "loss": loss,
+                "grad_norm": norm,
+                "coefficient": 1.0,
+                "lr": made.lr,
+            }
+        )
+        trace.append(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "smoothness": smoothness,
+                "step_norm": abs(new - x),
+                "lr": 0.05,
+            }
+        )
+        if step % held_out == 0:
+            metrics.append({"step": step, "split": "valid", "loss": loss + 0.1, "perplexity": math.exp(loss)})
+            metrics.append({"step": step, "split": "test", "loss": loss, "accuracy": 90.0 - loss})
+        x = new
+    metrics.close()
+    trace.close()
+    write_status(
+        folder, status="diverged" if diverged else "finished", step=steps, data="a wall of exponentials"
+    )
+    return Run.load(folder)
+
+
+def texts(figure):
+    """Every word in the figure, in one string."""
+    FigureCanvasAgg(figure).draw()
+    return "\n".join(t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")))
+
+
+def line(panel, label):
+    (found,) = [one for one in panel.lines if str(one.get_label()).startswith(label)]
+    return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+
+
+@pytest.fixture(scope="module")
+def wall(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "wall", lr=30.0, max_norm=0.25)
+
+
+@pytest.fixture(scope="module")
+def drawn(wall):
+    return scatter([wall.folder], title="Figure 1")
+
+
+# Scatter
+
+
+def test_panel_shows_the_measured_points_coloured_by_iteration_on_log_axes(drawn, wall):
+    panel, bar = drawn.axes
+    trace = Trace.load(wall.trace_path)
+    points = panel.collections[0]
+    np.testing.assert_allclose(
+        points.get_offsets(), np.c_[trace.column("grad_norm"), trace.column("smoothness")]
+    )
+    np.testing.assert_allclose(points.get_array(), trace.column("step"))
+    assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+    assert bar.get_ylabel() == "iteration"
+    assert panel.get_title() == "lr 30, clip 0.25"
+
+
+def test_legend_gives_line_correlation_interval_and_control(drawn, wall):
+    fit = fit_smoothness(Trace.load(wall.trace_path))
+    words = texts(drawn)
+    low, high = fit.spearman_interval
+    assert f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]" in words
+    assert f"constant Hessian: {fit.control.spearman:.2f} [" in words
+    assert f"$L_1$ = {fit.L1:.3g}" in words
+    assert "a wall of exponentials" in words
+
+
+def test_line_is_the_fit_and_the_fit_finds_the_wall(drawn):
+    g, height = line(drawn.axes[0], "95% line")
+    slope, intercept = np.polyfit(g, height, 1)
+    # The function has f'' = 1 + 2|f'|; the segment estimate looks a little ahead, downhill.
+    assert abs(slope - L1) < 0.1 * L1
+    assert abs(intercept - L0) < 0.2 * L0
+
+
+def test_frontier_lies_on_or_above_every_point_and_touches_the_outermost(wall):
+    trace = Trace.load(wall.trace_path)
+    g, ell = trace.column("grad_norm"), trace.column("smoothness")
+    fit = fit_smoothness(trace, control=False)
+    bound = envelope(fit, g)
+    assert (bound >= ell * (1 - 1e-12)).all()
+    assert np.isclose(bound, ell).sum() >= 2
+    # The slow twin: the least over many pairs (L0, L1), each above all points.
+    slopes = np.linspace(0, 2 * (ell / g).max(), 4001)
+    slow = (np.maximum((ell - slopes[:, None] * g).max(1), 0)[:, None] + slopes[:, None] * g).min(0)
+    np.testing.assert_allclose(bound, slow, rtol=2e-3)
+    assert (bound <= slow + 1e-12).all()
+
+
+@pytest.mark.slow
+def test_linear_panels_begin_at_zero(wall):
+    linear, log, *_ = scatter([wall, wall], log=[False, True]).axes
+    assert (linear.get_xscale(), log.get_xscale()) == ("linear", "log")
+    assert linear.get_xlim()[0] == linear.get_ylim()[0] == 0
+
+
+def test_run_that_diverged_at_once_is_drawn_without_a_fit(tmp_path):
+    run = write_run(tmp_path / "run", steps=4, diverged=True, lr=30.0, max_norm=math.inf)
+    words = texts(scatter([run]))
+    assert "lr 30, no clip (diverged at step 4)" in words
+    assert "no fit" in words
+
+
+def test_run_without_a_trace_says_so(tmp_path):
+    run = write_run(tmp_path / "run", steps=4)
+    run.trace_path.unlink()
+    assert "nothing was measured" in texts(scatter([run]))
+
+
+def test_rows_that_cannot_stand_on_a_log_axis_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    with run.trace_path.open("a") as file:
+        file.write(json.dumps({"step": 4, "grad_norm": 0.0, "smoothness": 1.0, "status": "ok"}) + "\n")
+        file.write(
+            json.dumps({"step": 5, "grad_norm": 1.0, "smoothness": "NaN", "status": "nonfinite"}) + "\n"
+        )
+    assert len(scatter([run]).axes[0].collections[0].get_offsets()) == 3
+
+
+# Files
+
+
+@pytest.mark.slow
+def test_figure_is_saved_as_png_and_svg_and_the_same_folders_give_the_same_bytes(wall, tmp_path):
+    png, svg = save(scatter([wall.folder], title="Figure 1"), tmp_path / "new" / "fig1.png")
+    assert matplotlib.image.imread(png)[..., :3].std() > 0.05
+    assert "lr 30, clip 0.25" in svg.read_text()  # text stays text
+    again = save(scatter([wall.folder], title="Figure 1"), tmp_path / "again")
+    assert [p.read_bytes() for p in again] == [png.read_bytes(), svg.read_bytes()]
+
+
+# Curves
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curves")
+    language = [
+        write_run(folder / f"lm-{lr}-{seed}", lr=lr, max_norm=0.25, seed=seed, scale=seed + 1)
+        for lr in (30.0, 3.0)
+        for seed in (0, 1, 2)
+    ]
+    lost = write_run(folder / "lost", lr=30.0, max_norm=math.inf, steps=7, diverged=True)
+    image = write_run(folder / "image", recipe="cifar-resnet20", lr=0.1)
+    return [*language, lost, image]
+
+
+@pytest.mark.slow
+def test_each_task_has_its_row_with_the_units_of_the_paper(settings):
+    figure = curves(settings)
+    titles = [panel.get_title() for panel in figure.axes]
+    assert titles[0].startswith("ptb-lstm: training loss")
+    assert titles[1] == "ptb-lstm: validation loss"
+    assert titles[3] == "cifar-resnet20: test accuracy"
+    assert figure.axes[3].get_ylabel() == "test accuracy (%)"
+    assert "lr 30, no clip (diverged: 1 of 1, by step 7)" in texts(figure)
+    assert "seeds 0, 1, 2" in texts(figure)
+
+
+def test_line_is_the_mean_over_seeds_and_the_band_their_range(settings):
+    panel = curves(settings).axes[1]
+    steps, mean = line(panel, "lr 30, clip 0.25")
+    rows = np.array([run.column("loss", "valid")[1] for run in settings[:3]])
+    np.testing.assert_array_equal(steps, [10, 20, 30, 40, 50, 60])
+    np.testing.assert_allclose(mean, rows.mean(0))
+    band = panel.collections[0].get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose((band.min(), band.max()), (rows.min(), rows.max()))
+
+
+def test_training_loss_is_a_running_mean_of_the_steps_so_far(settings):
+    (curve,) = gather(settings[:1], "loss", "train", smoothing=20)
+    _, raw = settings[0].column("loss")
+    expected = [raw[max(0, k - 19) : k + 1].mean() for k in range(len(raw))]
+    np.testing.assert_allclose(curve.values[0], expected)
+
+
+def test_runs_that_train_set_the_range_not_the_one_that_exploded(tmp_path, settings):
+    lost = write_run(tmp_path / "lost", lr=30.0, max_norm=math.inf, steps=7, diverged=True, scale=1e6)
+    assert curves([*settings[:3], lost]).axes[0].get_ylim()[1] < 50
+
+
+def test_seeds_that_end_early_leave_the_steps_that_all_have(tmp_path):
+    runs = [write_run(tmp_path / str(n), steps=n, seed=n) for n in (30, 20)]
+    (curve,) = gather(runs, "loss", "train")
+    assert curve.values.shape == (2, 20)
+
+
+# A part of the data against all of it
+
+
+@pytest.fixture(scope="module")
+def part_and_whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    return write_run(folder / "part", probe_data=0.1), write_run(folder / "whole", probe_data=1.0, steps=50)
+
+
+@pytest.mark.slow
+def test_agreement_is_taken_at_common_steps(part_and_whole):
+    gradient, smoothness = agreement(*part_and_whole)
+    np.testing.assert_array_equal(gradient.steps, np.arange(1, 51))
+    for found in (gradient, smoothness):
+        assert found.correlation == pytest.approx(1)
+        assert found.ratio == pytest.approx(1)
+    figure = data_fraction(*part_and_whole)
+    words = texts(figure)
+    assert "Measured on 10% of the data and on all data (lr 10, clip 0.25)" in words
+    for panel in figure.axes[2:4]:
+        assert "correlation of logs 1.000" in panel.get_legend().get_texts()[-1].get_text()
+
+
+def test_agreement_of_two_trainings_is_refused(part_and_whole, tmp_path):
+    other = write_run(tmp_path / "other", lr=3.0, steps=3)
+    with pytest.raises(ValueError, match=r"must be the same training, got lr 10.* and lr 3"):
+        agreement(part_and_whole[0], other)
+
+
+# GD against clipped GD
+
+
+def test_comparison_by_hand(wall):
+    found = compare(wall, wall)
+    fit = fit_smoothness(Trace.load(wall.trace_path), control=False)
+    norms = Trace.load(wall.trace_path).column("grad_norm")
+    assert found.measured == pytest.approx(1)
+    assert found.largest_smoothness == pytest.approx(fit.L0 + fit.L1 * norms.max())
+    assert found.printed == pytest.approx(found.largest_smoothness / fit.L0)
+    assert found.corrected == pytest.approx(math.sqrt(found.printed))
+    assert "as printed in the paper" in str(found)
+
+
+@pytest.mark.slow
+def test_gd_figure_has_norms_losses_and_both_scatters(wall, tmp_path):
+    gd = write_run(tmp_path / "gd", lr=1.0, max_norm=math.inf, scale=2.0)
+    figure = lstm_gd(gd, wall)
+    titles = [panel.get_title() for panel in figure.axes]
+    assert titles[0] == "gradient norm"
+    assert titles[1].startswith("training loss")
+    assert titles[2:4] == ["lr 1, no clip", "lr 30, clip 0.25"]
+    assert str(compare(gd, wall)) in texts(figure)
+
+
+def test_nothing_to_draw_is_an_error():
+    for draw in (scatter, curves):
+        with pytest.raises(ValueError, match="at least one run folder"):
+            draw([])
+
+
+def test_folder_that_is_no_run_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match=r"There is no .*config.json"):
+        scatter([tmp_path])
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_from_a_training_run(tmp_path):
+    from curvestep.lab.run.loop import train
+
+    sizes = {"embedding": 8, "hidden": 8, "bptt": 8, "batch_size": 4, "eval_size": 500}
+    recipe = get_recipe("ptb-lstm", corpus="topics", steps=40, probe_every=2, eval_every=20, lr=3.0, **sizes)
+    result = train(recipe, tmp_path / "run", progress=False, offline=True)
+    assert result.status == "finished"
+    words = texts(scatter([result.folder]))
+    assert "rank correlation" in words
+    assert "pydoc_data.topics" in words
+    steps, _ = line(curves([result.folder]).axes[1], "lr 3, clip 0.25")
+    np.testing.assert_array_equal(steps, [20, 40])

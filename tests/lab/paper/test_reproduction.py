@@ -1,0 +1,319 @@
+import itertools
+import json
+import math
+import os
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from joblib.externals.loky import get_reusable_executor
+
+from curvestep.lab.data.download import notice_once
+from curvestep.lab.jobs import Job
+from curvestep.lab.paper import reproduction
+from curvestep.lab.paper.claims import Claim, as_markdown, make_claims
+from curvestep.lab.paper.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
+from curvestep.lab.paper.plan import FIGURES, IMAGE_SWEEP, LANGUAGE, make_plan
+from curvestep.lab.paper.reproduction import DRAW, _progress, reproduce
+from curvestep.lab.run.folder import METRICS, STATUS, Run, find_runs, open_run, write_json
+from tests.lab.small import write_text
+
+
+def tiny_plan(folder, figures=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    language = {
+        "corpus": write_text(folder / "text.txt"), "embedding": 6, "hidden": 6, "batch_size": 4, "bptt": 5,
+        "steps": 30, "num_words": 400, "eval_size": 200, "eval_every": 15, "probe_every": 1,
+    }  # fmt: skip
+    images = {
+        "images": "digits", "num_images": 80, "batch_size": 8, "steps": 4, "eval_size": 40, "eval_every": 2,
+        "probe_every": 1,
+    }  # fmt: skip
+    return make_plan("laptop", figures, language=language, images=images)
+
+
+def test_the_plan_serves_every_figure_with_three_seeds():
+    plan = make_plan()
+    assert plan.figures == FIGURES
+    assert plan.synthetic
+    served = {figure for run in plan.runs for figure in run.figures}
+    assert served == set(FIGURES) - {"fig7"}
+    for setting in LANGUAGE:
+        assert [run.recipe.seed for run in plan.of(setting)] == [0, 1, 2]
+    costs = [run.cost for run in plan.runs]
+    assert costs == sorted(costs, reverse=True)
+    assert sum(costs) < 0.8 * 2 * 15 * 60  # seconds on two cores, with a fifth to spare
+
+
+def test_a_figure_alone_takes_only_its_runs():
+    assert {run.setting for run in make_plan("laptop", ("fig8",)).runs} == {"lm-lr2", "lm-lr10clip0.25"}
+    assert make_plan("laptop", ("fig7",)).runs == ()
+
+
+def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale():
+    for scale in ("laptop", "paper"):
+        plan = make_plan(scale, ("fig8",))
+        gd, clipped = (plan.of(setting)[0].recipe for setting in plan.descent)
+        assert {run.setting for run in plan.runs} == set(plan.descent)
+        assert (gd.name, clipped.name) == ("ptb-lstm", "ptb-lstm")
+        assert (gd.lr, gd.max_norm, clipped.lr, clipped.max_norm) == (2.0, math.inf, 10.0, 0.25)
+        assert replace(gd, lr=10.0, max_norm=0.25) == clipped
+    legend = [run.recipe.name for run in make_plan("paper", ("fig4",)).runs if run.setting in LANGUAGE]
+    assert legend == ["ptb-awd-lstm"] * len(LANGUAGE)
+
+
+@pytest.mark.slow
+def test_runs_of_another_recipe_or_scale_are_not_taken_for_these(tmp_path):
+    plan = tiny_plan(tmp_path / "data", ("fig8",))
+    reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    run = plan.runs[0]
+    other = replace(plan, runs=(replace(run, recipe=replace(run.recipe, hidden=7)),))
+    with pytest.raises(ValueError, match=r"run of another recipe .hidden 6 → 7"):
+        reproduce(tmp_path / "out", plan=other, offline=True, progress=False)
+    at_paper_scale = replace(plan, scale="paper", runs=(replace(run, setting="lstm-lr2"),))
+    reproduce(tmp_path / "out", plan=at_paper_scale, offline=True, progress=False)
+    assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == ["text", "text-paper"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("huge",), "`scale` must be one of"), (("laptop", ("fig9",)), "`figures` must be one of 'fig1'")],
+)
+def test_unknown_scales_and_figures_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(*arguments)
+
+
+@pytest.mark.slow
+def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, capsys):
+    plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
+    result = reproduce(tmp_path / "out", plan=plan, offline=True)
+    assert set(result.figures) == set(plan.figures)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in result.figures.values())
+    assert not result.failures
+    saved = json.loads((tmp_path / "out" / "claims.json").read_text())
+    assert [row["verdict"] for row in saved["claims"]] == [claim.verdict for claim in result.claims]
+    assert {claim.verdict for claim in result.claims} <= {SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE}
+    assert "| figure | the paper says |" in (tmp_path / "out" / "claims.md").read_text()
+    printed = capsys.readouterr().out
+    ended = re.findall(r"^\[\d+/\d+\] \S+: .* left\)$", printed, flags=re.MULTILINE)
+    assert len(ended) == len(plan.runs)  # a line a run, with the time left
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")}
+    again = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").rglob("*")} == before
+    assert again.claims == result.claims
+
+
+def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, monkeypatch, capsys):
+    (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed1"]
+    job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
+    with _progress([run], [job], tmp_path, shown=True) as (watch, _):
+        watch()
+        assert capsys.readouterr().out == ""
+        monkeypatch.setattr(reproduction, "SILENCE", -1.0)
+        watch()
+        job.folder.mkdir()
+        (job.folder / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
+        watch()
+    assert re.fullmatch(
+        r"\[0/1\] starting \(.* left\)\n\[0/1\] lm-lr2-seed1 50/200 \(.* left\)\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_rest_is_done(tmp_path):
+    plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1").mkdir(parents=True)
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1" / "checkpoint.pt").write_bytes(b"precious")
+    result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    assert [failure.split(":")[0] for failure in result.failures] == ["lm-lr2-seed1", "fig8"]
+    assert set(result.figures) == {"fig6"}
+    assert [p.name for p in (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed1").iterdir()] == [
+        "checkpoint.pt"
+    ]
+    by_figure = {claim.figure: claim for claim in result.claims}
+    assert by_figure["fig8"].verdict == NOT_TESTABLE
+    assert "lm-lr2 has not been trained" in by_figure["fig8"].measured
+    assert by_figure["fig6"].verdict in (SUPPORTED, NOT_SUPPORTED)
+
+
+def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CURVESTEP_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    from curvestep.lab.paper.reproduction import _data
+
+    places, sources = _data(make_plan("laptop", ("fig3", "fig8")), offline=True, progress=False)
+    assert places == {"ptb": "topics", "cifar10-subset": "digits"}
+    assert all("stand-in" in source for source in sources)
+
+
+@pytest.fixture
+def fresh_workers():
+    """Worker processes with the environment of this test: joblib would go on with those of another one."""
+    get_reusable_executor().shutdown(wait=True)
+    yield
+    get_reusable_executor().shutdown(wait=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_workers")
+def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
+    """Nothing answers: no host, no registry, no cache, no folder of data."""
+    notice_once.cache_clear()
+    nowhere = "http://127.0.0.1:9"
+    for name in ("CURVESTEP_DATA", "NO_PROXY", "no_proxy", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "npm_config_registry"):
+        monkeypatch.setenv(name, nowhere)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{nowhere}/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "cache"))
+    sizes = {"embedding": 6, "hidden": 6, "batch_size": 4, "bptt": 5, "num_words": 400, "eval_size": 200}
+    plan = make_plan(
+        "laptop",
+        ("fig3", "fig6"),
+        language=sizes | {"steps": 12, "eval_every": 0, "probe_every": 1},
+        images={"num_images": 80, "batch_size": 8, "steps": 3, "eval_size": 20, "probe_every": 1},
+    )
+    result = reproduce(tmp_path / "out", plan=plan)
+    assert not result.failures
+    assert set(result.figures) == {"fig3", "fig6"}
+    assert result.data == (
+        "stand-in for PTB: pydoc_data.topics of the standard library",
+        "stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
+    )
+    told = (tmp_path / "out" / "claims.md").read_text()
+    assert told.count("- Data: stand-in for") == 2
+    shown = capsys.readouterr()
+    assert "these are not PTB results" in shown.err
+    assert "these are not CIFAR-10 results" in shown.err
+    assert all("stand-in for" in run.status["data"] for run in find_runs(tmp_path / "out"))
+
+
+# Claims, on runs written by hand: the verdict must follow the numbers. -------------------------------------
+
+
+def fake_runs(plan, folder, *, loss_of, diverged=()):
+    """Run folders with made-up losses: ``loss_of(setting, seed)`` gives one a step."""
+    for planned in plan.runs:
+        run = open_run(folder / planned.name, planned.recipe, resume=False)
+        lost = planned.setting in diverged
+        values = [math.nan] * 3 if lost else loss_of(planned.setting, planned.recipe.seed)
+        rows = [
+            {"step": i, "split": "train", "loss": "NaN" if lost else float(v), "grad_norm": 1.0}
+            for i, v in enumerate(values, 1)
+        ]
+        if not lost:
+            end = {"step": len(values), "loss": float(values[-1])}
+            rows += [end | {"split": "valid"}, end | {"split": "test", "accuracy": 50.0}]
+        (run.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        status = {"status": "diverged" if lost else "finished", "step": len(values), "data": "made up"}
+        rest = {"train_loss": 0.0, "message": "", "metrics": {}, "num_parameters": 1, "seconds": 1.0}
+        write_json(run.folder / STATUS, status | rest)
+
+
+def claims_of(plan, folder):
+    return {claim.paper: claim for claim in make_claims(Results(plan, folder))}
+
+
+def test_verdicts_follow_the_losses(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    speeds = {"lm-lr30clip0.25": 4.0, "lm-lr10clip0.25": 2.0}
+
+    def loss_of(setting, seed):
+        return 9.0 - 0.02 * np.minimum(np.arange(1, 101) * speeds.get(setting, 1.0), 300) - 0.001 * seed
+
+    fake_runs(plan, tmp_path, loss_of=loss_of, diverged=("lm-lr10", "lm-lr30"))
+    claims = claims_of(plan, tmp_path)
+    allowed = claims["Large learning rates diverge without clipping; it allows them."]
+    assert allowed.verdict == SUPPORTED
+    assert "lr 30: 3 of 3 diverged without clipping (at step 3, 3, 3), 0 of 3 with it" in allowed.measured
+    faster = claims["Clipping accelerates training of the language model."]
+    assert faster.verdict == SUPPORTED
+    # The running mean over 25 steps lags 12 behind: 88 of 100 plain steps are 22 of the fast run, seen at 34.
+    assert "needs 2.94 [2.94, 2.94] times fewer steps" in faster.measured
+    assert "lr 30, clip 0.25" in faster.measured
+    assert claims["Models trained with clipping have the best validation loss."].verdict == SUPPORTED
+
+
+@pytest.mark.slow
+def test_figure_4_has_a_sweep_on_images_and_its_best_points_are_told(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    grid = [plan.of(setting)[0].recipe for setting in IMAGE_SWEEP]
+    assert {(r.lr, r.max_norm) for r in grid} == set(itertools.product((0.2, 1.0, 5.0), (0.25, math.inf)))
+    last = {"cifar-sweep-lr1clip0.25": 1.0, "cifar-sweep-lr0.2": 1.5, "cifar-sweep-lr5": 0.5}
+
+    def loss_of(setting, seed):
+        return np.r_[np.full(15, 3.0), np.full(25, last.get(setting, 2.0))]
+
+    fake_runs(plan, tmp_path / "runs", loss_of=loss_of, diverged=("cifar-sweep-lr5",))
+    (tmp_path / "figures").mkdir()
+    assert DRAW["fig4"](plan, tmp_path / "runs", tmp_path).name == "fig4.png"
+    assert (tmp_path / "figures" / "fig4_sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "ResNet20, a short sweep" in (tmp_path / "figures" / "fig4_sweep.svg").read_text()
+    told = claims_of(plan, tmp_path / "runs")["On images clipped descent converges fastest."].measured
+    assert told.endswith(
+        "best of a short sweep without momentum: 1 with lr 1, clip 0.25, 1.5 with lr 0.2, no clip"
+    )
+
+
+def test_verdicts_say_no_where_clipping_is_slower(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+
+    def loss_of(setting, seed):
+        return 9.0 - (0.01 if "clip" in setting else 0.02) * np.arange(1, 101)
+
+    fake_runs(plan, tmp_path, loss_of=loss_of)
+    claims = claims_of(plan, tmp_path)
+    assert claims["Large learning rates diverge without clipping; it allows them."].verdict == NOT_SUPPORTED
+    assert claims["Clipping accelerates training of the language model."].verdict == NOT_SUPPORTED
+    assert claims["Models trained with clipping have the best validation loss."].verdict == NOT_SUPPORTED
+
+
+def test_one_seed_is_no_verdict(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100}, images={"steps": 100})
+    plan = replace(plan, runs=tuple(run for run in plan.runs if run.recipe.seed == 1))
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
+    told = claims_of(plan, tmp_path)
+    for paper in (
+        "Clipping accelerates training of the language model.",
+        "Models trained with clipping have the best validation loss.",
+        "On images clipped descent converges fastest.",
+        "On images clipped descent matches the test accuracy of momentum.",
+    ):
+        assert told[paper].verdict == NOT_TESTABLE
+        assert "(one seed)" in told[paper].measured
+
+
+def test_claims_without_runs_are_not_testable(tmp_path):
+    for claim in make_claims(Results(make_plan(), tmp_path)):
+        assert claim.verdict == NOT_TESTABLE
+        assert claim.measured.startswith("not ")
+
+
+def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
+    plan = make_plan("laptop", ("fig8",), language={"steps": 100})
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(100) < 50, 2.0, 1.0))
+    run = Run.load(tmp_path / "lm-lr2-seed0")
+    assert steps_to(run, 2.0) == 25
+    assert steps_to(run, 1.0) == 75
+    assert math.isnan(steps_to(run, 0.5))
+
+
+def test_a_spread_of_one_seed_promises_nothing():
+    assert Spread(values=(1.0,)).interval == (-math.inf, math.inf)
+
+
+def test_a_spread_with_an_infinite_value_has_no_interval():
+    spread = Spread(values=(1.0, math.inf, 2.0))
+    assert spread.mean == math.inf
+    assert all(math.isnan(end) for end in spread.interval)
+    assert str(spread) == "inf [nan, nan]"
+
+
+def test_the_table_keeps_its_columns_whatever_the_words():
+    claim = Claim(figure="fig1", paper="a | b", measured="|f'| is 2", verdict=SUPPORTED)
+    line = as_markdown([claim], data=["made up"]).splitlines()[-1]
+    assert line.replace("\\|", "").count("|") == 5
+    assert "a \\| b" in line

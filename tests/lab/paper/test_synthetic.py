@@ -1,0 +1,190 @@
+"""The synthetic experiment: the paper's numbers, the honest ones, and figures from the folder alone."""
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from curvestep.lab.paper.synthetic import (
+    METHODS,
+    SyntheticConfig,
+    growth,
+    load_synthetic,
+    run_synthetic,
+    summarize,
+)
+from curvestep.lab.paper.synthetic_figures import draw_synthetic
+from curvestep.theory import ClippedStep, FixedStep, Quartic, descend
+
+# The whole experiment but for M up to 40 instead of 2000.
+SHORT = SyntheticConfig(num_decades=1.3, num_M=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("synthetic")
+    run_synthetic(folder, progress=False, config=SHORT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return load_synthetic(folder)[0]
+
+
+# Row 29.
+def test_the_papers_gradients_are_reproduced_to_two_digits(result):
+    assert f"{result.gd_grad_norm:.2g}" == "0.36"
+    assert f"{result.clipped_grad_norm:.2g}" == "1.3e-08"
+    assert result.gd_best_lr == 10 * 2.0**-15
+    assert result.clipped_best_lr == 3e4 * 2.0**-10
+
+
+def test_many_starts_give_a_median_ratio_near_the_papers_and_a_wide_range(result, folder):
+    assert SHORT.num_starts == 200
+    assert result.jittered_ratio == pytest.approx(result.ratio, rel=0.1)
+    low, high = result.jittered_range
+    assert low == pytest.approx(9.0e6, rel=0.05)
+    assert high > 1e10
+    # With the step sizes that were best from 30, luck alone is worth eight orders of magnitude.
+    assert result.fixed_range[0] < 100
+    assert result.fixed_range[1] > 1e9
+    numbers = load_synthetic(folder)[1]
+    assert (np.abs(numbers["starts"] - 30) <= 0.5).all()
+    ratios = np.nanmin(numbers["gd_jittered_final"], 0) / np.nanmin(numbers["clipped_jittered_final"], 0)
+    assert np.median(ratios) == result.jittered_ratio
+
+
+def test_laws_of_the_two_methods_on_the_quartic(result):
+    eta, T = result.gd_best_lr, 2000
+    # Row 29: |x_T| ≈ (8ηT + 1/x²)^(−1/2), from where the first step lands.
+    first = 30 - eta * 4 * 30**3
+    assert result.gd_grad_norm == pytest.approx(4 * (8 * eta * T + 1 / first**2) ** -1.5, rel=0.03)
+    eta = result.clipped_best_lr
+    arrival = (30 - 0.136) / (0.01 * eta)
+    assert result.clipped_grad_norm == pytest.approx(4 * (8 * eta * (T - arrival)) ** -1.5, rel=0.03)
+
+
+def test_stability_of_descent_on_the_quartic_ends_at_its_limit():
+    lr = 60 / 108_000 * np.array([0.999, 1.001])
+    assert list(descend(Quartic(), FixedStep(lr=lr), 30.0, 4000).status) == ["done", "diverged"]
+
+
+def test_a_single_start_is_a_matter_of_luck():
+    exact = descend(Quartic(), ClippedStep(lr=100.0, max_norm=0.01), 30.0, 30)
+    assert exact.points[-1] == pytest.approx(0, abs=1e-12)  # thirty steps of length one
+    lucky = descend(Quartic(), FixedStep(lr=np.array([2.0**-11, 5e-4])), 30.0, 1000).grad_norms[-1]
+    np.testing.assert_allclose(lucky, [0.031, 0.486], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("T", "gd_lr", "clipped_lr", "gd", "clipped"),
+    [
+        (1300, 4.69e-4, 39.0625, 0.3646, 1.29e-8),
+        (2500, 2.0**-12, 1e5 * 2.0**-12, 0.3618, 1.26e-8),
+        (10_000, 6.25e-5, 6.0, 0.3573, 1.297e-8),
+    ],
+)
+def test_other_lengths_reproduce_the_papers_numbers_as_well(T, gd_lr, clipped_lr, gd, clipped):
+    fixed = descend(Quartic(), FixedStep(lr=gd_lr), 30.0, T, every=T).grad_norms[-1]
+    cut = descend(Quartic(), ClippedStep(lr=clipped_lr, max_norm=0.01), 30.0, T, every=T).grad_norms[-1]
+    np.testing.assert_allclose([fixed, cut], [gd, clipped], rtol=0.005)
+
+
+# Row 30.
+def test_the_table_compares_printed_corrected_and_measured(result):
+    cells = {row.quantity: row for row in result.table}
+    assert cells["(M L1 + L0) / L0 on x⁴"].corrected == "1.08e7"
+    assert cells["(M L1 + L0) / L0 on x⁴"].measured.startswith("6.75e6")
+    by_bounds = cells["Gradient norms on x⁴, GD over clipped, by the bounds"]
+    assert (by_bounds.printed, by_bounds.corrected) == ("1e5", "√1.08e7 = 3286")
+    assert by_bounds.measured.startswith("2.67e7")
+    assert cells["Gradient norms of the LSTM, GD over clipped"].corrected == "√(25 / 5) = 2.24"
+    law = (result.clipped_best_lr / result.gd_best_lr) ** 1.5
+    assert law == pytest.approx(result.ratio, rel=0.15)  # the right explanation is local
+
+
+def test_each_part_is_announced_where_there_is_no_terminal(tmp_path, capsys):
+    config = SyntheticConfig(num_decades=0.5, num_M=2)
+    run_synthetic(tmp_path, config=config)
+    parts = ("one start", "many starts", "iterations against M")
+    assert capsys.readouterr().out.splitlines() == [f"synthetic experiment: {part}" for part in parts]
+    run_synthetic(tmp_path, progress=False, config=config)
+    assert capsys.readouterr().out == ""
+
+
+def test_numbers_are_a_function_of_the_config(folder, tmp_path):
+    again = run_synthetic(tmp_path / "again", progress=False, config=SHORT)
+    saved, numbers = load_synthetic(folder)
+    assert again == saved
+    assert asdict(SHORT) == json.loads((folder / "config.json").read_text())
+    assert summarize(SHORT, numbers) == saved
+    other = run_synthetic(
+        tmp_path / "other", progress=False, config=SyntheticConfig(seed=1, num_decades=0.5, num_M=2)
+    )
+    assert other.jittered_ratio != again.jittered_ratio
+
+
+def test_iterations_keep_the_corrected_bounds(folder):
+    numbers = load_synthetic(folder)[1]
+    fixed, clipped, normalized, smooth = numbers["iterations"]
+    assert len(METHODS) == 4
+    assert (fixed >= numbers["fixed_lower"]).all()
+    assert (fixed <= numbers["fixed_upper"]).all()
+    for iterations, slack in ((clipped, 1), (normalized, 2), (smooth, 1)):
+        assert (iterations <= slack * numbers["clipped_upper"]).all()
+
+
+@pytest.mark.slow
+def test_what_a_fixed_step_loses_grows_with_M_as_predicted_over_three_decades():
+    config = SyntheticConfig()
+    numbers = growth(config)
+    M, (fixed, clipped) = numbers["M"], numbers["iterations"][:2]
+    assert math.log10(M[-1] / M[0]) == pytest.approx(3)
+    kappa = M * config.L1 / config.L0
+    slope = np.polyfit(np.log(M), np.log(fixed / clipped), 1)[0]
+    predicted = np.polyfit(np.log(M), np.log(kappa / np.log1p(kappa)), 1)[0]
+    assert slope == pytest.approx(predicted, rel=0.1)
+    assert (np.diff(fixed / clipped) > 0).all()
+    assert (fixed >= numbers["fixed_lower"]).all()
+    assert fixed[-1] / clipped[-1] > 50
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
+    for name in ("config.json", "numbers.npz", "summary.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    paths = draw_synthetic(tmp_path)
+    assert {path.name for path in paths} == {
+        f"{name}.{kind}"
+        for name in ("fig7", "fig7_jittered", "fig7_table", "fig7_growth")
+        for kind in ("png", "svg")
+    }
+    for path in paths:
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
+    text = (tmp_path / "fig7_table.svg").read_text()
+    assert "printed" in text
+    assert "2.24" in text
+
+
+def test_drawing_without_numbers_says_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Call `run_synthetic` on it first"):
+        draw_synthetic(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(max_norm=-1.0), "`max_norm` must be positive"),
+        (dict(x0=math.nan), "`x0` must be finite"),
+        (dict(num_steps=0), "`num_steps` must be a whole number"),
+        (dict(L0=0.0), "`L0` must be positive"),
+        (dict(num_M=1), "`num_M` must be a whole number of at least 2"),
+    ],
+)
+def test_bad_config_is_named(change, words):
+    with pytest.raises(ValueError, match=words):
+        SyntheticConfig(**change)

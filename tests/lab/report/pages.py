@@ -1,0 +1,74 @@
+"""Run folders made by the library's own writers, from descent on a function with known L0 and L1."""
+
+import math
+
+import numpy as np
+
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_status
+from curvestep.smoothness.trace import OK, Trace
+from curvestep.theory.problems import RotatedWalls
+
+
+def make_run(
+    folder, *, lr=0.3, max_norm=0.5, steps=200, every=5, traced=True, layers=(), seed=0, status=None, **fields
+):
+    """Noisy clipped descent on a sum of exponential walls, kept as a run folder."""
+    recipe = get_recipe(
+        "ptb-lstm", lr=lr, max_norm=max_norm, steps=steps, probe_every=every, seed=seed, **fields
+    )
+    run = open_run(folder, recipe, resume=False)
+    rows = _descend(lr=lr, max_norm=max_norm, steps=steps, seed=seed)
+    metrics = RowFile(run.folder / METRICS)
+    trace = Trace(run.folder / TRACE, header={"model": "walls"}) if traced else None
+    for row in rows:
+        names = ("step", "loss", "grad_norm", "coefficient", "lr")
+        metrics.append({"split": "train", **{name: row[name] for name in names}})
+        if trace is not None and row["step"] % every == 0 and math.isfinite(row["smoothness"]):
+            measured = {name: {"smoothness": row["smoothness"] * (k + 1)} for k, name in enumerate(layers)}
+            trace.append({**row, "status": OK, "layers": measured} if layers else {**row, "status": OK})
+    diverged = len(rows) < steps
+    if not diverged:
+        metrics.append({"step": len(rows), "split": "valid", "loss": rows[-1]["loss"], "perplexity": 1.0})
+    metrics.close()
+    if trace is not None:
+        trace.close()
+    write_status(
+        run.folder,
+        status=status or ("diverged" if diverged else "finished"),
+        step=len(rows),
+        train_loss=math.nan if diverged else float(np.mean([row["loss"] for row in rows[-50:]])),
+        metrics={},
+        num_parameters=4,
+        seconds=1.0,
+        data="exponential walls",
+        message=f"the loss passed 3 times the first one at step {len(rows)}" if diverged else "",
+    )
+    return run.folder
+
+
+def _descend(*, lr, max_norm, steps, seed):
+    rng = np.random.default_rng(seed)
+    problem = RotatedWalls(L0=1.0, L1=2.0, dim=4, rotation_seed=0)
+    x = np.array([1.2, -0.7, 0.9, 0.4])
+    rows = []
+    for step in range(1, steps + 1):
+        noise = 0.3 * rng.standard_normal(4)
+        with np.errstate(over="ignore", invalid="ignore"):
+            gradient = problem.gradient(x) + noise
+            norm = float(np.linalg.norm(gradient))
+            coefficient = min(1.0, max_norm / norm) if math.isfinite(norm) else math.nan
+            move = -lr * coefficient * gradient
+            change = problem.gradient(x + move) + noise - gradient
+            length = float(np.linalg.norm(move))
+            smoothness = float(np.linalg.norm(change) / length)
+        rows.append(
+            {
+                "step": step, "loss": float(problem.value(x)), "grad_norm": norm, "step_norm": length,
+                "smoothness": smoothness, "lr": lr, "coefficient": coefficient,
+            }
+        )  # fmt: skip
+        x = x + move
+        if not math.isfinite(norm) or not rows[-1]["loss"] <= 3 * rows[0]["loss"]:
+            break
+    return rows

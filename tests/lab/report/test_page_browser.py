@@ -1,0 +1,296 @@
+"""The page in real headless Chromium: drawn, quiet, offline, and moved by its controls."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from curvestep.lab.calibration import write_calibration
+from curvestep.lab.paper.claims import Claim, write_claims
+from curvestep.lab.report.page import write_page
+from curvestep.lab.report.static import save_figures
+from curvestep.lab.report.views import find_views
+from curvestep.theory.problems import ExponentialWall
+from tests.lab.report.calibrations import make_calibration
+from tests.lab.report.pages import make_run
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page in a tab that notes what it should not do."""
+
+    def __init__(self, browser, path, **options):
+        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        self.tab = self.context.new_page()
+        self.trouble = []
+        self.tab.on("console", lambda message: self.trouble.append(message.text))
+        self.tab.on("pageerror", lambda error: self.trouble.append(str(error)))
+        self.tab.on("dialog", lambda dialog: (self.trouble.append(dialog.message), dialog.dismiss()))
+        self.requests = []
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.url = Path(path).resolve().as_uri()
+        self.tab.goto(self.url)
+        self.tab.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+
+    def draw_all(self):
+        self.tab.evaluate("curvestepPage.drawAll()")
+        return self
+
+    def data(self, chart, run=None):
+        """What Plotly has drawn in a chart."""
+        where = f'figure[data-chart="{chart}"]' + ("" if run is None else f'[data-run="{run}"]')
+        return self.tab.evaluate(f"document.querySelector('{where} .plot').data")
+
+    def layout(self, chart):
+        return self.tab.evaluate(f"document.querySelector('figure[data-chart=\"{chart}\"] .plot').layout")
+
+    def check(self):
+        """Quiet, and nothing asked for but the file itself (and images inside it)."""
+        assert self.trouble == []
+        assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.url]
+        self.context.close()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("single") / "run", layers=("encoder", "decoder"))
+    return write_page([folder], folder.parent / "page.html").path
+
+
+def drawn_charts(opened):
+    """Every chart, and whether Plotly has put marks into it."""
+    return opened.tab.evaluate(
+        """[...document.querySelectorAll("figure[data-chart]")].map((f) =>
+            [f.dataset.chart, f.querySelectorAll(".trace, .hm, .point").length > 0])"""
+    )
+
+
+def make_reproduction(folder):
+    for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
+        make_run(folder / "runs" / setting, lr=lr, max_norm=max_norm, steps=100)
+    save_figures(find_views([folder]), folder / "figures")
+    write_claims([Claim(figure="fig4", paper="p", measured="m", verdict="supported")], folder, data=["walls"])
+
+
+def make_twenty(folder):
+    for seed in range(20):
+        make_run(
+            folder / f"run{seed}",
+            lr=0.1 * (1 + seed % 5),
+            max_norm=(0.5, 1.0)[seed % 2],
+            steps=100,
+            seed=seed,
+        )
+
+
+CASES = {
+    "reproduction": make_reproduction,
+    "a single run": lambda folder: make_run(folder / "run", layers=("encoder", "decoder")),
+    "a diverged run": lambda folder: make_run(folder / "run", lr=3.0, max_norm=math.inf, steps=60, every=1),
+    "a run without a trace": lambda folder: make_run(folder / "run", traced=False),
+    "twenty runs": make_twenty,
+    "a calibrated run": lambda folder: write_calibration(make_run(folder / "run"), make_calibration()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_panel_is_drawn_without_an_error_or_a_request(chromium, tmp_path, case):
+    CASES[case](tmp_path)
+    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
+    charts = drawn_charts(opened)
+    assert len(charts) >= 5
+    assert [name for name, marks in charts if not marks] == []
+    opened.check()
+
+
+def test_hostile_names_are_shown_as_text(chromium, tmp_path):
+    name = '<img src=x onerror=alert(1)><a href="javascript:alert(2)">link</a>'.replace("/", "∕")
+    for seed, run in enumerate((name, "</script><script>alert(3)</script>".replace("/", "∕"))):
+        make_run(tmp_path / run, steps=60, seed=seed, layers=("<b>bold</b>",))
+    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
+    assert name in opened.tab.inner_text("#comparison")
+    assert name in opened.tab.text_content("#comparison-plot .legend")
+    assert "<b>bold</b>" in opened.tab.text_content("figure[data-chart=layers] .plot")
+    assert opened.tab.evaluate("document.querySelectorAll('img, a[href^=javascript]').length") == 0
+    opened.check()
+
+
+def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium, tmp_path):
+    cal = make_calibration()
+    write_calibration(make_run(tmp_path / "run", steps=60), cal)
+    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
+    *batches, limit, safe_step = opened.data("calibration", 0)
+    assert [batch["name"] for batch in batches] == ["batch 1", "batch 2", "batch 3"]
+    for drawn, batch in zip(batches, cal.curve, strict=True):
+        open_marks = [symbol == "circle-open" for symbol in drawn["marker"]["symbol"]]
+        assert open_marks == [not point.safe for point in batch.points]
+        assert any(open_marks)
+        assert not all(open_marks)
+    assert limit["y"] == [cal.kappa, cal.kappa]
+    assert safe_step["x"][0] == pytest.approx(sorted(b.safe_step for b in cal.curve)[1], rel=1e-4)
+    assert opened.layout("calibration")["xaxis"]["type"] == "log"
+    figure = opened.tab.locator("figure[data-chart=calibration]")
+    assert f"lr {cal.lr:.3g}" in figure.inner_text()
+    figure.locator(".plot").focus()
+    opened.tab.keyboard.press("ArrowRight")
+    assert opened.tab.inner_text("#spoken").startswith("batch 1: ")
+    opened.check()
+
+
+def test_the_scatter_has_points_frontier_line_and_hover(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    points, line, frontier = opened.data("scatter", 0)
+    assert points["customdata"][0][0] == points["marker"]["color"][0] == 5
+    assert "step %{customdata[0]}" in points["hovertemplate"]
+    assert (line["name"], frontier["name"]) == ("quantile line L0 + L1·g", "frontier")
+    opened.check()
+
+
+def test_the_switch_changes_the_axes_from_the_keyboard(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    assert opened.layout("scatter")["xaxis"]["type"] == "log"
+    button = opened.tab.locator("figure[data-chart=scatter] [data-scale=linear]")
+    button.focus()
+    opened.tab.keyboard.press("Enter")
+    assert opened.layout("scatter")["xaxis"]["type"] == "linear"
+    assert button.get_attribute("aria-pressed") == "true"
+    opened.check()
+
+
+def test_arrow_keys_walk_the_points_and_read_them_out(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    opened.tab.locator("figure[data-chart=norm] .plot").focus()
+    opened.tab.keyboard.press("ArrowRight")
+    first = opened.tab.text_content("#spoken")
+    assert first.startswith("gradient norm: 1, ")
+    opened.tab.keyboard.press("ArrowRight")
+    assert opened.tab.text_content("#spoken").startswith("gradient norm: 2, ")
+    assert opened.tab.locator("figure[data-chart=norm] .hovertext").count() == 1
+    opened.check()
+
+
+def test_every_control_is_reached_with_the_tab_key(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    controls = opened.tab.evaluate(
+        "document.querySelectorAll('button, select, input, summary, .plot, a[href]').length"
+    )
+    seen = set()
+    for _ in range(controls + 10):
+        opened.tab.keyboard.press("Tab")
+        seen.add(opened.tab.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+    hidden = opened.tab.evaluate(
+        "[...document.querySelectorAll('button, select, input, summary, .plot, a[href]')]"
+        ".filter((e) => !e.checkVisibility()).length"
+    )
+    assert len(seen) >= controls - hidden
+    opened.check()
+
+
+def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
+    for lr in (0.1, 0.3):
+        make_run(tmp_path / f"lr={lr}", lr=lr, steps=60)
+    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
+    assert [curve["name"] for curve in opened.data("comparison")] == ["lr=0.1", "lr=0.3"]
+    loss = opened.data("comparison")[0]["y"]
+    opened.tab.select_option("#compared", "grad_norm")
+    assert opened.data("comparison")[0]["y"] != loss
+    opened.tab.locator("[data-pick='0']").focus()
+    opened.tab.keyboard.press("Space")
+    assert [curve["name"] for curve in opened.data("comparison")] == ["lr=0.3"]
+    opened.check()
+
+
+def test_the_teaching_panel_agrees_with_the_theory(chromium, single):
+    opened = Opened(chromium, single)
+    wall = ExponentialWall(L0=0.7, L1=3.0)
+    expected = [
+        wall.start(M=20.0),
+        wall.largest_step(M=20.0),
+        wall.value(0.4),
+        wall.gradient(-0.4),
+        wall.value(1e-5),
+    ]
+    found = opened.tab.evaluate(
+        """() => { const w = { L0: 0.7, L1: 3, M: 20 }, f = curvestepWall;
+            return [f.start(w), f.limit(w), f.value(0.4, w), f.slope(-0.4, w), f.value(1e-5, w)]; }"""
+    )
+    assert found == pytest.approx([float(value) for value in expected], rel=1e-9)
+    for factor, escapes in ((0.98, False), (1.02, True)):
+        ran_away = opened.tab.evaluate(
+            "(h) => curvestepWall.descend({ L0: 0.7, L1: 3, M: 20 }, h, Infinity, 400).escaped",
+            factor * wall.largest_step(M=20.0),
+        )
+        assert ran_away is escapes
+    opened.check()
+
+
+def test_sliders_move_the_iterates_and_the_marked_limit(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    before, words = opened.data("wall-function"), opened.tab.text_content("#wall-words")
+    mark = opened.tab.get_attribute("#wall-mark", "style")
+    assert "above it: the fixed step runs away" in words
+    opened.tab.locator("#wall-M").focus()
+    opened.tab.keyboard.press("Home")  # M = 0.1: now the same step is safe
+    assert "below it" in opened.tab.text_content("#wall-words")
+    assert opened.tab.get_attribute("#wall-mark", "style") != mark
+    assert opened.data("wall-function")[1]["x"] != before[1]["x"]
+    for name in ("L0", "L1", "step"):
+        before = opened.data("wall-slope")
+        opened.tab.locator(f"#wall-{name}").focus()
+        for _ in range(5):
+            opened.tab.keyboard.press("ArrowLeft")
+        assert opened.data("wall-slope") != before, name
+    opened.check()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_nothing_sticks_out_in_either_scheme(chromium, single, scheme):
+    opened = Opened(chromium, single, viewport={"width": 390, "height": 844}, color_scheme=scheme).draw_all()
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") == 390
+    paper, ink = opened.tab.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    light, dark = "rgb(255, 255, 255)", "rgb(15, 20, 25)"
+    assert paper == (light if scheme == "light" else dark)
+    assert ink != paper
+    assert opened.layout("scatter")["font"]["color"] == ("#1b1f24" if scheme == "light" else "#e6edf3")
+    opened.check()
+
+
+def test_a_chart_is_saved_as_svg(chromium, single):
+    opened = Opened(chromium, single).draw_all()
+    with opened.tab.expect_download() as download:
+        opened.tab.locator("figure[data-chart=scatter] [data-save=svg]").click()
+    assert download.value.suggested_filename == "curvestep-scatter.svg"
+    assert "<svg" in Path(download.value.path()).read_text()
+    opened.context.close()
+
+
+def test_ticks_of_log_axes_are_numbers_that_do_not_repeat(chromium, single):
+    opened = Opened(chromium, single, viewport={"width": 390, "height": 844}).draw_all()
+    for chart in ("scatter", "norm", "edge", "wall-slope", "wall-steps"):
+        for axis in ("xaxis", "yaxis"):
+            found = opened.layout(chart)[axis]
+            if found["type"] == "log":
+                assert len(set(found["ticktext"])) == len(found["ticktext"]) >= 2, (chart, axis)
+    opened.check()

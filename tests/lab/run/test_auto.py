@@ -1,0 +1,134 @@
+"""A recipe takes the learning rate and threshold that are measured at its start."""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("lightning_fabric")
+
+from curvestep.calibration.bracket import Point
+from curvestep.lab.calibration import CALIBRATION, read_calibration, write_calibration
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.run.auto import calibrate_recipe, calibrate_run
+from curvestep.lab.run.loop import train
+
+
+def small(**overrides):
+    options = {
+        "corpus": "topics",
+        "embedding": 8,
+        "hidden": 12,
+        "batch_size": 4,
+        "bptt": 10,
+        "precision": "64-true",
+    }
+    return get_recipe("ptb-lstm", **{**options, **overrides})
+
+
+def test_recipe_gets_what_was_measured_and_nothing_else_changes():
+    recipe = small()
+    found, cal = calibrate_recipe(recipe, offline=True)
+    assert (found.lr, found.max_norm) == (cal.lr, cal.max_norm)
+    assert get_recipe("ptb-lstm").lr == recipe.lr
+    changed = {k for k in vars(recipe) if getattr(recipe, k) != getattr(found, k)}
+    assert changed == {"lr", "max_norm"}
+    assert cal.num_gradients <= 40
+
+
+def test_lr_and_max_norm_of_the_recipe_are_not_looked_at():
+    one, _ = calibrate_recipe(small(lr=1e-3, max_norm=7.0), offline=True)
+    two, _ = calibrate_recipe(small(lr=50.0, max_norm=math.inf), offline=True)
+    assert one == two
+
+
+def test_normalized_recipe_gets_an_offset_and_momentum_a_smaller_lr():
+    clipped, _ = calibrate_recipe(small(), offline=True)
+    normal, _ = calibrate_recipe(small(optimizer="normalized"), offline=True)
+    heavy, _ = calibrate_recipe(small(momentum=0.9), offline=True)
+    assert math.isclose(normal.offset, clipped.max_norm)
+    assert math.isclose(normal.lr / normal.offset, clipped.lr)
+    assert math.isclose(heavy.lr, 0.1 * clipped.lr)
+
+
+def test_random_state_and_default_type_are_left_alone():
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    calibrate_recipe(small(precision="32-true", dropout=0.3), offline=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("CURVESTEP_DATA"), reason="needs Penn Treebank in CURVESTEP_DATA")
+def test_laptop_ptb_recipe_gets_a_learning_rate_of_the_papers_order():
+    recipe, cal = calibrate_recipe(get_recipe("ptb-lstm"), offline=True)
+    # The paper sets 30 and 0.25 by hand.
+    assert 8 < recipe.lr < 30
+    assert 0.05 < recipe.max_norm < 0.5
+    assert cal.num_gradients <= 40
+
+
+def test_calibration_of_a_run_is_kept_in_its_folder_and_read_again(tmp_path):
+    recipe, cal = calibrate_run(small(steps=5), tmp_path / "run", offline=True)
+    assert read_calibration(tmp_path / "run") == cal
+    assert (recipe.lr, recipe.max_norm) == (cal.lr, cal.max_norm)
+
+
+def test_run_that_starts_from_another_is_measured_where_that_one_ended(tmp_path):
+    train(small(steps=4, lr=5.0), tmp_path / "first", progress=False, offline=True)
+    starts = "", str(tmp_path / "first")
+    fresh, tuned = (
+        calibrate_recipe(small(start_from=start), num_batches=1, offline=True)[1] for start in starts
+    )
+    assert tuned.curve[0].loss < 0.99 * fresh.curve[0].loss
+
+
+def test_start_that_is_not_there_is_refused_and_leaves_no_folder(tmp_path):
+    lost = small(start_from=str(tmp_path / "nowhere"))
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        calibrate_run(lost, tmp_path / "run", offline=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_the_named_fields_are_measured(tmp_path):
+    recipe, cal = calibrate_run(small(max_norm=0.3), tmp_path / "run", ["lr"], offline=True)
+    assert (recipe.lr, recipe.max_norm) == (cal.lr, 0.3)
+
+
+def test_single_batch_and_unbounded_losses_survive_the_file(tmp_path):
+    _, cal = calibrate_run(small(), tmp_path / "run", offline=True)
+    first = cal.curve[0]
+    wild = replace(first, points=(*first.points, Point(step=9e9, kappa=math.inf, loss=math.inf, safe=False)))
+    alone = replace(cal, curve=(wild,), lr_interval=(math.nan, math.nan), warnings=("a single batch",))
+    write_calibration(tmp_path / "run", alone)
+    again = read_calibration(tmp_path / "run")
+    assert all(map(math.isnan, again.lr_interval))
+    assert replace(again, lr_interval=(1.0, 1.0)) == replace(alone, lr_interval=(1.0, 1.0))
+
+
+def test_resumed_run_keeps_its_numbers_without_a_gradient(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    recipe, cal = calibrate_run(small(steps=3), folder, offline=True)
+    train(recipe, folder, progress=False, offline=True)
+    with pytest.raises(ValueError, match="already holds a run"):
+        calibrate_run(small(steps=3), folder, offline=True)
+
+    def fail(*args, **options):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("curvestep.lab.run.auto.calibrate", fail)
+    assert calibrate_run(small(steps=3), folder, resume=True, offline=True) == (recipe, cal)
+
+
+def test_folder_without_a_calibration_has_none_and_a_foreign_file_is_refused(tmp_path):
+    assert read_calibration(tmp_path) is None
+    (tmp_path / CALIBRATION).write_text("{}")
+    with pytest.raises(ValueError, match=r"calibration\.json is not a calibration of this version"):
+        read_calibration(tmp_path)
+
+
+def test_threshold_of_the_other_rule_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`names` must be"):
+        calibrate_run(small(), tmp_path / "run", ["offset"], offline=True)

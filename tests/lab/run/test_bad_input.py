@@ -1,0 +1,175 @@
+"""What may be wrong with what ``curvestep train`` is given: one line, exit code not zero, nothing changed."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from curvestep.cli import main
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_language
+
+PTB = ("ptb.train.txt.gz", "ptb.valid.txt.gz", "ptb.test.txt.gz")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(capsys, *words):
+    """The one line that the command says on its way out with an exit code that is not zero."""
+    capsys.readouterr()
+    assert main(["train", *map(str, words), "--quiet", "--offline", "--threads", "1"]) not in (0, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert said.startswith("curvestep: ")
+    return said
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("CURVESTEP_DATA", str(folder))
+    monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def write_ptb(folder):
+    for name in PTB:
+        (folder / name).write_bytes(gzip.compress(b" the cat sat \n" * 500))
+
+
+def test_a_folder_of_data_that_is_not_there_is_named(data, tmp_path, capsys):
+    data.rmdir()
+    assert str(data) in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
+
+
+def test_a_part_of_the_text_is_named_by_what_is_missing(data, tmp_path, capsys):
+    write_ptb(data)
+    (data / PTB[2]).unlink()
+    assert "ptb.test.txt" in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
+
+
+def test_a_truncated_text_is_named(data, tmp_path, capsys):
+    write_ptb(data)
+    whole = (data / PTB[0]).read_bytes()
+    (data / PTB[0]).write_bytes(whole[: len(whole) // 2])
+    before = contents(data)
+    assert PTB[0] in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
+    assert contents(data) == before
+
+
+def test_another_text_under_the_name_of_ptb_is_named_by_its_hash(data, tmp_path, capsys):
+    write_ptb(data)
+    before = contents(data)
+    said = refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
+    assert "expected" in said
+    assert "found" in said
+    assert contents(data) == before
+
+
+@pytest.mark.parametrize("kind", ["text", "truncated", "other arrays"])
+def test_images_that_are_no_cifar10_are_named(data, tmp_path, capsys, kind):
+    path = data / "cifar10-subset.npz"
+    np.savez_compressed(path, x=np.arange(20_000))
+    if kind == "text":
+        path.write_text("no archive at all")
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:4000])
+    before = contents(data)
+    assert path.name in refused(capsys, "cifar-resnet20", "--folder", tmp_path / "run")
+    assert contents(data) == before
+
+
+def small_run(folder, **fields):
+    recipe = small_language(folder, steps=4, probe_every=2, **fields)
+    train(recipe, folder / "run", progress=False, threads=1)
+    sizes = {"corpus": recipe.corpus, "embedding": 8, "hidden": 10, "batch-size": 4, "bptt": 6, "steps": 4}
+    sizes |= {"eval-size": 0, "lr": 1.0, "max-norm": 0.25, "probe-every": 2, "folder": folder / "run"}
+    return sizes
+
+
+def options(sizes, **changes):
+    return [f"--{name}={value}" for name, value in (sizes | changes).items()]
+
+
+def unfinished(folder):
+    """Take away the end of a run, so that it would be resumed."""
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
+
+
+def damage(path):
+    """Change 200 bytes in the middle."""
+    whole, middle = path.read_bytes(), path.stat().st_size // 2
+    path.write_bytes(
+        whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 200]) + whole[middle + 200 :]
+    )
+
+
+def test_a_run_folder_of_another_recipe_is_refused_and_left_alone(tmp_path, capsys):
+    sizes = small_run(tmp_path)
+    before = contents(tmp_path / "run")
+    said = refused(capsys, "ptb-lstm", *options(sizes, lr=3.0), "--resume")
+    assert "a run of another recipe (lr 1.0 → 3.0)" in said
+    assert "already holds a run" in refused(capsys, "ptb-lstm", *options(sizes))
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:3000]), "is corrupt or is no checkpoint"),
+        (lambda path: damage(path), "is corrupt or is no checkpoint"),
+        (lambda path: torch.save({"weights": torch.ones(2)}, path), "is not a checkpoint of curvestep"),
+        (
+            lambda path: torch.save({**torch.load(path, weights_only=True), "version": 99}, path),
+            "has version 99, this curvestep reads up to",
+        ),
+    ],
+    ids=["truncated", "damaged", "foreign", "newer"],
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused_and_left_alone(tmp_path, capsys, change, words):
+    sizes = small_run(tmp_path)
+    unfinished(tmp_path / "run")
+    change(tmp_path / "run" / "checkpoint.pt")
+    before = {path: content for path, content in contents(tmp_path / "run").items() if path.suffix != ".json"}
+    assert words in refused(capsys, "ptb-lstm", *options(sizes), "--resume")
+    after = {path: content for path, content in contents(tmp_path / "run").items() if path.suffix != ".json"}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({}, "status.json does not say how the run stands: it is damaged. Delete it, then resume"),
+        ({"status": ["odd"]}, "status.json does not say how the run stands"),
+        ({"status": "finished"}, "status.json has no 'step': there is no result. Delete it"),
+    ],
+)
+def test_a_status_that_says_nothing_is_refused_and_left_alone(tmp_path, capsys, status, words):
+    sizes = small_run(tmp_path)
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+    before = contents(tmp_path / "run")
+    assert words in refused(capsys, "ptb-lstm", *options(sizes), "--resume")
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (("--devices", "10000"), "cores of this machine"),
+        (("--devices", "3"), "`batch_size` must be a multiple of the number of devices, 3"),
+        (("--devices", "2", "--accelerator", "cuda"), "GPUs here"),
+        (("--strategy", "fsdp"), "several devices"),
+    ],
+)
+def test_impossible_devices_are_named_and_no_folder_is_made(tmp_path, capsys, devices, words, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    if "cuda" in devices and torch.cuda.device_count() > 1:
+        pytest.skip("there are two GPUs")
+    assert words in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run", *devices)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,172 @@
+"""Two processes that share each batch train as one does."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from curvestep.cli import main
+from curvestep.lab.run.devices import GlobalBatchNorm2d, global_batch_norm, raised_by_process
+from curvestep.lab.run.folder import Run
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_images, small_language
+from tests.processes import run_on_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def _trace(folder):
+    rows = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()[1:]]
+    names = (
+        "step",
+        "loss",
+        "grad_norm",
+        "step_norm",
+        "smoothness",
+        "kappa",
+        "batch_size",
+        "lr",
+        "coefficient",
+    )
+    return np.array([[row[name] for name in names] for row in rows])
+
+
+def _recipe(folder, kind):
+    fields = {"steps": 20, "precision": "64-true", "probe_every": 5, "momentum": 0.5}
+    if kind == "language":
+        return small_language(folder, **fields)
+    return small_images(lr=0.01, batch_size=16, **fields)
+
+
+def _assert_same(two, one):
+    """Two run folders agree in losses, norms, measurements, held-out losses and parameters."""
+    runs = [Run.load(folder) for folder in (one, two)]
+    for column in ("loss", "grad_norm"):
+        steps, values = zip(*(run.column(column) for run in runs), strict=True)
+        assert list(steps[0]) == list(steps[1]) == list(range(1, 21))
+        np.testing.assert_allclose(values[1], values[0], rtol=0, atol=1e-5)
+    assert len(_trace(one)) == 4
+    np.testing.assert_allclose(_trace(two), _trace(one), rtol=1e-5, atol=1e-5)
+    for split in ("valid", "test"):
+        rows = [[row["loss"] for row in run.rows(split)] for run in runs]
+        np.testing.assert_allclose(rows[1], rows[0], atol=1e-5)
+    saved = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, two)]
+    torch.testing.assert_close(*(content["model"] for content in saved), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(*(content["optimizer"]["state"] for content in saved), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["language", "images"])
+def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, kind, strategy):
+    recipe = _recipe(tmp_path, kind)
+    train(recipe, tmp_path / "one", progress=False)
+    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu", strategy=strategy)
+    assert result.status == "finished"
+    _assert_same(tmp_path / "two", tmp_path / "one")
+
+
+def _interrupted(recipe, folder, *, rows, **arguments):
+    """Train on processes of its own until ``rows`` rows are there, then tell them to end."""
+    ended = threading.Event()
+    others = set(multiprocessing.active_children())  # left by somebody else, if there are any
+
+    def watch():
+        path = folder / "metrics.jsonl"
+        while not ended.wait(0.002):
+            if path.exists() and path.read_bytes().count(b"\n") >= rows:
+                for child in set(multiprocessing.active_children()) - others:
+                    os.kill(child.pid, signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return train(recipe, folder, progress=False, **arguments)
+    finally:
+        ended.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("language", "ddp"), ("language", "fsdp"), ("images", "fsdp")]
+)
+def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, kind, strategy):
+    recipe = _recipe(tmp_path, kind)
+    train(recipe, tmp_path / "one", progress=False)
+    two = {"devices": 2, "accelerator": "cpu", "strategy": strategy}
+    stopped = _interrupted(recipe, tmp_path / "two", rows=6, **two)
+    assert stopped.status == "interrupted"
+    assert 6 <= stopped.step < 20
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    assert train(recipe, tmp_path / "two", progress=False, resume=True, **two).status == "finished"
+    _assert_same(tmp_path / "two", tmp_path / "one")
+    with pytest.warns(UserWarning, match="header differs in: world_size"):
+        alone = train(recipe, tmp_path / "alone", progress=False, resume=True)
+    assert alone.status == "finished"
+    _assert_same(tmp_path / "alone", tmp_path / "one")
+
+
+def test_a_sharded_model_is_not_averaged(tmp_path):
+    recipe = small_language(tmp_path, averaging="always")
+    with pytest.raises(ValueError, match="cannot average a sharded model, got `averaging` 'always'"):
+        train(recipe, tmp_path / "run", progress=False, devices=2, accelerator="cpu", strategy="fsdp")
+    assert not (tmp_path / "run").exists()
+
+
+def _batch_norm(rank, data, weights):
+    layer = global_batch_norm(nn.Sequential(nn.BatchNorm2d(3)), torch.device("cpu"))
+    assert isinstance(layer[0], GlobalBatchNorm2d)
+    x = data.chunk(2)[rank].clone().requires_grad_()
+    y = layer(x)
+    (y * weights.chunk(2)[rank]).sum().backward()
+    return y.detach(), x.grad, layer[0].running_mean, layer[0].running_var
+
+
+def test_batch_norm_over_processes_is_batch_norm_of_the_whole_batch():
+    data, weights = 2 + 3 * torch.randn(6, 3, 4, 4), torch.randn(6, 3, 4, 4)
+    layer, x = nn.BatchNorm2d(3), data.clone().requires_grad_()
+    y = layer(x)
+    (y * weights).sum().backward()
+    parts = run_on_processes(_batch_norm, data, weights)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), y.detach())
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), x.grad)
+    torch.testing.assert_close(parts[0][2:], (layer.running_mean, layer.running_var))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("ValueError: There is no text.\nTwo lines.", ValueError("There is no text.\nTwo lines.")),
+        ("curvestep.lab.data.download.DataError: no corpus", ValueError("no corpus")),
+        ("OSError: [Errno 28] No space left on device", OSError(28, "No space left on device")),
+        ("FileNotFoundError: [Errno 2] No such file: 'a: b'", FileNotFoundError(2, "No such file", "a: b")),
+        ("OSError: The checkpoint is lost.", OSError("The checkpoint is lost.")),
+        ("KeyError: 'model'", RuntimeError("KeyError: 'model'")),
+        ("some.where.OddError: 3", RuntimeError("some.where.OddError: 3")),
+    ],
+)
+def test_what_a_process_raised_is_told_from_its_traceback(raised, expected):
+    before = (
+        "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File\n"
+    )
+    chained = "KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    again = "Traceback (most recent call last):\n  File 'x', line 1, in f\n    raise ValueError(a)\n"
+    found = raised_by_process(ProcessRaisedException(f"{before}{chained}{again}{raised}\n", 1, 1))
+    assert (type(found), found.args, str(found)) == (type(expected), expected.args, str(expected))
+
+
+def test_what_fails_on_a_process_is_one_line(tmp_path, capfd):
+    words = ["ptb-lstm", "--corpus", str(tmp_path / "none"), "--folder", str(tmp_path / "run"), "--steps=2"]
+    assert main(["train", *words, "--devices=2", "--accelerator=cpu", "--quiet", "--threads=1"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith(f"curvestep: The corpus {tmp_path / 'none'} does not exist.")
+    assert said.count("\n") == 1
+    assert Run.load(tmp_path / "run").status["status"] == "failed"

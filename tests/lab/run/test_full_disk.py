@@ -1,0 +1,82 @@
+"""A disk that fills up while a run trains: one clear line, nothing lost, resumed once there is room."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from curvestep.lab.run.checkpoint import load_checkpoint
+from curvestep.lab.run.folder import Run
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_language
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 30_000  # bytes: above the checkpoint, below the rows of the whole run
+
+
+def command_line(recipe, folder):
+    text = Path(recipe.corpus)
+    fields = {
+        "corpus": text, "embedding": 8, "hidden": 10, "batch_size": 4, "bptt": 6, "steps": recipe.steps,
+        "eval-size": 0, "lr": 1.0, "max-norm": 0.25, "probe-every": recipe.probe_every,
+    }  # fmt: skip
+    options = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    always = ["--resume", "--quiet", "--threads", "1", "--checkpoint-seconds", "0", "--folder", str(folder)]
+    return [sys.executable, "-m", "curvestep", "train", "ptb-lstm", *options, *always]
+
+
+def run(command, *, limit=None):
+    """The command with no file allowed to grow beyond ``limit``: the write fails as on a full disk."""
+
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, preexec_fn=restrict if limit else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("probe_every", "fills"), [(0, "metrics.jsonl"), (1, "trace.jsonl")], ids=["rows", "measurements"]
+)
+def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room(
+    tmp_path, probe_every, fills
+):
+    recipe = small_language(tmp_path, steps=240, probe_every=probe_every)
+    command = command_line(recipe, tmp_path / "run")
+    full = run(command, limit=LIMIT)
+    assert full.returncode == 1
+    # The probe warns before; the command itself has one line to say.
+    assert full.stderr.count("curvestep: ") == 1, full.stderr
+    assert "Traceback" not in full.stderr
+    assert re.search(r"^curvestep: .*run has no room: .*make room, resume", full.stderr, re.MULTILINE)
+    left = Run.load(tmp_path / "run")
+    assert left.status["status"] == "failed"
+    assert LIMIT - 1000 < (tmp_path / "run" / fills).stat().st_size <= LIMIT
+    assert len(left.rows()) >= load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] > 0
+    assert not list((tmp_path / "run").glob(".*"))  # no part of a file is left behind
+
+    assert run(command).returncode == 0
+    train(recipe, tmp_path / "never-full", progress=False, threads=1)
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        again, once = (tmp_path / folder / name for folder in ("run", "never-full"))
+        assert again.exists() == once.exists()
+        if once.exists():
+            assert again.read_bytes() == once.read_bytes()
+
+
+def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path):
+    recipe = small_language(tmp_path, steps=30, probe_every=0)
+    command = command_line(recipe, tmp_path / "run")
+    full = run(command, limit=9_000)  # below the checkpoint
+    assert full.returncode == 1
+    assert full.stderr.count("\n") == 1, full.stderr
+    assert "run has no room" in full.stderr
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert run(command).returncode == 0

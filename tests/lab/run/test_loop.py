@@ -1,0 +1,350 @@
+import json
+import math
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from curvestep.lab.recipes import with_fields
+from curvestep.lab.run.checkpoint import load_checkpoint
+from curvestep.lab.run.folder import Run, find_runs, locked
+from curvestep.lab.run.loop import RunResult, train
+from curvestep.lab.tasks import make_task
+from tests.lab.small import small_images, small_language
+
+quiet = {"progress": False}
+
+
+def test_a_run_leaves_its_folder(tmp_path):
+    recipe = small_language(tmp_path, eval_every=10)
+    result = train(recipe, tmp_path / "run", **quiet)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "checkpoint.pt", "config.json", "metrics.jsonl", "status.json", "trace.jsonl",
+    ]  # fmt: skip
+    assert (result.status, result.step) == ("finished", 20)
+    run = Run.load(tmp_path / "run")
+    assert run.recipe == recipe
+    steps, losses = run.column("loss")
+    assert steps.tolist() == list(range(1, 21))
+    assert losses[-5:].mean() < losses[0]
+    assert run.column("loss", "valid")[0].tolist() == [10, 20]
+    assert run.column("loss", "test")[0].tolist() == [20]
+    assert math.isclose(result.train_loss, losses.mean(), rel_tol=1e-12)  # fewer than 50 steps
+    assert result == RunResult.load(tmp_path / "run")
+    assert find_runs(tmp_path) == [run]
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_over_all_held_out_words(tmp_path):
+    recipe = small_language(tmp_path, precision="64-true")
+    result = train(recipe, tmp_path / "run", **quiet)
+    task = make_task(recipe)
+    model = task.build()
+    model.load_state_dict(load_checkpoint(tmp_path / "run" / "checkpoint.pt")["model"])
+    streams = task.corpus.valid[: len(task.corpus.valid) // 10 * 10].view(10, -1).t()
+    with torch.no_grad():
+        logits, _ = model(streams[:-1])
+        loss = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), streams[1:].reshape(-1)
+        )
+    assert math.isclose(result.metrics["valid"]["loss"], loss.item(), rel_tol=1e-12)
+    assert math.isclose(result.metrics["valid"]["perplexity"], math.exp(loss.item()), rel_tol=1e-12)
+
+
+@pytest.mark.slow
+def test_accuracy_is_in_per_cent_and_of_evaluation_mode(tmp_path):
+    result = train(small_images(), tmp_path / "run", **quiet)
+    torch.set_default_dtype(torch.float32)
+    task = make_task(small_images())
+    model = task.build()
+    model.load_state_dict(load_checkpoint(tmp_path / "run" / "checkpoint.pt")["model"])
+    expected = task.evaluate(model.eval(), "test", torch.device("cpu"))
+    assert result.metrics == {"test": expected}
+    assert 0 <= expected["accuracy"] <= 100
+
+
+def test_all_optimizers_see_the_same_start_and_the_same_batches(tmp_path):
+    one = make_task(small_language(tmp_path, lr=3.0))
+    other = make_task(small_language(tmp_path, lr=0.1, max_norm=math.inf, momentum=0.9))
+    for p, q in zip(one.build().parameters(), other.build().parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    for step in (0, 7, 300):
+        torch.testing.assert_close(one.batch(step), other.batch(step), rtol=0, atol=0)
+    images = make_task(small_images(lr=3.0)), make_task(small_images(max_norm=0.5))
+    torch.testing.assert_close(images[0].batch(13), images[1].batch(13), rtol=0, atol=0)
+
+
+def test_seeds_change_the_start(tmp_path):
+    one, other = (make_task(small_language(tmp_path, seed=seed)).build() for seed in (0, 1))
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+
+
+def test_the_loop_is_clipped_sgd_written_out(tmp_path):
+    recipe = small_language(tmp_path, precision="64-true", lr=2.0, max_norm=0.3, steps=12, lr_drops=(0.5,))
+    train(recipe, tmp_path / "run", **quiet)
+    task = make_task(recipe)
+    model, state, losses, norms = task.build(), None, [], []
+    for step in range(12):
+        loss, state = task.loss(model, task.batch(step), state)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        lr = 2.0 if step < 6 else 0.2
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p -= lr * min(1.0, 0.3 / norm) * g
+        losses.append(loss.item())
+        norms.append(norm)
+    run = Run.load(tmp_path / "run")
+    np.testing.assert_allclose(run.column("loss")[1], losses, rtol=1e-10)
+    np.testing.assert_allclose(run.column("grad_norm")[1], norms, rtol=1e-10)
+    np.testing.assert_allclose(
+        run.column("coefficient")[1], np.minimum(1.0, 0.3 / np.array(norms)), rtol=1e-10
+    )
+
+
+def test_the_probe_changes_nothing_in_a_run(tmp_path):
+    probed = small_language(tmp_path, dropout=0.3, probe_every=2)
+    train(probed, tmp_path / "probed", **quiet)
+    train(with_fields(probed, probe_every=0), tmp_path / "plain", **quiet)
+    with_probe, without = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("probed", "plain"))
+    assert with_probe == without
+    assert not (tmp_path / "plain" / "trace.jsonl").exists()
+
+
+def test_rows_can_be_written_less_often_with_the_mean_loss(tmp_path):
+    recipe = small_language(tmp_path, precision="64-true", steps=10)
+    train(recipe, tmp_path / "each", **quiet)
+    train(with_fields(recipe, log_every=4), tmp_path / "fewer", **quiet)
+    _, losses = Run.load(tmp_path / "each").column("loss")
+    steps, means = Run.load(tmp_path / "fewer").column("loss")
+    assert steps.tolist() == [4, 8, 10]
+    np.testing.assert_allclose(means, [losses[:4].mean(), losses[4:8].mean(), losses[8:].mean()], rtol=1e-12)
+
+
+def test_the_hidden_state_starts_over_with_each_pass(tmp_path):
+    task = make_task(small_language(tmp_path))
+    per_epoch = math.ceil((len(task.streams) - 1) / 6)
+    assert [step for step in range(3 * per_epoch) if task.starts_over(step)] == [0, per_epoch, 2 * per_epoch]
+
+
+def test_one_pass_shows_every_word_once(tmp_path):
+    for variable in (False, True):
+        task = make_task(small_language(tmp_path, variable_bptt=variable, bptt=12))
+        per_epoch = next(step for step in range(1, 10_000) if task.starts_over(step))
+        words = torch.cat([task.batch(step)[1] for step in range(per_epoch)])
+        torch.testing.assert_close(words, task.streams[1:], rtol=0, atol=0)
+        epochs = make_task(small_language(tmp_path, variable_bptt=variable, bptt=12, epochs=1)).num_steps()
+        assert epochs == per_epoch
+
+
+def test_variable_lengths_scale_the_learning_rate(tmp_path):
+    torch.set_default_dtype(torch.float32)  # as in the run: the float type decides how lengths are drawn
+    recipe = small_language(tmp_path, variable_bptt=True, bptt=12, lr=1.0)
+    train(recipe, tmp_path / "run", **quiet)
+    task = make_task(recipe)
+    _, lrs = Run.load(tmp_path / "run").column("lr")
+    lengths = [len(task.batch(step)[0]) for step in range(20)]
+    np.testing.assert_allclose(lrs, np.array(lengths) / 12)
+    assert len(set(lengths)) > 3
+
+
+def test_an_epoch_of_images_shows_whole_batches_in_a_new_order():
+    task = make_task(small_images(batch_size=16, epochs=2, augmented=False))
+    assert task.num_steps() == 10
+    classes = [torch.cat([task.batch(step)[1] for step in range(5 * e, 5 * e + 5)]) for e in (0, 1)]
+    assert torch.bincount(classes[0]).tolist() == [8] * 10  # the first 80 of the set, balanced
+    assert not torch.equal(classes[0], classes[1])
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes"), [(0.5, [32, 8]), (0.1, [10]), (0.8, [32, 32, 6]), (1.0, [32, 32, 16])]
+)
+def test_a_share_of_the_images_is_measured_to_the_last_image_by_any_number_of_processes(share, sizes):
+    recipe = small_images(batch_size=32)
+    alone = make_task(recipe).oracle_batches(share)
+    assert [len(y) for _, y in alone] == sizes
+    classes = torch.cat([y for _, y in alone])
+    assert int(torch.bincount(classes, minlength=10).max() - torch.bincount(classes, minlength=10).min()) <= 1
+    parts = [make_task(recipe, rank=rank, world_size=2).oracle_batches(share) for rank in (0, 1)]
+    assert [len(y) for _, y in parts[0]] == [len(y) for _, y in parts[1]] == [size // 2 for size in sizes]
+    together = [
+        tuple(torch.cat(pair) for pair in zip(*both, strict=True)) for both in zip(*parts, strict=True)
+    ]
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def test_a_run_that_blows_up_ends_as_diverged_with_its_rows(tmp_path):
+    recipe = small_language(tmp_path, lr=500.0, max_norm=math.inf, steps=50)
+    result = train(recipe, tmp_path / "run", **quiet)
+    assert result.status == "diverged"
+    assert result.step < 50
+    assert math.isnan(result.train_loss)
+    assert "times the first one" in result.message or "not finite" in result.message
+    steps, losses = Run.load(tmp_path / "run").column("loss")
+    assert steps.tolist() == list(range(1, result.step + 1))
+    assert not losses[-1] <= 3 * losses[0]
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+    assert train(recipe, tmp_path / "run", resume=True, **quiet) == result
+
+
+def test_a_text_starts_alike_in_every_folder(tmp_path):
+    first, second = (
+        train(small_language(tmp_path / n, steps=2), tmp_path / n / "run", **quiet) for n in "ab"
+    )
+    assert first.train_loss == second.train_loss
+
+
+def test_a_nan_loss_ends_as_diverged(tmp_path):
+    # The first step leaves float32, whatever the start.
+    recipe = small_language(tmp_path, lr=3e38, max_norm=math.inf, steps=50, diverged_above=math.inf)
+    result = train(recipe, tmp_path / "run", **quiet)
+    assert result.status == "diverged"
+    assert "not finite" in result.message
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    recipe = small_language(tmp_path)
+    train(recipe, tmp_path / "run", **quiet)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    with pytest.raises(ValueError, match=r"already holds a run. Resume it, or choose another folder"):
+        train(recipe, tmp_path / "run", **quiet)
+    with pytest.raises(ValueError, match=r"a run of another recipe \(lr 1.0 → 2.0\)"):
+        train(with_fields(recipe, lr=2.0), tmp_path / "run", resume=True, **quiet)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"precious")
+    with pytest.raises(ValueError, match=r"has checkpoint.pt but no config.json: it is no run folder"):
+        train(small_language(tmp_path / "data"), tmp_path, resume=True, **quiet)
+    (tmp_path / "config.json").write_text('{"mine": true}')
+    with pytest.raises(ValueError, match=r"config.json is not a recipe of this version"):
+        train(small_language(tmp_path / "data"), tmp_path, resume=True, **quiet)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"
+
+
+def test_a_corrupt_checkpoint_is_one_line_and_stays(tmp_path):
+    recipe = small_language(tmp_path)
+    _interrupt_at(recipe, tmp_path / "run", step=8)
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"torn")
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"corrupt or is no checkpoint. Delete it to start the run again"):
+        train(recipe, tmp_path / "run", resume=True, **quiet)
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == b"torn"
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("curvestep.lab.run.folder.PATIENCE", 0.2)
+    recipe = small_language(tmp_path)
+    _interrupt_at(recipe, tmp_path / "run", step=3)
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="Another process is training in"):
+        train(recipe, tmp_path / "run", resume=True, **quiet)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_an_os_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="Permission denied"):
+        train(small_images(), tmp_path / "run", **quiet)
+    tmp_path.chmod(0o700)
+
+
+def test_a_folder_below_a_file_is_an_os_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        train(small_images(), tmp_path / "file" / "run", **quiet)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devices": 0}, "`devices` must be a whole number of at least 1"),
+        ({"devices": 10_000}, "`devices` must be at most the .* cores"),
+        ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
+        ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' cannot be had"),
+        ({"strategy": "magic"}, "`strategy` must be one of"),
+        ({"strategy": "fsdp"}, "'fsdp' shares a model among several devices"),
+        ({"loggers": ("paper",)}, "`loggers` must be one of"),
+        ({"threads": 0}, "`threads` must be"),
+        ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
+    ],
+)
+def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        train(small_language(tmp_path), tmp_path / "run", **quiet, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
+    with pytest.raises(
+        ValueError, match="`batch_size` must be a multiple of the number of devices, 3, got 4"
+    ):
+        make_task(small_language(tmp_path), world_size=3)
+
+
+def _interrupt_at(recipe, folder, *, step):
+    """Train until ``step`` rows are there, then do as Ctrl-C does."""
+    done = threading.Event()
+
+    def watch():
+        path = folder / "metrics.jsonl"
+        while not done.is_set():
+            if path.exists() and path.read_bytes().count(b"\n") >= step:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return train(with_fields(recipe), folder, resume=True, **quiet)
+    finally:
+        done.set()
+        watcher.join()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path):
+    recipe = small_language(tmp_path, steps=300, dropout=0.2)
+    result = _interrupt_at(recipe, tmp_path / "stopped", step=40)
+    assert result.status == "interrupted"
+    assert 40 <= result.step < 300
+    assert load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["step"] == result.step
+    train(recipe, tmp_path / "stopped", resume=True, **quiet)
+    train(recipe, tmp_path / "whole", **quiet)
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    recipe = small_language(tmp_path)
+    result = train(recipe, tmp_path / "run", **quiet)
+    assert train(recipe, tmp_path / "run", resume=True, **quiet) == result
+
+
+def test_the_callers_float_type_random_state_and_threads_come_back(tmp_path):
+    before = torch.get_rng_state()
+    train(small_language(tmp_path, steps=2), tmp_path / "run", threads=2, **quiet)
+    assert torch.get_default_dtype() == torch.float64
+    assert torch.get_num_threads() == 1
+    torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
+
+
+def test_loggers_write_inside_the_folder(tmp_path):
+    train(small_language(tmp_path), tmp_path / "run", loggers=("csv", "tensorboard"), **quiet)
+    (table,) = (tmp_path / "run" / "csv").rglob("metrics.csv")
+    assert "train/loss" in table.read_text().splitlines()[0]
+    assert list((tmp_path / "run" / "tensorboard").rglob("events.out.*"))
+
+
+def test_progress_without_a_terminal_is_plain_lines(tmp_path, capsys):
+    train(small_language(tmp_path), tmp_path / "run")
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line.startswith("ptb-lstm lr 1, clip 0.25: 20/20 loss ")
+    for word in ("perplexity", "grad norm", "clipped percent"):
+        assert word in line

@@ -1,0 +1,102 @@
+"""Paper-scale recipes build their models, train, and say what they cost."""
+
+import pytest
+import torch
+
+from curvestep.lab.recipes import get_recipe, with_fields
+from curvestep.lab.run.cost import dry_run
+from curvestep.lab.run.folder import Run
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_images, small_language, write_text
+
+PARAMETERS = {
+    "ptb-lstm": 4_043_472,
+    "ptb-awd-lstm": 24_221_600,
+    "cifar-resnet20": 269_722,
+    "cifar-resnet18": 11_173_962,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_paper_scale_takes_two_steps(tmp_path, name):
+    stand_in = (
+        {"corpus": write_text(tmp_path / "text.txt", lines=200)} if "ptb" in name else {"images": "digits"}
+    )
+    size = {} if "ptb" in name else {"batch_size": 16, "eval_size": 16}
+    recipe = get_recipe(name, "paper", steps=2, eval_every=1, log_every=1, probe_data=0, **stand_in, **size)
+    result = train(recipe, tmp_path / "run", progress=False)
+    assert (result.status, result.step) == ("finished", 2)
+    assert len(Run.load(tmp_path / "run").rows("train")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_dry_run_says_parameters_steps_and_time(name):
+    recipe = get_recipe(name, "paper")
+    if name == "cifar-resnet18":
+        recipe = with_fields(recipe, batch_size=8)  # the same words in a tenth of the time
+    found = dry_run(recipe, measured_steps=1)
+    assert found.num_parameters == PARAMETERS[name]
+    steps = {"ptb-lstm": 1328, "cifar-resnet20": 78_000, "cifar-resnet18": 200 * 6250}.get(name)
+    assert found.steps == steps if steps else 300_000 < found.steps < 400_000  # drawn lengths
+    assert found.seconds > found.steps * found.seconds_per_step
+    words = str(found)
+    assert f"{PARAMETERS[name]:,} parameters" in words
+    assert f"{found.steps:,}" in words
+    assert "whole run   about" in words
+    assert torch.get_default_dtype() == torch.float64
+
+
+@pytest.mark.slow
+def test_the_probe_on_a_share_of_the_data_measures_that_share(tmp_path):
+    recipe = small_language(tmp_path, probe_data=0.5, steps=6, probe_every=2, precision="64-true")
+    train(recipe, tmp_path / "run", progress=False)
+    from curvestep.lab.tasks import make_task
+    from curvestep.smoothness.trace import Trace
+
+    trace = Trace.load(tmp_path / "run" / "trace.jsonl")
+    assert trace.column("step").tolist() == [0, 2, 4]
+    task = make_task(recipe)
+    model, state, total, words = task.build(), None, 0.0, 0
+    for batch in task.oracle_batches(0.5):
+        loss, state = task.loss(model, batch, state)
+        total, words = total + loss * batch[1].numel(), words + batch[1].numel()
+    grads = torch.autograd.grad(total / words, list(model.parameters()))
+    norm = torch.sqrt(sum(g.square().sum() for g in grads))
+    torch.testing.assert_close(torch.tensor(trace.column("grad_norm")[0]), norm)
+    assert abs(words / (task.streams.numel() - 4) - 0.5) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_mixed_precision_is_measured_and_trained_as_without_a_probe(tmp_path, share):
+    recipe = small_images(precision="bf16-mixed", steps=2, probe_every=1, probe_data=share, eval_size=8)
+    train(recipe, tmp_path / "run", progress=False)
+    from curvestep.smoothness.trace import Trace
+
+    trace = Trace.load(tmp_path / "run" / "trace.jsonl")
+    assert trace.column("step").tolist() == [0, 1]
+    assert [row["status"] for row in trace] == ["ok", "ok"]
+    assert (trace.column("smoothness") > 0).all()
+    train(with_fields(recipe, probe_every=0), tmp_path / "plain", progress=False)
+    probed, plain = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "plain"))
+    assert probed == plain
+
+
+@pytest.mark.slow
+def test_awd_lstm_switches_to_the_average_and_fine_tunes_from_a_run(tmp_path):
+    small = {"model": "awd-lstm", "layers": 3, "dropout": 0.2, "weight_drop": 0.3, "activation_penalty": 2.0}
+    recipe = small_language(
+        tmp_path, **small, averaging="triggered", patience=1, eval_every=5, steps=40, lr=20.0, max_norm=5.0
+    )
+    train(recipe, tmp_path / "first", progress=False)
+    from curvestep.lab.run.checkpoint import load_checkpoint
+
+    saved = load_checkpoint(tmp_path / "first" / "checkpoint.pt")
+    assert saved["averaging"]["average"] is not None  # at lr 20 validation gets worse
+    tuned = with_fields(recipe, averaging="always", start_from=str(tmp_path / "first"), lr=0.5)
+    result = train(tuned, tmp_path / "second", progress=False)
+    assert result.status == "finished"
+    first = Run.load(tmp_path / "first").column("loss", "valid")[1]
+    assert result.metrics["valid"]["loss"] < first[-1]

@@ -1,0 +1,78 @@
+"""A run that is killed again and again ends as if nothing had happened."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from curvestep.lab.run.checkpoint import load_checkpoint
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_language
+
+
+def _train(recipe, folder):
+    torch.set_num_threads(1)
+    train(recipe, folder, resume=True, progress=False, checkpoint_seconds=0.02)
+
+
+def _num_rows(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Children that start fast: the server imports once, each child is a fork of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["curvestep.lab.run.loop"])
+    return context
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_killed(tmp_path, context):
+    recipe = small_language(tmp_path, steps=400, dropout=0.3, momentum=0.5, eval_every=50, probe_every=5)
+    train(recipe, tmp_path / "whole", progress=False)
+    killed, moments = tmp_path / "killed", random.Random(7)
+    for kill in range(10):
+        rows = kill * 35 + moments.randrange(35)
+        child = context.Process(target=_train, args=(recipe, killed))
+        child.start()
+        while _num_rows(killed) < rows and child.is_alive():
+            time.sleep(0.0005)
+        time.sleep(moments.random() * 0.02)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    child = context.Process(target=_train, args=(recipe, killed))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    one, other = (load_checkpoint(folder / "checkpoint.pt") for folder in (killed, tmp_path / "whole"))
+    for saved in (one, other):  # the probe times its work, and that is all that may differ
+        for name in ("train_seconds", "probe_seconds", "last_cost"):
+            del saved["probe"]["schedule"][name]
+        del saved["probe"]["schedule"]["train_steps"]  # counts timed steps
+    _assert_identical(one, other)
+
+
+def _assert_identical(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_identical(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_identical(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other

@@ -1,0 +1,91 @@
+"""At which steps a run writes rows, evaluates and ends, and that a resumed one does the same."""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from curvestep.lab.recipes import with_fields
+from curvestep.lab.run.folder import Run
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_language
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Train until the row of one step is written, then do as Ctrl-C does."""
+
+    def at(step, recipe, folder):
+        @contextmanager
+        def reporter(*args, **kwargs):
+            yield lambda now, **values: os.kill(os.getpid(), signal.SIGINT) if now == step else None
+
+        with monkeypatch.context() as patch:
+            patch.setattr("curvestep.lab.run.loop.run_progress", reporter)
+            result = train(recipe, folder, resume=True)
+        assert (result.status, result.step) == ("interrupted", step)
+
+    return at
+
+
+def rows_of(folder):
+    run = Run.load(folder)
+    return {split: run.column("loss", split)[0].tolist() for split in ("train", "valid", "test")}
+
+
+def test_evaluations_come_at_their_steps_whatever_the_steps_of_the_rows(tmp_path):
+    recipe = small_language(tmp_path, steps=12, eval_every=3, log_every=2, probe_every=0)
+    train(recipe, tmp_path / "run", progress=False)
+    assert rows_of(tmp_path / "run") == {
+        "train": [2, 3, 4, 6, 8, 9, 10, 12],
+        "valid": [3, 6, 9, 12],
+        "test": [12],
+    }
+
+
+def test_a_row_is_the_mean_loss_since_the_row_before(tmp_path):
+    recipe = small_language(tmp_path, steps=12, eval_every=3, log_every=2, probe_every=0, precision="64-true")
+    result = train(recipe, tmp_path / "run", progress=False)
+    each = train(with_fields(recipe, log_every=1), tmp_path / "each", progress=False)
+    steps, means = Run.load(tmp_path / "run").column("loss")
+    _, losses = Run.load(tmp_path / "each").column("loss")
+    spans = np.split(losses, steps[:-1])
+    np.testing.assert_allclose(means, [span.mean() for span in spans], rtol=1e-12)
+    np.testing.assert_allclose(result.train_loss, each.train_loss, rtol=1e-12)  # each step counts once
+
+
+@pytest.mark.parametrize("step", [3, 8])
+def test_a_run_stopped_between_two_rows_evaluates_at_the_same_steps(tmp_path, interrupted, step):
+    recipe = small_language(tmp_path, steps=12, eval_every=3, log_every=4, dropout=0.3)
+    train(recipe, tmp_path / "whole", progress=False)
+    interrupted(step, recipe, tmp_path / "stopped")
+    train(recipe, tmp_path / "stopped", resume=True, progress=False)
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_fine_tuning_that_ends_early_has_all_metrics_and_ends_again_where_it_did(tmp_path):
+    rising = {
+        "lr": 20.0,
+        "max_norm": 5.0,
+        "averaging": "always",
+        "patience": 1,
+        "eval_every": 5,
+        "steps": 200,
+    }
+    train(small_language(tmp_path, steps=20), tmp_path / "first", progress=False)
+    recipe = small_language(tmp_path, start_from=str(tmp_path / "first"), **rising)
+    result = train(recipe, tmp_path / "tuned", progress=False)
+    assert (result.status, result.message) == ("finished", "validation no longer improves")
+    assert result.step < 200
+    assert rows_of(tmp_path / "tuned")["test"] == [result.step]
+    assert result.metrics.keys() == {"valid", "test"}
+
+    rows = (tmp_path / "tuned" / "metrics.jsonl").read_bytes()
+    (tmp_path / "tuned" / "status.json").unlink()  # as if killed after the checkpoint, before the status
+    again = train(recipe, tmp_path / "tuned", resume=True, progress=False)
+    assert (again.status, again.message, again.step) == (result.status, result.message, result.step)
+    assert (again.metrics, again.train_loss) == (result.metrics, result.train_loss)
+    assert (tmp_path / "tuned" / "metrics.jsonl").read_bytes() == rows

@@ -1,0 +1,279 @@
+import csv
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from curvestep.lab.grid import SweepResult, Trial, has_ended, sweep
+from curvestep.lab.jobs import Job, Outcome, last_step, run_jobs
+from curvestep.lab.paper import heatmap
+from curvestep.lab.recipes import to_dict, with_fields
+from curvestep.lab.run.folder import Run, find_runs, write_json
+from curvestep.lab.run.loop import train
+from tests.lab.small import small_language
+
+GRID = {"lr": [0.5, 2.0], "max_norm": [0.25, math.inf], "seed": [0, 1, 2]}
+
+
+def twelve(folder, **fields):
+    return small_language(folder, **({"steps": 60, "probe_every": 20, "eval_size": 400} | fields))
+
+
+def finished(folder):
+    return [path.parent for path in folder.glob("*/status.json") if has_ended(path.parent)]
+
+
+def fingerprint(folder):
+    return {path.parent.name: path.read_bytes() for path in folder.glob("*/metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def on_joblib(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joblib")
+    return sweep(twelve(folder / "data"), GRID, folder / "sweep", progress=False)
+
+
+@pytest.mark.slow
+def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, tmp_path):
+    assert len(on_joblib.trials) == 12
+    assert {t.status for t in on_joblib.trials} == {"finished"}
+    trial = on_joblib.trials[7]
+    run = Run.load(trial.folder)
+    assert {name: getattr(run.recipe, name) for name in GRID} == trial.fields
+    train(run.recipe, tmp_path / "alone", progress=False)
+    assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == (
+        trial.folder / "metrics.jsonl"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_sweep_leaves_a_table_and_a_heat_map(on_joblib):
+    with (on_joblib.folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["lr"]) for row in rows] == [0.5] * 6 + [2.0] * 6
+    assert [float(row["train_loss"]) for row in rows] == [t.train_loss for t in on_joblib.trials]
+    assert all(float(row["held_out_perplexity"]) > 1 for row in rows)
+    assert (on_joblib.folder / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert on_joblib.best.train_loss == min(t.train_loss for t in on_joblib.trials)
+    assert str(on_joblib).count("finished") == 12
+
+
+@pytest.mark.slow
+def test_trials_of_another_recipe_are_not_taken_for_this_sweeps(tmp_path):
+    recipe = small_language(tmp_path / "data", steps=2, probe_every=0)
+    sweep(recipe, {"lr": [1.0]}, tmp_path / "sweep", progress=False, workers=1)
+    before = fingerprint(tmp_path / "sweep")
+    with pytest.raises(ValueError, match=r"lr=1 holds a run of another recipe \(steps 2 → 4\)"):
+        sweep(replace(recipe, steps=4), {"lr": [1.0]}, tmp_path / "sweep", progress=False, workers=1)
+    assert fingerprint(tmp_path / "sweep") == before
+
+
+@pytest.mark.slow
+def test_a_second_sweep_skips_what_has_ended(on_joblib):
+    before = {path: path.stat().st_mtime_ns for path in on_joblib.folder.glob("*/*")}
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    again = sweep(recipe, GRID, on_joblib.folder, progress=False)
+    assert again == on_joblib
+    assert {path: path.stat().st_mtime_ns for path in on_joblib.folder.glob("*/*")} == before
+
+
+def kill_a_worker_after(folder, count, is_worker):
+    """Kill one of our own workers, in the middle of a trial, once ``count`` trials have ended."""
+    killed = []
+
+    def watch():
+        deadline = time.monotonic() + 120
+        while len(finished(folder)) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for child in psutil.Process().children(recursive=True):
+            if is_worker(child):
+                child.kill()
+                killed.append(child.pid)
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread, killed
+
+
+def is_loky(process):
+    return "loky" in " ".join(process.cmdline()) and "resource_tracker" not in " ".join(process.cmdline())
+
+
+@pytest.mark.slow
+def test_a_killed_joblib_worker_loses_nothing(on_joblib, tmp_path):
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    thread, killed = kill_a_worker_after(tmp_path, 3, is_loky)
+    result = sweep(recipe, GRID, tmp_path, progress=False, checkpoint_seconds=0.05)
+    thread.join()
+    assert len(killed) == 1
+    assert {t.status for t in result.trials} == {"finished"}
+    assert fingerprint(tmp_path) == fingerprint(on_joblib.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets and pipes to the interpreter
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_two_ray_workers_give_what_joblib_gives_and_a_killed_one_loses_nothing(on_joblib, tmp_path):
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    thread, killed = kill_a_worker_after(
+        tmp_path, 3, lambda p: any("ray::_call" in word for word in p.cmdline())
+    )
+    result = sweep(recipe, GRID, tmp_path, engine="ray", workers=2, progress=False, checkpoint_seconds=0.05)
+    thread.join()
+    assert len(killed) == 1
+    assert {t.status for t in result.trials} == {"finished"}
+    assert [t.train_loss for t in result.trials] == [t.train_loss for t in on_joblib.trials]
+    assert fingerprint(tmp_path) == fingerprint(on_joblib.folder)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from curvestep.lab.run.folder import read_json
+from curvestep.lab.recipes import from_dict
+from curvestep.lab.grid import sweep
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    grid = {"lr": [0.5, 2.0], "max_norm": [0.25, float("inf")], "seed": [0, 1, 2]}
+    sweep(from_dict(read_json(folder / "recipe.json")), grid, folder / "sweep", checkpoint_seconds=0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_joblib, tmp_path):
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    write_json(tmp_path / "recipe.json", to_dict(recipe))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    # A session of its own, so that the sweep and its workers can be killed together.
+    process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], start_new_session=True)
+    while len(finished(tmp_path / "sweep")) < 4 and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {
+        path: path.stat().st_mtime_ns for folder in finished(tmp_path / "sweep") for path in folder.iterdir()
+    }
+    assert 4 * 5 <= len(done) < 12 * 5
+    result = sweep(recipe, GRID, tmp_path / "sweep", progress=False)
+    assert {t.status for t in result.trials} == {"finished"}
+    assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_sweep_that_started_them(on_joblib, tmp_path):
+    recipe = Run.load(on_joblib.trials[0].folder).recipe
+    write_json(tmp_path / "recipe.json", to_dict(with_fields(recipe, steps=100_000)))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], start_new_session=True)
+    while len(list((tmp_path / "sweep").glob("*/metrics.jsonl"))) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if is_loky(child)]
+    process.kill()  # the sweep alone; its workers must notice
+    process.wait()
+    assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    statuses = [Run.load(path.parent).status["status"] for path in (tmp_path / "sweep").glob("*/status.json")]
+    assert statuses == ["interrupted"] * 2  # each with a checkpoint to go on from
+
+
+@pytest.mark.slow
+def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_path, capsys):
+    recipe = twelve(tmp_path / "data", max_norm=math.inf, steps=20)
+    grid = {"lr": [1.0, 500.0], "corpus": [recipe.corpus, str(tmp_path / "missing.txt")]}
+    result = sweep(recipe, grid, tmp_path / "sweep", workers=1)
+    assert [t.status for t in result.trials] == ["finished", "failed", "diverged", "failed"]
+    assert "missing.txt" in result.trials[1].message
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("[1/4] lr=1,")
+    assert len(find_runs(tmp_path / "sweep")) == 4
+
+    (tmp_path / "missing.txt").write_text((tmp_path / "data" / "text.txt").read_text())
+    again = sweep(recipe, grid, tmp_path / "sweep", workers=1, progress=False)  # what failed is tried again
+    assert [t.status for t in again.trials] == ["finished", "finished", "diverged", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({}, "`grid` must name at least one field"),
+        ({"lr": []}, "`grid` needs a list of values for 'lr'"),
+        ({"lr": "123"}, "`grid` needs a list of values for 'lr'"),
+        ({"learn": [1.0]}, "no field `learn`"),
+        ({"lr": [1.0, -1.0]}, "`lr` must be positive"),
+        ({"lr": [1.0, "1"]}, "`grid` has the point lr=1 twice"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, grid, words):
+    with pytest.raises(ValueError, match=words):
+        sweep(twelve(tmp_path / "data"), grid, tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"engine": "threads"}, "`engine` must be one of 'joblib', 'ray'"),
+        ({"workers": 0}, "`workers` must be"),
+        ({"address": "auto"}, "`address` is for the engine 'ray'"),
+    ],
+)
+def test_impossible_engines_are_named(tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        sweep(twelve(tmp_path / "data"), {"lr": [1.0]}, tmp_path / "sweep", **arguments)
+
+
+def _thread_count(threads):
+    return threads
+
+
+@pytest.mark.slow
+def test_workers_share_the_cores(tmp_path):
+    jobs = [Job(name=str(i), folder=tmp_path, function=_thread_count, arguments={}) for i in range(2)]
+    cores = os.cpu_count()
+    assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}
+    assert {o.value for o in run_jobs(jobs, workers=1)} == {cores}
+
+
+def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatch):
+    started = []
+
+    def jobs(jobs, **_):
+        for job in jobs:
+            started.append(job.name)
+            yield Outcome(name=job.name, value=SimpleNamespace(status="interrupted"))
+
+    monkeypatch.setattr("curvestep.lab.grid.run_jobs", jobs)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", progress=False)
+    assert started == ["lr=1"]
+
+
+def test_lost_trials_are_named_by_what_became_of_them(tmp_path):
+    trials = tuple(
+        Trial(fields={"lr": lr, "seed": seed}, folder=tmp_path, status=status)
+        for (lr, seed), status in {(1.0, 0): "failed", (2.0, 0): "diverged", (2.0, 1): "waiting"}.items()
+    )
+    drawn = heatmap(SweepResult(folder=tmp_path, trials=trials), title="A sweep")
+    assert drawn.get_suptitle() == "A sweep"
+    words = [text.get_text().replace("\n", " ") for text in drawn.axes[0].texts]
+    assert words == ["1 of 1 failed", "1 of 2 diverged 1 of 2 waiting"]
+
+
+def test_the_last_step_is_read_from_whole_rows_only(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == 0
+    path.write_text('{"step": 7, "split": "train"}\n{"step": 8, "sp')
+    assert last_step(path) == 7

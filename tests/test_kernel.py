@@ -1,0 +1,325 @@
+"""The compiled kernel against the formulas, and what happens where it cannot be built."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+import curvestep as cs
+from curvestep import _kernel as _native
+from curvestep._kernel import LIBRARY, Kernel, native
+from curvestep.optim._update import Rule, update_loop
+from curvestep.smoothness.estimators import distance
+from curvestep.vectors import cpu_distance
+from tests.reference import reference_norm
+
+ROOT = Path(__file__).parents[1]
+BLOCK = 1 << 16  # as in kernel.c
+DTYPES = [torch.float32, torch.float64]
+
+for_many_lists = given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-30, 18),
+    seed=st.integers(0, 100),
+)
+needs_kernel = pytest.mark.skipif(native() is None, reason="built without the kernel: no C compiler")
+
+
+def tensors_of(sizes, dtype=torch.float64, scale=1.0):
+    return [(scale * torch.randn(n)).to(dtype) for n in sizes]
+
+
+def sum_of_squares(tensors):
+    return native().sum_of_squares(native().view(tensors))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_kernel_is_there_wherever_a_compiler_is():
+    if shutil.which("cc") and sys.platform == "linux" and os.environ.get("CURVESTEP_KERNEL") != "0":
+        assert native() is not None
+
+
+@needs_kernel
+@for_many_lists
+def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
+    torch.manual_seed(seed)
+    tensors = tensors_of(sizes, dtype, 10.0**exponent)
+    exact = reference_norm(tensors)
+    assert math.sqrt(sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
+def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
+    tensors = tensors_of(sizes, dtype)
+    norm = math.sqrt(sum_of_squares(tensors))
+    assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
+
+
+@needs_kernel
+@for_many_lists
+def test_squared_distance_equals_the_reference_of_the_difference(sizes, dtype, exponent, seed):
+    torch.manual_seed(seed)
+    new, old = tensors_of(sizes, dtype, 10.0**exponent), tensors_of(sizes, dtype, 10.0**exponent)
+    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
+    found = math.sqrt(native().squared_distance(native().view(new, old)))
+    assert found == pytest.approx(exact, rel=1e-6, abs=0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
+def test_squared_distance_over_several_blocks_changes_nothing(sizes, dtype, threads):
+    new, old = tensors_of(sizes, dtype), tensors_of(sizes, dtype)
+    kept = [t.clone() for t in (*new, *old)]
+    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
+    found = math.sqrt(native().squared_distance(native().view(new, old)))
+    assert found == pytest.approx(exact, rel=1e-7 if dtype is torch.float32 else 1e-13)
+    assert all(map(torch.equal, (*new, *old), kept))
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_distance_from_a_value_that_is_not_finite_is_left_to_torch(bad):
+    new, old = torch.ones(70_000), torch.ones(70_000)
+    old[69_000] = bad
+    assert cpu_distance(new, old) is None
+    assert not math.isfinite(distance(new, old).item())
+
+
+@needs_kernel
+def test_distance_falls_back_where_the_kernel_cannot_walk():
+    new, old = torch.randn(300, 200), torch.randn(200, 300).T
+    assert cpu_distance(new, old) is None
+    assert cpu_distance(nn.Parameter(new), new) is None
+    assert cpu_distance(1e-200 * new, 2e-200 * new) is None
+    for a, b in [(new, old), (1e-200 * new, 3e-200 * new), (new, new), (new.to_sparse(), old.to_sparse())]:
+        torch.testing.assert_close(distance(a, b), torch.linalg.vector_norm((a - b).to_dense()))
+
+
+@needs_kernel
+def test_one_large_entry_among_tiny_ones_and_the_other_way_round():
+    t = torch.full((5000,), 1e-25, dtype=torch.float32)
+    assert math.sqrt(sum_of_squares([t])) == pytest.approx(1e-25 * math.sqrt(5000), rel=1e-6)
+    t[777] = 2e25
+    assert math.sqrt(sum_of_squares([t])) == pytest.approx(2e25, rel=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 64, 1023, 69_999])
+def test_a_value_that_is_not_finite_is_seen_wherever_it_stands(bad, where):
+    t = torch.ones(70_000, dtype=torch.float32)
+    t[where] = bad
+    assert not math.isfinite(sum_of_squares([t]))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov", "decay", "sign"),
+    list(product([0.0, 0.9], [0.0, 0.3], [False, True], [0.0, 0.01], [1, -1])),
+)
+def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, dtype, threads):
+    sizes = [1, 7, 64, 65, BLOCK - 1, 2 * BLOCK + 5, 0]
+    params, grads, buffers = (tensors_of(sizes, dtype) for _ in range(3))
+    buffers = buffers if momentum else []
+    expected = [(p.clone(), buffers[i].clone() if momentum else None) for i, p in enumerate(params)]
+    rule = Rule(
+        lr=0.1, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=decay,
+        maximize=sign < 0,
+    )  # fmt: skip
+    for (p, b), g in zip(expected, grads, strict=True):
+        update_loop(p, g, b, rule, 0.7)
+    kept = [g.clone() for g in grads]
+    native().update(
+        native().view(*filter(None, (grads, params, buffers))),
+        scale=sign * 0.7, weight_decay=decay, momentum=momentum, dampening=dampening, lr=0.1,
+        nesterov=nesterov,
+    )  # fmt: skip
+    for i, (p, b) in enumerate(expected):
+        torch.testing.assert_close(params[i], p)
+        assert torch.equal(grads[i], kept[i])
+        if momentum:
+            torch.testing.assert_close(buffers[i], b)
+
+
+@needs_kernel
+def test_no_decay_leaves_infinite_parameters_alone():
+    p, g = torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0])
+    for nesterov, buffers in [(False, []), (False, [[torch.zeros(2)]]), (True, [[torch.zeros(2)]])]:
+        native().update(
+            native().view([g], [p], *buffers),
+            scale=1.0, weight_decay=0.0, momentum=0.9, dampening=0.0, lr=0.0, nesterov=nesterov,
+        )  # fmt: skip
+        assert p.tolist() == [math.inf, 1.0]
+
+
+def kinds_of_tensors():
+    base = torch.randn(4, 3, 2)
+    return {
+        "contiguous": base,
+        "empty": base[:0],
+        "one number": torch.randn(()),
+        "transposed": base.transpose(0, 2),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "with dimensions of one": base.unsqueeze(1)[:, :, None].transpose(0, 1),
+        "with an offset": torch.randn(10)[3:],
+        "parameter": nn.Parameter(torch.randn(3)),
+        "float32": base.float(),
+        "sliced": base[:, ::2],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "overlapping": torch.randn(5).as_strided((2, 2), (1, 1)),
+        "half": base.half(),
+        "brain": base.bfloat16(),
+        "whole numbers": torch.arange(5),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "sparse": torch.eye(3).to_sparse(),
+        "on no device": torch.empty(3, device="meta"),
+        "negated": torch.randn(1, dtype=torch.complex128).conj().imag,
+    }
+
+
+GOOD = list(kinds_of_tensors())[:9]
+
+
+@pytest.fixture(params=["by C", "by attributes"])
+def kernel(request):
+    found = Kernel(LIBRARY) if native() is not None else pytest.skip("built without the kernel")
+    if request.param == "by attributes":
+        found._describe = None  # as with a torch that does not let C look
+    return found
+
+
+@pytest.mark.parametrize("name", list(kinds_of_tensors()))
+def test_view_takes_exactly_what_the_kernel_can_walk(name, kernel):
+    t = kinds_of_tensors()[name]
+    view = kernel.view([t])
+    assert (view is not None) == (name in GOOD)
+    if view is not None:
+        assert (view.addresses[0], view.sizes[0]) == (t.data_ptr(), t.numel())
+        assert view.doubles == (t.dtype is torch.float64)
+
+
+@pytest.mark.parametrize("first", GOOD)
+@pytest.mark.parametrize("second", list(kinds_of_tensors()))
+def test_other_lists_must_lie_like_the_first(first, second, kernel):
+    t, other = kinds_of_tensors()[first], kinds_of_tensors()[second]
+    alike = t.shape == other.shape and t.dtype is other.dtype and t.stride() == other.stride()
+    alike = alike and other.layout is torch.strided and second in GOOD
+    view = kernel.view([t], [other])
+    if t.numel() > 0 and 1 not in t.shape:  # strides of dimensions of one do not matter
+        assert (view is not None) == alike
+    if view is not None:
+        assert list(view.addresses) == [t.data_ptr(), other.data_ptr()]
+
+
+def test_lists_of_two_dtypes_or_of_other_lengths_are_refused(kernel):
+    a, b = torch.ones(5), torch.ones(5)
+    assert kernel.view([a, b]) is not None
+    assert kernel.view([a, b.float()]) is None
+    assert kernel.view([a], [b.float()]) is None
+    assert kernel.view([a, b], [a]) is None
+    assert kernel.view([a], [b], [torch.ones(6)]) is None
+
+
+@pytest.mark.parametrize("size", [10, (1 << 19) + 10])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_plain_steps_of_small_and_large_tensors_follow_the_formula(size, maximize, threads):
+    p = nn.Parameter(torch.randn(size))
+    p.grad = torch.randn(size)
+    step = 0.1 * min(1, 2.0 / p.grad.norm().item())
+    expected = p.detach() + (step if maximize else -step) * p.grad
+    cs.ClippedSGD([p], lr=0.1, max_norm=2.0, maximize=maximize).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+@needs_kernel
+def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel():
+    p = nn.Parameter(torch.ones(5))
+    p.grad = torch.ones(5)
+    optimizer = cs.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9)
+    optimizer.step()
+    optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="shape of its parameter"):
+        optimizer.step()
+
+
+@needs_kernel
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_autograd_notices_that_a_step_changed_the_parameters(momentum):
+    p = nn.Parameter(torch.ones(5))
+    optimizer = cs.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=momentum)
+    loss = (p**2).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1, 4])
+def test_gradient_stored_with_its_sign_to_be_turned_is_read_rightly(size):
+    p = nn.Parameter(torch.zeros(size))
+    p.grad = torch.randn(size, dtype=torch.complex128).conj().imag  # a view with a minus sign still to apply
+    assert p.grad.is_neg()
+    expected = -0.1 * p.grad.resolve_neg()
+    cs.ClippedSGD([p], lr=0.1, max_norm=math.inf).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+def test_torch_without_the_interface_for_c_is_noticed(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    assert _native._describe() is None
+
+
+def test_environment_can_leave_the_kernel_out():
+    code = "from curvestep._kernel import native; print(native())"
+    env = {**os.environ, "CURVESTEP_KERNEL": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def test_file_that_is_no_library_is_passed_over(monkeypatch, tmp_path):
+    bad = tmp_path / "kernel.so"
+    bad.write_bytes(b"not a library")
+    monkeypatch.setattr("curvestep._kernel.LIBRARY", bad)
+    assert native.__wrapped__() is None
+    with pytest.raises(OSError, match=r"kernel\.so"):
+        Kernel(bad)
+
+
+@pytest.mark.slow
+def test_wheel_without_a_compiler_is_pure_python(tmp_path):
+    def only_sources(folder, names):
+        return [name for name in names if Path(folder) == ROOT and name not in SOURCES]
+
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=only_sources)
+    (source / LIBRARY.relative_to(ROOT)).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "CC": "no-such-compiler"})
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("none-any.whl")
+    assert not any(name.endswith(LIBRARY.name) for name in zipfile.ZipFile(wheel).namelist())
+
+
+SOURCES = {"src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}
