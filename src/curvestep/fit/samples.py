@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.smoothness.trace import Trace
@@ -82,6 +84,35 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
         eps=_typical(trace.column("eps")[order], missing=_precision_told(trace)),
         self_test=_typical(trace.column("self_test")[order], missing=0.0),
     )
+
+
+def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
+    """Training loss at the end of a run: the mean over the last twentieth of its steps, at most the last 50.
+
+    NaN if a loss in there is not finite: a run that ended so has no final loss. The only definition of it;
+    a training run stores the value, and everything else reads that.
+
+    Args:
+        steps: Number of the training step of each row; rows need not be consecutive.
+        losses: Loss at that step.
+
+    Example:
+        >>> final_loss(range(100), [9.0] * 95 + [1.0, 2.0, 3.0, 4.0, 5.0])
+        3.0
+        >>> final_loss([0, 50, 100], [9.0, 5.0, 4.0])    # at least the last row
+        4.0
+        >>> final_loss([0, 1], [1.0, float("inf")]), final_loss([], [])
+        (nan, nan)
+    """
+    step, loss = np.asarray(steps, dtype=float), np.asarray(losses, dtype=float)
+    if step.shape != loss.shape or step.ndim != 1:
+        raise ValueError(f"`steps` and `losses` must be of equal length, got {step.shape} and {loss.shape}.")
+    if len(step) == 0:
+        return math.nan
+    last = step.max()
+    window = min((last - step.min() + 1) / 20, 50.0)
+    final = loss[step > last - max(window, 1.0)]
+    return float(final.mean()) if np.isfinite(final).all() else math.nan
 
 
 def check_trace(trace: Trace) -> Trace:
