@@ -5,18 +5,17 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
+from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Recipe, with_fields
 from curvestep.lab.run.folder import ENDED, FAILED, STATUS, Run, check_recipe, read_json
 from curvestep.lab.run.loop import RunResult, train
@@ -119,7 +118,7 @@ def sweep(
         return tuple(trial_in(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
 
     outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
-    with _live_table(trials, shown=progress) as watch:
+    with show_live(lambda: _table(trials()), shown=progress) as watch:
         for number, outcome in enumerate(outcomes(watch=watch), 1):
             stop_if_interrupted(outcome)
             errors[outcome.name] = outcome.error
@@ -197,19 +196,6 @@ def trial_in(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
         result=result,
         message=error or status["message"],
     )
-
-
-@contextmanager
-def _live_table(
-    trials: Callable[[], tuple[Trial, ...]], *, shown: bool
-) -> Iterator[Callable[[], None] | None]:
-    """A table that a call brings up to date; None where there is no terminal."""
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield None
-        return
-    with Live(_table(trials()), console=console, auto_refresh=False) as live:
-        yield lambda: live.update(_table(trials()), refresh=True)
 
 
 def _table(trials: Sequence[Trial]) -> Table:

@@ -1,78 +1,161 @@
-"""What a person sees while a run trains: one live line in a terminal, plain lines elsewhere."""
+"""How far something is: every bar, line and notice of the lab.
+
+In a terminal a bar is redrawn in place, on standard error. Without one there are plain lines on standard
+output, some seconds apart, so that a log shows that the work goes on.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich import progress as bars
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+Unit = Literal["steps", "share", "bytes"]
+_COUNT: dict[Unit, bars.ProgressColumn] = {
+    "steps": bars.MofNCompleteColumn(),
+    "share": bars.TextColumn("{task.percentage:3.0f} %"),
+    "bytes": bars.DownloadColumn(),
+}
 
 
-class Reporter(Protocol):
-    """Shows how far a run is."""
+class Progress:
+    """Progress of one piece of work; made by :func:`show_progress`.
 
-    def __call__(self, step: int, **numbers: float) -> None:
-        """Show the step and the numbers, in their order."""
+    Args:
+        title: What is done.
+        total: How much there is to do; may be changed later.
+        start: How much was done before, which the time left must not count.
+        unit: How ``done`` is written: ``steps``, 12/60; ``share``, 20 %; ``bytes``, 12/60 MB.
+        interval: Seconds between two lines without a terminal.
+        bar: The bar in a terminal; None writes lines.
+        shown: False shows nothing.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float,
+        *,
+        start: float = 0,
+        unit: Unit = "steps",
+        interval: float = 10.0,
+        bar: bars.Progress | None = None,
+        shown: bool = True,
+    ) -> None:
+        self.title, self.total, self.unit, self.interval = title, total, unit, interval
+        self._first, self._bar, self._shown, self._ended = start, bar, shown, False
+        self._start = self._last = time.monotonic()
+        self._task = bar.add_task(title, total=total or None, completed=int(start), text="") if bar else None
+
+    def update(self, done: float, text: str = "", /, **numbers: float) -> None:
+        """Show that ``done`` of the total is done, beside ``text`` and the numbers, in their order.
+
+        May be called after every step: a bar is redrawn five times a second at most, a line written only
+        after ``interval`` seconds or at the end.
+        """
+        now, ended = time.monotonic(), 0 < self.total <= done
+        is_due = ended or now - self._last >= (0.2 if self._bar else self.interval)
+        if not self._shown or self._ended or not is_due:
+            return
+        self._last, self._ended = now, ended
+        words = [text] if text else []
+        words += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
+        text = "  ".join(words)
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, total=self.total or None, completed=done, text=text, refresh=True)
+        else:
+            ending = "" if ended else f", {self.time_left(done)} left"
+            print(f"{self.title}: {self._count(done)}{f' {text}' if text else ''}{ending}", flush=True)
+
+    def print(self, line: str) -> None:
+        """Write a line now, above the bar if there is one."""
+        if self._shown and self._bar:
+            self._bar.console.print(line, highlight=False, markup=False)
+        elif self._shown:
+            self._last = time.monotonic()
+            print(line, flush=True)
+
+    def time_left(self, done: float) -> str:
+        """Time that the rest will take at the speed so far."""
+        rate = (done - self._first) / max(time.monotonic() - self._start, 1e-9)
+        return duration((self.total - done) / rate if rate > 0 else math.inf)
+
+    def _count(self, done: float) -> str:
+        if self.unit == "share":
+            return f"{100 * done / self.total:.0f} %"
+        if self.unit == "bytes":
+            return f"{done / 1e6:.0f}/{self.total / 1e6:.0f} MB"
+        return f"{done:g}/{self.total:g}"
 
 
 @contextmanager
-def run_progress(title: str, total: int, *, start: int = 0, shown: bool = True) -> Iterator[Reporter]:
-    """A reporter for one run of ``total`` steps: a live bar in a terminal, otherwise a line now and then."""
+def show_progress(
+    title: str,
+    total: float = 0,
+    *,
+    start: float = 0,
+    unit: Unit = "steps",
+    interval: float = 10.0,
+    shown: bool = True,
+) -> Iterator[Progress]:
+    """A :class:`Progress`: a bar in a terminal, lines without one, nothing unless ``shown``.
+
+    Example:
+        >>> with show_progress("counting", 3) as progress:
+        ...     for step in range(3):
+        ...         progress.update(step + 1, loss=0.5)
+        counting: 3/3 loss 0.5
+    """
     console = Console(stderr=True)
-    if not shown:
-        yield lambda step, **numbers: None
-    elif not console.is_terminal:
-        yield _Lines(title, total, start=start)
-    else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, auto_refresh=False) as bar:
-            task = bar.add_task(title, total=total, completed=start, numbers="")
-            yield _Live(bar, task, total)
+    make = partial(Progress, title, total, start=start, unit=unit, interval=interval, shown=shown)
+    if not (shown and console.is_terminal):
+        yield make()
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=24),
+        _COUNT[unit],
+        bars.TextColumn("{task.fields[text]}"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, auto_refresh=False, transient=unit == "bytes") as bar:
+        yield make(bar=bar)
 
 
-class _Live:
-    """Redraws the bar five times a second at most, so that fast steps are not slowed."""
+@contextmanager
+def show_live(
+    render: Callable[[], RenderableType], *, shown: bool = True
+) -> Iterator[Callable[[], None] | None]:
+    """What ``render`` returns, redrawn in place at each call of the result; None without a terminal."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    with Live(render(), console=console, auto_refresh=False) as live:
+        yield lambda: live.update(render(), refresh=True)
 
-    def __init__(self, bar: Progress, task: Any, total: int) -> None:
-        self._bar, self._task, self._total = bar, task, total
-        self._next = 0.0
 
-    def __call__(self, step: int, **numbers: float) -> None:
-        now = time.monotonic()
-        if now >= self._next or step == self._total:
-            self._next = now + 0.2
-            self._bar.update(self._task, completed=step, numbers=_in_words(numbers), refresh=True)
+def print_notice(text: str) -> None:
+    """Print a line to standard error."""
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("curvestep: ", "dim"), text))
 
 
-class _Lines:
-    """Writes a line at each tenth of the run, ten seconds apart or more, and at the end."""
-
-    def __init__(self, title: str, total: int, *, start: int = 0) -> None:
-        self._title, self._total, self._first = title, total, start
-        self._start = self._last = time.monotonic()
-
-    def __call__(self, step: int, **numbers: float) -> None:
-        now = time.monotonic()
-        if step < self._total and now - self._last < 10.0:
-            return
-        self._last = now
-        left = (now - self._start) / max(step - self._first, 1) * (self._total - step)
-        ending = f", {duration(left)} left" if step < self._total else ""
-        print(f"{self._title}: {step}/{self._total} {_in_words(numbers)}{ending}", flush=True)
+@cache
+def print_notice_once(text: str) -> None:
+    """Print a line to standard error once per process."""
+    print_notice(text)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words.
+    """Seconds as a person would say them.
 
     Example:
         >>> duration(3.2), duration(754), duration(9000)
@@ -83,7 +166,3 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _in_words(numbers: dict[str, float]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())

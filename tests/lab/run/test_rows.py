@@ -2,7 +2,6 @@
 
 import os
 import signal
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,12 +17,12 @@ def interrupted(monkeypatch):
     """Train until the row of one step is written, then do as Ctrl-C does."""
 
     def at(step, recipe, folder):
-        @contextmanager
-        def reporter(*args, **kwargs):
-            yield lambda now, **values: os.kill(os.getpid(), signal.SIGINT) if now == step else None
+        def update(progress, now, **numbers):
+            if now == step:
+                os.kill(os.getpid(), signal.SIGINT)
 
         with monkeypatch.context() as patch:
-            patch.setattr("curvestep.lab.run.loop.run_progress", reporter)
+            patch.setattr("curvestep.lab.progress.Progress.update", update)
             result = train(recipe, folder, resume=True)
         assert (result.status, result.step) == ("interrupted", step)
 

@@ -19,7 +19,7 @@ from lightning_fabric import Fabric
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count, check_nonnegative
-from curvestep.lab.progress import Reporter, run_progress
+from curvestep.lab.progress import Progress, show_progress
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.devices import make_fabric, raised_by_process, under_torchrun
 from curvestep.lab.run.folder import (
@@ -176,15 +176,15 @@ def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
         total = task.num_steps()
         title = f"{recipe.name} {recipe.label}"
         shown = options.progress and fabric.is_global_zero
-        with closing(session), run_progress(title, total, start=session.step, shown=shown) as report:
+        with closing(session), show_progress(title, total, start=session.step, shown=shown) as progress:
             clock.write(RUNNING)
-            status, message = _loop(session, total, clock, stop, report)
+            status, message = _loop(session, total, clock, stop, progress)
         clock.write(status, message)
         fabric.barrier()
 
 
 def _loop(
-    session: Session, total: int, clock: _Clock, stop: threading.Event, report: Reporter
+    session: Session, total: int, clock: _Clock, stop: threading.Event, progress: Progress
 ) -> tuple[str, str]:
     """Train until the last step, divergence, or a signal; the status and its reason."""
     fabric, task, recipe = session.fabric, session.task, session.run.recipe
@@ -218,7 +218,7 @@ def _loop(
         if not evaluating and not _is_multiple(session.step, recipe.log_every):
             continue
         # Only here is the device waited for.
-        reason = _record(session, loss_sum / steps_summed, report)
+        reason = _record(session, loss_sum / steps_summed, progress)
         loss_sum.zero_()
         steps_summed = 0
         if reason:
@@ -244,7 +244,7 @@ def _is_over(session: Session, total: int) -> bool:
     return session.step == total or (fine_tuning and averaging is not None and averaging.finished)
 
 
-def _record(session: Session, loss: torch.Tensor, report: Reporter) -> str:
+def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
     """Write the row of this step; the reason if the run has diverged."""
     recipe, fabric = session.run.recipe, session.fabric
     reduced = fabric.all_reduce(loss, reduce_op="mean") if fabric.world_size > 1 else loss
@@ -264,7 +264,7 @@ def _record(session: Session, loss: torch.Tensor, report: Reporter) -> str:
     _write(session, row)
     unit = {"perplexity": math.exp(min(value, 700.0))} if session.task.metric == "perplexity" else {}
     clipped = 100 * stats["clipped_fraction"]
-    report(session.step, loss=value, **unit, grad_norm=stats["grad_norm"], clipped_percent=clipped)
+    progress.update(session.step, loss=value, **unit, grad_norm=stats["grad_norm"], clipped_percent=clipped)
     if not math.isfinite(value) or not math.isfinite(stats["grad_norm"]):
         return f"the loss or the gradient is not finite at step {session.step}"
     if value > recipe.diverged_above * session.first_loss:
