@@ -29,7 +29,7 @@ def falling(num):
     return 6.0 - 2.0 * np.arange(num) / num
 
 
-def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, **kwargs):
+def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, every=1, **kwargs):
     g, ell = simulated(np.random.default_rng(seed), num=num, phi=0.5, **kwargs)
     coefficient = np.minimum(1.0, max_norm / g)
     return make_trace(
@@ -40,6 +40,7 @@ def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, **kwar
         step_norm=lr * coefficient * g,
         coefficient=coefficient,
         noise=tau,
+        every=every,
     )
 
 
@@ -330,7 +331,18 @@ def test_a_run_that_broke_off_early_does_not_shorten_the_comparison():
     slow, fast = run(lr=0.1, loss=ending(5.0, num=200)), run(lr=0.3, loss=ending(4.0, num=200))
     advice = advise(early, slow, fast)
     assert "lr 0.3" in advice.verdict
-    assert any("lr 1" in reason for reason in advice.reasons)
+    assert any("lr 1, no clipping: ended too early to be compared" in reason for reason in advice.reasons)
+    assert not any("diverged" in reason for reason in advice.reasons)
+
+
+def test_finished_runs_of_half_the_steps_are_compared_and_not_called_diverged():
+    def measured(lr, loss, steps):  # one row every five steps, so that the last is at steps − 5
+        rows = steps // 5
+        return run(num=rows, lr=lr, loss=ending(loss, num=rows), every=5)
+
+    advice = advise(measured(0.1, 5.0, 400), measured(0.3, 4.0, 200), measured(1.0, 6.0, 200))
+    assert "Take lr 0.3" in advice.verdict
+    assert not any("diverged" in reason or "too early" in reason for reason in advice.reasons)
 
 
 def test_a_trace_without_rows_says_nothing():

@@ -25,9 +25,10 @@ class Setting:
     lr: float
     max_norm: float  # inf if no step was clipped
     points: Points | None  # None if the run ended before it could be measured
-    diverged: bool  # or ended before half the steps of the others
+    diverged: bool
     score: float  # lower is better: the loss at the end, or the fall per step for a stage
     error: float  # standard error of the score
+    ended_early: bool = False  # before the step at which runs are compared, and not because it diverged
 
     @property
     def words(self) -> str:
@@ -51,8 +52,9 @@ def best_of(settings: list[Setting]) -> Setting:
     Raises:
         ValueError: If no run both kept its loss finite and recorded it.
     """
-    alive = [s for s in settings if not s.diverged and math.isfinite(s.score) and s.points is not None]
-    if not alive and any(not s.diverged and s.points is not None for s in settings):
+    whole = [s for s in settings if not (s.diverged or s.ended_early) and s.points is not None]
+    alive = [s for s in whole if math.isfinite(s.score)]
+    if not alive and whole:
         raise ValueError(
             "no run recorded its loss, which settings are compared by. Hand it to the probe: "
             "`with probe(closure, loss=loss): ...`."
@@ -124,9 +126,16 @@ def _whole(trace: Trace, horizon: float) -> Setting:
     score, error = _level(finite)
     blown_up = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
     silent = not np.isfinite(losses).any() and trace.ok.any()  # nobody told the loss
-    diverged = not silent and (blown_up or trace.column("step")[-1] < horizon)
-    max_norm = _max_norm(points) if points is not None else _told_max_norm(trace)
-    return Setting(lr=lr, max_norm=max_norm, points=points, diverged=diverged, score=score, error=error)
+    diverged = not silent and blown_up
+    return Setting(
+        lr=lr,
+        max_norm=_max_norm(points) if points is not None else _told_max_norm(trace),
+        points=points,
+        diverged=diverged,
+        score=score,
+        error=error,
+        ended_early=not diverged and not silent and trace.column("step")[-1] < horizon,
+    )
 
 
 def _stage(points: Points) -> Setting:
@@ -170,9 +179,14 @@ def _told_max_norm(trace: Trace) -> float:
 
 
 def _common_end(traces: tuple[Trace, ...]) -> float:
-    """The step up to which runs are compared: all that got at least half as far as the longest."""
-    ends = [trace.column("step")[-1] for trace in traces if len(trace) and _ends_finite(trace)]
-    return float(min((end for end in ends if end >= max(ends) / 2), default=math.inf))
+    """The step up to which runs are compared: all that got at least half as far as the longest.
+
+    A run ends one interval after its last row: of 200 steps measured at every fifth, the last row is 195.
+    """
+    found = [trace.column("step") for trace in traces if len(trace) and _ends_finite(trace)]
+    ends = [(steps[-1], steps[-1] + (np.median(np.diff(steps)) if len(steps) > 1 else 0)) for steps in found]
+    longest = max((end for _, end in ends), default=0.0)
+    return float(min((last for last, end in ends if end >= longest / 2), default=math.inf))
 
 
 def _ends_finite(trace: Trace) -> bool:

@@ -136,6 +136,8 @@ def went(setting: Setting, *, staged: bool) -> str:
     """How a run or a stage went."""
     if setting.diverged:
         return "diverged"
+    if setting.ended_early:
+        return "ended too early to be compared"
     if not math.isfinite(setting.score):
         return "no loss recorded"
     return (
