@@ -89,7 +89,7 @@ def test_bytes_are_counted_once_their_number_is_known(capsys, clock):
         shown.total = 30_000_000
         clock(5)
         shown.update(10_000_000)
-    assert capsys.readouterr().out == "set.tgz: 10/30 MB, 10 s left\n"
+    assert capsys.readouterr() == ("", "set.tgz: 10/30 MB, 10 s left\n")
 
 
 def test_a_live_picture_is_drawn_at_each_call(terminal):

@@ -179,8 +179,7 @@ def data(args: list[str]) -> int:
         hint = nearest(args[0], ["get"]) if args else ""
         raise UsageError(f"curvestep data: name an action: curvestep data get ptb cifar10.{hint}")
     chosen = parse(options.Data, args[1:], prog="curvestep data get")
-    from curvestep.lab.data import get
-    from curvestep.lab.data.get import NAMES
+    from curvestep.lab.data import NAMES, get
 
     for name, source in get(chosen.names or NAMES, offline=chosen.offline, progress=not chosen.quiet).items():
         print(f"{name}: {source}")

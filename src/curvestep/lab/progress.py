@@ -1,12 +1,13 @@
 """How far something is: every bar, line and notice of the lab.
 
 In a terminal a bar is redrawn in place, on standard error. Without one there are plain lines on standard
-output, some seconds apart, so that a log shows that the work goes on.
+output (standard error for downloads), some seconds apart, so that a log shows that the work goes on.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,7 +74,11 @@ class Progress:
             self._bar.update(self._task, total=self.total or None, completed=done, text=text, refresh=True)
         else:
             ending = "" if ended else f", {self.time_left(done)} left"
-            print(f"{self.title}: {self._count(done)}{f' {text}' if text else ''}{ending}", flush=True)
+            # Downloads happen on the way to a result that standard output may be kept for.
+            out = sys.stderr if self.unit == "bytes" else sys.stdout
+            print(
+                f"{self.title}: {self._count(done)}{f' {text}' if text else ''}{ending}", file=out, flush=True
+            )
 
     def print(self, line: str) -> None:
         """Write a line now, above the bar if there is one."""

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep.lab import data
-from curvestep.lab.data import DataError, augment, batchify, cifar10, cifar10_files, download as fetch, ptb
-from curvestep.lab.data.download import Unreachable, notice_once
+from curvestep.lab.data import DataError, augment, batchify, cifar10, download as fetch, ptb
+from curvestep.lab.data.download import Unreachable
+from curvestep.lab.progress import print_notice_once
 from tests.lab.data.servers import serving
 
 REAL = fetch.data_folder()  # read before the fixture below hides it
@@ -164,7 +165,7 @@ def official_ptb(folder):
 
 @pytest.fixture
 def untold():
-    notice_once.cache_clear()
+    print_notice_once.cache_clear()
 
 
 def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
@@ -331,9 +332,9 @@ def test_sheets_rebuild_the_binary_layout(tmp_path):
     rows = records[:, 1:].reshape(6, 3, 1024).transpose(0, 2, 1)
     sheet = io.BytesIO()
     Image.fromarray(rows).save(sheet, "PNG")
-    assert cifar10_files._records(sheet.getvalue(), records[:, 0], title="sheet") == records.tobytes()
+    assert cifar10._records_of_sheet(sheet.getvalue(), records[:, 0], title="sheet") == records.tobytes()
     with pytest.raises(DataError, match=r"must hold 5 images"):
-        cifar10_files._records(sheet.getvalue(), records[:5, 0], title="sheet")
+        cifar10._records_of_sheet(sheet.getvalue(), records[:5, 0], title="sheet")
 
 
 # Pixels

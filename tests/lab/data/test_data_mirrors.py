@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from curvestep.lab import data
-from curvestep.lab.data import cifar10, cifar10_files, download as fetch, ptb
+from curvestep.lab.data import cifar10, download as fetch, ptb
 from curvestep.lab.data.download import Unreachable
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ def cache(tmp_path_factory):
     patch.setenv("CURVESTEP_CACHE", str(tmp_path_factory.mktemp("cache")))
     # Straight to the mirror: the official hosts are not what is tested here.
     patch.setattr(ptb, "SOURCES", ptb.SOURCES[1:])
-    patch.setattr(cifar10, "SOURCES", cifar10_files.SOURCES[1:])
+    patch.setattr(cifar10, "SOURCES", cifar10.SOURCES[1:])
     yield fetch.cache_folder()
     patch.undo()
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from curvestep.lab.data import download as fetching, sources
+from curvestep.lab.data import download as fetching
 from curvestep.lab.data.download import DataError, Source, Unreachable, fetch
 from tests.lab.data.servers import serving
 
@@ -47,8 +47,8 @@ def server():
 
 def source(url, known_hash, title="official archive"):
     def read(progress):
-        archive = sources.download(url, known_hash, fetching.download_folder("set"), progress=progress)
-        yield from sources.members(archive, tuple(HASHES), title=url)
+        archive = fetching.download(url, known_hash, fetching.download_folder("set"), progress=progress)
+        yield from fetching.members(archive, tuple(HASHES), title=url)
 
     return Source(title=title, read=read)
 
@@ -101,7 +101,7 @@ def test_no_answer_at_all_is_unreachable_and_quick(server, cache):
 
 
 def test_host_that_hangs_is_given_up_after_the_timeout(server, cache, monkeypatch):
-    monkeypatch.setattr(sources, "TIMEOUT", (0.2, 0.2))
+    monkeypatch.setattr(fetching, "TIMEOUT", (0.2, 0.2))
     server.gate = threading.Event()
     with pytest.raises(Unreachable, match=r"set.tgz did not answer"):
         get(server)
@@ -146,7 +146,7 @@ def test_archive_that_is_not_whole_is_one_clear_line(tmp_path, data):
     path = tmp_path / "set.tgz"
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"set.tgz (is not a whole archive|does not contain a.txt)") as caught:
-        list(sources.members(path, tuple(HASHES), title=str(path)))
+        list(fetching.members(path, tuple(HASHES), title=str(path)))
     assert "\n" not in str(caught.value)
 
 

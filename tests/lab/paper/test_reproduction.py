@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from joblib.externals.loky import get_reusable_executor
 
-from curvestep.lab.data.download import notice_once
 from curvestep.lab.jobs import Job
 from curvestep.lab.paper import reproduction
 from curvestep.lab.paper.claims import Claim, as_markdown, make_claims
 from curvestep.lab.paper.evidence import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Results, Spread, steps_to
 from curvestep.lab.paper.plan import FIGURES, IMAGE_SWEEP, LANGUAGE, make_plan
 from curvestep.lab.paper.reproduction import DRAW, _progress, reproduce
+from curvestep.lab.progress import print_notice_once
 from curvestep.lab.run.folder import METRICS, STATUS, Run, find_runs, open_run, write_json
 from tests.lab.small import write_text
 
@@ -160,7 +160,7 @@ def fresh_workers():
 @pytest.mark.usefixtures("fresh_workers")
 def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
     """Nothing answers: no host, no registry, no cache, no folder of data."""
-    notice_once.cache_clear()
+    print_notice_once.cache_clear()
     nowhere = "http://127.0.0.1:9"
     for name in ("CURVESTEP_DATA", "NO_PROXY", "no_proxy", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -4,6 +4,9 @@ Looked at in this order: the folder in ``CURVESTEP_DATA``, the cache, the offici
 package registry, and last a stand-in that is always there (and says so).
 """
 
+from collections.abc import Iterable
+
+from curvestep._checks import check_choice
 from curvestep.lab.data.cifar10 import load_cifar10 as load_cifar10
 from curvestep.lab.data.corpus import (
     Corpus as Corpus,
@@ -12,7 +15,6 @@ from curvestep.lab.data.corpus import (
     load_topics as load_topics,
 )
 from curvestep.lab.data.download import DataError as DataError, cache_folder as cache_folder
-from curvestep.lab.data.get import get as get
 from curvestep.lab.data.images import (
     Images as Images,
     augment as augment,
@@ -20,3 +22,30 @@ from curvestep.lab.data.images import (
     normalise as normalise,
 )
 from curvestep.lab.data.ptb import load_ptb as load_ptb
+
+NAMES = ("ptb", "cifar10")
+
+
+def get(names: Iterable[str] = NAMES, *, offline: bool = False, progress: bool = True) -> dict[str, str]:
+    """Make sure that the data sets are there, fetching what is missing.
+
+    Args:
+        names: ``"ptb"``, ``"cifar10"``.
+        offline: Only check ``CURVESTEP_DATA`` and the cache.
+        progress: Show progress bars.
+
+    Returns:
+        For each name, where it came from.
+
+    Raises:
+        DataError: a data set is not available, or a file is not what it should be.
+    """
+    found = {}
+    for name in [check_choice("names", name, NAMES) for name in names]:
+        if name == "ptb":
+            found[name] = load_ptb(offline=offline, progress=progress, fallback=False).source
+        else:
+            found[name] = load_cifar10(
+                subset=False, offline=offline, progress=progress, fallback=False
+            ).source
+    return found

