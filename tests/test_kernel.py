@@ -18,8 +18,7 @@ import curvestep as cs
 from curvestep import _kernel as _native
 from curvestep._kernel import LIBRARY, Kernel, native
 from curvestep.optim._update import Rule, update_loop
-from curvestep.smoothness.estimators import distance
-from curvestep.vectors import cpu_distance
+from curvestep.vectors import cpu_distance, distance
 from tests.reference import reference_norm
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep import _torch, vectors
-from curvestep.vectors import cpu_norm, global_norm
+from curvestep.vectors import PIECE, cpu_norm, difference, distance, global_norm
 from tests.reference import reference_norm
 
 
@@ -125,10 +125,55 @@ def test_mixed_dtypes_and_tensors_that_require_grad():
     assert relative_error(tensors) < 1e-6
 
 
-def test_norm_without_torchs_underscore_functions(monkeypatch):
-    tensors = [torch.randn(n) for n in (1, 10, 100_000, 7)]
-    monkeypatch.setattr(vectors, "foreach_norm", lambda: _torch._norms_one_by_one)
-    assert relative_error(tensors) < 1e-12
+def test_difference_of_sparse_gradients_equals_that_of_dense_ones():
+    indices = torch.tensor([[0, 2, 2]])
+    a = torch.sparse_coo_tensor(indices, torch.randn(3, 2), (4, 2), check_invariants=True)
+    b = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), torch.randn(2, 2), (4, 2), check_invariants=True)
+    dense = torch.randn(4, 2)
+    for one in (a, b, dense, None):
+        for two in (a, b, dense, None):
+            if one is None and two is None:
+                continue
+            zero = torch.zeros(4, 2)
+            expected = (zero if one is None else one.to_dense()) - (zero if two is None else two.to_dense())
+            torch.testing.assert_close(difference([one], [two])[0].to_dense(), expected)
+            torch.testing.assert_close(global_norm(difference([one], [two])), expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, PIECE, PIECE + 1, 3 * PIECE + 17])
+def test_distance_in_pieces_is_the_norm_of_the_difference(size, dtype):
+    a, b = torch.randn(2, size).to(dtype)
+    exact = torch.linalg.vector_norm((a - b).double())
+    torch.testing.assert_close(distance(a, b), exact, rtol=1e-5, atol=0)
+    assert torch.equal(distance(a, a), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda a, b: (a.t(), b.t()),
+        lambda a, b: (a.t().contiguous(), b.t()),
+        lambda a, b: (a, None),
+        lambda a, b: (None, b),
+        lambda a, b: (a.to_sparse(), b),
+        lambda a, b: (a.to_sparse(), b.to_sparse()),
+        lambda a, b: (a.requires_grad_(), b),
+        lambda a, b: (torch.complex(a, b), torch.complex(b, a)),
+    ],
+)
+def test_distance_of_tensors_that_cannot_be_cut_alike(pair):
+    one, other = pair(*torch.randn(2, 300, 400))
+    dense = [torch.zeros(300, 400) if t is None else t.to_dense() for t in (one, other)]
+    exact = torch.linalg.vector_norm(dense[0] - dense[1]).detach()
+    torch.testing.assert_close(distance(one, other), exact, rtol=1e-12, atol=0)
+
+
+def test_distance_neither_overflows_nor_hides_what_is_not_finite():
+    huge = torch.full((2 * PIECE,), 1e30, dtype=torch.float32)
+    assert distance(huge, -huge).item() == pytest.approx(2e30 * math.sqrt(2 * PIECE), rel=1e-6)
+    huge[-1] = math.nan
+    assert math.isnan(distance(huge, torch.zeros_like(huge)).item())
 
 
 def test_capability_check_refuses_a_kernel_that_computes_something_else():

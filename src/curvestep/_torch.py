@@ -12,12 +12,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
-
-# One call for many tensors; None where torch lacks them, see `has_foreach`.
-foreach_add_: Any = getattr(torch, "_foreach_add_", None)
-foreach_mul: Any = getattr(torch, "_foreach_mul", None)
-foreach_mul_: Any = getattr(torch, "_foreach_mul_", None)
 
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `is_observed`.
 _hooks_for_all: Any = tuple(
@@ -44,23 +38,6 @@ def fused_sgd() -> Callable[..., None] | None:
     """``torch._fused_sgd_`` if it is there and follows the formula that the optimizers fold into it."""
     kernel = getattr(torch, "_fused_sgd_", None)
     return kernel if kernel is not None and _follows_formula(kernel) else None
-
-
-@cache
-def foreach_norm() -> Callable[..., list[Tensor]]:
-    """Norms of many tensors with one call, or one by one where torch has no such call."""
-    found = getattr(torch, "_foreach_norm", None)
-    return found if found is not None else _norms_one_by_one
-
-
-@cache
-def has_foreach() -> bool:
-    """Whether torch updates many tensors with one call."""
-    return None not in (foreach_add_, foreach_mul, foreach_mul_)
-
-
-def _norms_one_by_one(tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
 
 
 def _follows_formula(kernel: Callable[..., None]) -> bool:

@@ -1,14 +1,31 @@
-"""Tensors and decisions that several processes share."""
+"""Ranks and shards: tensors and decisions that several processes share.
+
+``torch.distributed.tensor`` is imported only where a DTensor is made: it takes longer than the rest of torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+
+def is_sharded(t: Tensor) -> TypeGuard[Any]:
+    """Whether ``t`` is a DTensor, spread over several processes."""
+    return type(t) is not Tensor and hasattr(t, "placements") and hasattr(t, "device_mesh")
+
+
+def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor spread over ranks like ``like``, or as it is."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
 
 
 def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -19,14 +36,13 @@ def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: of a DTensor its shard, else the tensor itself. It shares memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def communicates(model: nn.Module) -> bool:
     """Whether the model is wrapped to be trained by several processes, however many there are."""
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return wrapped or any(map(is_sharded, model.parameters()))
 
 
 def spans_ranks(model: nn.Module) -> bool:

@@ -1,9 +1,12 @@
-r"""Norms over lists of tensors: one vector, stored in pieces.
+r"""Lists of tensors as one vector, stored in pieces: its norm, differences and inner products.
 
 The norm of a gradient is the number everything in this package turns on, so it is computed with care:
 accurate to about 1e-7 however large the tensors are, finite whenever the exact value is, and not rounded to
-zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded tensors count alike.
+zero when the entries are tiny. Dense, sparse, complex, half-precision and sharded tensors count alike. A
+piece that is None counts as zero.
 """
+# pyright: reportPrivateImportUsage=false
+# torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvestep._kernel import View, native
-from curvestep._torch import foreach_norm
+from curvestep.distributed import is_sharded
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
 # 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
@@ -27,6 +30,11 @@ ROW = 512
 MIDDLE = 1 << 16
 # Vectors up to this size are joined first: a call for each would cost more than the copy.
 TINY = 1 << 10
+# Entries of a large difference that are held at a time: a megabyte of float32, so that Python's share of the
+# time is small.
+PIECE = 1 << 18
+# Up to this size a difference is kept as it is: a call costs more than its entries.
+SMALL = 1 << 14
 
 # Between these norms no square of an entry that matters has overflowed or vanished.
 _SAFE = {torch.float64: (1e-140, 1e150)}
@@ -35,19 +43,19 @@ _SAFE_SINGLE = (1e-12, 1e18)
 _dtype, _layout, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 
 
-def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
     r"""Euclidean norm of all ``tensors`` taken as one vector.
 
     .. math::
         \Bigl(\sum_i \lVert t_i \rVert^2\Bigr)^{1/2}
 
     Args:
-        tensors: Dense, sparse, complex or DTensor tensors of any dtype and shape, on any devices. Sparse
-            tensors count each index once (duplicates are added up first); the shards of DTensors are
-            counted across all ranks, so every rank must call.
+        tensors: Dense, sparse, complex or DTensor tensors of any dtype and shape, on any devices; None is
+            left out. Sparse tensors count each index once (duplicates are added up first); the shards of
+            DTensors are counted across all ranks, so every rank must call.
 
     Returns:
-        A scalar tensor: float64 on CPU; on an accelerator it stays there and nothing waits for it. No
+        A scalar tensor: float64 on CPU; on an accelerator a device scalar; reading it would synchronize. No
         tensors at all have norm zero.
 
     Example:
@@ -56,12 +64,28 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         >>> global_norm([torch.full((4,), 1e30, dtype=torch.float32)]).item() / 1e30
         2.0000000...
     """
-    dense, sharded = _sort(tensors)
-    norms = [_norm_of_kind(kind) for kind in _by_kind(dense).values()]
-    norms += [_sharded_norm(kind) for kind in sharded.values()]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(_on_one_device(norms)))
+    dense: dict[tuple, list[Tensor]] = {}
+    sharded: dict[tuple, list[Any]] = {}
+    for t in tensors:
+        if t is None:
+            continue
+        t = t.detach() if t.requires_grad else t
+        if is_sharded(t):
+            sharded.setdefault((t.device_mesh, t.placements), []).append(t)
+            continue
+        if t.layout != torch.strided:
+            t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
+        t = torch.view_as_real(t) if t.is_complex() else t
+        dense.setdefault((t.dtype, t.device), []).append(t)
+    norms = [
+        torch.tensor(cpu_norm(kind), dtype=torch.float64) if kind[0].is_cpu else device_norm(kind)
+        for kind in dense.values()
+    ]
+    norms += map(_sharded_norm, sharded.values())
+    if len(norms) > 1:
+        device = next((n.device for n in norms if n.device.type != "cpu"), "cpu")
+        return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+    return norms[0] if norms else torch.zeros((), dtype=torch.float64)
 
 
 def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
@@ -107,12 +131,99 @@ def cpu_distance(new: Tensor, old: Tensor) -> float | None:
     return distance if low < distance < high else None
 
 
+def difference(
+    new: Sequence[Tensor | None], old: Sequence[Tensor | None], *, overwrite: bool = False
+) -> list[Tensor | None]:
+    """``new - old``, sparse where both are. ``overwrite`` may reuse the memory of ``new``.
+
+    Example:
+        >>> difference([torch.tensor([3.0]), None], [torch.tensor([1.0]), torch.tensor([2.0])])
+        [tensor([2.]), tensor([-2.])]
+    """
+    return [_minus(a, b, overwrite) for a, b in zip(new, old, strict=True)]
+
+
+def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor:
+    r"""Norm of ``new - old``; of a large difference no more than a piece is ever held.
+
+    A piece is still in the cache when its norm is taken, and asks for no memory that has to be fetched from
+    the system first: for tensors of megabytes that is most of the time.
+
+    Example:
+        >>> distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0])).item()
+        5.0
+    """
+    if new is not None and old is not None:
+        apart = cpu_distance(new.detach(), old.detach())
+        if apart is not None:
+            return torch.tensor(apart, dtype=torch.float64)
+    if overwrite or new is None or old is None or not _can_be_split_alike(new, old):
+        return global_norm([_minus(new, old, overwrite)])
+    a, b = new.detach().view(-1).split(PIECE), old.detach().view(-1).split(PIECE)
+    piece = torch.empty_like(a[0])
+    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in zip(a, b, strict=True)]
+    return torch.tensor(math.hypot(*norms), dtype=torch.float64)
+
+
+def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
+    """A tensor with the norm of ``new - old``: the difference if it is small, else its norm alone.
+
+    The joint norm of several such tensors is that of the joint difference, and one call for many small
+    tensors is much cheaper than a call for each. ``overwrite`` may reuse the memory of ``new``.
+    """
+    given = new if new is not None else old
+    if given is None or given.numel() <= SMALL:
+        return _minus(new, old, overwrite)
+    return distance(new, old, overwrite=overwrite)
+
+
+def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    """Inner product over all pieces, in float64; of sharded ones across the ranks.
+
+    Example:
+        >>> dot([torch.tensor([1.0, 2.0]), None], [torch.tensor([3.0, 4.0]), torch.tensor([5.0])])
+        11.0
+    """
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x is not None and y is not None:
+            part: Any = (x.double() * y.double()).sum()
+            total += (part.full_tensor() if is_sharded(part) else part).item()
+    return total
+
+
+def precision(tensors: Iterable[Tensor]) -> float:
+    """The relative precision of the coarsest dtype among the tensors."""
+    return max(torch.finfo(t.dtype).eps for t in tensors)
+
+
+def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | None:
+    if new is None or old is None:
+        return new if old is None else -old
+    if new.is_sparse and old.is_sparse:
+        return (new.coalesce() - old.coalesce()).coalesce()
+    if new.is_sparse or old.is_sparse:
+        return new.to_dense() - old.to_dense()
+    return new.sub_(old) if overwrite else new - old
+
+
+def _can_be_split_alike(new: Tensor, old: Tensor) -> bool:
+    """Whether the difference is large, and of tensors that can be cut into the same pieces."""
+    return (
+        new.numel() > PIECE
+        and new.shape == old.shape
+        and homogeneous_cpu([new.detach(), old.detach()])
+        and new.is_contiguous()
+        and old.is_contiguous()
+    )
+
+
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
     middle, matrices = _sorted_by_size(tensors)
-    norms = [norm.item() for norm in foreach_norm()(middle, 2, dtype=wide)] if middle else []
+    norms = [norm.item() for norm in torch._foreach_norm(middle, 2, dtype=wide)] if middle else []
     if matrices:
         rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=wide) for matrix in matrices]
         norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
@@ -179,68 +290,19 @@ def _as_vector(t: Tensor) -> Tensor:
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
     entries = [t for t in tensors if t.numel()]
-    largest = max((t.abs().max().item() for t in entries), default=0.0, key=_nan_first)
+    largest = max(
+        (t.abs().max().item() for t in entries), default=0.0, key=lambda x: math.inf if math.isnan(x) else x
+    )
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in entries))
 
 
-def _nan_first(x: float) -> float:
-    return math.inf if math.isnan(x) else x
-
-
-def _sort(tensors: Iterable[Tensor]) -> tuple[list[Tensor], dict[tuple, list[Any]]]:
-    """Dense real tensors, and local parts of sharded ones by their layout across ranks."""
-    dense: list[Tensor] = []
-    sharded: dict[tuple, list[Any]] = {}
-    for t in tensors:
-        if is_sharded(t):
-            sharded.setdefault((t.device_mesh, t.placements), []).append(t)
-        else:
-            dense.append(_real_and_dense(t))
-    return dense, sharded
-
-
-def _real_and_dense(t: Tensor) -> Tensor:
-    t = t.detach() if t.requires_grad else t
-    if t.layout != torch.strided:
-        t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def is_sharded(t: Tensor) -> TypeGuard[Any]:
-    """Whether ``t`` is a DTensor, spread over several processes."""
-    return type(t) is not Tensor and hasattr(t, "placements") and hasattr(t, "device_mesh")
-
-
-def as_sharded(local: Tensor, like: Tensor) -> Tensor:
-    """``local`` as this rank's part of a tensor spread over ranks like ``like``, or as it is."""
-    if not is_sharded(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple, list[Tensor]]:
-    kinds: dict[tuple, list[Tensor]] = {}
-    for t in tensors:
-        kinds.setdefault((t.dtype, t.device), []).append(t)
-    return kinds
-
-
-def _norm_of_kind(tensors: list[Tensor]) -> Tensor:
-    """Norm of real, dense tensors of one dtype and device."""
-    if tensors[0].device.type == "cpu":
-        return torch.tensor(cpu_norm(tensors), dtype=torch.float64)
-    return device_norm(tensors)
-
-
 def device_norm(tensors: list[Tensor]) -> Tensor:
-    """Norm of real, dense tensors of one dtype on an accelerator, as a tensor that nobody has waited for."""
+    """Norm of real, dense tensors of one dtype on an accelerator: a device scalar."""
     # Summed in float64 where there is one: then the range needs no check, and a check would wait.
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(torch.stack(foreach_norm()(tensors, 2, dtype=wide)))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)))
 
 
 def _sharded_norm(tensors: list[Any]) -> Tensor:
@@ -255,8 +317,3 @@ def _sharded_norm(tensors: list[Any]) -> Tensor:
     square = global_norm(local).to(local[0].device) ** 2
     parts = [Partial() if p.is_shard() else Replicate() for p in placements]
     return DTensor.from_local(square, mesh, parts, run_check=False).full_tensor().sqrt()
-
-
-def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
-    away = [n.device for n in norms if n.device.type != "cpu"]
-    return [n.to(away[0] if away else "cpu", torch.float64) for n in norms]

@@ -508,20 +508,13 @@ def without_kernel(monkeypatch, without_native):
 
 
 @pytest.fixture
-def without_foreach(monkeypatch, without_kernel):
-    monkeypatch.setattr(_bundles, "has_foreach", lambda: False)
-
-
-@pytest.fixture
 def numbers_stay_on_device(monkeypatch, without_native):
     """As on an accelerator: the norm is a tensor that is not read."""
     monkeypatch.setattr(_sgd.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
 
 
 @every_mode
-@pytest.mark.parametrize(
-    "world", ["without_native", "without_kernel", "without_foreach", "numbers_stay_on_device"]
-)
+@pytest.mark.parametrize("world", ["without_native", "without_kernel", "numbers_stay_on_device"])
 def test_every_world_gives_the_same_steps(world, mode, request):
     params, twins = parameters((4, 3), (5,)), parameters((4, 3), (5,))
     for p, q in zip(params, twins, strict=True):
@@ -536,7 +529,7 @@ def test_every_world_gives_the_same_steps(world, mode, request):
         params,
         lr=0.1,
         max_norm=1.0,
-        **(mode | {"fused": None} if world in ("without_kernel", "without_foreach") else mode),
+        **(mode | {"fused": None} if world == "without_kernel" else mode),
     )
     for _ in range(3):
         ours.step()

@@ -1,7 +1,5 @@
 """Estimates of smoothness against cases solved by hand and dense Hessians."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvestep.smoothness.estimators import (
-    PIECE,
-    difference,
-    distance,
     hessian_product,
     local_smoothness,
-    norm,
     segment_smoothness,
 )
 from curvestep.smoothness.replay import Replay
@@ -284,54 +278,3 @@ def test_fused_attention_falls_back_to_differences():
         with sdpa_kernel(SDPBackend.MATH):
             exact = local_smoothness(replay, point, d, method="autograd")
     torch.testing.assert_close(fallen, exact, rtol=1e-7, atol=0.0)
-
-
-def test_difference_of_sparse_gradients_equals_that_of_dense_ones():
-    indices = torch.tensor([[0, 2, 2]])
-    a = torch.sparse_coo_tensor(indices, torch.randn(3, 2), (4, 2), check_invariants=True)
-    b = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), torch.randn(2, 2), (4, 2), check_invariants=True)
-    dense = torch.randn(4, 2)
-    for one in (a, b, dense, None):
-        for two in (a, b, dense, None):
-            if one is None and two is None:
-                continue
-            zero = torch.zeros(4, 2)
-            expected = (zero if one is None else one.to_dense()) - (zero if two is None else two.to_dense())
-            torch.testing.assert_close(difference([one], [two])[0].to_dense(), expected)
-            torch.testing.assert_close(norm(difference([one], [two])), expected.norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, PIECE, PIECE + 1, 3 * PIECE + 17])
-def test_distance_in_pieces_is_the_norm_of_the_difference(size, dtype):
-    a, b = torch.randn(2, size).to(dtype)
-    exact = torch.linalg.vector_norm((a - b).double())
-    torch.testing.assert_close(distance(a, b), exact, rtol=1e-5, atol=0)
-    assert torch.equal(distance(a, a), torch.zeros((), dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [
-        lambda a, b: (a.t(), b.t()),
-        lambda a, b: (a.t().contiguous(), b.t()),
-        lambda a, b: (a, None),
-        lambda a, b: (None, b),
-        lambda a, b: (a.to_sparse(), b),
-        lambda a, b: (a.to_sparse(), b.to_sparse()),
-        lambda a, b: (a.requires_grad_(), b),
-        lambda a, b: (torch.complex(a, b), torch.complex(b, a)),
-    ],
-)
-def test_distance_of_tensors_that_cannot_be_cut_alike(pair):
-    one, other = pair(*torch.randn(2, 300, 400))
-    dense = [torch.zeros(300, 400) if t is None else t.to_dense() for t in (one, other)]
-    exact = torch.linalg.vector_norm(dense[0] - dense[1]).detach()
-    torch.testing.assert_close(distance(one, other), exact, rtol=1e-12, atol=0)
-
-
-def test_distance_neither_overflows_nor_hides_what_is_not_finite():
-    huge = torch.full((2 * PIECE,), 1e30, dtype=torch.float32)
-    assert distance(huge, -huge).item() == pytest.approx(2e30 * math.sqrt(2 * PIECE), rel=1e-6)
-    huge[-1] = math.nan
-    assert math.isnan(distance(huge, torch.zeros_like(huge)).item())

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curvestep.distributed import copies
-from curvestep.smoothness.estimators import difference, norm
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.snapshot import PassState, RandomState
+from curvestep.vectors import difference, global_norm
 
 
 def everything(model):
@@ -182,9 +182,9 @@ def test_change_taken_part_by_part_is_that_of_whole_gradients(case):
         there, change = replay.gradient(), replay.change(old)
     assert there.loss == change.loss
     slow = difference(there.gradients, old)
-    assert any(part is not None and norm([part]) > 0 for part in slow)
+    assert any(part is not None and global_norm([part]) > 0 for part in slow)
     for one, other in zip(change.parts, slow, strict=True):
-        torch.testing.assert_close(norm([one]), norm([other]), rtol=1e-12, atol=0)
+        torch.testing.assert_close(global_norm([one]), global_norm([other]), rtol=1e-12, atol=0)
 
 
 def test_change_of_a_large_parameter_is_kept_as_its_norm_only():
@@ -194,7 +194,7 @@ def test_change_of_a_large_parameter_is_kept_as_its_norm_only():
         there, change = replay.gradient().gradients, replay.change(old)
     assert [part.numel() for part in change.parts] == [1, 300]
     for part, gradient in zip(change.parts, there, strict=True):
-        torch.testing.assert_close(norm([part]), norm([gradient]), rtol=1e-14, atol=0)
+        torch.testing.assert_close(global_norm([part]), global_norm([gradient]), rtol=1e-14, atol=0)
 
 
 def test_change_is_right_where_a_parameter_is_reached_more_than_once():
@@ -210,7 +210,7 @@ def test_change_is_right_where_a_parameter_is_reached_more_than_once():
     with Replay(layer, closure) as replay:
         old = [torch.zeros_like(p) for p in replay.parameters]
         change, whole = replay.change(old), replay.gradient().gradients
-    torch.testing.assert_close(norm(change.parts), norm(whole), rtol=1e-14, atol=0)
+    torch.testing.assert_close(global_norm(change.parts), global_norm(whole), rtol=1e-14, atol=0)
 
 
 def test_change_of_a_loss_without_gradient_is_refused():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from curvestep.calibration.bracket import PER_OCTAVE, Point
 from curvestep.distributed import local, spans_ranks
 from curvestep.smoothness.replay import Replay
-from curvestep.vectors import global_norm, is_sharded
+from curvestep.vectors import difference, dot, global_norm
 
 HALF = (torch.float16, torch.bfloat16)
 LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
@@ -80,12 +80,12 @@ class Line:
         single = any(p.dtype != torch.float64 for p in parameters)
         self._longest = torch.finfo(torch.float32 if single else torch.float64).max
         self.loss, self._gradients = self._gradient(None)
-        self.grad_norm = _norm(self._gradients)
+        self.grad_norm = global_norm(self._gradients).item()
         d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
-        self._slope = _dot(self._gradients, d)
+        self._slope = dot(self._gradients, d)
         # Along d, the length of x measures steps; a start at the origin has the loss to measure them by.
         moved = [p for p, part in zip(parameters, d, strict=True) if part is not None]
-        length, width = global_norm(moved).item(), _norm(d)
+        length, width = global_norm(moved).item(), global_norm(d).item()
         self.unit = math.nan
         if width > 0 and length > 0:
             self.unit = length / width
@@ -115,7 +115,7 @@ class Line:
     def repeat_error(self) -> float:
         """How much the gradient at the start differs from itself, relative to its norm."""
         _, again = self._gradient(0.0)
-        return _norm(_minus_(again, self._gradients)) / self.grad_norm
+        return global_norm(difference(again, self._gradients, overwrite=True)).item() / self.grad_norm
 
     def rounding_error(self, step: float) -> float:
         """How far from where it should end rounding puts the step, relative to its length."""
@@ -125,8 +125,8 @@ class Line:
             for p, d in zip(self._replay.parameters, self.direction, strict=True):
                 if d is not None:
                     wide, moved = p.detach().double(), p.detach().add(d, alpha=-step).double()
-                    errors.append(_norm([moved.sub_(wide).add_(d.double(), alpha=step)]))
-        return math.hypot(*errors) / (step * _norm(self.direction))
+                    errors.append(global_norm([moved.sub_(wide).add_(d.double(), alpha=step)]).item())
+        return math.hypot(*errors) / (step * global_norm(self.direction).item())
 
     def _gradient(self, fraction: float | None) -> tuple[float, list[Tensor | None]]:
         """Loss and gradient, with the penalty; ``fraction`` None is the first time."""
@@ -139,7 +139,7 @@ class Line:
             g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
         ]
         if fraction is None:  # the optimizer clips before it adds the penalty
-            self.raw_gradients, self.raw_norm = gradients, _norm(gradients)
+            self.raw_gradients, self.raw_norm = gradients, global_norm(gradients).item()
         if self.weight_decay:
             decay, parameters = self.weight_decay, self._replay.parameters
             with torch.no_grad():
@@ -152,28 +152,8 @@ class Line:
 
     def _change(self, gradients: list[Tensor | None]) -> float:
         if self.signs:
-            return 1.0 - _dot(gradients, self.direction) / self._slope
-        return _norm(_minus_(gradients, self._gradients)) / self.grad_norm
-
-
-def _norm(tensors: list[Tensor | None]) -> float:
-    return global_norm([t for t in tensors if t is not None]).item()
-
-
-def _dot(a: list[Tensor | None], b: list[Tensor | None]) -> float:
-    """Inner product over all pieces, in float64, across the ranks that share sharded ones."""
-    total = 0.0
-    for x, y in zip(a, b, strict=True):
-        if x is not None and y is not None:
-            part: Any = (x.double() * y.double()).sum()
-            total += (part.full_tensor() if is_sharded(part) else part).item()
-    return total
-
-
-def _minus_(a: list[Tensor | None], b: list[Tensor | None]) -> list[Tensor | None]:
-    """``a - b`` in the memory of ``a``; None counts as zero."""
-    with torch.no_grad():
-        return [x if y is None else -y if x is None else x.sub_(y) for x, y in zip(a, b, strict=True)]
+            return 1.0 - dot(gradients, self.direction) / self._slope
+        return global_norm(difference(gradients, self._gradients, overwrite=True)).item() / self.grad_norm
 
 
 def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:

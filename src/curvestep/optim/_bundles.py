@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from curvestep._kernel import DTYPES, View, fills_memory, native
-from curvestep._torch import fused_sgd, has_foreach
+from curvestep._torch import fused_sgd
+from curvestep.distributed import is_sharded
 from curvestep.optim._update import Bundle, Rule
-from curvestep.vectors import homogeneous_cpu, is_sharded
+from curvestep.vectors import homogeneous_cpu
 
 _dtype, _grad = attrgetter("dtype"), attrgetter("grad")
 _BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
@@ -135,7 +136,7 @@ def _path(p: Tensor, g: Tensor, buffer: Tensor | None, *, kernel: str | None, by
 
 
 def _uses_loop(group: dict[str, Any]) -> bool:
-    return group["differentiable"] or (group["foreach"] is False and not group["fused"]) or not has_foreach()
+    return group["differentiable"] or (group["foreach"] is False and not group["fused"])
 
 
 def _kernel_of(group: dict[str, Any]) -> str | None:

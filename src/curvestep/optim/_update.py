@@ -8,6 +8,8 @@ All paths compute, for every parameter :math:`p` with gradient :math:`g` and buf
 
 and none of them writes to :math:`g`. :func:`update_loop` is the formula; the others are faster.
 """
+# pyright: reportPrivateImportUsage=false
+# torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from curvestep._kernel import View, native
-from curvestep._torch import foreach_add_, foreach_mul, foreach_mul_, fused_sgd
+from curvestep._torch import fused_sgd
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
@@ -183,7 +185,7 @@ def _update_fused(bundle: Bundle, rule: Rule, scale: float) -> None:
 def _update_fused_on_device(bundle: Bundle, rule: Rule, scale: Tensor, skip: Tensor | None) -> None:
     """The same where ``scale`` stays on the device: only lr can be a tensor, so the rest scales a copy."""
     plain = not bundle.buffers and not rule.weight_decay
-    grads = bundle.grads if plain else foreach_mul(bundle.grads, scale)
+    grads = bundle.grads if plain else torch._foreach_mul(bundle.grads, scale)
     lr = rule.lr * scale if plain else rule.lr
     if isinstance(lr, Tensor):
         lr = lr.to(bundle.params[0].device, torch.float32)
@@ -199,23 +201,23 @@ def _update_foreach(bundle: Bundle, rule: Rule, scale: Any) -> None:
     params, grads, buffers = bundle.params[::-1], bundle.grads[::-1], bundle.buffers[::-1]
     sign = -1.0 if rule.maximize else 1.0
     if isinstance(scale, Tensor) or rule.weight_decay or rule.nesterov:
-        grads = foreach_mul(grads, sign * scale)
+        grads = torch._foreach_mul(grads, sign * scale)
         factor = 1.0
     else:
         factor = sign * scale
     if rule.weight_decay:
-        foreach_add_(grads, params, alpha=rule.weight_decay)
+        torch._foreach_add_(grads, params, alpha=rule.weight_decay)
     if buffers:
-        foreach_mul_(buffers, rule.momentum)
-        foreach_add_(buffers, grads, alpha=factor * (1 - rule.dampening))
+        torch._foreach_mul_(buffers, rule.momentum)
+        torch._foreach_add_(buffers, grads, alpha=factor * (1 - rule.dampening))
         if rule.nesterov:
-            foreach_add_(grads, buffers, alpha=rule.momentum)
+            torch._foreach_add_(grads, buffers, alpha=rule.momentum)
         else:
             grads, factor = buffers, 1.0
     if isinstance(rule.lr, Tensor) and rule.lr.device.type != "cpu":
-        foreach_add_(params, foreach_mul(grads, -factor * rule.lr))
+        torch._foreach_add_(params, torch._foreach_mul(grads, -factor * rule.lr))
     else:
-        foreach_add_(params, grads, alpha=-float(rule.lr) * factor)
+        torch._foreach_add_(params, grads, alpha=-float(rule.lr) * factor)
 
 
 def _kernel(

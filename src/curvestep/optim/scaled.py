@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from curvestep._checks import check_choice
 from curvestep._kernel import View
 from curvestep._torch import fused_sgd, is_observed
+from curvestep.distributed import as_sharded
 from curvestep.optim._bundles import Unit, collect
 from curvestep.optim._statistics import (
     ClipStats,
@@ -24,7 +25,7 @@ from curvestep.optim._statistics import (
     summarise,
 )
 from curvestep.optim._update import average_, update
-from curvestep.vectors import as_sharded, cpu_norm, global_norm, homogeneous_cpu
+from curvestep.vectors import cpu_norm, global_norm, homogeneous_cpu
 
 _COUNTERS = "clip_stats"
 # Settings that hold for the whole optimizer: a group cannot have its own.

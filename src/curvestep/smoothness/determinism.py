@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvestep.distributed import any_rank, local
-from curvestep.smoothness.estimators import difference, norm, precision
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.smoothness.seen import SeenPass, StepSeen, alike, fingerprint
 from curvestep.smoothness.strangers import StrangersError, refusing_strangers
+from curvestep.vectors import difference, global_norm, precision
 
 
 class NonDeterministicError(RuntimeError):
@@ -94,16 +94,16 @@ def check_determinism(
             first = replay.gradient().gradients
     except StrangersError as error:
         raise NonDeterministicError(str(error)) from None
-    size = norm(first).item()
+    size = global_norm(first).item()
     if trained is not None and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
-    error = norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
+    error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
     if size != size or error != error:
         return error  # not finite: nothing to compare, and the row will say so
     if any_rank(error > tolerance, replay.model):
         raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
     if trained is not None and first is not trained:
-        gap = norm(difference(first, trained)).item() / (size or 1.0)
+        gap = global_norm(difference(first, trained)).item() / (size or 1.0)
         if any_rank(gap > tolerance, replay.model):
             raise NonDeterministicError(
                 _why_not_training(replay, first, trained, gap, tolerance, seen, replayed)
@@ -163,9 +163,9 @@ def _why_not_training(
     inputs: SeenPass | None,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
-    scale = norm(trained).item() / (norm(replayed).item() or 1.0)
+    scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
     scaled = [None if g is None else g * scale for g in replayed]
-    if norm(difference(scaled, trained)).item() <= 10 * tolerance * norm(trained).item():
+    if global_norm(difference(scaled, trained)).item() <= 10 * tolerance * global_norm(trained).item():
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
             "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
@@ -212,7 +212,7 @@ def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float
     values = [t.coalesce().values() if t.is_sparse else t for t in trained if t is not None]
     bound = max((v.abs().max().item() for v in values if v.numel()), default=0.0)
     clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
-    return norm(difference(clipped, trained)).item() <= 10 * tolerance * norm(trained).item()
+    return global_norm(difference(clipped, trained)).item() <= 10 * tolerance * global_norm(trained).item()
 
 
 Call = tuple[str, nn.Module, list[Any], list[Any]]

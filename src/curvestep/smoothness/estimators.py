@@ -20,16 +20,12 @@ import torch
 from torch import Tensor
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.vectors import cpu_distance, cpu_norm, global_norm, homogeneous_cpu
+from curvestep.vectors import difference, global_norm, precision
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
 Groups = Mapping[str, Iterable[int]]
 METHODS = ("auto", "autograd", "differences")
-# Numbers at a time: a megabyte of float32, so that Python's share of the time is small.
-PIECE = 1 << 18
-# Up to this size a call costs more than the numbers.
-SMALL = 1 << 14
 
 
 @overload
@@ -76,7 +72,7 @@ def segment_smoothness(
     x, end_listed = listed(start), listed(end)
     d = [b.detach() - a.detach() for a, b in zip(x, end_listed, strict=True)]
     parts = {"": range(len(d))} if groups is None else {name: tuple(i) for name, i in groups.items()}
-    lengths = {name: norm(d[i] for i in part) for name, part in parts.items()}
+    lengths = {name: global_norm(d[i] for i in part) for name, part in parts.items()}
     if not any(length > 0 for length in lengths.values()):
         raise ValueError(
             "`start` and `end` coincide, so the segment has no smoothness. "
@@ -89,7 +85,7 @@ def segment_smoothness(
         there = listed(gradient(shaped_like(start, inner)))
         change = difference(there, here)
         for name, part in parts.items():
-            secant = _ratio(norm(change[i] for i in part), fraction * lengths[name])
+            secant = _ratio(global_norm(change[i] for i in part), fraction * lengths[name])
             best[name] = torch.maximum(best.get(name, secant), secant)
     return best[""] if groups is None else best
 
@@ -125,15 +121,16 @@ def local_smoothness(
         3.5355...
     """
     d = listed(direction)
-    length = norm(d)
+    length = global_norm(d)
     if not length > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
     product = listed(hessian_product(gradient, point, direction, method=method, eps=eps))
     if groups is None:
-        return norm(product) / length
+        return global_norm(product) / length
     parts = {name: tuple(indices) for name, indices in groups.items()}
     return {
-        name: _ratio(norm(product[i] for i in part), norm(d[i] for i in part)) for name, part in parts.items()
+        name: _ratio(global_norm(product[i] for i in part), global_norm(d[i] for i in part))
+        for name, part in parts.items()
     }
 
 
@@ -178,57 +175,8 @@ def hessian_product(
 def central_step(point: Sequence[Tensor], direction: Sequence[Tensor], *, eps: float | None = None) -> float:
     r"""The step of a central difference, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert/\lVert d\rVert`."""
     eps = precision(point) if eps is None else eps
-    length = norm(point).item() or 1.0
-    return check_positive("eps", eps) ** (1 / 3) * length / norm(direction).item()
-
-
-def difference(
-    new: Sequence[Tensor | None], old: Sequence[Tensor | None], *, overwrite: bool = False
-) -> list[Tensor | None]:
-    """``new - old``, sparse where both are; None counts as zero. ``overwrite`` may reuse ``new``'s memory."""
-    return [_minus(a, b, overwrite) for a, b in zip(new, old, strict=True)]
-
-
-def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
-    """A tensor with the norm of ``new - old``: itself if it is small, else only its norm, with no more held.
-
-    The joint norm of several such is that of the joint difference, and one call for many small tensors is
-    much cheaper than a call for each. ``overwrite`` may reuse ``new``'s memory.
-    """
-    given = new if new is not None else old
-    if given is None or given.numel() <= SMALL:
-        return difference([new], [old], overwrite=overwrite)[0]
-    return distance(new, old, overwrite=overwrite)
-
-
-def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor:
-    r"""Norm of ``new - old``; of a large difference no more than a piece is ever held.
-
-    A piece is still in the cache when its norm is taken, and asks for no memory that has to be fetched from
-    the system first: for tensors of megabytes that is most of the time.
-    """
-    if new is not None and old is not None:
-        apart = cpu_distance(new.detach(), old.detach())
-        if apart is not None:
-            return torch.tensor(apart, dtype=torch.float64)
-    if overwrite:
-        return norm(difference([new], [old], overwrite=True))
-    if new is None or old is None or not _in_pieces(new, old):
-        return norm(difference([new], [old]))
-    a, b = new.detach().view(-1).split(PIECE), old.detach().view(-1).split(PIECE)
-    piece = torch.empty_like(a[0])
-    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in zip(a, b, strict=True)]
-    return torch.tensor(math.hypot(*norms), dtype=torch.float64)
-
-
-def norm(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Euclidean norm of all tensors that are there."""
-    return global_norm([t.detach() for t in tensors if t is not None])
-
-
-def precision(tensors: Iterable[Tensor]) -> float:
-    """The relative precision of the coarsest dtype among the tensors."""
-    return max(torch.finfo(t.dtype).eps for t in tensors)
+    length = global_norm(point).item() or 1.0
+    return check_positive("eps", eps) ** (1 / 3) * length / global_norm(direction).item()
 
 
 def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
@@ -259,27 +207,6 @@ def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
     g = listed(gradient(shaped_like(point, x)))
     product = torch.autograd.grad(g, x, listed(direction), allow_unused=True)
     return product[0] if isinstance(point, Tensor) else list(product)
-
-
-def _in_pieces(new: Tensor, old: Tensor) -> bool:
-    """Whether the difference is large, and of tensors that can be cut alike."""
-    return (
-        new.numel() > PIECE
-        and new.shape == old.shape
-        and homogeneous_cpu([new.detach(), old.detach()])
-        and new.is_contiguous()
-        and old.is_contiguous()
-    )
-
-
-def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | None:
-    if new is None or old is None:
-        return new if old is None else -old
-    if new.is_sparse and old.is_sparse:
-        return (new.coalesce() - old.coalesce()).coalesce()
-    if new.is_sparse or old.is_sparse:
-        return new.to_dense() - old.to_dense()
-    return new.sub_(old) if overwrite else new - old
 
 
 def listed(value: Any) -> list[Any]:

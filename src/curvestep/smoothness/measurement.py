@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._checks import check_choice, check_count
-from curvestep.smoothness.estimators import change, hessian_product, norm
+from curvestep.smoothness.estimators import hessian_product
 from curvestep.smoothness.replay import Replay
 from curvestep.smoothness.spectral import spectral_smoothness
+from curvestep.vectors import change, global_norm
 
 Row = dict[str, Any]
 ESTIMATORS = ("segment", "local", "spectral")
@@ -78,12 +79,12 @@ class Measurement:
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer."""
         lengths = [change(p.detach(), s) for p, s in zip(parameters, self.start, strict=True)]
-        row: Row = {"grad_norm": self.grad_norm, "step_norm": norm(lengths).item()}
+        row: Row = {"grad_norm": self.grad_norm, "step_norm": global_norm(lengths).item()}
         if self.groups:
             row["layers"] = {
                 name: {
-                    "grad_norm": norm(self.gradients[i] for i in part).item(),
-                    "step_norm": norm(lengths[i] for i in part).item(),
+                    "grad_norm": global_norm(self.gradients[i] for i in part).item(),
+                    "step_norm": global_norm(lengths[i] for i in part).item(),
                 }
                 for name, part in self.groups.items()
             }
@@ -101,7 +102,7 @@ class Measurement:
         result: Row = {}
         for fraction in replay.along(self.start, fractions):
             there = replay.change(self.gradients)
-            size = norm(there.parts).item()
+            size = global_norm(there.parts).item()
             secants.append(size / (fraction * row["step_norm"]))
             if fraction == max(fractions):
                 result["kappa"] = _kappa(size, row)
@@ -109,7 +110,9 @@ class Measurement:
             for name, part in self.groups.items():
                 layer = layers[name]
                 if layer["step_norm"]:
-                    secant = norm(there.parts[i] for i in part).item() / (fraction * layer["step_norm"])
+                    secant = global_norm(there.parts[i] for i in part).item() / (
+                        fraction * layer["step_norm"]
+                    )
                     layer["smoothness"] = _larger(layer.get("smoothness"), secant)
             del there  # before the next pass: its gradient may take this one's place
         best: float | None = None
@@ -125,14 +128,14 @@ class Measurement:
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         for name, part in self.groups.items():
             if layers[name]["step_norm"]:
-                size = norm(product[i] for i in part).item()
+                size = global_norm(product[i] for i in part).item()
                 layers[name]["local_smoothness"] = size / layers[name]["step_norm"]
-        return {"local_smoothness": norm(product).item() / row["step_norm"]}
+        return {"local_smoothness": global_norm(product).item() / row["step_norm"]}
 
     def end(self, replay: Replay, row: Row) -> Row:
         """What :meth:`segment` says of the end of the step, for a row without it: κ and the loss."""
         there = replay.change(self.gradients)
-        return {"kappa": _kappa(norm(there.parts).item(), row), "loss_after": there.loss}
+        return {"kappa": _kappa(global_norm(there.parts).item(), row), "loss_after": there.loss}
 
     def spectral(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
         """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""

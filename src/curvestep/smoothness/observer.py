@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.smoothness.estimators import norm
+from curvestep.vectors import global_norm
 
 Seen = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
@@ -71,7 +71,7 @@ class StepWatch:
             started = self._clock()
             self.optimizers.append(optimizer)
             if not callable(getattr(optimizer, "clip_stats", None)):  # one that tells needs no watching
-                self.grad_norm = norm(p.grad for p in self._parameters)
+                self.grad_norm = global_norm(p.grad for p in self._parameters)
             self.seconds += self._clock() - started
 
     @property

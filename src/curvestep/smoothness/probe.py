@@ -27,7 +27,7 @@ from curvestep.distributed import (
     spans_ranks,
 )
 from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
-from curvestep.smoothness.estimators import check_fractions, difference, norm, precision
+from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
 from curvestep.smoothness.observer import StepWatch, autocast_precision, watch_forward, watch_steps
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
@@ -36,6 +36,7 @@ from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.seen import SeenPass, StepSeen
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
+from curvestep.vectors import difference, global_norm, precision
 
 
 class SmoothnessProbe:
@@ -230,7 +231,7 @@ class SmoothnessProbe:
                 "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
                 "`zero_grad()` after it."
             )
-        raw_norm = norm(gradients).item()
+        raw_norm = global_norm(gradients).item()
         own = self.oracle is None  # else training's passes do not matter
         if self.self_test is None or (own and any_rank(self._test.is_due(self._seen), self.model)):
             with self._replaying(self.oracle or closure) as replay:
@@ -242,7 +243,7 @@ class SmoothnessProbe:
             with self._replaying(self.oracle) as replay:
                 first = replay.gradient()
             held, row["loss"] = first.gradients, self._mean(first.loss)
-        grad_norm = raw_norm if self.oracle is None else norm(held).item()
+        grad_norm = raw_norm if self.oracle is None else global_norm(held).item()
         return Measurement(
             start=[p for p in self._start.copies(self.parameters) if p is not None],
             gradients=held,
@@ -292,7 +293,7 @@ class SmoothnessProbe:
         with self._replaying(first) as replay:
             gradients = replay.gradient().gradients
         with self._replaying(second) as replay:
-            return norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
+            return global_norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:

@@ -27,8 +27,8 @@ from curvestep.distributed import (
     local,
     spans_ranks,
 )
-from curvestep.smoothness.estimators import PIECE, change, difference
 from curvestep.smoothness.snapshot import PassState
+from curvestep.vectors import PIECE, change, difference
 
 Gradients = Sequence["Tensor | None"]
 

@@ -19,9 +19,9 @@ from curvestep.smoothness.estimators import (
     Point,
     hessian_product,
     listed,
-    precision,
     shaped_like,
 )
+from curvestep.vectors import precision
 
 
 @dataclass(frozen=True, kw_only=True)
