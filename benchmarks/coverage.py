@@ -12,10 +12,11 @@ import sys
 import numpy as np
 from scipy import stats
 
-from curvestep.advice.advice import advise, clipping_below
+from curvestep.advice.advice import advise
+from curvestep.advice.rule import clipping_below
 from curvestep.fit.correlation import Correlations
-from curvestep.fit.frontier import resampled_lines
-from curvestep.fit.scores import slope_interval
+from curvestep.fit.frontier import quantile_lines
+from curvestep.fit.intervals import slope_interval
 from curvestep.smoothness.trace import Trace
 
 # rows, correlation of neighbours, L0, L1, quantile of the line
@@ -57,7 +58,7 @@ def coverage(num: int, phi: float, L0: float, L1: float, quantile: float, *, run
         rng = np.random.default_rng([seed, num])
         g = np.exp(0.5 * autoregression(rng, num, phi))
         ell = smoothness(g, autoregression(rng, num, phi), L0, L1)
-        line = resampled_lines(g[None], ell[None], quantile=quantile)[0]
+        line = quantile_lines(g[None], ell[None], quantile=quantile)[0]
         common = {"quantile": quantile, "level": 0.9}
         found = {
             "rank corr.": Correlations.of(g, ell, level=0.9, resamples=200, rng=rng).spearman_interval,

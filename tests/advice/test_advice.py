@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy import stats
 
-from curvestep.advice.advice import advise, clipping_below
+from curvestep.advice.advice import advise
+from curvestep.advice.rule import clipping_below
+from curvestep.advice.settings import best_setting
 from curvestep.fit.fit import fit_smoothness
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clipped_step, normalized_step
@@ -170,7 +172,7 @@ def test_advice_is_refused_with_the_reason(trace, reason):
     assert advice.lr is advice.max_norm is advice.step_cap is None
     assert reason in advice.verdict
     assert reason in str(advice)
-    with pytest.raises(ValueError, match="at least one trace"):
+    with pytest.raises(ValueError, match="at least one trace or fit"):
         advise()
 
 
@@ -237,6 +239,28 @@ def test_sweep_recommends_by_progress_and_names_the_next_setting_at_the_edge():
     assert advice.next_setting["lr"] == pytest.approx(30 * (10 / 3 + 3) / 2)  # the grid's own ratio
     assert "edge of what was tried" in advice.verdict
     assert any("diverged" in reason for reason in advice.reasons)
+
+
+def test_fits_and_traces_of_a_sweep_give_the_same_advice_without_fitting_again(monkeypatch):
+    runs = laptop_grid()
+    fits = [fit_smoothness(trace) if len(trace) > 10 else trace for trace in runs]
+    expected = advise(*runs)
+    for name in ("fit_smoothness", "fit_samples"):
+        monkeypatch.setattr(f"curvestep.advice.advice.{name}", None)
+    assert advise(*fits) == expected
+
+
+def test_best_setting_is_the_lowest_mean_of_those_that_lost_no_run():
+    assert best_setting({"a": [1.0, 3.0], "b": [1.5, 1.7], "c": [0.0, math.nan]}) == "b"
+    with pytest.raises(ValueError, match="no best one"):
+        best_setting({"a": [math.inf], "b": [math.nan]})
+
+
+def test_of_settings_within_the_error_the_first_is_best():
+    scores, errors = {"large": [1.1], "middle": [1.05], "small": [1.0]}, {"large": 0.0, "middle": 0.0}
+    assert best_setting(scores, errors={**errors, "small": 0.0}) == "small"
+    assert best_setting(scores, errors={**errors, "small": 0.06}) == "middle"
+    assert best_setting(scores, errors={"large": 0.2, "middle": 0.0, "small": 0.0}) == "large"
 
 
 def test_sweep_with_worse_settings_on_both_sides_has_no_next():

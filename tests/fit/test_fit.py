@@ -8,9 +8,8 @@ from scipy import stats
 
 from curvestep.fit.correlation import Correlations
 from curvestep.fit.fit import fit_smoothness
-from curvestep.fit.frontier import resampled_lines
-from curvestep.fit.intervals import block_length, moving_blocks
-from curvestep.fit.scores import slope_interval
+from curvestep.fit.frontier import quantile_lines
+from curvestep.fit.intervals import block_length, moving_blocks, slope_interval
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.theory.problems import ExponentialWall
 from tests.fit.traces import autoregression, make_trace, quadratic_run, simulated
@@ -92,7 +91,7 @@ def test_ninety_percent_intervals_cover_the_truth_in_85_to_95_of_100(phi):
         g, ell = simulated(np.random.default_rng([seed, 300]), num=300, phi=phi)
         few = Correlations.of(g, ell, level=0.9, resamples=200, rng=np.random.default_rng(seed))
         covered["spearman"] += few.spearman_interval[0] <= rank <= few.spearman_interval[1]
-        _, L1 = resampled_lines(g[None], ell[None], quantile=0.95)[0]
+        _, L1 = quantile_lines(g[None], ell[None], quantile=0.95)[0]
         low, high = slope_interval(g, ell, quantile=0.95, level=0.9, slope=L1)
         covered["L1"] += low <= slope <= high
     print(f"phi={phi}: covered {covered} of 200")

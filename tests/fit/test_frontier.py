@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from scipy.optimize import linprog
 
-from curvestep.fit.frontier import frontier, frontier_points, quantile_line, resampled_lines
+from curvestep.fit.frontier import envelope, frontier_points, quantile_line, quantile_lines
+from curvestep.theory.inequalities import sample_frontier
 from tests.reference import quantile_line_by_enumeration
 
 numbers = st.floats(0.01, 100)
@@ -14,12 +16,28 @@ clouds = st.lists(st.tuples(numbers, numbers), min_size=3, max_size=14)
 def test_quantile_line_has_the_least_loss_of_all_lines(cloud, quantile):
     g, ell = np.array(cloud).T
     best, loss = quantile_line_by_enumeration(g, ell, quantile=quantile)
-    for line in (
-        quantile_line(g, ell, quantile=quantile),
-        resampled_lines(g[None], ell[None], quantile=quantile)[0],
-    ):
-        assert min(line) >= 0
-        assert loss(line) <= loss(best) * (1 + 1e-6) + 1e-9
+    line = quantile_line(g, ell, quantile=quantile)
+    assert min(line) >= 0
+    assert loss(line) <= loss(best) * (1 + 1e-6) + 1e-9
+
+
+def by_linear_programme(g, ell, quantile):
+    """L0, L1 and the two parts of each residual, all at least zero, of least check loss."""
+    num = len(g)
+    cost = np.concatenate([[0.0, 0.0], np.full(num, quantile), np.full(num, 1 - quantile)])
+    matrix = np.hstack([np.ones((num, 1)), g[:, None], np.eye(num), -np.eye(num)])
+    return linprog(cost, A_eq=matrix, b_eq=ell, bounds=(0, None), method="highs").x[:2]
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.75, 0.95])
+def test_bisection_finds_the_line_of_the_linear_programme(quantile):
+    rng = np.random.default_rng(3)
+    for L0, L1 in ((0.0, 2.0), (1.0, 0.0), (1.0, 2.0), (1e-6, 3e4), (5e3, 1e-5)):
+        g = rng.lognormal(sigma=0.7, size=211)  # 211 times the quantile is no whole number: one best line
+        ell = (L0 + L1 * g) * rng.lognormal(sigma=0.5, size=211)
+        exact = by_linear_programme(g, ell, quantile)
+        unit = np.array([np.median(ell), np.median(ell) / np.median(g)])
+        np.testing.assert_allclose(quantile_line(g, ell, quantile=quantile) / unit, exact / unit, atol=1e-7)
 
 
 def test_quantile_line_equals_enumeration_where_it_is_unique():
@@ -32,7 +50,7 @@ def test_quantile_line_equals_enumeration_where_it_is_unique():
 
 
 @pytest.mark.parametrize("num", [300, 20_000])
-def test_far_points_that_enter_by_their_sums_change_nothing(num):
+def test_no_small_change_improves_the_line_of_many_points(num):
     rng = np.random.default_rng(1)
     g = rng.lognormal(size=num)
     ell = (1 + 2 * g) * rng.lognormal(sigma=0.5, size=num)
@@ -56,22 +74,36 @@ def test_frontier_is_the_maximum_over_all_points(cloud, s, t):
     points = frontier_points(g, ell)
     for L1 in (0.0, 0.01, 0.3, 1.0, 7.0, 1e4):
         np.testing.assert_allclose(
-            frontier(points, L1), max(0.0, (ell - L1 * g).max()), rtol=1e-12, atol=1e-12
+            sample_frontier(*points.T, L1), max(0.0, (ell - L1 * g).max()), rtol=1e-12, atol=1e-12
         )
     # f -> s·f gives (s L0, L1); x -> x/t gives (L0/t², L1/t).
     scaled = frontier_points(g * s / t, ell * s / t**2)
     np.testing.assert_allclose(
-        frontier(scaled, 0.3 / t), frontier(points, 0.3) * s / t**2, rtol=1e-9, atol=1e-9 * s / t**2
+        sample_frontier(*scaled.T, 0.3 / t),
+        sample_frontier(*points.T, 0.3) * s / t**2,
+        rtol=1e-9,
+        atol=1e-9 * s / t**2,
     )
 
 
-def test_resampled_lines_follow_the_programme():
+def test_lines_of_many_samples_are_those_of_each():
     rng = np.random.default_rng(2)
     g = rng.lognormal(size=(40, 150))
     ell = (0.5 + 2 * g) * rng.lognormal(sigma=0.4, size=g.shape)
-    fast = resampled_lines(g, ell, quantile=0.93)
-    slow = [quantile_line(a, b, quantile=0.93) for a, b in zip(g, ell, strict=True)]
-    np.testing.assert_allclose(fast, slow, rtol=1e-6, atol=1e-8)
+    each = [quantile_line(a, b, quantile=0.93) for a, b in zip(g, ell, strict=True)]
+    np.testing.assert_array_equal(quantile_lines(g, ell, quantile=0.93), each)
+
+
+@settings(max_examples=50)
+@given(cloud=clouds)
+def test_envelope_is_the_least_bound_above_every_point(cloud):
+    g, ell = np.array(cloud).T
+    bound = envelope(frontier_points(g, ell), g)
+    assert (bound >= ell * (1 - 1e-9)).all()
+    # The slow twin: the least over many pairs (L0, L1), each above all points.
+    slopes = np.linspace(0, 2 * (ell / g).max(), 501)
+    slow = (np.maximum((ell - slopes[:, None] * g).max(1), 0)[:, None] + slopes[:, None] * g).min(0)
+    assert (bound <= slow * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize("far", [1e6, 1e12, 1e15, 1e18, 1e30])

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.fit.samples import final_loss
+from curvestep.fit.samples import clip_norms, evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from tests.fit.traces import make_trace
 
 
 def test_the_final_loss_is_the_mean_over_the_last_twentieth_of_the_steps():
@@ -41,3 +42,48 @@ def test_a_single_row_is_the_final_loss():
 def test_steps_and_losses_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="equal length"):
         final_loss([1, 2], [1.0])
+
+
+def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():
+    g = np.array([0.5, 1.0, 4.0])
+    norms = clip_norms(np.minimum(1.0, 1.0 / g), g)
+    np.testing.assert_array_equal(norms, [math.inf, math.inf, 1.0])
+    assert typical_clip_norm(norms) == 1.0
+    assert typical_clip_norm(norms[:2]) == math.inf
+
+
+def test_without_a_coefficient_the_step_length_says_what_was_clipped():
+    g = np.array([0.5, 1.0, 4.0, 2.0, 2.0])
+    length = 0.1 * np.array([0.5, 1.0, 1.0, math.nan, 2.0])
+    norms = clip_norms(math.nan, g, step_norm=length, lr=[0.1, 0.1, 0.1, 0.1, math.nan])
+    np.testing.assert_allclose(norms, [math.inf, math.inf, 1.0, math.nan, math.nan])
+
+
+def test_a_coefficient_outweighs_the_step_length():
+    """Momentum makes steps longer or shorter than lr·‖g‖: that is no clipping."""
+    assert clip_norms(1.0, 4.0, step_norm=0.1, lr=0.1) == math.inf
+
+
+def test_samples_cut_to_some_rows_keep_all_their_columns_in_step():
+    trace = make_trace(np.arange(1.0, 41.0), np.ones(40), lr=0.1, step_norm=0.1)
+    samples = usable_samples(trace)
+    part = samples.rows(slice(10, 20))
+    assert len(part) == 10
+    np.testing.assert_array_equal(part.grad_norm, np.arange(11.0, 21.0))
+    np.testing.assert_array_equal(part.clipped, samples.clipped[10:20])
+
+
+def test_rows_appended_after_the_fit_do_not_change_its_samples():
+    trace = make_trace(np.arange(1.0, 41.0), np.ones(40), loss=1.0)
+    samples = usable_samples(trace)
+    trace.append({"step": 99, "grad_norm": 1.0, "smoothness": 1.0, "loss": math.nan})
+    assert len(samples.history.loss) == 40
+    assert samples.history.ends_finite
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 100])
+def test_evenly_spaced_rows_are_at_most_so_many(num):
+    rows = np.arange(num)[evenly_spaced(num, most=8)]
+    assert len(rows) <= 8
+    assert len(rows) >= min(num, 4)
+    assert len(set(np.diff(rows))) <= 1

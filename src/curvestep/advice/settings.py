@@ -7,15 +7,20 @@ stable. So curvature alone cannot say which setting is best; how fast the loss f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
-from curvestep.fit.samples import Points, usable_points
+from curvestep.fit.fit import SmoothnessFit
+from curvestep.fit.samples import History, Samples, final_loss, typical_clip_norm, usable_samples
 from curvestep.smoothness.trace import Trace
 
 _LEAST_STAGE = 10  # rows that make a change of lr a stage of its own
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,35 +29,90 @@ class Setting:
 
     lr: float
     max_norm: float  # inf if no step was clipped
-    points: Points | None  # None if the run ended before it could be measured
+    samples: Samples | None  # None if the run ended before it could be measured
+    fit: SmoothnessFit | None  # where there is one already
     diverged: bool
-    score: float  # lower is better: the loss at the end, or the fall per step for a stage
+    score: float  # lower is better: the final loss, or the fall per step for a stage
     error: float  # standard error of the score
+    staged: bool
     ended_early: bool = False  # before the step at which runs are compared, and not because it diverged
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The setting as a person writes it."""
         clip = "no clipping" if math.isinf(self.max_norm) else f"max_norm {self.max_norm:.3g}"
         return f"lr {self.lr:.3g}, {clip}"
 
+    @property
+    def outcome(self) -> str:
+        """How it went, in words."""
+        if self.diverged:
+            return "diverged"
+        if self.ended_early:
+            return "ended too early to be compared"
+        if not math.isfinite(self.score):
+            return "no loss recorded"
+        if self.staged:
+            return f"loss falls by {-self.score:.3g} a step"
+        return f"loss {self.score:.4g} ± {self.error:.2g}"
 
-def settings_of(traces: tuple[Trace, ...]) -> list[Setting]:
-    """One setting a trace; for a single trace whose lr was changed in stages, one a stage."""
-    if len(traces) == 1:
-        points = usable_points(traces[0])
-        return [_stage(part) for part in _stages(points)]
-    horizon = _common_end(traces)
-    return [_whole(trace, horizon) for trace in traces]
+
+def best_setting(scores: Mapping[Key, Sequence[float]], *, errors: Mapping[Key, float] | None = None) -> Key:
+    """Which of several settings won: the lowest mean score among those that lost no run.
+
+    The one rule for "best" in the library: advice on several runs, sweeps and claims all use it.
+
+    Args:
+        scores: For each setting the score of each of its runs, lower is better: usually the final losses of
+            its seeds. A setting with a score that is not finite lost a run and cannot win.
+        errors: Standard error of each setting's mean, where there is one. Settings whose mean lies within
+            the larger error of both of the lowest count as equal to it, and the first of them in the order
+            of ``scores`` wins: hand them over from the largest step to the smallest, since of two equal
+            settings the larger step is the better.
+
+    Raises:
+        ValueError: If every setting lost a run.
+
+    Example:
+        >>> best_setting({"lr 1": [2.0, 2.2], "lr 3": [1.5, 1.7], "lr 9": [1.0, float("inf")]})
+        'lr 3'
+        >>> best_setting({"lr 3": [1.52], "lr 1": [1.5]}, errors={"lr 3": 0.05, "lr 1": 0.01})
+        'lr 3'
+    """
+    means = {key: float(np.mean(values)) for key, values in scores.items() if np.isfinite(values).all()}
+    if not means:
+        raise ValueError("No setting kept a finite score in all of its runs: there is no best one.")
+    least = min(means, key=lambda key: means[key])
+    if errors is None:
+        return least
+    return next(key for key in means if means[key] <= means[least] + max(errors[least], errors[key]))
 
 
-def best_of(settings: list[Setting]) -> Setting:
+def settings_of(runs: Sequence[Trace | SmoothnessFit]) -> list[Setting]:
+    """One setting a run; for a single run whose lr was changed in stages, one a stage."""
+    if len(runs) == 1:
+        run = runs[0]
+        samples = usable_samples(run) if isinstance(run, Trace) else run.samples
+        stages = stages_of(samples)
+        fit = None if isinstance(run, Trace) or len(stages) > 1 else run
+        return [_stage(part, fit) for part in stages]
+    histories = [History.of(run) if isinstance(run, Trace) else run.samples.history for run in runs]
+    # Runs are compared up to a common step: all that got at least half as far as the longest. A run ends one
+    # interval after its last row: of 200 steps measured at every fifth, the last row is 195.
+    found = [history.step for history in histories if len(history.step) and history.ends_finite]
+    ends = [(step[-1], step[-1] + (np.median(np.diff(step)) if len(step) > 1 else 0)) for step in found]
+    longest = max((end for _, end in ends), default=0.0)
+    horizon = float(min((last for last, end in ends if end >= longest / 2), default=math.inf))
+    return [_whole(run, history, horizon) for run, history in zip(runs, histories, strict=True)]
+
+
+def best_of(settings: Sequence[Setting]) -> Setting:
     """The largest step among the settings whose score is within its error of the best.
 
     Raises:
         ValueError: If no run both kept its loss finite and recorded it.
     """
-    whole = [s for s in settings if not (s.diverged or s.ended_early) and s.points is not None]
+    whole = [s for s in settings if not (s.diverged or s.ended_early) and s.samples is not None]
     alive = [s for s in whole if math.isfinite(s.score)]
     if not alive and whole:
         raise ValueError(
@@ -61,9 +121,9 @@ def best_of(settings: list[Setting]) -> Setting:
         )
     if not alive:
         raise ValueError("no run kept a finite loss, so none can be recommended. Start from a smaller lr.")
-    least = min(alive, key=lambda s: s.score)
-    near = [s for s in alive if s.score <= least.score + max(least.error, s.error)]
-    return max(near, key=lambda s: (s.lr, s.max_norm))
+    alive.sort(key=lambda s: (s.lr, s.max_norm), reverse=True)
+    rows = range(len(alive))
+    return alive[best_setting({i: [alive[i].score] for i in rows}, errors={i: alive[i].error for i in rows})]
 
 
 def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | None:
@@ -73,10 +133,10 @@ def next_setting(best: Setting, settings: list[Setting]) -> dict[str, float] | N
     gradient norm. Without clipping it would most likely diverge, which says nothing about it with clipping.
     Where lr lies inside and several thresholds were tried with it, the threshold may still be at their edge.
     """
-    assert best.points is not None
+    assert best.samples is not None
     tried = sorted({s.lr for s in settings if math.isfinite(s.lr)})
     above = [s for s in settings if s.lr > best.lr]
-    clipped = best.max_norm if math.isfinite(best.max_norm) else float(np.median(best.points.grad_norm))
+    clipped = best.max_norm if math.isfinite(best.max_norm) else float(np.median(best.samples.grad_norm))
     ratio = _ratio(tried)
     if not above:
         return {"lr": best.lr * ratio, "max_norm": clipped}
@@ -115,90 +175,60 @@ def _ratio(tried: list[float]) -> float:
     return float(np.clip(np.median(steps), 2.0, 4.0)) if steps else 3.0
 
 
-def _whole(trace: Trace, horizon: float) -> Setting:
-    losses = trace.column("loss")
+def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Setting:
+    fit = None if isinstance(run, Trace) else run
     try:
-        points = usable_points(trace)
+        samples = usable_samples(run) if isinstance(run, Trace) else run.samples
     except ValueError:
-        points = None
-    lr = float(np.nanmedian(trace.column("lr"))) if np.isfinite(trace.column("lr")).any() else math.nan
-    finite = losses[np.isfinite(losses) & (trace.column("step") <= horizon)]
-    score, error = _level(finite)
-    blown_up = len(finite) == 0 or not _ends_finite(trace) or finite[-1] > 1.5 * finite[0]
-    silent = not np.isfinite(losses).any() and trace.ok.any()  # nobody told the loss
-    diverged = not silent and blown_up
+        samples = None
+    known = history.lr[np.isfinite(history.lr)]
+    kept = np.isfinite(history.loss) & (history.step <= horizon)
+    loss = history.loss[kept]
+    score = final_loss(history.step[kept], loss)
+    blown_up = len(loss) == 0 or not history.ends_finite or loss[-1] > 1.5 * loss[0]
+    silent = not np.isfinite(history.loss).any() and history.measured  # nobody recorded the loss
+    diverged = not silent and bool(blown_up)
     return Setting(
-        lr=lr,
-        max_norm=_max_norm(points) if points is not None else _told_max_norm(trace),
-        points=points,
+        lr=float(np.median(known)) if len(known) else math.nan,
+        max_norm=typical_clip_norm(history.clip_norm if samples is None else samples.clip_norm),
+        samples=samples,
+        fit=fit,
         diverged=diverged,
         score=score,
-        error=error,
-        ended_early=not diverged and not silent and trace.column("step")[-1] < horizon,
+        error=_final_error(loss),
+        staged=False,
+        ended_early=not diverged and not silent and bool(history.step[-1] < horizon),
     )
 
 
-def _stage(points: Points) -> Setting:
-    finite = np.isfinite(points.loss)
-    score, error = _fall(points.step[finite], points.loss[finite])
-    lr = float(np.median(points.lr))
+def _final_error(losses: np.ndarray) -> float:
+    """Standard error of the final loss, by how much the last tenth of the rows (five at least) scatter."""
+    last = losses[-max(5, len(losses) // 10) :]
+    return float(last.std(ddof=1) / math.sqrt(len(last))) if len(last) > 1 else 0.0
+
+
+def stages_of(samples: Samples) -> list[Samples]:
+    """The samples cut where lr jumps by more than a tenth, without short pieces; whole if there is one."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jumps = np.flatnonzero(np.abs(np.diff(np.log(samples.lr))) > 0.1) + 1
+    edges = [0, *jumps.tolist(), len(samples)]
+    parts = [(a, b) for a, b in pairwise(edges) if b - a >= _LEAST_STAGE]
+    return [samples.rows(slice(a, b)) for a, b in parts] if len(parts) > 1 else [samples]
+
+
+def _stage(samples: Samples, fit: SmoothnessFit | None) -> Setting:
+    finite = np.isfinite(samples.loss)
+    score, error = _fall(samples.step[finite], samples.loss[finite])
     return Setting(
-        lr=lr,
-        max_norm=_max_norm(points),
-        points=points,
+        lr=float(np.median(samples.lr)),
+        max_norm=typical_clip_norm(samples.clip_norm),
+        samples=samples,
+        fit=fit,
         diverged=score > 0 and score > 2 * error,
         score=score,
         error=error,
+        staged=True,
     )
-
-
-def _stages(points: Points) -> list[Points]:
-    """The points cut where lr jumps by more than a tenth, short pieces left out; whole if there is one."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        jumps = np.flatnonzero(np.abs(np.diff(np.log(points.lr))) > 0.1) + 1
-    edges = [0, *jumps.tolist(), len(points)]
-    parts = [(a, b) for a, b in pairwise(edges) if b - a >= _LEAST_STAGE]
-    if len(parts) < 2:
-        return [points]
-    arrays = [name for name, value in vars(points).items() if isinstance(value, np.ndarray)]
-    return [replace(points, **{name: getattr(points, name)[a:b] for name in arrays}) for a, b in parts]
-
-
-def _max_norm(points: Points) -> float:
-    """Gradient norm at which clipping starts: step length over lr, where steps were clipped."""
-    threshold = (points.step_norm / points.lr)[points.clipped]
-    threshold = threshold[np.isfinite(threshold)]
-    return float(np.median(threshold)) if len(threshold) else math.inf
-
-
-def _told_max_norm(trace: Trace) -> float:
-    coefficient, norm = trace.column("coefficient"), trace.column("grad_norm")
-    threshold = (coefficient * norm)[coefficient < 1 - 1e-6]
-    threshold = threshold[np.isfinite(threshold)]
-    return float(np.median(threshold)) if len(threshold) else math.inf
-
-
-def _common_end(traces: tuple[Trace, ...]) -> float:
-    """The step up to which runs are compared: all that got at least half as far as the longest.
-
-    A run ends one interval after its last row: of 200 steps measured at every fifth, the last row is 195.
-    """
-    found = [trace.column("step") for trace in traces if len(trace) and _ends_finite(trace)]
-    ends = [(steps[-1], steps[-1] + (np.median(np.diff(steps)) if len(steps) > 1 else 0)) for steps in found]
-    longest = max((end for _, end in ends), default=0.0)
-    return float(min((last for last, end in ends if end >= longest / 2), default=math.inf))
-
-
-def _ends_finite(trace: Trace) -> bool:
-    return bool(len(trace) and np.isfinite(trace.column("loss")[-1]) and trace[-1]["status"] != "nonfinite")
-
-
-def _level(losses: np.ndarray) -> tuple[float, float]:
-    """Mean loss over the last tenth (five rows at least), and its standard error."""
-    if len(losses) == 0:
-        return math.nan, math.nan
-    last = losses[-max(5, len(losses) // 10) :]
-    return float(last.mean()), float(last.std(ddof=1) / math.sqrt(len(last))) if len(last) > 1 else 0.0
 
 
 def _fall(step: np.ndarray, loss: np.ndarray) -> tuple[float, float]:

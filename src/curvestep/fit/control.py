@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import root_scalar
 
-from curvestep.fit.correlation import Interval, correlation, spearman
-from curvestep.fit.frontier import resampled_lines
-from curvestep.fit.samples import Points
+from curvestep.fit.correlation import correlation, spearman
+from curvestep.fit.frontier import quantile_lines
+from curvestep.fit.intervals import Interval
+from curvestep.fit.samples import Samples, evenly_spaced
 
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64
@@ -44,24 +45,26 @@ class Control:
     L1_interval: Interval
 
 
-def control_of(points: Points, *, quantile: float, level: float, rng: np.random.Generator) -> Control | None:
-    """The control of measured points; None where a step length is unknown or nothing curves."""
-    known = np.isfinite(points.step_norm) & (points.step_norm > 0)
-    if not known.all() or points.smoothness.max() == 0:
+def control_of(
+    samples: Samples, *, quantile: float, level: float, rng: np.random.Generator
+) -> Control | None:
+    """The control of measured rows; None where a step length is unknown or nothing curves."""
+    known = np.isfinite(samples.step_norm) & (samples.step_norm > 0)
+    if not known.all() or samples.smoothness.max() == 0:
         return None
-    size = np.where(points.clipped & np.isfinite(points.lr), points.lr, points.step_size)
-    noise = points.noise[np.isfinite(points.noise)]
+    size = np.where(samples.clipped & np.isfinite(samples.lr), samples.lr, samples.step_size)
+    noise = samples.noise[np.isfinite(samples.noise)]
     run = Run(
-        grad_norm=points.grad_norm,
-        smoothness=points.smoothness,
+        grad_norm=samples.grad_norm,
+        smoothness=samples.smoothness,
         step_size=size,
-        step_cap=np.where(points.clipped, points.step_norm, np.inf),
-        stride=points.stride,
+        step_cap=np.where(samples.clipped, samples.step_norm, np.inf),
+        stride=samples.stride,
         noise=float(np.median(noise)) if len(noise) else None,
     )
     g, ell = constant_hessian_runs(run, rng=rng)
     rank, log = spearman(g, ell), correlation(np.log(g), np.log(ell))
-    slopes = resampled_lines(g, ell, quantile=quantile)[:, 1]
+    slopes = quantile_lines(g, ell, quantile=quantile)[:, 1]
     return Control(
         spearman=float(np.median(rank)),
         spearman_interval=_spread(rank, level),
@@ -96,7 +99,17 @@ def constant_hessian_runs(run: Run, *, rng: np.random.Generator) -> tuple[np.nda
         run: What to imitate.
         rng: Draws the quadratics, their starts and the noise.
     """
-    run = _thinned(run)
+    # At most so many rows and steps that the control takes about a second.
+    keep = evenly_spaced(len(run.grad_norm), most=_MOST_ROWS)
+    rows = len(run.grad_norm[keep])
+    run = Run(
+        grad_norm=run.grad_norm[keep],
+        smoothness=run.smoothness[keep],
+        step_size=run.step_size[keep],
+        step_cap=run.step_cap[keep],
+        stride=max(1, min(run.stride, _MOST_STEPS // rows)),
+        noise=run.noise,
+    )
     quadratics = _Quadratics.like(run, rng)
     noise = np.full(_REPLICATES, run.noise) if run.noise is not None else quadratics.noise_level(run, rng)
     return quadratics.descend(run, noise=noise, rng=rng)
@@ -184,17 +197,3 @@ def _shares(curvature: np.ndarray, smoothness: float, rng: np.random.Generator) 
     if excess(-40.0) >= 0:
         return shares(-40.0)
     return shares(40.0) if excess(40.0) <= 0 else shares(root_scalar(excess, bracket=(-40.0, 40.0)).root)
-
-
-def _thinned(run: Run) -> Run:
-    """The run with at most so many rows and steps that the control takes a second or so."""
-    keep = slice(None, None, -(-len(run.grad_norm) // _MOST_ROWS))
-    rows = len(run.grad_norm[keep])
-    return Run(
-        grad_norm=run.grad_norm[keep],
-        smoothness=run.smoothness[keep],
-        step_size=run.step_size[keep],
-        step_cap=run.step_cap[keep],
-        stride=max(1, min(run.stride, _MOST_STEPS // rows)),
-        noise=run.noise,
-    )

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from curvestep.fit.intervals import block_interval, block_length, coverage_length
+from curvestep.fit.intervals import Interval, block_interval, block_length, coverage_length
 
-Interval = tuple[float, float]
 UNKNOWN: Interval = (math.nan, math.nan)
 
 

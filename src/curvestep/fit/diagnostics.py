@@ -1,72 +1,75 @@
-"""When not to trust a fit: each doubt in words, with the numbers that raised it."""
+"""When not to trust a fit: each reason in words, with the numbers that raised it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from curvestep.fit.samples import Points
+from curvestep.fit.samples import Samples
 
 
-def doubts_about(points: Points, *, L1: float, effective: float) -> tuple[str, ...]:
-    """Reasons to doubt a fit of these points; empty if there is none.
+def fit_warnings(samples: Samples, *, L1: float, effective: float) -> tuple[str, ...]:
+    """Reasons to doubt a fit of these samples; empty if there is none.
 
     Args:
-        points: What was fitted.
+        samples: What was fitted.
         L1: The slope that came out.
         effective: Number of rows over the block length: how many independent pieces of evidence there are.
     """
     found = (
-        _few_points(points, effective),
-        _narrow_range(points),
-        _far_row(points),
-        _saturated(points, L1),
-        _edge_of_stability(points),
-        _noise_floor(points),
+        few_points(samples, effective),
+        narrow_range(samples),
+        far_row(samples),
+        saturation(samples, L1),
+        edge_of_stability(samples),
+        noise_floor(samples),
     )
-    return tuple(doubt for doubt in found if doubt)
+    return tuple(warning for warning in found if warning)
 
 
-def kappa_saturated(points: Points) -> bool:
+def kappa_saturated(samples: Samples) -> bool:
     """Whether the gradient turns over by the same amount at every step, so that κ carries no information."""
-    kappa = points.kappa[np.isfinite(points.kappa)]
+    kappa = samples.kappa[np.isfinite(samples.kappa)]
     if len(kappa) == 0:
         return False
     low, middle, high = np.quantile(kappa, [0.25, 0.5, 0.75])
     return bool(middle >= 1.0 and (high - low) <= 0.3 * middle)
 
 
-def at_edge_of_stability(points: Points) -> bool:
+def at_edge_of_stability(samples: Samples) -> bool:
     """Whether smoothness follows the learning rate instead of the gradient norm: lr·L/2 near 1, unclipped."""
-    return 0.65 <= _stability_number(points) <= 1.35
+    return 0.65 <= _stability_number(samples) <= 1.35
 
 
-def hardly_varies(points: Points) -> bool:
+def hardly_varies(samples: Samples) -> bool:
     """Whether nine gradient norms in ten lie within a factor of 1.5, so that no slope can be seen."""
-    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
+    low, high = np.quantile(samples.grad_norm, [0.05, 0.95])
     return bool(high < 1.5 * low)
 
 
-def _few_points(points: Points, effective: float) -> str | None:
-    if len(points) >= 50 and effective >= 10:
+def few_points(samples: Samples, effective: float) -> str | None:
+    """Too few rows, or too few independent ones."""
+    if len(samples) >= 50 and effective >= 10:
         return None
     return (
-        f"Few points: {len(points)} rows, worth about {effective:.0f} independent ones. "
+        f"Few points: {len(samples)} rows, worth about {effective:.0f} independent ones. "
         "The intervals are wide, and may still be too narrow; probe more often or longer."
     )
 
 
-def _narrow_range(points: Points) -> str | None:
-    if not hardly_varies(points):
+def narrow_range(samples: Samples) -> str | None:
+    """A gradient norm that hardly varies shows no slope."""
+    if not hardly_varies(samples):
         return None
-    low, high = np.quantile(points.grad_norm, [0.05, 0.95])
+    low, high = np.quantile(samples.grad_norm, [0.05, 0.95])
     return (
         f"The gradient norm hardly varies ({low:.3g} to {high:.3g} for nine rows in ten), so L1 is not "
         "identified: many pairs on the frontier describe these points equally well."
     )
 
 
-def _far_row(points: Points) -> str | None:
-    middle, largest = float(np.median(points.grad_norm)), float(points.grad_norm.max())
+def far_row(samples: Samples) -> str | None:
+    """A row so far out that it alone sets the slope."""
+    middle, largest = float(np.median(samples.grad_norm)), float(samples.grad_norm.max())
     if largest < 1e6 * middle:
         return None
     return (
@@ -75,11 +78,12 @@ def _far_row(points: Points) -> str | None:
     )
 
 
-def _saturated(points: Points, L1: float) -> str | None:
-    mostly_clipped = points.clipped.mean() > 0.5
-    if not (mostly_clipped and kappa_saturated(points)):
+def saturation(samples: Samples, L1: float) -> str | None:
+    """With κ saturated the step length sets the slope."""
+    mostly_clipped = samples.clipped.mean() > 0.5
+    if not (mostly_clipped and kappa_saturated(samples)):
         return None
-    kappa, length = np.nanmedian(points.kappa), np.median(points.step_norm)
+    kappa, length = np.nanmedian(samples.kappa), np.median(samples.step_norm)
     return (
         f"κ is saturated: one step changes the gradient by {kappa:.2f} times its norm, nearly always. With "
         f"clipped steps of length {length:.3g} that alone gives a slope of {kappa / length:.3g} (the fit's "
@@ -87,39 +91,41 @@ def _saturated(points: Points, L1: float) -> str | None:
     )
 
 
-def _edge_of_stability(points: Points) -> str | None:
-    if not at_edge_of_stability(points):
+def edge_of_stability(samples: Samples) -> str | None:
+    """At the edge of stability smoothness is 2/lr, whatever the gradient."""
+    if not at_edge_of_stability(samples):
         return None
     return (
-        f"Edge of stability: lr·L/2 is {_stability_number(points):.2f} in the median. Smoothness has settled "
-        "at 2/lr whatever the gradient norm, so the fit measures the learning rate."
+        f"Edge of stability: lr·L/2 is {_stability_number(samples):.2f} in the median. Smoothness has "
+        "settled at 2/lr whatever the gradient norm, so the fit measures the learning rate."
     )
 
 
-def _stability_number(points: Points) -> float:
+def _stability_number(samples: Samples) -> float:
     """lr·L/2 in the median of the unclipped steps; NaN if those are not the majority."""
-    plain = ~points.clipped & np.isfinite(points.step_size)
+    plain = ~samples.clipped & np.isfinite(samples.step_size)
     if plain.mean() < 0.5:
         return float("nan")
-    return float(np.median(points.step_size[plain] * points.smoothness[plain] / 2))
+    return float(np.median(samples.step_size[plain] * samples.smoothness[plain] / 2))
 
 
-def _noise_floor(points: Points) -> str | None:
-    kappa = points.kappa[np.isfinite(points.kappa)]
+def noise_floor(samples: Samples) -> str | None:
+    """A change of the gradient near its rounding error, or near the error of a replay."""
+    kappa = samples.kappa[np.isfinite(samples.kappa)]
     if len(kappa) == 0:
         return None
     middle = float(np.median(kappa))
     said = f"Noise floor: a step changes the gradient by {middle:.1e} of its norm, near "
     # In half precision sums are kept in float32, so that the rounding of one gradient is about one eps.
-    if middle < (100 if points.eps < 1e-4 else 10) * points.eps:
+    if middle < (100 if samples.eps < 1e-4 else 10) * samples.eps:
         return (
             said
-            + f"the rounding error of the precision ({points.eps:.1e}). Measure in a higher one (without "
+            + f"the rounding error of the precision ({samples.eps:.1e}). Measure in a higher one (without "
             "autocast, in float64) or over longer steps."
         )
-    if middle < 10 * points.self_test:
+    if middle < 10 * samples.self_test:
         return (
-            said + f"what a replay of the same gradient differs by ({points.self_test:.1e}). Take the "
+            said + f"what a replay of the same gradient differs by ({samples.self_test:.1e}). Take the "
             "randomness out of the closure, or measure over longer steps."
         )
     return None

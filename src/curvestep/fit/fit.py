@@ -10,26 +10,29 @@ depth two or more are not (L0, L1)-smooth, not even on a sublevel set.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from curvestep._checks import check_count
 from curvestep.fit.control import Control, control_of
-from curvestep.fit.correlation import Correlations, Interval, slope
-from curvestep.fit.diagnostics import doubts_about
-from curvestep.fit.frontier import frontier, frontier_points, quantile_line
+from curvestep.fit.correlation import Correlations, slope
+from curvestep.fit.diagnostics import fit_warnings, hardly_varies
+from curvestep.fit.frontier import envelope, frontier_points, quantile_line
+from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.samples import (
     ESTIMATORS,
     LEAST_ROWS,
+    Samples,
     check_share,
     check_trace,
+    evenly_spaced,
     is_measured,
     unconverged_words,
-    usable_points,
+    usable_samples,
 )
-from curvestep.fit.scores import slope_interval
 from curvestep.smoothness.trace import Trace
+from curvestep.theory.inequalities import sample_frontier
 
 _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
 
@@ -41,6 +44,7 @@ class SmoothnessFit:
     ``L0`` and ``L1`` are the quantile line's; ``frontier(L1)`` is the line above every point. ``spearman``
     and ``pearson`` (of logarithms) relate gradient norm and smoothness. ``control`` is what a constant
     Hessian would show; ``local`` and ``spectral`` are fits of the other estimates where they were measured.
+    ``samples`` are the rows themselves: :func:`~curvestep.advice.advice.advise` works on them.
     """
 
     L0: float
@@ -66,10 +70,26 @@ class SmoothnessFit:
     level: float
     frontier_points: tuple[tuple[float, float], ...]
     warnings: tuple[str, ...]
+    samples: Samples = field(repr=False, compare=False)
+
+    @property
+    def explained(self) -> bool:
+        """Whether a constant Hessian would show as much: the run's interval reaches into its control's."""
+        return self.control is not None and self.spearman_interval[0] <= self.control.spearman_interval[1]
+
+    @property
+    def supports_slope(self) -> bool:
+        """Whether L1 may be used to take larger steps than were taken where the gradient is small."""
+        return not hardly_varies(self.samples) and not self.explained
 
     def frontier(self, L1: float) -> float:
         r"""Smallest L0 with every measured point below: :math:`\max_i(\ell_i - L_1 g_i)_+`."""
-        return float(frontier(np.array(self.frontier_points), L1))
+        g, ell = zip(*self.frontier_points, strict=True)
+        return float(sample_frontier(g, ell, L1))
+
+    def envelope(self, grad_norm: np.ndarray) -> np.ndarray:
+        """The least that any pair on the frontier allows at each gradient norm: above every point."""
+        return envelope(np.array(self.frontier_points), grad_norm)
 
     def bound(self, grad_norm: float) -> float:
         """Largest smoothness that the quantile line allows at this gradient norm."""
@@ -88,9 +108,9 @@ class SmoothnessFit:
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td><td>{html.escape(note)}</td></tr>"
             for name, value, note in self._table()
         )
-        doubts = "".join(f"<li>{html.escape(warning)}</li>" for warning in self.warnings)
+        notes = "".join(f"<li>{html.escape(warning)}</li>" for warning in self.warnings)
         title = html.escape(f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}")
-        return f"<table><caption>{title}</caption>{rows}</table>" + (f"<ul>{doubts}</ul>" if doubts else "")
+        return f"<table><caption>{title}</caption>{rows}</table>" + (f"<ul>{notes}</ul>" if notes else "")
 
     def _table(self) -> list[tuple[str, str, str]]:
         share = f"{self.level:.0%} interval"
@@ -137,8 +157,8 @@ def fit_smoothness(
     r"""(L0, L1) of a measured run, with intervals, a control and warnings.
 
     - ``L0``, ``L1``: the line :math:`L_0 + L_1 g`, both at least zero, that has a share ``quantile`` of the
-      points below it (:func:`~curvestep.fit.frontier.quantile_line`, exact). Intervals by inverting a
-      rank-score test under autocorrelation (:func:`~curvestep.fit.scores.slope_interval`).
+      points below it (:func:`~curvestep.fit.frontier.quantile_line`). Intervals by inverting a
+      rank-score test under autocorrelation (:func:`~curvestep.fit.intervals.slope_interval`).
     - ``spearman``, ``pearson`` of logarithms, ``exponent`` α of :math:`\ell \propto g^\alpha`: intervals by
       moving-block bootstrap (:func:`~curvestep.fit.intervals.block_interval`), for correlations on
       Fisher's scale :math:`\operatorname{artanh} r`.
@@ -170,60 +190,55 @@ def fit_smoothness(
     check_share("quantile", quantile)
     check_share("level", level)
     check_count("resamples", resamples, least=50)
-    points = usable_points(trace, estimator=estimator)
-    g, ell = points.grad_norm, points.smoothness
-    L0, L1 = quantile_line(g, ell, quantile=quantile)
-    rng = np.random.default_rng(seed)
-    few = _evenly(len(g))
-    correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
-    # In the coordinates (1/g, ℓ/g) the same line has slope L0 and intercept L1.
-    interval = {
-        "L1": slope_interval(g[few], ell[few], quantile=quantile, level=level, slope=L1),
-        "L0": slope_interval(1 / g[few], (ell / g)[few], quantile=quantile, level=level, slope=L0),
-    }
+    settings = {"quantile": quantile, "level": level, "resamples": resamples, "seed": seed}
+    fit = fit_samples(usable_samples(trace, estimator=estimator), control=control, **settings)
+    if estimator == "local_smoothness":
+        return fit
     others = {
-        name: fit_smoothness(trace, estimator=name, quantile=quantile, level=level, seed=seed, control=False)
+        name: fit_smoothness(trace, estimator=name, control=False, **settings)
         for name in ESTIMATORS[1:]
         if estimator == "smoothness" and (trace.ok & is_measured(trace, name)).sum() >= LEAST_ROWS
     }
-    return SmoothnessFit(
-        L0=L0,
-        L1=L1,
-        L0_interval=interval["L0"],
-        L1_interval=interval["L1"],
-        exponent=correlations.exponent,
-        exponent_interval=correlations.exponent_interval,
-        spearman=correlations.spearman,
-        spearman_interval=correlations.spearman_interval,
-        pearson=correlations.pearson,
-        pearson_interval=correlations.pearson_interval,
-        least_squares=_least_squares(g, ell),
-        control=control_of(points, quantile=quantile, level=level, rng=rng) if control else None,
+    return replace(
+        fit,
         local=others.get("local_smoothness"),
         spectral=others.get("spectral_smoothness"),
-        num_points=len(points),
-        num_skipped=points.skipped,
-        block_length=correlations.block_length,
-        grad_norm_range=(float(g.min()), float(g.max())),
-        estimator=estimator,
-        quantile=quantile,
-        level=level,
-        frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
-        warnings=(
-            *doubts_about(points, L1=L1, effective=len(g[few]) / correlations.block_length),
-            *(unconverged_words(trace) if estimator in ("smoothness", "spectral_smoothness") else ()),
-        ),
+        warnings=fit.warnings + unconverged_words(trace),
     )
 
 
-def _least_squares(g: np.ndarray, ell: np.ndarray) -> tuple[float, float]:
-    L1 = slope(g[None], ell[None])[0]
-    L1 = float(L1) if np.isfinite(L1) else 0.0
-    return float(ell.mean() - L1 * g.mean()), L1
-
-
-def _evenly(num: int) -> slice:
-    return slice(None, None, -(-num // _MOST_POINTS))
+def fit_samples(
+    samples: Samples, *, quantile: float, level: float, resamples: int, seed: int, control: bool
+) -> SmoothnessFit:
+    """The fit of rows that were chosen already; arguments as of :func:`fit_smoothness`."""
+    g, ell = samples.grad_norm, samples.smoothness
+    L0, L1 = quantile_line(g, ell, quantile=quantile)
+    rng = np.random.default_rng(seed)
+    few = evenly_spaced(len(g), most=_MOST_POINTS)
+    correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
+    middle = slope(g[None], ell[None])[0]
+    middle = float(middle) if np.isfinite(middle) else 0.0
+    return SmoothnessFit(
+        L0=L0,
+        L1=L1,
+        # In the coordinates (1/g, ℓ/g) the same line has slope L0 and intercept L1.
+        L0_interval=slope_interval(1 / g[few], (ell / g)[few], quantile=quantile, level=level, slope=L0),
+        L1_interval=slope_interval(g[few], ell[few], quantile=quantile, level=level, slope=L1),
+        **vars(correlations),
+        least_squares=(float(ell.mean() - middle * g.mean()), middle),
+        control=control_of(samples, quantile=quantile, level=level, rng=rng) if control else None,
+        local=None,
+        spectral=None,
+        num_points=len(samples),
+        num_skipped=samples.skipped,
+        grad_norm_range=(float(g.min()), float(g.max())),
+        estimator=samples.estimator,
+        quantile=quantile,
+        level=level,
+        frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
+        warnings=fit_warnings(samples, L1=L1, effective=len(g[few]) / correlations.block_length),
+        samples=samples,
+    )
 
 
 def _words(interval: Interval) -> str:

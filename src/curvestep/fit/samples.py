@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.smoothness.trace import Trace
+from curvestep.smoothness.trace import NONFINITE, Trace
 
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 LEAST_ROWS = 10
@@ -19,7 +19,33 @@ _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Points:
+class History:
+    """Every row of a trace, usable or not: how the loss went, what was set, and how the run ended."""
+
+    step: np.ndarray
+    loss: np.ndarray
+    lr: np.ndarray
+    clip_norm: np.ndarray  # as :func:`clip_norms` gives it
+    ends_finite: bool  # the last row has a finite loss and was not marked as nonfinite
+    measured: bool  # some row is ok
+
+    @classmethod
+    def of(cls, trace: Trace) -> History:
+        """What ``trace`` holds now; rows appended to it later are not in here."""
+        step, loss, lr = (trace.column(name).copy() for name in ("step", "loss", "lr"))
+        coefficient, grad_norm = trace.column("coefficient"), trace.column("grad_norm")
+        return cls(
+            step=step,
+            loss=loss,
+            lr=lr,
+            clip_norm=clip_norms(coefficient, grad_norm),
+            ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
+            measured=bool(trace.ok.any()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
     """Usable rows of a trace, in the order of the steps; NaN where a quantity was not measured."""
 
     step: np.ndarray
@@ -31,13 +57,25 @@ class Points:
     coefficient: np.ndarray
     kappa: np.ndarray
     noise: np.ndarray
-    clipped: np.ndarray
+    clip_norm: np.ndarray  # as :func:`clip_norms` gives it
     skipped: int
     eps: float  # relative precision of the gradients
-    self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if not told
+    self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if unknown
+    estimator: str  # the column that ``smoothness`` is
+    history: History
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def rows(self, part: slice | np.ndarray) -> Samples:
+        """These rows alone."""
+        arrays = {name: value[part] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **arrays)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """Which steps were clipped."""
+        return np.isfinite(self.clip_norm)
 
     @property
     def step_size(self) -> np.ndarray:
@@ -51,7 +89,7 @@ class Points:
         return max(1, int(np.median(between))) if np.isfinite(between).any() else 1
 
 
-def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
+def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     """Rows of ``trace`` with status ok and a positive, finite gradient norm and smoothness.
 
     Raises:
@@ -69,21 +107,66 @@ def usable_points(trace: Trace, *, estimator: str = "smoothness") -> Points:
     g, ell = grad_norm[order], smoothness[order]
     kappa = trace.column("kappa")[order]
     noise = trace.column("noise")[order] if "noise" in trace.names else np.full(len(order), np.nan)
-    return Points(
-        step=column["step"],
-        loss=column["loss"],
+    dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
+    return Samples(
+        **column,
         grad_norm=g,
         smoothness=ell,
-        step_norm=column["step_norm"],
-        lr=column["lr"],
-        coefficient=column["coefficient"],
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
         noise=noise,
-        clipped=_clipped(column["coefficient"], column["step_norm"], column["lr"] * g),
+        clip_norm=clip_norms(column["coefficient"], g, step_norm=column["step_norm"], lr=column["lr"]),
         skipped=len(trace) - len(order),
-        eps=_typical(trace.column("eps")[order], missing=_precision_told(trace)),
+        # The header knows the parameters' type but not autocast's.
+        eps=_typical(trace.column("eps")[order], missing=_EPS.get(dtype, _EPS["float32"])),
         self_test=_typical(trace.column("self_test")[order], missing=0.0),
+        estimator=estimator,
+        history=History.of(trace),
     )
+
+
+def clip_norms(
+    coefficient: ArrayLike, grad_norm: ArrayLike, *, step_norm: ArrayLike = math.nan, lr: ArrayLike = math.nan
+) -> np.ndarray:
+    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
+
+    Where the optimizer recorded its coefficient, a step was clipped if that is below 1, at a norm of
+    coefficient times gradient norm. Else it was if it is shorter than lr·‖g‖, at step length over lr. The
+    only definition of "clipped": finite here.
+
+    Args:
+        coefficient: What each gradient was multiplied by; NaN where it was not recorded.
+        grad_norm: Gradient norms before clipping.
+        step_norm: Lengths of the steps.
+        lr: Learning rates.
+
+    Example:
+        >>> clip_norms([0.5, 1.0, np.nan, np.nan], 4.0, step_norm=[1, 1, 1, np.nan], lr=0.5)
+        array([ 2., inf,  2., nan])
+    """
+    coefficient, g, length, lr = np.broadcast_arrays(
+        *(np.asarray(values, dtype=float) for values in (coefficient, grad_norm, step_norm, lr))
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        recorded = np.where(coefficient < 1 - 1e-6, coefficient * g, math.inf)
+        inferred = np.where(length < (1 - 1e-3) * (lr * g), length / lr, math.inf)
+        inferred = np.where(np.isfinite(length * lr), inferred, math.nan)
+    return np.where(np.isfinite(coefficient), recorded, inferred)
+
+
+def typical_clip_norm(clip_norm: np.ndarray) -> float:
+    """Median of the norms at which steps were clipped; inf if none was."""
+    found = clip_norm[np.isfinite(clip_norm)]
+    return float(np.median(found)) if len(found) else math.inf
+
+
+def evenly_spaced(num: int, *, most: int) -> slice:
+    """At most ``most`` of ``num`` rows, evenly spaced from the first.
+
+    Example:
+        >>> list(range(10))[evenly_spaced(10, most=4)], list(range(3))[evenly_spaced(3, most=4)]
+        ([0, 3, 6, 9], [0, 1, 2])
+    """
+    return slice(None, None, -(-num // most) or None)
 
 
 def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
@@ -158,21 +241,9 @@ def _unconverged(trace: Trace) -> np.ndarray:
     return (trace.column("spectral_converged") == 0) & np.isfinite(trace.column("spectral_smoothness"))
 
 
-def _precision_told(trace: Trace) -> float:
-    """From the header, which knows the parameters' type but not autocast's."""
-    return _EPS.get(str(trace.header.get("dtype", "float32")).removeprefix("torch."), _EPS["float32"])
-
-
 def _typical(values: np.ndarray, *, missing: float) -> float:
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else missing
-
-
-def _clipped(coefficient: np.ndarray, step_norm: np.ndarray, unclipped: np.ndarray) -> np.ndarray:
-    """Where the optimizer told its coefficient, below 1; else where the step is shorter than lr·‖g‖."""
-    told = np.isfinite(coefficient)
-    with np.errstate(invalid="ignore"):
-        return np.where(told, coefficient < 1 - 1e-6, step_norm < (1 - 1e-3) * unclipped)
 
 
 def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:

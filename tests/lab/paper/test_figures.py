@@ -11,7 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
 from curvestep.lab.paper.curves import gather
-from curvestep.lab.paper.scatter import envelope
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
 from curvestep.smoothness.trace import Trace
@@ -125,7 +124,7 @@ def test_frontier_lies_on_or_above_every_point_and_touches_the_outermost(wall):
     trace = Trace.load(wall.trace_path)
     g, ell = trace.column("grad_norm"), trace.column("smoothness")
     fit = fit_smoothness(trace, control=False)
-    bound = envelope(fit, g)
+    bound = fit.envelope(g)
     assert (bound >= ell * (1 - 1e-12)).all()
     assert np.isclose(bound, ell).sum() >= 2
     # The slow twin: the least over many pairs (L0, L1), each above all points.

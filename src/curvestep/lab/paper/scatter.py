@@ -97,7 +97,7 @@ def draw_fit(panel: Axes, fit: SmoothnessFit, norms: np.ndarray, *, log: bool) -
     g = np.geomspace(low, high, 200) if log else np.linspace(low, high, 200)
     line = f"{fit.quantile:.0%} line $L_0 + L_1 g$: $L_0$ = {fit.L0:.3g}, $L_1$ = {fit.L1:.3g}"
     panel.plot(g, fit.L0 + fit.L1 * g, color=LINE, label=line)
-    panel.plot(g, envelope(fit, g), color=FRONTIER, linestyle="--", linewidth=1, label="frontier")
+    panel.plot(g, fit.envelope(g), color=FRONTIER, linestyle="--", linewidth=1, label="frontier")
     for words in correlation_words(fit):
         panel.plot([], [], " ", label=words)
     legend_below(panel)
@@ -111,22 +111,6 @@ def correlation_words(fit: SmoothnessFit) -> list[str]:
         low, high = fit.control.spearman_interval
         words.append(rf"control, constant Hessian: {fit.control.spearman:.2f} [{low:.2f}, {high:.2f}]")
     return words
-
-
-def envelope(fit: SmoothnessFit, g: np.ndarray) -> np.ndarray:
-    r"""The least smoothness bound that a valid pair gives at each gradient norm.
-
-    .. math::
-        \min_{L_1 \ge 0}\ \{L_0(L_1) + L_1 g\}, \qquad L_0(L_1) = \max_k (\ell_k - L_1 g_k)_+
-
-    It lies above every measured point and touches the outermost ones.
-    """
-    # A linear programme in L1 has its optimum at a kink: flat, along an edge of the hull, or with L0 = 0.
-    hull = np.array(fit.frontier_points)
-    edges = np.diff(hull[:, 1]) / np.diff(hull[:, 0])
-    slopes = np.concatenate([[0.0], edges[edges > 0], [(hull[:, 1] / hull[:, 0]).max()]])
-    intercepts = np.array([fit.frontier(float(slope)) for slope in slopes])
-    return (intercepts[:, None] + slopes[:, None] * g).min(axis=0)
 
 
 def measured(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

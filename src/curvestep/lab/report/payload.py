@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.lab.paper.scatter import envelope
 from curvestep.lab.report.calibration_chart import curve_data
 from curvestep.lab.report.heat import HeatMap
 from curvestep.lab.report.views import RunView
@@ -78,7 +77,7 @@ def _frontier(view: RunView) -> list[list[float | int | None]]:
         return []
     low, high = view.fit.grad_norm_range
     norms = np.geomspace(low, high, 60)
-    return [rounded(np.array(point)) for point in zip(norms, envelope(view.fit, norms), strict=True)]
+    return [rounded(np.array(point)) for point in zip(norms, view.fit.envelope(norms), strict=True)]
 
 
 def _heat(heat: HeatMap) -> dict[str, Any]:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from curvestep.advice.advice import advise
-from curvestep.fit.evidence import loss_rise, weigh
+from curvestep.advice.rule import loss_rise
 from curvestep.fit.fit import fit_smoothness
-from curvestep.fit.samples import usable_points
 from tests.fit.traces import make_trace, quadratic_run, simulated
 
 SPECTRUM = np.geomspace(0.01, 5, 20)
@@ -43,13 +42,11 @@ def test_slope_that_a_constant_hessian_would_show_does_not_raise_lr_beyond_its_c
     assert loss_after(advice.lr, advice.max_norm) < loss_after(0.1, 0.5)
 
 
-def test_evidence_is_what_the_fit_prints():
+def test_advice_on_a_fit_is_the_advice_on_its_trace():
     trace = quadratic_trace()
-    fit, evidence = fit_smoothness(trace), weigh(usable_points(trace), level=0.9, seed=0)
-    assert fit.control is not None
-    assert evidence.rank == fit.spearman_interval[0]
-    assert evidence.control == fit.control.spearman_interval[1]
-    assert evidence.explained
+    fit = fit_smoothness(trace)
+    assert fit.explained
+    assert advise(fit) == advise(trace)
 
 
 def test_step_size_that_was_run_is_not_taken_away():
