@@ -1,7 +1,8 @@
-r"""The file that a trace is kept in: strict JSON Lines, append-only, a header first.
+r"""Files that survive crashes and damage: atomic replacement, append-only rows, strict JSON, locks.
 
-A missing value is left out (``null`` is read as missing too); NaN and the infinities are the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in the JSON mapping of Protocol Buffers.
+NaN and the infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in the JSON mapping
+of Protocol Buffers. A row is one line, a JSON object whose last key ``crc32`` is the checksum of the bytes
+before it: a flipped bit is found when the row is read.
 """
 
 from __future__ import annotations
@@ -11,65 +12,145 @@ import itertools
 import json
 import math
 import os
+import uuid
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-FORMAT = "curvestep-trace"
-SCHEMA = 1
-_CHUNK = 4096  # lines parsed at once
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_CHUNK = 4096  # lines parsed at once
+_KEY = "crc32"
+_TAIL = f', "{_KEY}": "'.encode()
+_TAIL_LENGTH = len(_TAIL) + len('01234567"}')
 
 
-def dump_line(row: Mapping[str, Any]) -> bytes:
-    r"""One row as a line of strict JSON.
+def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a new file beside ``path``, flush it to the disk, and rename it to ``path``.
+
+    A reader sees the old file or the new one, never a part; a write that fails leaves the old one.
+    """
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with beside.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replace ``path`` by ``data``; text is written as UTF-8."""
+    content = data.encode() if isinstance(data, str) else data
+    replace_atomically(path, lambda file: file.write(content))
+
+
+@contextmanager
+def lock(path: Path, *, patience: float = 0.0) -> Iterator[None]:
+    """Hold the lock on ``path``; ``TimeoutError`` if another process holds it for ``patience`` seconds.
+
+    ``path`` is a file for nothing else. It is created if need be and stays: a file that is replaced or
+    deleted while it is locked can be locked twice. The system releases the lock when the process dies.
+    """
+    from filelock import FileLock
+
+    held = FileLock(path)
+    held.acquire(timeout=-1 if patience == math.inf else patience, poll_interval=0.1)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def dump_json(value: Any, *, indent: int | None = None) -> str:
+    r"""``value`` as strict JSON, ASCII only; what is not finite becomes a string.
 
     Example:
-        >>> dump_line({"step": 3, "loss": float("nan"), "kappa": None})
-        b'{"step": 3, "loss": "NaN"}\n'
+        >>> dump_json({"max_norm": float("inf"), "losses": (2.0, float("nan"))})
+        '{"max_norm": "Infinity", "losses": [2.0, "NaN"]}'
     """
-    return json.dumps(_strict(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(_to_strict(value), indent=indent, allow_nan=False)
 
 
-def read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """The first line, or an error in one line that says why this is no trace we can read."""
-    line = file.readline()
-    if not line.strip():
-        raise ValueError(f"{path} is empty: no trace was written to it.")
+def load_json(text: str | bytes) -> Any:
+    """The value that :func:`dump_json` wrote; ``ValueError`` if ``text`` is not strict JSON.
+
+    Example:
+        >>> load_json('{"max_norm": "Infinity"}')
+        {'max_norm': inf}
+    """
+    return _from_strict(json.loads(text, parse_constant=_refuse))
+
+
+def dump_row(row: Mapping[str, Any]) -> bytes:
+    r"""One row as a line of strict JSON with a checksum.
+
+    Example:
+        >>> dump_row({"step": 3, "loss": float("nan")})
+        b'{"step": 3, "loss": "NaN", "crc32": "ccffd7a7"}\n'
+    """
+    line = dump_json(row).encode()
+    return line + b"\n" if line == b"{}" else b'%b%b%08x"}\n' % (line[:-1], _TAIL, zlib.crc32(line[:-1]))
+
+
+def load_row(line: bytes) -> tuple[dict[str, Any], bool]:
+    """The row in a line, and whether it had a checksum; ``ValueError`` says what is wrong with the line."""
     try:
-        header = json.loads(line)
-    except ValueError:
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a curvestep trace: its first line is no trace header.")
-    schema = header.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
-        raise ValueError(
-            f"{path} has schema {schema!r}, this version of curvestep reads up to {SCHEMA}. "
-            "Install a newer curvestep to read it."
-        )
-    return _lenient(header)
+        row = load_json(line)
+    except ValueError:  # UnicodeDecodeError is one
+        row = None
+    if not isinstance(row, dict):
+        torn = not line.endswith(b"\n")
+        raise ValueError("the last write was cut short" if torn else "it is no JSON object")
+    summed = _check_sum(line)
+    if summed is False:
+        raise ValueError(f"it does not match its checksum: damaged, or edited without removing `{_KEY}`")
+    row.pop(_KEY, None)
+    return row, summed is True
 
 
-def read_rows(file: BinaryIO, path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Rows after the header, in chunks; a line that is no JSON object is skipped with a warning."""
-    number = 2
+def read_rows(
+    file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows from here to the end of ``file``, in chunks.
+
+    A torn last line is left out with a warning, and so is a damaged line if ``skip_damaged``; else it raises
+    ``ValueError``. Rows without a checksum are read, with one warning for all of them.
+    """
+    number, unsummed = first_line, 0
     while lines := list(itertools.islice(file, _CHUNK)):
-        try:
-            # One call for the whole chunk: about three times as fast as one a line.
-            rows = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=_refuse)
-            if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
-                raise ValueError
-        except ValueError:
-            rows = [row for i, line in enumerate(lines) if (row := _row(line, number + i, path)) is not None]
-        yield [_lenient(row) for row in rows]
+        rows = _load_chunk(lines)
+        if rows is None:
+            rows = []
+            for i, line in enumerate(lines):
+                if not line.strip():
+                    continue
+                try:
+                    row, summed = load_row(line)
+                except ValueError as error:
+                    if not skip_damaged and line.endswith(b"\n"):
+                        raise ValueError(f"{path}: line {number + i} is no row, {error}.") from None
+                    warnings.warn(f"{path}: skipped line {number + i}, {error}.", stacklevel=2)
+                else:
+                    unsummed += not summed
+                    rows.append(row)
+        yield rows
         number += len(lines)
+    if unsummed:
+        warnings.warn(
+            f"{path}: {unsummed} rows have no checksum (written by hand?), so damage to them is not noticed.",
+            stacklevel=2,
+        )
 
 
 def end_of_last_row(path: Path) -> int:
-    """Where to append: the length of the file without a torn last line."""
+    """Where to append: the length of the file without a torn or damaged last line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         start, tail = size, b""
@@ -79,29 +160,41 @@ def end_of_last_row(path: Path) -> int:
             file.seek(start)
             tail = file.read(step) + tail
     last = tail.rstrip(b"\n").rfind(b"\n") + 1
-    return size if _parse(tail[last:]) is not None else start + last
+    try:
+        load_row(tail[last:])
+    except ValueError:
+        return start + last
+    return size
 
 
-class AppendOnly:
-    """File that grows by whole lines: a write that fails leaves it as it was, a second writer is found out.
+class RowFile:
+    """File that grows by whole rows: a write that fails leaves it as it was, a second writer is an error.
 
-    Each line goes to the operating system at once, so a killed process loses nothing. The descriptor is
+    Each row goes to the operating system at once, so a killed process loses nothing. The descriptor is
     closed when the object dies.
+
+    Args:
+        path: The file; created if need be.
+        end: Where to go on; what follows is cut off. Default: the end of the file.
     """
 
-    def __init__(self, path: Path, *, end: int) -> None:
+    def __init__(self, path: Path, *, end: int | None = None) -> None:
         # Not O_APPEND: the position is ours, so that a failed write can be cut off.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         self._path = str(path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
-        self._end = end
-        if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
+        self._end = os.fstat(self._descriptor).st_size if end is None else end
+        os.ftruncate(self._descriptor, self._end)
+        os.lseek(self._descriptor, self._end, os.SEEK_SET)
+        if self._end and os.pread(self._descriptor, 1, self._end - 1) != b"\n":
             self.write(b"\n")
 
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one row."""
+        self.write(dump_row(row))
+
     def write(self, line: bytes) -> None:
-        """Append ``line``; on ``OSError`` (a full disk) cut off what was written of it and raise."""
+        """Append a line as it is; on ``OSError`` (a full disk) cut off what was written of it and raise."""
         size = os.fstat(self._descriptor).st_size
         if size != self._end:
             raise OSError(
@@ -121,43 +214,49 @@ class AppendOnly:
         self._end += written
 
 
-def _row(line: bytes, number: int, path: Path) -> dict[str, Any] | None:
-    row = _parse(line)
-    if row is None and line.strip():
-        torn = "the last write was cut short" if not line.endswith(b"\n") else "it is no JSON object"
-        warnings.warn(f"{path}: skipped line {number}, {torn}.", stacklevel=2)
-    return row
+def _check_sum(line: bytes) -> bool | None:
+    """Whether a line is what its checksum was computed from; None if it has no checksum."""
+    line = line.rstrip(b"\r\n")
+    body, tail = line[:-_TAIL_LENGTH], line[-_TAIL_LENGTH:]
+    return b'%b%08x"}' % (_TAIL, zlib.crc32(body)) == tail if tail.startswith(_TAIL) else None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line, parse_constant=_refuse)
-    except ValueError:  # UnicodeDecodeError is one
+def _load_chunk(lines: list[bytes]) -> list[dict[str, Any]] | None:
+    """The rows of many lines, about three times as fast as one by one; None if any is not in order."""
+    if not all(map(_check_sum, lines)):
         return None
-    return row if isinstance(row, dict) else None
+    try:
+        rows = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=_refuse)
+    except ValueError:
+        return None
+    if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
+        return None
+    for row in rows:
+        row.pop(_KEY, None)
+    return [_from_strict(row) for row in rows]
 
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _strict(value: Any) -> Any:
+def _to_strict(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _strict(v) for key, v in value.items() if v is not None}
+        return {str(key): _to_strict(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(v) for v in value]
+        return [_to_strict(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _lenient(value: Any) -> Any:
+def _from_strict(value: Any) -> Any:
     if isinstance(value, dict):
         for key, v in value.items():
             if type(v) is not float:
-                value[key] = _lenient(v)
+                value[key] = _from_strict(v)
     elif isinstance(value, list):
-        return [_lenient(v) for v in value]
+        return [_from_strict(v) for v in value]
     elif isinstance(value, str):
         return _SPECIAL.get(value, value)
     return value

@@ -13,25 +13,21 @@ import math
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep._files import (
-    FORMAT,
-    SCHEMA,
-    AppendOnly,
-    dump_line,
-    end_of_last_row,
-    read_header,
-    read_rows,
-)
+from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows
 from curvestep.smoothness.columns import Columns
 
 if TYPE_CHECKING:
     import pandas as pd
+
+FORMAT = "curvestep-trace"
+SCHEMA = 1
 
 OK = "ok"
 NONFINITE = "nonfinite"  # a loss, gradient or step that is not finite
@@ -83,15 +79,14 @@ class Trace:
 
     def __init__(self, path: str | Path | None = None, *, header: dict[str, Any] | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self.header = {"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **(header or {})}
+        self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
         self._columns = Columns()
         self._last_step = -math.inf
-        self._file: AppendOnly | None = None
-        self._written = 0
+        self._file: RowFile | None = None
+        self._unwritten: list[bytes] = []
         self._closed = False
         if self.path is not None:
             self._file = self._open(self.path, header or {})
-            self._written = len(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -139,12 +134,14 @@ class Trace:
         if self._closed:
             raise ValueError("This trace is closed. Open it again with Trace(path) to append to it.")
         plain = _plain(row)
-        dump_line(plain)  # a value that JSON has no form for is refused before anything is stored
+        line = dump_row(plain)  # a value that JSON has no form for is refused before anything is stored
         added = self._extend([plain]) == 1
         if self._file is not None:
-            for index in range(self._written, len(self)):
-                self._file.write(dump_line(_counted(self._columns.row(index))))
-                self._written = index + 1
+            if added:
+                self._unwritten.append(line)
+            while self._unwritten:
+                self._file.write(self._unwritten[0])
+                del self._unwritten[0]
         return added
 
     def close(self) -> None:
@@ -222,20 +219,20 @@ class Trace:
     def _paths(self) -> dict[str, tuple[str, ...]]:
         return {"/".join(path): path for path in self._columns.paths}
 
-    def _open(self, path: Path, header: dict[str, Any]) -> AppendOnly:
+    def _open(self, path: Path, header: dict[str, Any]) -> RowFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.stat().st_size == 0:
-            file = AppendOnly(path, end=0)
-            file.write(dump_line(self.header))
+            file = RowFile(path, end=0)
+            file.append(self.header)
             return file
         self._read(path)
         _warn_of_other_header(path, self.header, header)
-        return AppendOnly(path, end=end_of_last_row(path))
+        return RowFile(path, end=end_of_last_row(path))
 
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:
-            self.header = read_header(file, path)
-            for rows in read_rows(file, path):
+            self.header = _read_header(file.readline(), path)
+            for rows in read_rows(file, path, first_line=2):
                 self._extend(rows)
 
     def _extend(self, rows: Sequence[Mapping[str, Any]]) -> int:
@@ -256,10 +253,29 @@ class Trace:
         return bool((self.column("step") == step).any()) or any(row.get("step") == step for row in fresh)
 
 
+def _read_header(line: bytes, path: Path) -> dict[str, Any]:
+    """The first line, or an error in one line that says why this is no trace we can read."""
+    if not line.strip():
+        raise ValueError(f"{path} is empty: no trace was written to it.")
+    try:
+        header, _ = load_row(line)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a curvestep trace: its first line is no header, {error}.") from None
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a curvestep trace: its first line is no trace header.")
+    schema = header.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise ValueError(
+            f"{path} has schema {schema!r}, this version of curvestep reads up to {SCHEMA}. "
+            "Install a newer curvestep to read it."
+        )
+    return header
+
+
 def _plain(value: Any) -> Any:
-    """``value`` with numpy scalars and one-element tensors as Python numbers."""
+    """``value`` without what is None, numpy scalars and one-element tensors as Python numbers."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(v) for key, v in value.items()}
+        return {str(key): _plain(v) for key, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value.item() if hasattr(value, "item") else value
@@ -284,6 +300,7 @@ def _warn_of_other_header(path: Path, there: dict[str, Any], given: dict[str, An
         )
 
 
+@cache
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("curvestep", "torch", "numpy", "scipy"):

@@ -1,6 +1,5 @@
 """The training figures, drawn from run folders that a descent on a known function filled."""
 
-import json
 import math
 
 import matplotlib.image
@@ -156,11 +155,9 @@ def test_run_without_a_trace_says_so(tmp_path):
 
 def test_rows_that_cannot_stand_on_a_log_axis_are_left_out(tmp_path):
     run = write_run(tmp_path / "run", steps=3)
-    with run.trace_path.open("a") as file:
-        file.write(json.dumps({"step": 4, "grad_norm": 0.0, "smoothness": 1.0, "status": "ok"}) + "\n")
-        file.write(
-            json.dumps({"step": 5, "grad_norm": 1.0, "smoothness": "NaN", "status": "nonfinite"}) + "\n"
-        )
+    with Trace(run.trace_path) as trace:
+        trace.append({"step": 4, "grad_norm": 0.0, "smoothness": 1.0, "status": "ok"})
+        trace.append({"step": 5, "grad_norm": 1.0, "smoothness": math.nan, "status": "nonfinite"})
     assert len(scatter([run]).axes[0].collections[0].get_offsets()) == 3
 
 

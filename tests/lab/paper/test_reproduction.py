@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from joblib.externals.loky import get_reusable_executor
 
+from curvestep._files import dump_row
 from curvestep.lab.jobs import Job
 from curvestep.lab.paper import reproduction
 from curvestep.lab.paper.claims import Claim, as_markdown, make_claims
@@ -207,7 +208,7 @@ def fake_runs(plan, folder, *, loss_of, diverged=()):
         if not lost:
             end = {"step": len(values), "loss": float(values[-1])}
             rows += [end | {"split": "valid"}, end | {"split": "test", "accuracy": 50.0}]
-        (run.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run.folder / METRICS).write_bytes(b"".join(map(dump_row, rows)))
         status = {"status": "diverged" if lost else "finished", "step": len(values), "data": "made up"}
         rest = {"train_loss": 0.0, "message": "", "metrics": {}, "num_parameters": 1, "seconds": 1.0}
         write_json(run.folder / STATUS, status | rest)

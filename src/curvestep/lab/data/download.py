@@ -30,7 +30,7 @@ import pooch
 import requests
 from filelock import FileLock, Timeout
 
-from curvestep.lab.files import write_atomically
+from curvestep._files import write_atomically
 from curvestep.lab.progress import Progress, print_notice, show_progress
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
 import curvestep
-from curvestep.lab.files import write_atomically
+from curvestep._files import write_atomically
 from curvestep.lab.report.captions import comparison_in_words
 from curvestep.lab.report.heat import heat_map
 from curvestep.lab.report.payload import pack, page_data

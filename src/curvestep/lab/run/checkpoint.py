@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvestep.lab.files import replace_atomically
+from curvestep._files import replace_atomically
 
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"

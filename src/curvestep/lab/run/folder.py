@@ -12,11 +12,8 @@ Rows of ``metrics.jsonl``: ``{"step": 1, "split": "train", "loss": ..., "grad_no
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from curvestep._files import AppendOnly
-from curvestep.lab.files import write_atomically
+from curvestep import _files
+from curvestep._files import RowFile as RowFile, dump_json, load_json, write_atomically
 from curvestep.lab.recipes import Recipe, from_dict, to_dict
 
 CONFIG = "config.json"
@@ -40,8 +37,6 @@ INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
 _STATUSES = (RUNNING, INTERRUPTED, FAILED, *ENDED)
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
-
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +145,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class RowFile(AppendOnly):
-    """Append-only rows, strict JSON; each is written whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, end=path.stat().st_size if path.exists() else 0)
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
-        self.write(_dumps(row).encode() + b"\n")
-
-
 def synced_length(path: Path) -> int:
     """Bring the rows of a file to the disk; its length, 0 if there is none."""
     if not path.exists():
@@ -171,27 +155,22 @@ def synced_length(path: Path) -> int:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a torn last line is left out with a warning."""
+    """The rows of a file; a torn last line is left out with a warning, a damaged one is an error."""
     if not path.exists():
         return []
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
-    if last:
-        warnings.warn(f"{path} ends in a torn line, which is left out.", stacklevel=2)
-    try:
-        return [_loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{path} has a line that is no row: {error}.") from None
+    with path.open("rb") as file:
+        return [row for rows in _files.read_rows(file, path, skip_damaged=False) for row in rows]
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace ``path`` atomically: it holds the old values or the new ones, never half of them."""
-    write_atomically(path, _dumps(values, indent=2).encode() + b"\n")
+    write_atomically(path, dump_json(values, indent=2) + "\n")
 
 
 def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
     """The object in ``path``; an error in one line if it is missing or is none."""
     try:
-        values = _loads(path.read_text(encoding="utf-8"))
+        values = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"There is no {path}{f'; {needed}' if needed else ''}.") from None
     except (ValueError, UnicodeDecodeError) as error:
@@ -220,27 +199,3 @@ def _status_of(folder: Path) -> dict[str, Any]:
     if status.get("status") not in _STATUSES:
         raise ValueError(f"{path} does not say how the run stands: it is damaged. Delete it, then resume.")
     return status
-
-
-def _dumps(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_strict(value), indent=indent, allow_nan=False, ensure_ascii=False)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _loads(text: str) -> Any:
-    return _special(json.loads(text))
-
-
-def _special(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _special(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_special(item) for item in value]
-    return _SPECIAL.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,147 @@
+import math
+import multiprocessing
+import subprocess
+import sys
+import warnings
+
+import pytest
+from hypothesis import given, strategies as st
+
+from curvestep import _files
+from curvestep._files import RowFile, dump_json, dump_row, load_json, lock, read_rows, write_atomically
+
+words = st.text().filter(lambda s: s not in ("NaN", "Infinity", "-Infinity"))
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), words)
+json_values = st.recursive(
+    scalars, lambda inner: st.lists(inner) | st.dictionaries(words, inner), max_leaves=8
+)
+
+
+@given(value=json_values)
+def test_any_value_comes_back_from_strict_json(value):
+    text = dump_json(value)
+    assert text.isascii()
+    assert load_json(text) == value
+
+
+def test_nan_comes_back_and_bare_constants_are_refused():
+    assert math.isnan(load_json(dump_json(math.nan)))
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        load_json('{"loss": NaN}')
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+
+    def fail(file):
+        file.write(b"half of the n")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        _files.replace_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def rows_in(path, **options):
+    with path.open("rb") as file:
+        return [row for rows in read_rows(file, path, **options) for row in rows]
+
+
+def test_rows_come_back_in_order_and_a_second_writer_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "loss": math.inf if step == 3 else 1.0 / (step + 1)} for step in range(5000)]
+    first = RowFile(path)
+    for row in rows:
+        first.append(row)
+    assert rows_in(path) == rows
+    second = RowFile(path)
+    second.append({"step": 5000})
+    with pytest.raises(OSError, match="give each its own file"):
+        first.append({"step": 5000})
+
+
+def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [dump_row({"split": "train", "step": step}) for step in range(3)]
+    path.write_bytes(b"".join(lines).replace(b'"step": 1', b'"step": 9'))
+    with pytest.warns(UserWarning, match="skipped line 2, it does not match its checksum"):
+        assert [row["step"] for row in rows_in(path)] == [0, 2]
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is no row, it does not match its checksum"):
+        rows_in(path, skip_damaged=False)
+
+
+def test_a_torn_last_row_is_left_out_either_way(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(dump_row({"step": 0}) + dump_row({"step": 1})[:-5])
+    for skip in (True, False):
+        with pytest.warns(UserWarning, match="line 2, the last write was cut short"):
+            assert rows_in(path, skip_damaged=skip) == [{"step": 0}]
+
+
+def test_checksums_are_not_part_of_a_row_and_rows_without_one_are_counted_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(dump_row({"step": 0}) + b'{"step": 1}\n{"step": 2}\n')
+    with pytest.warns(UserWarning, match="2 rows have no checksum") as remarks:
+        assert rows_in(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert len(remarks) == 1
+    path.write_bytes(dump_row({}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert rows_in(path) == [{}]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from curvestep._files import lock
+with lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_lock_keeps_another_process_out_until_it_dies(tmp_path):
+    path = tmp_path / ".lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        inode = path.stat().st_ino
+        with pytest.raises(TimeoutError), lock(path):
+            pass
+        holder.kill()
+        holder.wait()
+        with lock(path, patience=10.0):
+            assert path.stat().st_ino == inode
+    assert path.stat().st_ino == inode
+    with lock(path):
+        pass
+
+
+def enter(path, start, entered):
+    start.wait()
+    try:
+        with lock(path):
+            entered.put(True)
+            start.wait()
+    except TimeoutError:
+        entered.put(False)
+        start.wait()
+
+
+def test_of_processes_that_start_at_once_one_gets_a_new_lock(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(5):
+        start, entered = context.Barrier(3), context.Queue()
+        arguments = (tmp_path / f"{attempt}.lock", start, entered)
+        children = [context.Process(target=enter, args=arguments) for _ in range(3)]
+        for child in children:
+            child.start()
+        assert sorted(entered.get(timeout=30) for _ in children) == [False, False, True]
+        for child in children:
+            child.join()
