@@ -145,10 +145,10 @@ def adamw_jobs(tasks: list[str], seed: int) -> list[Job]:
 def choose_jobs(seeds: tuple[int, ...] = SEEDS[:1]) -> list[Job]:
     """The method's constants on the development tasks."""
     return [
-        job(task.name, seed, "choose", "calibrated", kappa=kappa, clip_at=list(clip_at))
+        job(task.name, seed, "choose", "calibrated", max_kappa=max_kappa, clip_at=list(clip_at))
         for task in DEVELOPMENT
         for seed in seeds
-        for kappa, clip_at in CONSTANTS
+        for max_kappa, clip_at in CONSTANTS
     ]
 
 

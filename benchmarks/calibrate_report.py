@@ -12,7 +12,7 @@ from benchmarks.calibrate_tasks import DEVELOPMENT, TASKS
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, KAPPA
+from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, MAX_KAPPA
 from curvestep.lab.paper.style import COLOURS, panels, styled
 
 Row = dict[str, Any]
@@ -155,13 +155,16 @@ def choices(rows: list[Row]) -> str:
         reference = best.get((r["task"], r["seed"]))
         chosen = r["label"] == "calibrated" and r["seed"] in CHOICE_SEEDS
         if (r["label"] == "choose" or chosen) and reference is not None:
-            constants = (KAPPA, *CLIP_AT) if chosen else (r["options"]["kappa"], *r["options"]["clip_at"])
+            constants = (
+                (MAX_KAPPA, *CLIP_AT) if chosen else (r["options"]["max_kappa"], *r["options"]["clip_at"])
+            )
             if r["task"] not in HALVES["development"]:
                 continue
             regret = math.inf if r["diverged"] else (r["loss"] - reference) / (r["first_loss"] - reference)
             found.setdefault(constants, {}).setdefault(r["task"], []).append(regret)
     lines = [
-        "| kappa | clip_at, no agreement | clip_at, full agreement | median regret | worst task | diverged |",
+        "| max_kappa | clip_at, no agreement | clip_at, full agreement | median regret | worst task "
+        "| diverged |",
         6 * "|---" + "|",
     ]
     for (kappa, low, high), tasks in sorted(found.items()):

@@ -30,7 +30,7 @@ from benchmarks.calibrate_report import (
 )
 from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
 
-from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, KAPPA
+from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, MAX_KAPPA
 
 SMALL = ["logistic regression"]
 
@@ -162,13 +162,13 @@ def test_summary_puts_the_best_median_first_and_counts_divergence():
 
 def test_choices_are_listed_by_constant():
     rows = [row("best of grid", 1.0)]
-    rows += [row("choose", 1.1, options={"kappa": 1.0, "clip_at": [h, 1.0]}) for h in (0.5, 1.0)]
+    rows += [row("choose", 1.1, options={"max_kappa": 1.0, "clip_at": [h, 1.0]}) for h in (0.5, 1.0)]
     assert choices(rows).count("5.0 %") == 4
 
 
 def test_constants_that_were_taken_run_once_a_task_and_seed():
-    tried = [(j["options"]["kappa"], tuple(j["options"]["clip_at"])) for j in bench.choose_jobs()]
-    assert (KAPPA, CLIP_AT) not in tried  # these are the runs "calibrated" of the same table
+    tried = [(j["options"]["max_kappa"], tuple(j["options"]["clip_at"])) for j in bench.choose_jobs()]
+    assert (MAX_KAPPA, CLIP_AT) not in tried  # these are the runs "calibrated" of the same table
 
 
 def test_shares_for_adam_are_read_off_its_grid():

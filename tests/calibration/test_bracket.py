@@ -80,21 +80,21 @@ def point(step, kappa, loss, safe):
 @given(end=st.floats(1.0, 1.5))
 def test_crossing_is_exact_where_the_change_is_proportional_to_the_step(end):
     bracket = Bracket(0, point(1.0, 1 / end, -1.0, True), point(1.6, 1.6 / end, -1.0, False))
-    assert math.isclose(crossing(bracket, kappa=1.0, loss=lambda step: 0.0), end, rel_tol=1e-12)
+    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0), end, rel_tol=1e-12)
 
 
 def test_crossing_of_the_loss_counts_if_it_comes_first():
     bracket = Bracket(0, point(1.0, 0.5, -1.0, True), point(2.0, 1.1, 3.0, False))
-    assert math.isclose(crossing(bracket, kappa=1.0, loss=lambda step: 0.0), 1.25)
+    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0), 1.25)
 
 
 def test_crossing_of_a_limit_that_falls_with_the_step_counts_even_if_the_loss_does_not_rise():
     bracket = Bracket(0, point(1.0, 0.5, -1.0, True), point(2.0, 1.0, -1.0, False))
     # -1 = -0.75 h at h = 4/3
-    assert math.isclose(crossing(bracket, kappa=1.0, loss=lambda step: -0.75 * step), 4 / 3)
+    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: -0.75 * step), 4 / 3)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_crossing_stays_at_the_safe_end_if_the_other_is_not_finite(bad):
     bracket = Bracket(0, point(1.0, 0.5, 0.0, True), point(2.0, bad, bad, False))
-    assert crossing(bracket, kappa=1, loss=lambda step: 0.0) == 1.0
+    assert crossing(bracket, max_kappa=1, loss=lambda step: 0.0) == 1.0

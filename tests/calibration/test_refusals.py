@@ -190,7 +190,7 @@ def test_one_batch_is_measured_with_a_warning():
         ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\)"),
         ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),
         ({"weight_decay": -1.0}, "`weight_decay`"),
-        ({"kappa": 0.0}, "`kappa`"),
+        ({"max_kappa": 0.0}, "`max_kappa`"),
         ({"clip_at": -1.0}, "`clip_at`"),
         ({"clip_at": (0.5, 1.0, 2.0)}, "`clip_at` must be one number or two"),
         ({"num_batches": 0}, "`num_batches`"),

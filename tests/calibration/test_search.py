@@ -35,7 +35,7 @@ def mlp(width=12):
 @pytest.mark.parametrize("kappa", [0.5, 1.0, 1.7])
 def test_learning_rate_of_an_isotropic_quadratic_is_kappa_over_its_curvature(curvature, kappa):
     model = Vector([3.0, -4.0])
-    cal = calibrate(model, lambda b: 0.5 * curvature * model.x.square().sum(), [0] * 4, kappa=kappa)
+    cal = calibrate(model, lambda b: 0.5 * curvature * model.x.square().sum(), [0] * 4, max_kappa=kappa)
     assert math.isclose(cal.lr, kappa / curvature, rel_tol=1e-9)
     assert math.isclose(cal.grad_norm, 5 * curvature)
     assert math.isclose(cal.max_norm, CLIP_AT[1] * 5 * curvature)
@@ -49,7 +49,7 @@ def test_loss_that_falls_too_little_ends_the_safe_steps_where_the_gradient_does_
     def loss(batch):
         return torch.where(model.x < 1.0, -model.x, -1.0 + 0.5 * (model.x - 1.0)).sum()
 
-    cal = calibrate(model, loss, [0], kappa=1.6)
+    cal = calibrate(model, loss, [0], max_kappa=1.6)
     # |change| = 1.5 < 1.6 beyond the wall; there -1 + (h - 0.75)/2 = -0.25 - h/10 at h = 1.875.
     assert math.isclose(cal.lr, 1.875, rel_tol=1e-9)
 
@@ -71,7 +71,7 @@ def test_batches_that_one_step_fits_give_a_bounded_answer_and_a_warning(optimize
 
     def found(kappa):
         return calibrate(
-            model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer, kappa=kappa
+            model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer, max_kappa=kappa
         )
 
     half, whole = found(0.5), found(1.0)

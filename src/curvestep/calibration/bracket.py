@@ -106,7 +106,7 @@ def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, bu
     return Bracket(low, points[low], points[high])
 
 
-def crossing(bracket: Bracket, *, kappa: float, loss: Callable[[float], float]) -> float:
+def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], float]) -> float:
     r"""The step within the bracket at which :math:`\kappa` or the loss reaches its limit, by interpolation.
 
     :math:`\log\kappa` is taken to be linear in :math:`\log h`, exact for a quadratic, and the loss and its
@@ -114,19 +114,19 @@ def crossing(bracket: Bracket, *, kappa: float, loss: Callable[[float], float]) 
 
     Args:
         bracket: Its lower point is safe, its upper one is not.
-        kappa: Largest safe :math:`\kappa`.
+        max_kappa: Largest safe :math:`\kappa`.
         loss: Largest safe loss, by the step.
 
     Example:
         >>> low = Point(step=1.0, kappa=0.8, loss=0.0, safe=True)
         >>> high = Point(step=1.5, kappa=1.2, loss=-1.0, safe=False)
-        >>> round(crossing(Bracket(0, low, high), kappa=1.0, loss=lambda step: 0.0), 12)
+        >>> round(crossing(Bracket(0, low, high), max_kappa=1.0, loss=lambda step: 0.0), 12)
         1.25
     """
     low, high = bracket.low, bracket.high
     shares = []
-    if high.kappa > kappa and low.kappa > 0:
-        shares.append(math.log(kappa / low.kappa) / math.log(high.kappa / low.kappa))
+    if high.kappa > max_kappa and low.kappa > 0:
+        shares.append(math.log(max_kappa / low.kappa) / math.log(high.kappa / low.kappa))
     room, excess = loss(low.step) - low.loss, high.loss - loss(high.step)
     if excess > 0:
         part = room / (room + excess)

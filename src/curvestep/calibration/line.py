@@ -1,4 +1,4 @@
-r"""One batch's loss along the line that an optimizer's first step takes.
+r"""One batch's loss along the line that an optimizer's first step takes, and how far batches agree.
 
 .. math::
     h \mapsto f(x - h\,d), \qquad d = \nabla f(x) \text{ for SGD}, \quad d = \operatorname{sign} \nabla f(x)
@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvestep.calibration.bracket import PER_OCTAVE, Point
-from curvestep.distributed import local, spans_ranks
+from curvestep.distributed import over_ranks
 from curvestep.smoothness.replay import Replay
 from curvestep.vectors import difference, dot, global_norm
 
@@ -36,7 +35,7 @@ class Line:
         = h\,\hat L(h), \qquad
         \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
 
-    A step is safe if that is at most :math:`\kappa` and if the loss falls by a tenth of what its slope
+    A step is safe if that is at most :math:`\kappa_{\max}` and if the loss falls by a tenth of what its slope
     promises (on a quadratic a step with :math:`\kappa(h) \le 1` makes it fall by a half at least),
 
     .. math::
@@ -48,15 +47,21 @@ class Line:
     Args:
         model: Its parameters are moved, and put back at the end.
         closure: Returns the loss.
-        kappa: Largest safe :math:`\kappa`.
+        max_kappa: Largest safe :math:`\kappa`.
         signs: Walk along the signs of the gradient.
         weight_decay: :math:`\lambda` of a penalty :math:`\lambda\lVert x\rVert^2/2` that belongs to the loss.
     """
 
     def __init__(
-        self, model: nn.Module, closure: Callable[[], Any], *, kappa: float, signs: bool, weight_decay: float
+        self,
+        model: nn.Module,
+        closure: Callable[[], Any],
+        *,
+        max_kappa: float,
+        signs: bool,
+        weight_decay: float,
     ) -> None:
-        self.model, self.kappa, self.signs, self.weight_decay = model, kappa, signs, weight_decay
+        self.model, self.max_kappa, self.signs, self.weight_decay = model, max_kappa, signs, weight_decay
         self.points: list[Point] = []
         self.num_gradients = 0
         self._replay = Replay(model, closure)
@@ -108,7 +113,7 @@ class Line:
             )
         loss, gradients = self._gradient(-step)
         kappa = self._change(gradients)
-        safe = kappa <= self.kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
+        safe = kappa <= self.max_kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
         self.points.append(Point(step=step, kappa=kappa, loss=loss, safe=safe))
         return self.points[-1]
 
@@ -134,7 +139,7 @@ class Line:
         there = replay.gradient() if fraction is None else replay.gradient_at(self.direction, fraction)
         self.num_gradients += 1
         self._resolution = torch.finfo(there.loss.dtype).eps if there.loss.is_floating_point() else 0.0
-        loss = _mean_over_ranks(there.loss, self.model)
+        loss = over_ranks(there.loss.item(), self.model, mean=True)
         gradients: list[Tensor | None] = [
             g.to_dense() if g is not None and g.is_sparse else g for g in there.gradients
         ]
@@ -156,10 +161,43 @@ class Line:
         return global_norm(difference(gradients, self._gradients, overwrite=True)).item() / self.grad_norm
 
 
-def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
-    """The loss of the whole batch, of which each rank has its share."""
-    if not spans_ranks(model):
-        return loss.item()
-    total = loss.double().to(local(next(model.parameters())).device)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+class Agreement:
+    r"""Mean cosine of the angles between the gradients of batches.
+
+    .. math::
+        \rho = \frac{1}{n(n-1)} \sum_{i \ne j} \langle u_i, u_j\rangle
+        = \frac{\lVert \sum_i u_i \rVert^2 - n}{n(n-1)}, \qquad u_i = g_i/\lVert g_i\rVert
+
+    One where all batches pull the same way, about zero where each shows its own noise. Only the sum of the
+    directions is kept.
+
+    Example:
+        >>> agreement = Agreement()
+        >>> for angle in (0.0, math.pi / 3):
+        ...     agreement.add([torch.tensor([math.cos(angle), math.sin(angle)])])
+        >>> round(agreement.cosine, 6)
+        0.5
+    """
+
+    def __init__(self) -> None:
+        self._sum: list[Tensor | None] = []
+        self._count = 0
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        """Count one more batch's gradient in; None is a parameter without one."""
+        norm = global_norm(gradients).item()
+        before = self._sum or [None] * len(gradients)
+        with torch.no_grad():
+            units = [None if g is None else (g.float() if g.dtype in HALF else g) / norm for g in gradients]
+            self._sum = [
+                u if s is None else s if u is None else s.add_(u) for s, u in zip(before, units, strict=True)
+            ]
+        self._count += 1
+
+    @property
+    def cosine(self) -> float:
+        """The mean cosine; NaN for fewer than two batches."""
+        if self._count < 2:
+            return math.nan
+        length = global_norm(self._sum).item()
+        return (length**2 - self._count) / (self._count * (self._count - 1))

@@ -39,7 +39,7 @@ class Calibration:
         lr_interval: 90 % interval of ``lr`` from the spread of the batches; NaN for a single batch.
         grad_norm: Median gradient norm at the start.
         num_gradients: Gradients evaluated.
-        kappa: Largest safe change of the gradient.
+        max_kappa: Largest safe change of the gradient, relative to itself.
         clip_at: ``max_norm / grad_norm``.
         agreement: Mean cosine of the angles between the batches' gradients; NaN for a single batch.
         curve: The measured steps, batch by batch.
@@ -53,7 +53,7 @@ class Calibration:
     lr_interval: tuple[float, float]
     grad_norm: float
     num_gradients: int
-    kappa: float
+    max_kappa: float
     clip_at: float
     agreement: float
     curve: tuple[BatchCurve, ...]
@@ -84,13 +84,13 @@ class Calibration:
         if self.along_signs:
             return (
                 f"A step of {step:.3g} along the signs of the gradient, and no longer one, lowers the slope "
-                f"of a batch's loss along it by at most {self.kappa:g} times itself and {falls}.",
+                f"of a batch's loss along it by at most {self.max_kappa:g} times itself and {falls}.",
                 f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum; a "
                 "threshold is not part of it.",
             )
         measured = (
             f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
-            f"at most {self.kappa:g} times itself and {falls}."
+            f"at most {self.max_kappa:g} times itself and {falls}."
         )
         agree = ""
         if len(self.curve) > 1:

@@ -3,10 +3,11 @@ r"""Learning rate and clipping threshold before training, from a few dozen gradi
 For each of a handful of batches, the largest step :math:`h` along the gradient with
 
 .. math::
-    h\,\hat L(h) \le \kappa \quad\text{and}\quad f(x - h g) \le f(x) - \tfrac{1}{10} h \lVert g \rVert^2,
-    \qquad \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert}, \quad g = \nabla f(x).
+    h\,\hat L(h) \le \kappa_{\max} \quad\text{and}\quad f(x - h g) \le f(x) - \tfrac{1}{10} h \lVert g
+    \rVert^2, \qquad \hat L(h) = \frac{\lVert \nabla f(x - h g) - g \rVert}{\lVert h g \rVert},
+    \quad g = \nabla f(x).
 
-The learning rate is the median of these steps. With :math:`\kappa = 1` the step is the self-consistent
+The learning rate is the median of these steps. With :math:`\kappa_{\max} = 1` the step is the self-consistent
 :math:`1/\hat L`; clipping then keeps every later step within a multiple of the length that was measured to
 be safe: the trust radius of clipped gradient descent, measured instead of assumed. The multiple depends on
 how far the batches agree, by the mean cosine :math:`\rho` between their gradients:
@@ -30,7 +31,6 @@ from scipy import stats
 from torch import Tensor, nn
 
 from curvestep._checks import check_count, check_nonnegative, check_positive
-from curvestep.calibration.agreement import Agreement
 from curvestep.calibration.bracket import (
     LARGEST,
     LONG_STRIDE,
@@ -41,7 +41,7 @@ from curvestep.calibration.bracket import (
     crossing,
     find_bracket,
 )
-from curvestep.calibration.line import Line
+from curvestep.calibration.line import Agreement, Line
 from curvestep.calibration.refusals import (
     check_arguments,
     check_repeatable,
@@ -54,7 +54,7 @@ from curvestep.calibration.result import BatchCurve as BatchCurve, Calibration a
 from curvestep.smoothness.snapshot import RandomState
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
-KAPPA = 1.0
+MAX_KAPPA = 1.0
 CLIP_AT = (0.6, 1.75)
 ADAM_SHARE = 1 / 5
 
@@ -79,7 +79,7 @@ def calibrate(
     optimizer: str | type = "ClippedSGD",
     momentum: float = 0.0,
     weight_decay: float = 0.0,
-    kappa: float = KAPPA,
+    max_kappa: float = MAX_KAPPA,
     clip_at: float | tuple[float, float] | list[float] = CLIP_AT,
     num_batches: int = 3,
     max_gradients: int = 40,
@@ -104,7 +104,7 @@ def calibrate(
             :math:`(1-\beta)h`.
         weight_decay: :math:`\lambda` of the L2 penalty of SGD or Adam, which belongs to the loss that is
             measured. AdamW's decay is apart from the gradient and does not enter.
-        kappa: Largest safe change of the gradient, relative to itself.
+        max_kappa: Largest safe :math:`\kappa`, the change of the gradient relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
             gradients have nothing in common and for batches that agree. Not for Adam and AdamW: there is no
             evidence for a threshold, so ``max_norm`` is infinite.
@@ -127,7 +127,7 @@ def calibrate(
     """
     check_arguments(model, loss_of_batch, batches)
     name = _optimizer_name(optimizer)
-    check_positive("kappa", kappa)
+    check_positive("max_kappa", max_kappa)
     ends = _ends(clip_at)
     check_nonnegative("weight_decay", weight_decay)
     check_count("num_batches", num_batches)
@@ -143,13 +143,13 @@ def calibrate(
         raise ValueError(
             f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
         )
-    search = _Search(kappa, max_gradients)
+    search = _Search(max_kappa, max_gradients)
     decay = 0.0 if name == "AdamW" else weight_decay
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
         for batch in shared(batches, model):
             closure = closure_of(loss_of_batch, batch, model)
-            with Line(model, closure, kappa=kappa, signs=signs, weight_decay=decay) as line:
+            with Line(model, closure, max_kappa=max_kappa, signs=signs, weight_decay=decay) as line:
                 search.add(line)
             sure = len(search.curve) >= num_batches and search.half_width <= SURE
             if sure or search.left < FEWEST:
@@ -184,8 +184,8 @@ def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
 class _Search:
     """Safe steps of one batch after another, each search starting at the answer before it."""
 
-    def __init__(self, kappa: float, max_gradients: int) -> None:
-        self.kappa, self.left, self.num_gradients = kappa, max_gradients, 0
+    def __init__(self, max_kappa: float, max_gradients: int) -> None:
+        self.max_kappa, self.left, self.num_gradients = max_kappa, max_gradients, 0
         self.num_fitted = (
             0  # batches whose loss cannot fall further, while the gradient changes little enough
         )
@@ -216,9 +216,9 @@ class _Search:
                 ) from None
             self._spend(line)
             return
-        step = crossing(bracket, kappa=self.kappa, loss=line.highest_loss)
+        step = crossing(bracket, max_kappa=self.max_kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
-        self.num_fitted += bracket.high.kappa <= self.kappa and bracket.high.loss < line.loss
+        self.num_fitted += bracket.high.kappa <= self.max_kappa and bracket.high.loss < line.loss
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
         self.agreement.add(line.raw_gradients)
@@ -295,7 +295,7 @@ class _Search:
             lr_interval=(lr / factor, lr * factor),
             grad_norm=grad_norm,
             num_gradients=self.num_gradients,
-            kappa=self.kappa,
+            max_kappa=self.max_kappa,
             clip_at=multiple,
             agreement=agreement,
             curve=tuple(self.curve),

@@ -29,9 +29,10 @@ def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
         for p in batch.points:
             assert (p.step, p.kappa) in points(left)
             assert (p.step, p.loss - batch.loss) in points(right)
-    assert all(math.isclose(y, cal.kappa) for y in left.lines[-1].get_ydata()) or (0.0, cal.kappa) in points(
-        left
-    )
+    assert all(math.isclose(y, cal.max_kappa) for y in left.lines[-1].get_ydata()) or (
+        0.0,
+        cal.max_kappa,
+    ) in points(left)
     assert any("safe step 0.5" in str(line.get_label()) for line in left.lines)
     figure.savefig(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000

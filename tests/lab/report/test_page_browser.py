@@ -146,7 +146,7 @@ def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium
         assert open_marks == [not point.safe for point in batch.points]
         assert any(open_marks)
         assert not all(open_marks)
-    assert limit["y"] == [cal.kappa, cal.kappa]
+    assert limit["y"] == [cal.max_kappa, cal.max_kappa]
     assert safe_step["x"][0] == pytest.approx(sorted(b.safe_step for b in cal.curve)[1], rel=1e-4)
     assert opened.layout("calibration")["xaxis"]["type"] == "log"
     figure = opened.tab.locator("figure[data-chart=calibration]")

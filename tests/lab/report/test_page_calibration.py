@@ -29,7 +29,7 @@ def test_chart_has_every_measured_step_and_where_they_stop_being_safe():
         )
     low, high = data["interval"]
     assert low < data["safe_step"] < high
-    assert data["kappa"] == cal.kappa
+    assert data["kappa"] == cal.max_kappa
 
 
 def test_what_is_not_finite_is_left_out_of_strict_json():

@@ -14,7 +14,7 @@ def curve_data(found: Calibration) -> dict[str, Any]:
     step = median(batch.safe_step for batch in found.curve)
     low, high = (_finite(end / found.lr * step) for end in found.lr_interval)
     return {
-        "kappa": found.kappa,
+        "kappa": found.max_kappa,
         "safe_step": _finite(step),
         "interval": None if low is None or high is None else [low, high],
         "batches": [
@@ -37,8 +37,8 @@ def curve_in_words(found: Calibration) -> str:
     spread = f" ({min(steps):.3g} to {max(steps):.3g} over the batches)" if count > 1 else ""
     return (
         f"Change of the gradient over steps of growing length, {found.num_gradients} gradients of {batches} "
-        f"before the first step of training: it passes {found.kappa:g}, or the loss falls too little, beyond "
-        f"a step of {median(steps):.3g}{spread}. From this: lr {found.lr:.3g}{found.threshold}."
+        f"before the first step of training: it passes {found.max_kappa:g}, or the loss falls too little, "
+        f"beyond a step of {median(steps):.3g}{spread}. From this: lr {found.lr:.3g}{found.threshold}."
     )
 
 

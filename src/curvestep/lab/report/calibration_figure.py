@@ -41,7 +41,7 @@ def calibration(cal: Calibration, *, title: str = "Where the step stops being sa
             losses.append(np.array([p.loss for p in batch.points]) - batch.loss)
             _line(left, steps, np.array([p.kappa for p in batch.points]), safe > 0, colour, name)
             _line(right, steps, losses[-1], safe > 0, colour, name)
-        left.axhline(cal.kappa, color="black", linestyle="--", linewidth=1.0)
+        left.axhline(cal.max_kappa, color="black", linestyle="--", linewidth=1.0)
         left.set_ylabel(
             r"change of the slope along the step, $\kappa(h)$"
             if cal.along_signs

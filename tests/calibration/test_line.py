@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from curvestep.calibration.agreement import Agreement
+from curvestep.calibration.line import Agreement
 from curvestep.calibration.search import CLIP_AT, calibrate, threshold_multiple
 
 
