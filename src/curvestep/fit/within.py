@@ -1,0 +1,272 @@
+r"""Whether smoothness follows the gradient norm inside single steps, where a constant Hessian shows nothing.
+
+Across the rows of a trace gradient norm and smoothness share causes: time, the batch, directions that were
+worked off, the length of the step. Inside one step, on one batch, they do not. With :math:`g(t)` the gradient
+at :math:`x + t d`, the secant at a fraction is the Hessian along the step, averaged up to there:
+
+.. math::
+    s(\gamma) = \frac{\lVert g(\gamma) - g(0)\rVert}{\gamma\lVert d\rVert}
+    = \frac{1}{\lVert d\rVert}\Bigl\lVert \frac1\gamma\int_0^\gamma \nabla^2 f(x + t d)\,d\;dt\Bigr\rVert
+
+So it is compared with the gradient norm averaged over the same stretch, :math:`m(\gamma)`. From one fraction
+to the next
+
+.. math::
+    u = \log\frac{s(\gamma')}{s(\gamma)}, \qquad v = \log\frac{m(\gamma')}{m(\gamma)}, \qquad
+    \text{elasticity} = \frac{d\log L}{d\log\lVert g\rVert} \approx \frac uv
+
+A constant Hessian gives u = 0, whatever its spectrum, the noise, the clipping or the batch. A smoothness
+:math:`L_1\lVert g\rVert` gives u = v. A Hessian that changes without regard to the gradient gives u any sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+from scipy.optimize import root_scalar
+
+# Chosen on seeds below 10,000 of benchmarks/within.py, which judges them on others.
+LEAST_ELASTICITY = 0.1  # what the test must exceed: less than a tenth is no growth that clipping could use
+REACH = 1.0  # a ratio u/v that lies further from the centre counts as this far
+MOST_BLOCKS = 16
+LEAST_BLOCKS = 5
+LEAST_ROWS = 12
+ROUNDING = 10.0  # error of a gradient difference, in units of eps times the gradient norm
+SHORT = 0.1  # steps of a smaller kappa show little
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    r"""How smoothness follows the gradient norm inside steps.
+
+    Attributes:
+        elasticity: :math:`d\log L/d\log\lVert g\rVert`: 0 where L0 rules (constant Hessian), 1 where L1 does.
+        elasticity_interval: Its confidence interval.
+        p_value: One-sided, of an elasticity of at most 0.1. NaN where nothing could be tested.
+        num_rows: Rows that were used.
+        kappa: Median of :math:`\lVert\Delta g\rVert/\lVert g\rVert` over the rows that could be read.
+        level: Of the interval; growth counts as shown where ``p_value <= 1 - level``.
+        missing: Why nothing could be tested, and the way out; empty otherwise.
+    """
+
+    elasticity: float
+    elasticity_interval: tuple[float, float]
+    p_value: float
+    num_rows: int
+    kappa: float
+    level: float
+    missing: str = ""
+
+    @property
+    def grows(self) -> bool:
+        """Whether smoothness grows with the gradient norm by more than chance."""
+        return self.p_value <= 1 - self.level
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"Within steps: cannot tell. {self.missing}"
+        # Adding zero turns -0.0 into 0.0.
+        centre, low, high = (round(x, 2) + 0.0 for x in (self.elasticity, *self.elasticity_interval))
+        numbers = f"elasticity {centre:.2f} [{low:.2f}, {high:.2f}], {self.num_rows} rows"
+        p = f"p {self.p_value:.1g}"
+        if self.grows:
+            return f"Within steps: smoothness grows with the gradient norm ({numbers}, {p})."
+        if high <= LEAST_ELASTICITY:
+            return f"Within steps: smoothness does not grow with the gradient norm ({numbers})."
+        words = f"Within steps: no growth of smoothness with the gradient norm is shown ({numbers}, {p})."
+        if self.kappa < SHORT:
+            words += f" Steps are short (median kappa {self.kappa:.2g}): above about {SHORT} they show more."
+        return words
+
+
+def within_steps(
+    *,
+    secants: ArrayLike | None,
+    grad_norm: ArrayLike,
+    grad_norms: ArrayLike | None,
+    fractions: Sequence[float] | None,
+    kappa: ArrayLike,
+    eps: ArrayLike,
+    level: float = 0.9,
+) -> Within:
+    r"""Elasticity of smoothness with the gradient norm inside steps, its interval and a test.
+
+    The elasticity is the mean of u/v with weights |v|: how far log L moved in the direction of log g, over
+    how far log g moved. A ratio further than 1 from the mean counts as 1 away. Rows are cut into at most 16
+    blocks of consecutive rows of about equal weight; Student's t of the block sums gives interval and p.
+    No p-value is below :math:`2^{-\text{blocks}}`, what fair coins would give.
+
+    Args:
+        secants: Secant smoothness, shape (rows, fractions), in the order of the steps; NaN where unknown.
+        grad_norm: Gradient norm of the same batch at the start of the step.
+        grad_norms: Gradient norm of the same batch at each fraction, shaped like ``secants``.
+        fractions: Fractions of the step, two or more.
+        kappa: :math:`\lVert\Delta g\rVert/\lVert g\rVert` over the step.
+        eps: Machine precision of the gradients, one number or one a row.
+        level: Confidence level in (0, 1).
+
+    Example:
+        >>> x = np.linspace(3, 1, 40)                        # f = eˣ, whose Hessian is its gradient
+        >>> ends = np.exp(x[:, None] - [0.05, 0.1])
+        >>> start = np.exp(x)
+        >>> secants = (start[:, None] - ends) / [0.05, 0.1]
+        >>> found = within_steps(secants=secants, grad_norm=start, grad_norms=ends, fractions=(0.5, 1.0),
+        ...                      kappa=1 - ends[:, 1] / start, eps=2.2e-16)
+        >>> found.grows, round(found.elasticity, 6), found.num_rows
+        (True, 1.0, 40)
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"`level` must lie between 0 and 1, got {level!r}.")
+    if secants is None or grad_norms is None or fractions is None or not len(fractions):
+        return _untested(
+            "The rows hold no secants and gradient norms at fractions of the step. "
+            "Measure again with the segment estimator, which records both.",
+            level=level,
+        )
+    along = np.asarray(fractions, dtype=float)
+    s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
+    start, change, precision = (
+        np.broadcast_to(np.asarray(column, dtype=float), s.shape[:1]) for column in (grad_norm, kappa, eps)
+    )
+    if s.shape != (len(start), len(along)) or m.shape != s.shape:
+        raise ValueError(
+            "`secants` and `grad_norms` must have one row a step and one column a fraction, got shapes "
+            f"{s.shape} and {m.shape} for {len(start)} steps and {len(along)} fractions."
+        )
+    if not (np.all(along > 0) and np.all(np.diff(along) > 0)):
+        raise ValueError(f"`fractions` must be positive and rise, got {tuple(fractions)!r}.")
+    if len(along) < 2:
+        return _untested(
+            f"Only the fraction {along[0]:g} of each step was recorded, and one secant has nothing to be "
+            "compared with. Measure with fractions=(0.5, 1.0).",
+            level=level,
+        )
+    columns = np.column_stack([s, m, start, change, precision])
+    read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
+    num_read = int(read.sum())
+    if num_read < LEAST_ROWS:
+        return _untested(
+            f"{num_read} of {len(read)} rows hold positive, finite secants and gradient norms at every "
+            f"fraction, and {LEAST_ROWS} are needed. Measure more steps with fractions=(0.5, 1.0).",
+            level=level,
+        )
+    s, m, start, change, precision = s[read], m[read], start[read], change[read], precision[read]
+    kappa_median = float(np.median(change))
+    u, v = np.diff(np.log(s), axis=1), np.diff(np.log(mean_norms(start, m, along)), axis=1)
+    # The secant at the smaller fraction has the larger error. It must leave u/v known to a tenth.
+    error = ROUNDING * precision[:, None] / (change[:, None] * along[:-1])
+    resolved = error <= 0.1 * np.abs(v)
+    num_rows = int(resolved.any(axis=1).sum())
+    if num_rows < LEAST_ROWS:
+        return _untested(
+            f"The steps are too short: along {num_read - num_rows} of {num_read} of them the gradient norm "
+            f"changes too little against rounding (median kappa {kappa_median:.2g}). Measure where kappa is "
+            f"above about {SHORT:g}: with a larger lr or max_norm, or earlier in training.",
+            level=level,
+            kappa=kappa_median,
+        )
+    weight = np.where(resolved, np.abs(v), 0.0)
+    blocks = _Blocks(ratio=u / np.where(resolved, v, 1.0), weight=weight)
+    if blocks.num < LEAST_BLOCKS:
+        return _untested(
+            f"Of {num_rows} rows a few hold nearly all the change of the gradient norm. Measure more steps.",
+            level=level,
+            kappa=kappa_median,
+        )
+    return Within(
+        elasticity=blocks.centre,
+        elasticity_interval=blocks.interval(level),
+        p_value=blocks.p_value(LEAST_ELASTICITY),
+        num_rows=num_rows,
+        kappa=kappa_median,
+        level=level,
+    )
+
+
+def mean_norms(grad_norm: np.ndarray, grad_norms: np.ndarray, fractions: np.ndarray) -> np.ndarray:
+    """Mean gradient norm from the start of the step to each fraction, by the trapezoid rule.
+
+    If the norm falls or rises exponentially, the rule is off by one factor at fractions 1/2 and 1, so that
+    their ratio is exact. And unlike rules of higher order it bears a norm that falls to zero and rises again.
+
+    Example:
+        >>> mean_norms(np.array([4.0]), np.array([[2.0, 1.0]]), np.array([0.5, 1.0]))
+        array([[3.  , 2.25]])
+    """
+    nodes = np.column_stack([grad_norm, grad_norms])
+    panels = np.diff(fractions, prepend=0.0) * (nodes[:, 1:] + nodes[:, :-1]) / 2
+    return np.cumsum(panels, axis=1) / fractions
+
+
+class _Blocks:
+    """Ratios u/v in blocks of consecutive rows that have the same weight, as nearly as rows can be cut."""
+
+    def __init__(self, *, ratio: np.ndarray, weight: np.ndarray) -> None:
+        rows = weight.sum(axis=1)
+        effective = rows.sum() ** 2 / (rows @ rows)  # number of rows, were they of one weight
+        most = min(MOST_BLOCKS, math.ceil(effective))
+        middle = (np.cumsum(rows) - rows / 2) / rows.sum()
+        # A row that outweighs a block leaves its neighbour empty.
+        filled, self.block = np.unique((middle * most).astype(int), return_inverse=True)
+        self.num, self.ratio, self.weight = len(filled), ratio, weight / rows.sum()
+        self.share = np.bincount(self.block, self.weight.sum(axis=1), minlength=self.num)
+
+    def distance(self, centre: float) -> tuple[float, float]:
+        """Weighted mean distance from a centre, each row's at most ``REACH``, and its standard error."""
+        scores = (self.weight * np.clip(self.ratio - centre, -REACH, REACH)).sum(axis=1)
+        sums = np.bincount(self.block, scores, minlength=self.num)
+        away = sums - sums.sum() * self.share
+        return float(sums.sum()), math.sqrt(float(away @ away) * self.num / (self.num - 1))
+
+    def bound(self, centre: float, quantile: float) -> float:
+        """The distance, less a multiple of its standard error."""
+        mean, error = self.distance(centre)
+        return mean - quantile * error
+
+    @cached_property
+    def centre(self) -> float:
+        """Where the mean distance is zero."""
+        used = self.ratio[self.weight > 0]
+        low, high = float(used.min()), float(used.max())
+        return low if low == high else self._root(low, high, 0.0)
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """The centres that Student's t does not reject."""
+        quantile = float(stats.t.ppf(0.5 + level / 2, self.num - 1))
+        return self._end(quantile, -1.0), self._end(-quantile, 1.0)
+
+    def _end(self, quantile: float, direction: float) -> float:
+        near, step = self.centre, 1e-3
+        while direction * self.bound(far := near + direction * step, quantile) > 0:
+            near, step = far, 2 * step
+        if direction * self.bound(near, quantile) <= 0:
+            return near  # all ratios are equal, up to rounding
+        return self._root(near, far, quantile)
+
+    def _root(self, low: float, high: float, quantile: float) -> float:
+        return root_scalar(self.bound, args=(quantile,), bracket=(low, high), xtol=1e-12).root
+
+    def p_value(self, centre: float) -> float:
+        """One-sided, of a true centre at or below this one; never less than so many fair coins could give."""
+        mean, error = self.distance(centre)
+        t = mean / error if error > 0 else math.copysign(math.inf, mean)
+        return max(float(stats.t.sf(t, self.num - 1)), 2.0**-self.num)
+
+
+def _untested(missing: str, *, level: float, kappa: float = math.nan) -> Within:
+    unknown = (math.nan, math.nan)
+    return Within(
+        elasticity=math.nan,
+        elasticity_interval=unknown,
+        p_value=math.nan,
+        num_rows=0,
+        kappa=kappa,
+        level=level,
+        missing=missing,
+    )
