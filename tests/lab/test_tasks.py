@@ -1,6 +1,7 @@
 """Held-out data that are shorter than a recipe would like."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -41,3 +42,23 @@ def test_a_short_text_is_evaluated_in_fewer_streams(tmp_path, size):
 def test_a_text_without_words_to_evaluate_on_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"The valid part of the corpus, .* has 1 words to evaluate on"):
         make_task(replace(small_language(tmp_path), eval_size=1))
+
+
+def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp_path):
+    whole, cut = (make_task(small_language(tmp_path, vocabulary=size)) for size in (0, 12))
+    words = [whole.corpus.vocabulary[i] for i in whole.corpus.train.tolist()]
+    often = [word for word, _ in Counter(words).most_common() if word != "<eos>"][:10]
+    assert cut.corpus.vocabulary == ("<unk>", "<eos>", *often)
+    spelled = [cut.corpus.vocabulary[i] for i in cut.corpus.train.tolist()]
+    assert spelled == [word if word in cut.corpus.vocabulary else "<unk>" for word in words]
+    assert "<unk>" in [cut.corpus.vocabulary[i] for i in cut.corpus.valid.tolist()]
+    assert cut.build()(cut.batch(0)[0])[0].shape[-1] == 12
+    assert cut.data_source.endswith("its 12 most frequent words")
+
+
+def test_a_vocabulary_changes_the_start_only_where_it_is_set(tmp_path):
+    recipe = small_language(tmp_path)
+    assert recipe.problem == "text.txt/lstm/8/10/2"  # as before there was one: old runs keep their start
+    assert replace(recipe, vocabulary=12).problem == "text.txt-12/lstm/8/10/2"
+    with pytest.raises(ValueError, match="`vocabulary` must be a whole number of at least 3, got 2"):
+        replace(recipe, vocabulary=2)

@@ -38,6 +38,7 @@ HELP: dict[str, str] = {
     "model": "which network",
     "corpus": "ptb, topics, or a path of text",
     "num_words": "training words; 0: all",
+    "vocabulary": "different words to keep, others <unk>; 0: all",
     "embedding": "numbers in a word vector",
     "hidden": "units in a hidden layer",
     "layers": "number of LSTM layers",

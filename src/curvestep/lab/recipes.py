@@ -132,6 +132,8 @@ class LanguageRecipe(Recipe):
         model: ``lstm`` or ``awd-lstm``.
         corpus: ``ptb``, ``topics`` (always there), or the path of a text file or folder.
         num_words: Training words to use, the first of the text; 0 takes all.
+        vocabulary: Different words to keep, the most frequent of the training text with ``<eos>`` and
+            ``<unk>``; the others become ``<unk>``; 0 keeps all of PTB, 10,000 of any other text.
         embedding: Size of the word vectors.
         hidden: Size of the hidden layers.
         layers: Number of LSTM layers.
@@ -155,6 +157,7 @@ class LanguageRecipe(Recipe):
     model: str = "lstm"
     corpus: str = "ptb"
     num_words: int = 0
+    vocabulary: int = 0
     embedding: int = 128
     hidden: int = 200
     layers: int = 2
@@ -179,6 +182,8 @@ class LanguageRecipe(Recipe):
         check_choice("averaging", self.averaging, ("never", "triggered", "always"))
         check_count("patience", self.patience)
         check_count("num_words", self.num_words, least=0)
+        if self.vocabulary:
+            check_count("vocabulary", self.vocabulary, least=3)
         for name in ("dropout", "weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"):
             if check_nonnegative(name, getattr(self, name)) >= 1:
                 raise ValueError(f"`{name}` is a probability below 1, got {getattr(self, name)!r}.")
@@ -188,7 +193,8 @@ class LanguageRecipe(Recipe):
     @property
     def problem(self) -> str:
         """The corpus, the model and its sizes; of a text only its name, so that folders do not matter."""
-        return f"{Path(self.corpus).name}/{self.model}/{self.embedding}/{self.hidden}/{self.layers}"
+        corpus = Path(self.corpus).name + (f"-{self.vocabulary}" if self.vocabulary else "")
+        return f"{corpus}/{self.model}/{self.embedding}/{self.hidden}/{self.layers}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from curvestep.lab.data import (
 )
 from curvestep.lab.models import (
     AWDLSTM,
+    GlobalBatchNorm2d,
     LSTMModel,
     ResNet18,
     ResNet20,
@@ -118,9 +119,20 @@ class Task(ABC):
 def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
     """The task of ``recipe``, with its data."""
     if isinstance(recipe, LanguageRecipe):
-        return LanguageTask(recipe, _corpus(recipe, offline), rank=rank, world_size=world_size)
+        size = recipe.vocabulary or 10_000
+        if recipe.corpus == "ptb":
+            corpus = load_ptb(max_vocabulary=size, offline=offline)
+        elif recipe.corpus == "topics":
+            corpus = load_topics(max_vocabulary=size)
+        else:
+            corpus = load_corpus(recipe.corpus, max_vocabulary=size)
+        return LanguageTask(recipe, corpus, rank=rank, world_size=world_size)
     assert isinstance(recipe, ImageRecipe)
-    return ImageTask(recipe, _images(recipe, offline), rank=rank, world_size=world_size)
+    if recipe.images == "digits":
+        images = load_digits()
+    else:
+        images = load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline)
+    return ImageTask(recipe, images, rank=rank, world_size=world_size)
 
 
 class LanguageTask(Task):
@@ -134,10 +146,12 @@ class LanguageTask(Task):
         self.recipe = recipe
         self.corpus = corpus
         self.data_name, self.data_source = corpus.name, corpus.source
+        if recipe.vocabulary:
+            self.data_source += f", its {len(corpus.vocabulary):,} most frequent words"
         words = corpus.train
         if 0 < recipe.num_words < len(words):
             words = words[: recipe.num_words]
-            self.data_source = f"the first {recipe.num_words:,} words of {corpus.source}"
+            self.data_source = f"the first {recipe.num_words:,} words of {self.data_source}"
         self.streams = batchify(words, recipe.batch_size)
         if len(self.streams) < 2:
             raise ValueError(
@@ -238,7 +252,8 @@ class ImageTask(Task):
         """A new residual network."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            model = {"resnet20": ResNet20, "resnet18": ResNet18}[self.recipe.model]()
+            kind = {"resnet20": ResNet20, "resnet18": ResNet18}[self.recipe.model]
+            model = kind(norm=GlobalBatchNorm2d if self.world_size > 1 else nn.BatchNorm2d)
         return model.to(memory_format=self._layout)  # pyright: ignore[reportCallIssue] (torch's own overloads)
 
     def num_steps(self) -> int:
@@ -380,15 +395,3 @@ def _balanced(images: Images, count: int) -> tuple[Tensor, Tensor]:
     rank = torch.stack([(images.train_y == c).cumsum(0) for c in range(len(images.classes))])
     kept = rank.gather(0, images.train_y[None])[0] <= each
     return images.train_x[kept], images.train_y[kept]
-
-
-def _corpus(recipe: LanguageRecipe, offline: bool) -> Corpus:
-    if recipe.corpus == "ptb":
-        return load_ptb(offline=offline)
-    return load_topics() if recipe.corpus == "topics" else load_corpus(recipe.corpus)
-
-
-def _images(recipe: ImageRecipe, offline: bool) -> Images:
-    if recipe.images == "digits":
-        return load_digits()
-    return load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline)

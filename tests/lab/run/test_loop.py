@@ -266,7 +266,7 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
         ({"devices": 0}, "`devices` must be a whole number of at least 1"),
         ({"devices": 10_000}, "`devices` must be at most the .* cores"),
         ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
-        ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' cannot be had"),
+        ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' are not available"),
         ({"strategy": "magic"}, "`strategy` must be one of"),
         ({"strategy": "fsdp"}, "'fsdp' shares a model among several devices"),
         ({"loggers": ("paper",)}, "`loggers` must be one of"),

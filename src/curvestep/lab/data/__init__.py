@@ -7,7 +7,10 @@ package registry, and last a stand-in that is always there (and says so).
 from collections.abc import Iterable
 
 from curvestep._checks import check_choice
-from curvestep.lab.data.cifar10 import load_cifar10 as load_cifar10
+from curvestep.lab.data.cifar10 import (
+    load_cifar10 as load_cifar10,
+    placeholder_cifar10 as placeholder_cifar10,
+)
 from curvestep.lab.data.corpus import (
     Corpus as Corpus,
     batchify as batchify,
@@ -21,7 +24,7 @@ from curvestep.lab.data.images import (
     load_digits as load_digits,
     normalise as normalise,
 )
-from curvestep.lab.data.ptb import load_ptb as load_ptb
+from curvestep.lab.data.ptb import load_ptb as load_ptb, placeholder_ptb as placeholder_ptb
 
 NAMES = ("ptb", "cifar10")
 

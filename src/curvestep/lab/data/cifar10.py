@@ -97,6 +97,25 @@ def load_cifar10(
     return _images(_select(arrays) if subset else arrays, f"{title} {source}", subset=subset)
 
 
+def placeholder_cifar10(*, subset: bool = True) -> Images:
+    """Black images in the numbers of CIFAR-10 or its subset, to measure what a run costs."""
+    arrays = []
+    for size in (10 * SUBSET_TRAIN, 10 * SUBSET_TEST) if subset else (50_000, 10_000):
+        arrays += [torch.zeros(size, 3, 32, 32, dtype=torch.uint8), torch.arange(size) % 10]
+    train_x, train_y, test_x, test_y = arrays
+    return Images(
+        name="cifar10-subset" if subset else "cifar10",
+        train_x=train_x,
+        train_y=train_y,
+        test_x=test_x,
+        test_y=test_y,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.25, 0.25),
+        classes=CLASSES,
+        source="black images",
+    )
+
+
 def _images(arrays: tuple[Tensor, Tensor, Tensor, Tensor], source: str, *, subset: bool) -> Images:
     train_x, train_y, test_x, test_y = arrays
     mean, std = channel_statistics(train_x)

@@ -98,12 +98,13 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
     return from_text(path.name, text, source=source, max_vocabulary=max_vocabulary)
 
 
-def load_topics() -> Corpus:
+def load_topics(*, max_vocabulary: int = 10_000) -> Corpus:
     """The stand-in for PTB that is always there: the language reference inside the standard library."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[key] for key in sorted(topics))
-    return from_text("topics", text, source="stand-in for PTB: pydoc_data.topics of the standard library")
+    source = "stand-in for PTB: pydoc_data.topics of the standard library"
+    return from_text("topics", text, source=source, max_vocabulary=max_vocabulary)
 
 
 def from_text(name: str, text: str, *, source: str, max_vocabulary: int = 10_000) -> Corpus:

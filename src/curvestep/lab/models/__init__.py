@@ -12,4 +12,8 @@ from curvestep.lab.models.lstm import (
     detach_state as detach_state,
     num_parameters as num_parameters,
 )
-from curvestep.lab.models.resnet import ResNet18 as ResNet18, ResNet20 as ResNet20
+from curvestep.lab.models.resnet import (
+    GlobalBatchNorm2d as GlobalBatchNorm2d,
+    ResNet18 as ResNet18,
+    ResNet20 as ResNet20,
+)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvestep._checks import check_count
+
+Norm = Callable[[int], nn.Module]
 
 
 class Block(nn.Module):
@@ -19,19 +24,22 @@ class Block(nn.Module):
         stride: 2 halves height and width.
         projection: Way around where the shape changes: a learned 1 x 1 convolution, or (He et al., option A)
             every second pixel with zeros for the new channels, which has no parameters.
+        norm: Batch norm of so many channels.
     """
 
-    def __init__(self, before: int, after: int, *, stride: int, projection: bool) -> None:
+    def __init__(
+        self, before: int, after: int, *, stride: int, projection: bool, norm: Norm = nn.BatchNorm2d
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(after)
+        self.norm1 = norm(after)
         self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(after)
+        self.norm2 = norm(after)
         self.stride = stride
         self.new_channels = after - before
         changes = stride != 1 or before != after
         self.around = (
-            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
             if changes and projection
             else None
         )
@@ -60,18 +68,21 @@ class ResNet(nn.Module):
         blocks: Blocks in each stage.
         projection: See `Block`.
         num_classes: Number of classes.
+        norm: Batch norm of so many channels; `GlobalBatchNorm2d` takes its statistics over all processes.
     """
 
-    def __init__(self, widths: Sequence[int], blocks: int, *, projection: bool, num_classes: int) -> None:
+    def __init__(
+        self, widths: Sequence[int], blocks: int, *, projection: bool, num_classes: int, norm: Norm
+    ) -> None:
         super().__init__()
         check_count("num_classes", num_classes)
         self.conv = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(widths[0])
+        self.norm = norm(widths[0])
         stages, before = [], widths[0]
         for index, width in enumerate(widths):
             for number in range(blocks):
                 stride = 2 if index > 0 and number == 0 else 1
-                stages.append(Block(before, width, stride=stride, projection=projection))
+                stages.append(Block(before, width, stride=stride, projection=projection, norm=norm))
                 before = width
         self.blocks = nn.Sequential(*stages)
         self.linear = nn.Linear(before, num_classes)
@@ -94,8 +105,8 @@ class ResNet20(ResNet):
         torch.Size([2, 10])
     """
 
-    def __init__(self, *, num_classes: int = 10) -> None:
-        super().__init__((16, 32, 64), 3, projection=False, num_classes=num_classes)
+    def __init__(self, *, num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> None:
+        super().__init__((16, 32, 64), 3, projection=False, num_classes=num_classes, norm=norm)
 
 
 class ResNet18(ResNet):
@@ -104,5 +115,63 @@ class ResNet18(ResNet):
     The paper's 95 % on CIFAR-10 fits this network and not ResNet20 (He et al. report 91.25 %).
     """
 
-    def __init__(self, *, num_classes: int = 10) -> None:
-        super().__init__((64, 128, 256, 512), 2, projection=True, num_classes=num_classes)
+    def __init__(self, *, num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> None:
+        super().__init__((64, 128, 256, 512), 2, projection=True, num_classes=num_classes, norm=norm)
+
+
+class GlobalBatchNorm2d(nn.BatchNorm2d):
+    r"""Batch norm with mean and variance over the batches of all processes together.
+
+    .. math::
+        \mu = \frac{1}{N}\sum x, \qquad \sigma^2 = \frac{1}{N}\sum (x - \mu)^2
+
+    with both sums over every process, in two passes so that nothing cancels. Torch's own ``SyncBatchNorm``
+    runs on accelerators only.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalised input; in evaluation mode, or alone, exactly ``BatchNorm2d``."""
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().forward(input)
+        count = input.numel() / input.shape[1] * dist.get_world_size()
+        mean = _AllReduce.sum(input.sum((0, 2, 3))) / count
+        centred = input - mean.view(1, -1, 1, 1)
+        variance = _AllReduce.sum(centred.square().sum((0, 2, 3))) / count
+        self._update_running(mean.detach(), variance.detach() * (count / (count - 1)))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.affine:
+            scale = scale * self.weight
+        normalised = centred * scale.view(1, -1, 1, 1)
+        return normalised + self.bias.view(1, -1, 1, 1) if self.affine else normalised
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(variance, weight)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over processes; every process's loss depends on it, so its gradient is summed too."""
+
+    @classmethod
+    def sum(cls, x: Tensor) -> Tensor:
+        """``x`` summed over processes."""
+        total = cls.apply(x)
+        assert isinstance(total, Tensor)
+        return total
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total

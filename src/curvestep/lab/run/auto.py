@@ -14,6 +14,7 @@ from curvestep.calibration.result import Calibration
 from curvestep.calibration.search import calibrate
 from curvestep.lab.calibration import read_calibration, write_calibration
 from curvestep.lab.recipes import Recipe
+from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run
 from curvestep.lab.run.loop import RunResult
 from curvestep.lab.run.session import started
@@ -50,26 +51,21 @@ def calibrate_recipe(
         >>> found.optimizer, recipe.lr == found.lr, 0 < found.lr < 10
         ('ClippedSGD', True, True)
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            task = task or make_task(recipe, offline=offline)
-            model = started(recipe, task.build()).train()
-            torch.manual_seed(seed_of(recipe, "dropout/0"))
-            count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
-            found = calibrate(
-                model,
-                lambda batch: task.loss(model, batch)[0],
-                (task.batch(step) for step in range(count)),
-                optimizer={"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}[recipe.optimizer],
-                momentum=recipe.momentum,
-                weight_decay=recipe.weight_decay,
-                num_batches=num_batches,
-                max_gradients=max_gradients,
-            )
-    finally:
-        torch.set_default_dtype(before)
+    with run_context(recipe):
+        task = task or make_task(recipe, offline=offline)
+        model = started(recipe, task.build()).train()
+        torch.manual_seed(seed_of(recipe, "dropout/0"))
+        count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
+        found = calibrate(
+            model,
+            lambda batch: task.loss(model, batch)[0],
+            (task.batch(step) for step in range(count)),
+            optimizer={"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}[recipe.optimizer],
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            num_batches=num_batches,
+            max_gradients=max_gradients,
+        )
     return replace(recipe, **_measured(recipe, found)), found
 
 

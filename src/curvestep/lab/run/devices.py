@@ -1,12 +1,16 @@
-"""Devices and processes: Lightning Fabric, kept quiet; sharded models; batch norm over the whole batch."""
+"""Devices and processes of a run: Lightning Fabric, sharded models, and what a process sets for a run."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.loggers.csv_logs import CSVLogger
-from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 from lightning_fabric.plugins.precision.amp import MixedPrecision
 from lightning_fabric.plugins.precision.precision import Precision
@@ -31,9 +34,9 @@ from curvestep.lab.tasks import share_of_batch
 STRATEGIES = ("auto", "ddp", "fsdp")
 LOGGERS = ("csv", "tensorboard")
 
-# Here and not in a function: the processes that Fabric starts speak before they call anything of ours.
+# At import: workers log before our code runs.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-# Where one process fails the others are ended: that is no news beside the error.
+# If one process fails the others are ended: a log line about it would hide the error.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
@@ -55,31 +58,36 @@ def make_fabric(
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator, strategy)
     mixed = recipe.precision == "bf16-mixed"
+    chosen: Any = "auto" if devices == 1 else "ddp_spawn"
+    if strategy == "fsdp":
+        chosen = ShardedStrategy(start_method="popen" if under_torchrun() else "spawn")
+    elif under_torchrun():
+        chosen = "ddp"
     try:
         return Fabric(
             accelerator=accelerator,
             devices=devices,
-            strategy=_strategy(devices, strategy),
+            strategy=chosen,
             precision=None if mixed else recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
             plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
             if mixed
             else None,
-            loggers=[_logger(name, folder) for name in loggers],
+            loggers=[
+                CSVLogger(root_dir=folder, name="csv")
+                if name == "csv"
+                else TensorBoardLogger(root_dir=folder, name="tensorboard")
+                for name in loggers
+            ],
         )
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(
-            f"`devices` {devices} of `accelerator` {accelerator!r} cannot be had: {error}"
+            f"`devices` {devices} of `accelerator` {accelerator!r} are not available: {error}"
         ) from None
 
 
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def starts_processes(fabric: Fabric) -> bool:
-    """Whether a launch of ``fabric`` starts processes of its own."""
-    return fabric.world_size > 1 and not under_torchrun()
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:
@@ -106,7 +114,7 @@ def raised_by_process(error: ProcessRaisedException) -> Exception:
     return OSError(int(number), reason, path) if path else OSError(int(number), reason)
 
 
-def gathered(x: Tensor) -> list[Tensor]:
+def all_gather(x: Tensor) -> list[Tensor]:
     """``x`` of every process, in the order of ranks."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
@@ -137,89 +145,20 @@ class ShardedStrategy(DDPStrategy):
         return fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
-def whole(value: Any) -> Any:
+def full_tensors(value: Any) -> Any:
     """``value`` with every sharded tensor in it put together. All processes must take part."""
     if isinstance(value, Mapping):
-        return {key: whole(item) for key, item in value.items()}
+        return {key: full_tensors(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(whole(item) for item in value)
+        return type(value)(full_tensors(item) for item in value)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def sharded_like(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """This process's part of ``value``, sharded as ``like`` is; ``value`` itself if it is not."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-def global_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
-    """``model`` with every batch norm taking its statistics over all processes.
-
-    Torch's own ``SyncBatchNorm`` runs on accelerators only; on the CPU :class:`GlobalBatchNorm2d` does it.
-    """
-    if device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = GlobalBatchNorm2d
-    return model
-
-
-class GlobalBatchNorm2d(nn.BatchNorm2d):
-    r"""Batch norm with mean and variance over the batches of all processes together.
-
-    .. math::
-        \mu = \frac{1}{N}\sum x, \qquad \sigma^2 = \frac{1}{N}\sum (x - \mu)^2
-
-    with both sums over every process, in two passes so that nothing cancels.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalised input; in evaluation mode, or alone, exactly ``BatchNorm2d``."""
-        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
-            return super().forward(input)
-        count = input.numel() / input.shape[1] * dist.get_world_size()
-        mean = _sum_over_processes(input.sum((0, 2, 3))) / count
-        centred = input - mean.view(1, -1, 1, 1)
-        variance = _sum_over_processes(centred.square().sum((0, 2, 3))) / count
-        self._remember(mean.detach(), variance.detach() * (count / (count - 1)))
-        scale = torch.rsqrt(variance + self.eps)
-        if self.affine:
-            scale = scale * self.weight
-        normalised = centred * scale.view(1, -1, 1, 1)
-        return normalised + self.bias.view(1, -1, 1, 1) if self.affine else normalised
-
-    @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        weight = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, weight)
-        self.running_var.lerp_(variance, weight)
-
-
-def _sum_over_processes(x: Tensor) -> Tensor:
-    total = _AllReduce.apply(x)
-    assert isinstance(total, Tensor)
-    return total
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over processes; every process's loss depends on it, so its gradient is summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total
 
 
 def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str) -> None:
@@ -244,15 +183,60 @@ def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str
     share_of_batch(recipe, devices)
 
 
-def _strategy(devices: int, strategy: str) -> Any:
-    if strategy == "fsdp":
-        return ShardedStrategy(start_method="popen" if under_torchrun() else "spawn")
-    if under_torchrun():
-        return "ddp"
-    return "auto" if devices == 1 else "ddp_spawn"
+@contextmanager
+def run_context(recipe: Recipe, *, threads: int | None = None) -> Iterator[None]:
+    """Float type, torch threads and global generators for a run; the caller's come back afterwards."""
+    dtype, threads_before = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads_before)
 
 
-def _logger(name: str, folder: Path) -> Logger:
-    if name == "csv":
-        return CSVLogger(root_dir=folder, name="csv")
-    return TensorBoardLogger(root_dir=folder, name="tensorboard")
+@contextmanager
+def stop_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT (Ctrl-C) or SIGTERM sets; a second signal raises ``KeyboardInterrupt``."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ignore_sigint(fabric: Fabric) -> Iterator[None]:
+    """Ignore Ctrl-C while processes that we start train: they get it too, save, and end."""
+    starts_processes = fabric.world_size > 1 and not under_torchrun()
+    if not starts_processes or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Suppress two warnings that do not apply: the run folder is checked by us, no view is written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        yield

@@ -21,7 +21,15 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from curvestep._checks import check_count, check_nonnegative
 from curvestep.lab.progress import Progress, show_progress
 from curvestep.lab.recipes import LanguageRecipe, Recipe
-from curvestep.lab.run.devices import make_fabric, raised_by_process, under_torchrun
+from curvestep.lab.run.devices import (
+    ignore_sigint,
+    make_fabric,
+    raised_by_process,
+    run_context,
+    stop_signal,
+    suppress_warnings,
+    under_torchrun,
+)
 from curvestep.lab.run.folder import (
     DIVERGED,
     ENDED,
@@ -36,7 +44,6 @@ from curvestep.lab.run.folder import (
     write_status,
 )
 from curvestep.lab.run.session import Session
-from curvestep.lab.run.surroundings import left_to_processes, quiet, stop_signal, surroundings
 from curvestep.lab.tasks import make_task
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -137,7 +144,7 @@ def train(
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
-    with locked(folder) if run else nullcontext(), left_to_processes(fabric):
+    with locked(folder) if run else nullcontext(), ignore_sigint(fabric):
         try:
             _launch(fabric, partial(_train, run=run, options=options))
         except BaseException as error:
@@ -167,7 +174,7 @@ def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe
-    with quiet(), surroundings(recipe, threads=options.threads), stop_signal() as stop:
+    with suppress_warnings(), run_context(recipe, threads=options.threads), stop_signal() as stop:
         task = make_task(
             recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.averaging import NonMonotoneAveraging
 from curvestep.lab.run.checkpoint import cut, load_checkpoint, random_state, save_checkpoint, set_random_state
-from curvestep.lab.run.devices import gathered, global_batch_norm, sharded_like, whole
+from curvestep.lab.run.devices import all_gather, full_tensors, shard_like
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import Task, map_state, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
@@ -35,8 +35,8 @@ class Session:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
         module = started(recipe, task.build())
-        if fabric.world_size > 1:
-            module = global_batch_norm(module, fabric.device)
+        if fabric.world_size > 1 and fabric.device.type != "cpu":
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = module
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.model = fabric.setup_module(module)
@@ -63,8 +63,8 @@ class Session:
         gathered = {
             "state": self._gather(self.state),
             "random": {name: self._stack(value) for name, value in random_state().items()},
-            "model": whole(self.module.state_dict()),
-            "optimizer": whole(self.raw_optimizer.state_dict()),
+            "model": full_tensors(self.module.state_dict()),
+            "optimizer": full_tensors(self.raw_optimizer.state_dict()),
         }
         if not self.fabric.is_global_zero:
             return
@@ -107,7 +107,7 @@ class Session:
     def _restore(self, saved: dict[str, Any]) -> None:
         now = self.module.state_dict()
         self.module.load_state_dict(
-            {name: sharded_like(value, now[name]) for name, value in saved["model"].items()}
+            {name: shard_like(value, now[name]) for name, value in saved["model"].items()}
         )
         self.raw_optimizer.load_state_dict(self._sharded_optimizer(saved["optimizer"]))
         if self.probe:
@@ -128,7 +128,7 @@ class Session:
         params = [p for group in self.raw_optimizer.param_groups for p in group["params"]]
         state = {
             index: {
-                name: sharded_like(v, params[index]) if isinstance(v, Tensor) else v for name, v in of.items()
+                name: shard_like(v, params[index]) if isinstance(v, Tensor) else v for name, v in of.items()
             }
             for index, of in saved["state"].items()
         }
@@ -138,10 +138,10 @@ class Session:
         """A recurrent state for all streams, whichever process has them; the streams are dimension 1."""
         if self.fabric.world_size == 1:
             return state
-        return map_state(lambda tensor: torch.cat(gathered(tensor), dim=1), state)
+        return map_state(lambda tensor: torch.cat(all_gather(tensor), dim=1), state)
 
     def _stack(self, value: Tensor) -> Tensor:
-        return value[None] if self.fabric.world_size == 1 else torch.stack(gathered(value))
+        return value[None] if self.fabric.world_size == 1 else torch.stack(all_gather(value))
 
 
 def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
