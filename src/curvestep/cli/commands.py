@@ -23,7 +23,6 @@ def reproduce(args: list[str]) -> int:
     """``curvestep reproduce``: runs, figures, claims, and the page about them."""
     chosen = parse(options.Reproduce, args, prog="curvestep reproduce")
     from curvestep.lab.paper.reproduction import reproduce as library
-    from curvestep.lab.report.page import write_page
 
     result = library(
         chosen.folder,
@@ -35,11 +34,9 @@ def reproduce(args: list[str]) -> int:
         workers=chosen.workers,
         address=chosen.address or None,
     )
-    page = write_page([result.folder], result.folder / "report.html")
     print(result)
-    print(f"report: {page.path}")
     if sys.stdout.isatty() and not chosen.no_open:
-        _show(page.path)
+        _show(result.page)
     return FAILED if result.failures else OK
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ import pytest
 pytest.importorskip("lightning_fabric")
 
 from curvestep.lab.calibration import CALIBRATION, read_calibration
-from curvestep.lab.paper.claims import make_claims
-from curvestep.lab.paper.evidence import NOT_SUPPORTED, SUPPORTED, Results
-from curvestep.lab.paper.plan import BY_HAND, CALIBRATED, make_plan
-from curvestep.lab.paper.reproduction import reproduce
+from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED
+from curvestep.lab.paper.curves import CALIBRATED
+from curvestep.lab.paper.plan import BY_HAND, Results
+from curvestep.lab.paper.reproduction import make_claims, make_plan, reproduce
 from curvestep.lab.run.folder import Run
 from tests.lab.paper.test_reproduction import fake_runs, tiny_plan
 
@@ -31,7 +32,7 @@ def test_plan_has_one_calibrated_run_beside_the_one_by_hand():
     assert not any(run.calibrated for run in make_plan("laptop", ("fig8",)).runs)
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(0.0, SUPPORTED), (0.1, SUPPORTED), (0.5, NOT_SUPPORTED)])
+@pytest.mark.parametrize(("gain", "verdict"), [(0.0, SUPPORTED), (0.1, SUPPORTED), (0.5, CONTRADICTED)])
 def test_verdict_is_the_share_of_the_way_that_is_missed(tmp_path, gain, verdict):
     plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
 
@@ -49,7 +50,7 @@ def test_calibrated_run_that_diverged_is_said(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(50, 5.0), diverged=(CALIBRATED,))
     claim = the_claim(make_claims(Results(plan, tmp_path)))
-    assert claim.verdict == NOT_SUPPORTED
+    assert claim.verdict == CONTRADICTED
     assert "diverged at step" in claim.measured
 
 
@@ -57,7 +58,7 @@ def test_calibrated_run_that_diverged_is_said(tmp_path):
 def test_reproduction_measures_trains_keeps_the_curve_and_compares(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig4",))
     wanted = tuple(run for run in plan.runs if run.setting in (BY_HAND, CALIBRATED))
-    plan = type(plan)(scale=plan.scale, runs=wanted, synthetic=False, figures=("fig4",))
+    plan = replace(plan, runs=wanted)
     result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
     (folder,) = [path.parent for path in (tmp_path / "out" / "runs").rglob(CALIBRATION)]
     cal, recipe = read_calibration(folder), Run.load(folder).recipe

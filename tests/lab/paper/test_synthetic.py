@@ -110,7 +110,10 @@ def test_each_part_is_announced_where_there_is_no_terminal(tmp_path, capsys):
     config = SyntheticConfig(num_decades=0.5, num_M=2)
     run_synthetic(tmp_path, config=config)
     parts = ("one start", "many starts", "iterations against M")
-    assert capsys.readouterr().out.splitlines() == [f"synthetic experiment: {part}" for part in parts]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in said] == [
+        f"synthetic experiment: {number}/3 {part}" for number, part in enumerate(parts, 1)
+    ]
     run_synthetic(tmp_path, progress=False, config=config)
     assert capsys.readouterr().out == ""
 

@@ -1,17 +1,41 @@
-"""The table of claims: what the paper says, what was measured here, and the verdict."""
+"""Claims of the paper: four verdicts, the rule that decides between them, and the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from curvestep.lab.paper import evidence as show
-from curvestep.lab.paper.evidence import CONFIDENCE, NOT_TESTABLE, Evidence, MissingRuns, Results
-from curvestep.lab.paper.plan import CALIBRATED
+import numpy as np
+from scipy import stats
+
 from curvestep.lab.run.folder import write_json
 
-BAR = "\\|"  # a bar inside a cell
+SUPPORTED, CONTRADICTED, CANNOT_TELL = "supported", "contradicted", "cannot tell"
+NOT_TESTABLE = "not testable at this scale"
+VERDICTS = (SUPPORTED, CONTRADICTED, CANNOT_TELL, NOT_TESTABLE)
+CONFIDENCE = 0.9
+CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
+
+
+class MissingRuns(ValueError):
+    """A figure or a claim needs runs that are not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was measured for a claim, and what follows.
+
+    Args:
+        measured: The numbers, with intervals over the seeds.
+        verdict: One of ``VERDICTS``.
+        settle: What would settle it, where it is not settled.
+    """
+
+    measured: str
+    verdict: str
+    settle: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,85 +46,103 @@ class Claim:
         figure: Figure of the paper.
         paper: What the paper says.
         measured: What was measured, with intervals over the seeds.
-        verdict: ``supported``, ``not supported`` or ``not testable at this scale``.
+        verdict: One of ``VERDICTS``.
+        settle: What would settle it, where it is not settled.
     """
 
     figure: str
     paper: str
     measured: str
     verdict: str
+    settle: str = ""
 
 
-def make_claims(results: Results) -> list[Claim]:
-    """Every row that the runs allow; one whose runs are missing says so."""
-    rows: list[tuple[str, str, Callable[[Results], Evidence]]] = [
-        ("fig4", "Large learning rates diverge without clipping; it allows them.", show.allows_large_lr),
-        ("fig4", "Clipping accelerates training of the language model.", show.accelerates),
-        (
-            "fig4",
-            "lr 30 and max_norm 0.25 are set by hand. Not in the paper: measured before training, they do as "
-            "well.",
-            show.calibrated,
-        ),
-        ("fig4", "Models trained with clipping have the best validation loss.", show.validation),
-        (
-            "fig2",
-            "Smoothness grows with the gradient norm under clipping with a large learning rate, and much "
-            "less at a small one without clipping.",
-            lambda r: show.correlations(r, "lm-lr30clip0.25", "lm-lr2"),
-        ),
-        (
-            "fig2",
-            "At the small learning rate the correlation is much weaker with clipping too.",
-            lambda r: show.correlations(r, "lm-lr30clip0.25", "lm-lr2clip0.25"),
-        ),
-        ("fig6", "A tenth of the data gives an accurate estimate of both quantities.", show.shares),
-        (
-            "fig3",
-            "On images the correlation is absent with SGD and momentum and appears with a large learning "
-            "rate and clipping.",
-            lambda r: show.correlations(r, "cifar-lr5clip0.25", "cifar-momentum"),
-        ),
-        ("fig4", "On images clipped descent converges fastest.", show.images_loss),
-        ("fig4", "On images clipped descent matches the test accuracy of momentum.", show.images_accuracy),
-        ("fig7", "On x⁴ clipped descent converges much faster than gradient descent.", show.synthetic),
-        ("fig7", "There theory predicts gradients 1e5 times smaller.", show.synthetic_theory),
-        ("fig8", "GD lowers the loss but not the gradient norm.", show.gradients_stay),
-        ("fig8", "GD's gradients are about 3 times those of clipped GD; theory says 5.", show.ratio),
-    ]  # fmt: skip
-    wanted = [row for row in rows if row[0] in results.plan.figures]
-    if not results.plan.of(CALIBRATED):
-        wanted = [row for row in wanted if row[2] is not show.calibrated]
-    return [_claim(results, figure, paper, measure) for figure, paper, measure in wanted] + _beyond(results)
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Mean over seeds with its 90 % interval (Student's t), and the values."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return sum(self.values) / len(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Student's t interval of the mean; unbounded for a single seed.
+
+        Example:
+            >>> low, high = Spread(values=(1.0, 2.0, 3.0)).interval
+            >>> round(low, 3), round(high, 3)
+            (0.314, 3.686)
+        """
+        count = len(self.values)
+        if count < 2:
+            return -math.inf, math.inf
+        if not all(map(math.isfinite, self.values)):
+            return math.nan, math.nan
+        half = stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1) * np.std(self.values, ddof=1) / math.sqrt(count)
+        return self.mean - float(half), self.mean + float(half)
+
+    def __sub__(self, other: Spread) -> Spread:
+        """Differences, seed by seed."""
+        return Spread(values=tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+
+    def __str__(self) -> str:
+        if len(self.values) == 1:
+            return f"{self.mean:.3g} (one seed)"
+        low, high = self.interval
+        return f"{self.mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
-def _claim(results: Results, figure: str, paper: str, measure: Callable[[Results], Evidence]) -> Claim:
-    try:
-        measured, verdict = measure(results)
-    except (MissingRuns, ValueError) as error:
-        measured, verdict = f"not measured: {error}", NOT_TESTABLE
-    return Claim(figure=figure, paper=paper, measured=measured, verdict=verdict)
+def decide(measured: str, *margins: Spread) -> Evidence:
+    """The verdict on a claim that holds if every margin is positive.
+
+    Supported if the interval of every margin lies above zero, contradicted if that of one lies below;
+    between the two it cannot be told, and the evidence says how many seeds would tell.
+
+    Args:
+        measured: The numbers in words.
+        margins: Quantities that the claim says are positive, seed by seed.
+
+    Example:
+        >>> decide("", Spread(values=(1.0, 1.1, 0.9))).verdict
+        'supported'
+        >>> print(decide("", Spread(values=(1.0, 2.0, -0.5))).settle)
+        about 7 seeds, if mean and spread stay
+    """
+    intervals = [margin.interval for margin in margins]
+    if all(low > 0 for low, _ in intervals):
+        return Evidence(measured=measured, verdict=SUPPORTED)
+    if any(high < 0 for _, high in intervals):
+        return Evidence(measured=measured, verdict=CONTRADICTED)
+    unsure = [margin for margin, (low, _) in zip(margins, intervals, strict=True) if not low > 0]
+    return Evidence(
+        measured=measured, verdict=CANNOT_TELL, settle=_seeds_words(max(map(seeds_to_tell, unsure)))
+    )
 
 
-def _beyond(results: Results) -> list[Claim]:
-    """What no laptop can test."""
-    rows = []
-    if results.plan.scale == "laptop" and "fig4" in results.plan.figures:
-        rows = [
-            Claim(
-                figure="fig4",
-                paper="AWD-LSTM with clipped SGD reaches a test perplexity of 56.5 after 500 epochs.",
-                measured="not run; the public recipe reports 58.8, and 56.5 only after fine-tuning",
-                verdict=NOT_TESTABLE,
-            ),
-            Claim(
-                figure="fig4",
-                paper="ResNet20 reaches 95.0 % test accuracy with SGD + momentum, 95.2 % with clipping.",
-                measured="not run; 95 % fits a ResNet18 of 11 million parameters, not ResNet20 (about 91 %)",
-                verdict=NOT_TESTABLE,
-            ),
-        ]
-    return rows
+def seeds_to_tell(margin: Spread) -> float:
+    """Seeds after which the interval would leave out zero, if mean and deviation stay; inf if never.
+
+    Example:
+        >>> seeds_to_tell(Spread(values=(1.0, 2.0, -0.5)))
+        7
+    """
+    if len(margin.values) < 2 or not all(map(math.isfinite, margin.values)) or margin.mean == 0:
+        return math.inf
+    deviation = float(np.std(margin.values, ddof=1))
+    counts = (n for n in range(2, 101) if _half_width(deviation, n) < abs(margin.mean))
+    return next(counts, math.inf)
+
+
+def _half_width(deviation: float, count: int) -> float:
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * deviation / math.sqrt(count)
+
+
+def _seeds_words(count: float) -> str:
+    return f"about {count} seeds, if mean and spread stay" if count < math.inf else "more seeds, longer runs"
 
 
 def write_claims(
@@ -108,10 +150,10 @@ def write_claims(
 ) -> None:
     """Write ``claims.json`` and ``claims.md`` into ``folder``."""
     write_json(
-        folder / "claims.json",
+        folder / CLAIMS_JSON,
         {"data": list(data), "notes": list(notes), "claims": [asdict(claim) for claim in claims]},
     )
-    (folder / "claims.md").write_text(as_markdown(claims, data=data, notes=notes), encoding="utf-8")
+    (folder / CLAIMS_TABLE).write_text(as_markdown(claims, data=data, notes=notes), encoding="utf-8")
 
 
 def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence[str] = ()) -> str:
@@ -119,12 +161,13 @@ def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence
     lines = ["# The paper's claims, measured", "", *(f"- Data: {source}." for source in data)]
     lines += [f"- {note}" for note in notes]
     lines += [
-        f"- Numbers are means over seeds with {CONFIDENCE:.0%} intervals of the mean (Student's t).",
+        f"- Numbers are means over seeds with {CONFIDENCE:.0%} intervals of the mean (Student's t). "
+        "Supported: the interval lies on the claim's side; contradicted: on the other; cannot tell: across.",
         "",
-        "| figure | the paper says | measured here | verdict |",
-        "| --- | --- | --- | --- |",
+        "| figure | the paper says | measured here | verdict | what would settle it |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for claim in claims:
-        cells = (claim.figure, claim.paper, claim.measured, f"**{claim.verdict}**")
-        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+        cells = (claim.figure, claim.paper, claim.measured, f"**{claim.verdict}**", claim.settle)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"

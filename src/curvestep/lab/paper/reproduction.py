@@ -1,38 +1,43 @@
-"""All experiments of the paper with one call: data, runs, figures, and the table of claims."""
+r"""All experiments of the paper with one call: data, runs, figures, the table of claims, and the page.
+
+``reproduce`` loops over :data:`FIGURES`; to add a figure, write its file and put it into that list. In the
+reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``claims.md``,
+``reproduction.json``, ``report.html``, and ``figures.json``, from which the page takes its pictures:
+
+    {"figures": [{"figure": "fig4", "name": "fig4_sweep", "title": "Figure 4: ResNet20, a short sweep",
+                  "caption": "...", "png": "figures/fig4_sweep.png", "svg": "figures/fig4_sweep.svg"}, ...]}
+
+one entry a picture, in the order of the paper, with paths relative to the folder.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from curvestep._checks import check_choice
 from curvestep.lab.data import load_cifar10, load_ptb
-from curvestep.lab.grid import SweepResult, has_ended, run_trial, trial_in
+from curvestep.lab.grid import has_ended, run_trial
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.paper.claims import Claim, as_markdown, make_claims, write_claims
-from curvestep.lab.paper.evidence import Results, final_loss
-from curvestep.lab.paper.plan import (
-    FIGURES,
-    IMAGE_SWEEP,
-    IMAGES,
-    LANGUAGE,
-    SHARES,
-    SHOWN_SEED,
-    Plan,
-    Planned,
-    make_plan,
-)
-from curvestep.lab.progress import duration
+from curvestep.lab.paper.claims import NOT_TESTABLE, Claim, Evidence, as_markdown, write_claims
+from curvestep.lab.paper.curves import FIG4
+from curvestep.lab.paper.data_fraction import FIG6
+from curvestep.lab.paper.lstm_gd import FIG8
+from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs
+from curvestep.lab.paper.scatter import FIG1, FIG2, FIG3, FIG5
+from curvestep.lab.paper.style import save
+from curvestep.lab.paper.synthetic_figures import FIG7
+from curvestep.lab.progress import Progress, duration, show_progress
 from curvestep.lab.recipes import Recipe
+from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
 from curvestep.lab.run.folder import Run, write_json
 
-SUMMARY = "reproduction.json"
+FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8)}
+SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -41,11 +46,12 @@ class Reproduction:
     """What a reproduction left.
 
     Args:
-        folder: Holds ``runs``, ``figures``, ``claims.md`` and ``claims.json``.
-        figures: Image files by figure.
+        folder: Holds what the module describes.
+        figures: The main image file of each figure.
         claims: The table of claims.
         data: Where the data came from; stand-ins are named as such.
         failures: What went wrong, in one line each; the rest was done all the same.
+        page: The HTML page about all of it.
         seconds: Time that this call took.
     """
 
@@ -54,6 +60,7 @@ class Reproduction:
     claims: tuple[Claim, ...]
     data: tuple[str, ...]
     failures: tuple[str, ...]
+    page: Path
     seconds: float
 
     def __str__(self) -> str:
@@ -64,6 +71,7 @@ class Reproduction:
             f"after {duration(self.seconds)}",
             *(f"data: {source}" for source in self.data),
             *(f"failed: {failure}" for failure in self.failures),
+            f"report: {self.page}",
         ]
         return "\n".join(lines)
 
@@ -99,39 +107,103 @@ def reproduce(
     folder = Path(folder)
     plan = plan or make_plan(scale, tuple(figures) if figures else None)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    places, sources = _data(plan, offline=offline, progress=progress)
-    plan = replace(plan, runs=tuple(replace(run, place=places[_data_of(run.recipe)]) for run in plan.runs))
-    runs = folder / "runs"
-    failures = _run(plan, runs, engine=engine, workers=workers, address=address, progress=progress)
-    if plan.synthetic:
-        failures += _run_synthetic(folder / "synthetic", progress=progress)
-    drawn, undrawn = _draw(plan, runs, folder, progress=progress)
-    claims = tuple(make_claims(Results(plan, runs, synthetic=folder / "synthetic")))
+    places, sources = prepare_data(plan, offline=offline, progress=progress)
+    plan = replace(plan, runs=tuple(replace(run, place=places[data_of(run.recipe)]) for run in plan.runs))
+    failures = run_all(
+        plan, folder / "runs", engine=engine, workers=workers, address=address, progress=progress
+    )
+    for figure in plan.figures:
+        if figure.experiment:
+            try:
+                figure.experiment(folder, progress)
+            except (ValueError, OSError) as error:
+                failures.append(f"{figure.name}: {error}")
+    results = Results(plan, folder)
+    drawn, undrawn = draw_all(results, progress=progress)
+    claims = make_claims(results)
     notes = [f"Scale: {plan.scale}."]
     write_claims(claims, folder, data=sources, notes=notes)
+    page = write_page([folder], folder / PAGE).path
     result = Reproduction(
         folder=folder,
         figures=drawn,
-        claims=claims,
+        claims=tuple(claims),
         data=tuple(sources),
         failures=(*failures, *undrawn),
+        page=page,
         seconds=time.monotonic() - start,
     )
-    values = asdict(result) | {"folder": str(folder), "figures": {k: str(v) for k, v in drawn.items()}}
-    write_json(folder / SUMMARY, values)
+    paths = {"folder": str(folder), "page": str(page), "figures": {k: str(v) for k, v in drawn.items()}}
+    write_json(folder / SUMMARY, asdict(result) | paths)
     if progress:
         print(as_markdown(claims, data=sources, notes=notes), flush=True)
     return result
 
 
-def _data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str, str], list[str]]:
+def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fields: Any) -> Plan:
+    """The runs that ``figures`` (default: all) need at ``scale``.
+
+    Args:
+        scale: ``laptop``, all in a quarter of an hour on two cores; or ``paper``.
+        figures: Such as ``("fig2", "fig8")``.
+        fields: ``language`` and ``images``, fields to change in every run of that kind.
+    """
+    for name in figures or ():
+        check_choice("figures", name, tuple(FIGURES))
+    return plan_runs(scale, [FIGURES[name] for name in FIGURES if not figures or name in figures], **fields)
+
+
+def make_claims(results: Results) -> list[Claim]:
+    """Every claim of the plan's figures, judged; one whose runs are missing says so."""
+    claims = []
+    for figure in results.plan.figures:
+        for statement in figure.claims:
+            try:
+                evidence = statement.judge(results)
+            except ValueError as error:  # runs are missing, or too short to fit
+                evidence = Evidence(
+                    measured=f"not measured: {error}", verdict=NOT_TESTABLE, settle="the missing runs"
+                )
+            if evidence is not None:
+                claims.append(Claim(figure=figure.name, paper=statement.paper, **asdict(evidence)))
+    return claims
+
+
+def draw_all(results: Results, *, progress: bool) -> tuple[dict[str, Path], list[str]]:
+    """Draw every picture of the plan and write ``figures.json``; what could not be drawn, a line each."""
+    drawn: dict[str, Path] = {}
+    entries, failures = [], []
+    for figure in results.plan.figures:
+        for picture in figure.pictures:
+            try:
+                image = picture.draw(results, picture.title)
+                png, svg = save(image, results.folder / "figures" / picture.name)
+            except (ValueError, OSError) as error:
+                failures.append(f"{picture.name}: {error}")
+                said = failures[-1]
+            else:
+                drawn.setdefault(figure.name, png)
+                files = {
+                    "png": png.relative_to(results.folder).as_posix(),
+                    "svg": svg.relative_to(results.folder).as_posix(),
+                }
+                words = {"name": picture.name, "title": picture.title, "caption": picture.caption}
+                entries.append({"figure": figure.name, **words, **files})
+                said = f"{picture.name}: {png}"
+            if progress:
+                print(said, flush=True)
+    write_json(results.folder / PICTURES, {"figures": entries})
+    return drawn, failures
+
+
+def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str, str], list[str]]:
     """Fetch what the plan needs, once, before many processes want it; folders for runs, and sources.
 
     Runs on a stand-in, or at another scale, are kept apart from the real ones.
     """
     places: dict[str, str] = {}
     sources = []
-    for name in sorted({_data_of(run.recipe) for run in plan.runs}, key=lambda name: (name != "ptb", name)):
+    for name in sorted({data_of(run.recipe) for run in plan.runs}, key=lambda name: (name != "ptb", name)):
         found, source = Path(name).stem, name  # any other data are in no need of fetching
         if name == "ptb":
             corpus = load_ptb(offline=offline, progress=progress)
@@ -144,12 +216,12 @@ def _data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str, str],
     return places, sources
 
 
-def _data_of(recipe: Recipe) -> str:
+def data_of(recipe: Recipe) -> str:
     """The data that a recipe names."""
     return str(getattr(recipe, "corpus", "") or getattr(recipe, "images", ""))
 
 
-def _run(
+def run_all(
     plan: Plan, runs: Path, *, engine: str, workers: int, address: str | None, progress: bool
 ) -> list[str]:
     """Make every run that has not ended; the failures, a line each."""
@@ -165,102 +237,51 @@ def _run(
             name=run.name,
             folder=runs / run.path,
             function=run_calibrated if run.calibrated else run_trial,
-            # The data are in the cache now, or cannot be had: no process need ask the network again.
+            # The data are in the cache now, or not available: no process need ask the network again.
             arguments={"recipe": run.recipe, "folder": runs / run.path, "offline": True},
             total=run.recipe.steps,
         )
         for run in left
     ]
-    failures = []
-    with _progress(plan.runs, jobs, runs, shown=progress) as (watch, ended):
+    total = sum(run.cost for run in plan.runs)
+    before = total - sum(run.cost for run in left)
+    count, failures = len(plan.runs) - len(left), []
+    with show_progress(
+        "training", total, start=before, unit="share", interval=SILENCE, shown=progress and bool(left)
+    ) as shown:
+        watch = watch_runs(plan.runs, jobs, shown)
         for outcome in run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch):
             stop_if_interrupted(outcome)
-            run = planned[outcome.name]
             if outcome.error:
                 failures.append(f"{outcome.name}: {outcome.error}")
-            ended(run, outcome.error)
+            count += 1
+            said = outcome.error or _ending(runs / planned[outcome.name].path)
+            time_left = shown.time_left(_done(plan.runs, jobs))
+            shown.print(f"[{count}/{len(planned)}] {outcome.name}: {said} ({time_left} left)")
     return failures
 
 
-def _run_synthetic(folder: Path, *, progress: bool) -> list[str]:
-    """Make the synthetic experiment unless it is there; its failure, in a line."""
-    from curvestep.lab.paper.synthetic import SUMMARY as DONE, run_synthetic
+def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) -> Callable[[], None]:
+    """A function that shows how far all runs are, weighted by cost, and which are under way."""
 
-    try:
-        if not (folder / DONE).exists():
-            run_synthetic(folder, progress=progress)
-    except (ValueError, OSError) as error:
-        return [f"synthetic experiment: {error}"]
-    return []
+    def watch() -> None:
+        busy = [job for job in jobs if job.steps() > 0 and not has_ended(job.folder)]
+        words = ", ".join(f"{job.name} {job.steps()}/{job.total or '?'}" for job in busy)
+        shown.update(_done(runs, jobs), words or "starting")
+
+    return watch
 
 
-@contextmanager
-def _progress(
-    runs: Sequence[Planned], jobs: Sequence[Job], folder: Path, *, shown: bool
-) -> Iterator[tuple[Callable[[], None], Callable[[Planned, str], None]]]:
-    """How far all runs are, weighted by cost: a live bar, or lines, one at least every half minute."""
-    total = sum(run.cost for run in runs)
-    by_name = {run.name: run for run in runs}
-    before = total - sum(by_name[job.name].cost for job in jobs)
-    start, count = time.monotonic(), len(runs) - len(jobs)
-    said = start
-
-    def done() -> float:
-        return before + sum(_share(job) * by_name[job.name].cost for job in jobs)
-
-    def under_way() -> str:
-        return ", ".join(f"{job.name} {job.steps()}/{job.total or '?'}" for job in jobs if _is_busy(job))
-
-    def left() -> str:
-        share = (done() - before) / max(total - before, 1e-9)
-        elapsed = time.monotonic() - start
-        return f"{duration(elapsed / share * (1 - share) if share > 0 else float('inf'))} left"
-
-    def line(run: Planned, error: str) -> None:
-        nonlocal count, said
-        count += 1
-        if shown:
-            words = error or _ending(folder / run.path)
-            print(f"[{count}/{len(runs)}] {run.name}: {words} ({left()})", flush=True)
-            said = time.monotonic()
-
-    def sign_of_life() -> None:
-        nonlocal said
-        if shown and time.monotonic() - said > SILENCE:
-            said = time.monotonic()
-            print(f"[{count}/{len(runs)}] {under_way() or 'starting'} ({left()})", flush=True)
-
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal and jobs):
-        yield sign_of_life, line
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=32),
-        TextColumn("{task.percentage:3.0f} %  {task.fields[under_way]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("training", total=total, under_way="")
-
-        def watch() -> None:
-            bar.update(task, completed=done(), under_way=under_way())
-
-        def ended(run: Planned, error: str) -> None:
-            bar.console.print(f"{run.name}: {error or _ending(folder / run.path)}", highlight=False)
-
-        yield watch, ended
+def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
+    """Cost of what has been done of all runs."""
+    left = {job.name: 1 - _share(job) for job in jobs}
+    return sum(run.cost * (1 - left.get(run.name, 0.0)) for run in runs)
 
 
 def _share(job: Job) -> float:
     if has_ended(job.folder):
         return 1.0
     return min(1.0, job.steps() / job.total) if job.total else 0.0
-
-
-def _is_busy(job: Job) -> bool:
-    return job.steps() > 0 and not has_ended(job.folder)
 
 
 def _ending(folder: Path) -> str:
@@ -271,111 +292,3 @@ def _ending(folder: Path) -> str:
         if status == "finished"
         else f"{status}, {run.status['message']}"
     )
-
-
-def _draw(plan: Plan, runs: Path, folder: Path, *, progress: bool) -> tuple[dict[str, Path], list[str]]:
-    """Every figure of the plan, from the run folders alone; what could not be drawn, a line each."""
-    drawn, failures = {}, []
-    for figure in (figure for figure in FIGURES if figure in plan.figures):
-        try:
-            drawn[figure] = DRAW[figure](plan, runs, folder)
-        except (ValueError, OSError) as error:
-            failures.append(f"{figure}: {error}")
-        if progress:
-            print(f"{figure}: {drawn[figure] if figure in drawn else failures[-1]}", flush=True)
-    return drawn, failures
-
-
-def _path(plan: Plan, runs: Path, setting: str, seed: int | None = None) -> Path:
-    """Folder of one run of a setting: the seed that the scatter plots show, or the only one there is."""
-    planned = plan.of(setting)
-    chosen = [run for run in planned if run.recipe.seed == seed] or planned[-1:]
-    if not chosen:
-        raise ValueError(f"the plan has no run of {setting}")
-    return runs / chosen[0].path
-
-
-def _all(plan: Plan, runs: Path, settings: Sequence[str]) -> list[Path]:
-    return [runs / run.path for setting in settings for run in sorted(plan.of(setting), key=lambda r: r.name)]
-
-
-def _scatter(
-    settings: Sequence[str],
-    title: str,
-    name: str,
-    *,
-    seeds: Sequence[int] = (),
-    log: Sequence[bool] = (),
-    notes: Sequence[str] = (),
-) -> Callable[[Plan, Path, Path], Path]:
-    def draw(plan: Plan, runs: Path, folder: Path) -> Path:
-        from curvestep.lab.paper import save, scatter
-
-        chosen = seeds or [SHOWN_SEED] * len(settings)
-        paths = [_path(plan, runs, setting, seed) for setting, seed in zip(settings, chosen, strict=True)]
-        figure = scatter(paths, title=title, log=list(log) or True, notes=notes)
-        return save(figure, folder / "figures" / name)[0]
-
-    return draw
-
-
-def _draw_curves(plan: Plan, runs: Path, folder: Path) -> Path:
-    from curvestep.lab.paper import curves, heatmap, save
-
-    paths = _all(plan, runs, [*LANGUAGE, *IMAGES])
-    drawn = curves(paths, title="Figure 4: training with and without clipping")
-    sweep = heatmap(_image_sweep(plan, runs), title="Figure 4: ResNet20, a short sweep")
-    save(sweep, folder / "figures" / "fig4_sweep")
-    return save(drawn, folder / "figures" / "fig4")[0]
-
-
-def _image_sweep(plan: Plan, runs: Path) -> SweepResult:
-    """The sweep on images; its losses are means over the last steps only, for it is short."""
-    trials = []
-    for setting, (lr, max_norm) in IMAGE_SWEEP.items():
-        found = trial_in({"lr": lr, "max_norm": max_norm}, _path(plan, runs, setting))
-        if found.result:
-            loss = final_loss(Run.load(found.folder))
-            found = replace(found, result=replace(found.result, train_loss=loss))
-        trials.append(found)
-    return SweepResult(folder=runs, trials=tuple(trials))
-
-
-def _draw_shares(plan: Plan, runs: Path, folder: Path) -> Path:
-    from curvestep.lab.paper import data_fraction, save
-
-    part, whole = (_path(plan, runs, setting) for setting in SHARES)
-    return save(
-        data_fraction(part, whole, title="Figure 6: a tenth of the data against all of it"),
-        folder / "figures" / "fig6",
-    )[0]
-
-
-def _draw_synthetic(plan: Plan, runs: Path, folder: Path) -> Path:
-    from curvestep.lab.paper.synthetic_figures import draw_synthetic
-
-    return draw_synthetic(folder / "synthetic")[0]
-
-
-def _draw_gd(plan: Plan, runs: Path, folder: Path) -> Path:
-    from curvestep.lab.paper import lstm_gd, save
-
-    gd, clipped = (_path(plan, runs, name, SHOWN_SEED) for name in plan.descent)
-    drawn = lstm_gd(gd, clipped, title="Figure 8: GD against clipped GD on the 2-layer LSTM")
-    return save(drawn, folder / "figures" / "fig8")[0]
-
-
-_FIRST = "lm-lr30clip0.25"
-DRAW: dict[str, Callable[[Plan, Path, Path], Path]] = {
-    "fig1": _scatter([_FIRST], "Figure 1: smoothness against gradient norm, LSTM on PTB", "fig1"),
-    "fig2": _scatter([_FIRST, "lm-lr2", "lm-lr2clip0.25"], "Figure 2: language model", "fig2"),
-    "fig3": _scatter([*IMAGES], "Figure 3: ResNet20", "fig3"),
-    "fig4": _draw_curves,
-    "fig5": _scatter(
-        [_FIRST, _FIRST], "Figure 5: linear scale, and the longer run", "fig5",
-        seeds=[SHOWN_SEED, 0], log=[False, True], notes=["linear scale", "longer run"],
-    ),
-    "fig6": _draw_shares,
-    "fig7": _draw_synthetic,
-    "fig8": _draw_gd,
-}  # fmt: skip

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from curvestep._checks import check_count, check_positive
+from curvestep.lab.progress import show_progress
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory import (
     ClippedStep,
@@ -160,20 +159,12 @@ def run_synthetic(
     config = config or SyntheticConfig()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with_bar = progress and console.is_terminal
     stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
     numbers: dict[str, Array] = {}
-    with Progress(*columns, console=console, disable=not with_bar, transient=True) as bar:
-        task = bar.add_task("x⁴", total=len(stages))
-        for name, stage in stages.items():
-            words = f"synthetic experiment: {name}"
-            bar.update(task, description=words)
-            if progress and not with_bar:
-                print(words, flush=True)
+    with show_progress("synthetic experiment", len(stages), interval=0.0, shown=progress) as shown:
+        for count, (name, stage) in enumerate(stages.items(), 1):
             numbers |= stage(config)
-            bar.advance(task)
+            shown.update(count, name)
     result = summarize(config, numbers)
     _write(folder / CONFIG, json.dumps(asdict(config), indent=2))
     _write_numbers(folder / NUMBERS, numbers)

@@ -10,35 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED, Evidence, MissingRuns
+from curvestep.lab.paper.plan import PaperFigure, Picture, Results, Statement
 from curvestep.lab.paper.style import COLOURS, panels, save, styled
-from curvestep.lab.paper.synthetic import METHODS, SyntheticResult, load_synthetic
+from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
 
 Array = NDArray[Any]
 
 GD, CLIPPED = COLOURS[0], COLOURS[1]
 NUM_LINES = 6  # step sizes shown in each of the six panels
-
-
-def draw_synthetic(folder: Path) -> list[Path]:
-    """Draw every figure of the synthetic experiment beside its numbers.
-
-    ``fig7`` has the paper's six panels, ``fig7_jittered`` the same from many starts, ``fig7_table`` the
-    quantitative comparison, ``fig7_growth`` iterations against M.
-
-    Args:
-        folder: What :func:`curvestep.lab.paper.synthetic.run_synthetic` filled.
-
-    Returns:
-        The files written, PNG and SVG of each.
-    """
-    result, numbers = load_synthetic(folder)
-    figures = {
-        "fig7": trajectories(result, numbers),
-        "fig7_jittered": jittered(result, numbers),
-        "fig7_table": table(result),
-        "fig7_growth": growth(result, numbers),
-    }
-    return [path for name, figure in figures.items() for path in save(figure, Path(folder) / name)]
 
 
 def trajectories(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
@@ -156,7 +136,7 @@ def _ratios(panel: Axes, ratios: Array, label: str, colour: str, dashes: str) ->
     )
 
 
-def table(result: SyntheticResult) -> Figure:
+def table(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
     """The paper's quantitative comparison: as printed, corrected, measured."""
     header = ["", "printed", "corrected", "measured"]
     rows = [[row.quantity, row.printed, row.corrected, row.measured] for row in result.table]
@@ -229,3 +209,86 @@ def growth(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
             color="#555555",
         )
     return figure
+
+
+FOLDER = "synthetic"  # inside the reproduction's
+
+
+def draw_synthetic(folder: Path, output: Path | None = None) -> list[Path]:
+    """Draw every picture of the synthetic experiment.
+
+    Args:
+        folder: What :func:`curvestep.lab.paper.synthetic.run_synthetic` filled.
+        output: Where to; default: beside the numbers.
+
+    Returns:
+        The files written, PNG and SVG of each.
+    """
+    saved = load_synthetic(folder)
+    return [path for name, draw in _DRAW.items() for path in save(draw(*saved), (output or folder) / name)]
+
+
+_DRAW = {"fig7": trajectories, "fig7_jittered": jittered, "fig7_table": table, "fig7_growth": growth}
+_CAPTIONS = {
+    "fig7": "gradient descent and clipped gradient descent on x⁴",
+    "fig7_jittered": "the same comparison over many starting points",
+    "fig7_table": "theory against experiment: printed, corrected, measured",
+    "fig7_growth": "iterations against the largest gradient norm, with the bounds",
+}
+
+
+def _picture(name: str) -> Picture:
+    return Picture(
+        name=name,
+        title=f"Figure 7: {_CAPTIONS[name]}",
+        caption=_CAPTIONS[name],
+        draw=lambda results, title: _DRAW[name](*load_synthetic(results.folder / FOLDER)),
+    )
+
+
+def run_once(folder: Path, progress: bool) -> None:
+    """Make the experiment unless it is there."""
+    if not (folder / FOLDER / SUMMARY).exists():
+        run_synthetic(folder / FOLDER, progress=progress)
+
+
+def judge_descent(results: Results) -> Evidence:
+    """Final gradients on x⁴."""
+    found = _summary(results)
+    low, high = found.jittered_range
+    words = (
+        f"|f'| after {found.config.num_steps} steps: {found.gd_grad_norm:.2g} for gradient descent, "
+        f"{found.clipped_grad_norm:.2g} with clipping, a ratio of {found.ratio:.2g}; over "
+        f"{found.config.num_starts} jittered starts the median is {found.jittered_ratio:.2g}, "
+        f"from {low:.2g} to {high:.2g}"
+    )
+    return Evidence(measured=words, verdict=SUPPORTED if low > 1 else CONTRADICTED)
+
+
+def judge_theory(results: Results) -> Evidence:
+    """What theory predicts on x⁴, as printed and corrected."""
+    (row,) = (row for row in _summary(results).table if "by the bounds" in row.quantity)
+    words = f"with the square root of the theorems' bounds {row.corrected}; measured {row.measured}"
+    claimed, predicted = float(row.printed), float(row.corrected.rpartition(" ")[2])
+    right = claimed / 2 < predicted < claimed * 2
+    return Evidence(measured=words, verdict=SUPPORTED if right else CONTRADICTED)
+
+
+def _summary(results: Results) -> SyntheticResult:
+    if not (results.folder / FOLDER).exists():
+        raise MissingRuns("the synthetic experiment has not been run")
+    return load_synthetic(results.folder / FOLDER)[0]
+
+
+FIG7 = PaperFigure(
+    name="fig7",
+    runs=lambda scale: (),
+    pictures=tuple(_picture(name) for name in _DRAW),
+    claims=(
+        Statement(
+            paper="On x⁴ clipped descent converges much faster than gradient descent.", judge=judge_descent
+        ),
+        Statement(paper="There theory predicts gradients 1e5 times smaller.", judge=judge_theory),
+    ),
+    experiment=run_once,
+)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import numpy as np
 
 from curvestep import _files
 from curvestep._files import RowFile as RowFile, dump_json, load_json, write_atomically
+from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.lab.recipes import Recipe, from_dict, to_dict
+from curvestep.smoothness.trace import Trace
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -58,6 +61,16 @@ class Run:
     def trace_path(self) -> Path:
         """The file that the probe wrote; it may not exist."""
         return self.folder / TRACE
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What the probe measured, read once."""
+        return Trace.load(self.trace_path)
+
+    @cached_property
+    def fit(self) -> SmoothnessFit:
+        """The fit of the trace, made once; an error if there are too few rows."""
+        return fit_smoothness(self.trace)
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
