@@ -109,7 +109,7 @@ WRONG = {
     "reproduce --workers x": "--workers: needs a whole number, got 'x'",
     "train ptb-lstm --lr -1": "`lr` must be positive and finite, got -1.0",
     "train ptb-lstm --precision 16": "expected one of ('32-true', '64-true'",
-    "train ptb-lstm --scale huge": "--scale must be one of laptop, paper, got huge",
+    "train ptb-lstm --scale huge": "--scale must be one of laptop, longer, paper, got huge",
     "train ptb-lstm --lr": "missing value for argument '--lr'",
     "sweep ptb-lstm --lr 3": "give at least one field several values",
     "sweep ptb-lstm --lr 3 10 --engine slurm": "expected one of ('joblib', 'ray')",

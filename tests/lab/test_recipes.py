@@ -17,6 +17,14 @@ def test_every_recipe_exists_at_both_scales_and_names_its_figures(name, scale):
     assert set(recipe.figures) <= {f"fig{i}" for i in range(1, 9)}
 
 
+def test_a_scale_that_a_recipe_lacks_is_named_with_those_it_has():
+    assert get_recipe("ptb-lstm", "longer").probe_data == 0.01
+    with pytest.raises(
+        ValueError, match=r"no recipe ptb-awd-lstm at `scale` 'longer'. It has: laptop, paper"
+    ):
+        get_recipe("ptb-awd-lstm", "longer")
+
+
 def test_recipes_serve_every_figure_that_trains():
     served = {figure for recipe in RECIPES.values() for figure in recipe.figures}
     assert served == {"fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig8"}  # fig7 is synthetic
@@ -37,7 +45,7 @@ def test_unknown_recipe_is_an_error_with_the_nearest_and_all_names():
 
 
 def test_unknown_scale_is_an_error():
-    with pytest.raises(ValueError, match="`scale` must be one of 'laptop', 'paper', got 'huge'"):
+    with pytest.raises(ValueError, match="`scale` must be one of 'laptop', 'longer', 'paper', got 'huge'"):
         get_recipe("ptb-lstm", "huge")
 
 

@@ -62,3 +62,14 @@ def test_a_vocabulary_changes_the_start_only_where_it_is_set(tmp_path):
     assert replace(recipe, vocabulary=12).problem == "text.txt-12/lstm/8/10/2"
     with pytest.raises(ValueError, match="`vocabulary` must be a whole number of at least 3, got 2"):
         replace(recipe, vocabulary=2)
+
+
+def test_pooled_images_are_means_over_squares_of_pixels():
+    whole, pooled = (make_task(small_images(pooling=size), offline=True) for size in (1, 2))
+    (x, y), (small, same) = (task.oracle_batches(1.0)[0] for task in (whole, pooled))
+    torch.testing.assert_close(small, F.avg_pool2d(x, 2))
+    assert torch.equal(y, same)
+    assert pooled.data_source == whole.data_source + ", averaged to 16 x 16 pixels"
+    assert pooled.batch(0)[0].shape == (8, 3, 16, 16)
+    with pytest.raises(ValueError, match="`pooling` must be 1, 2 or 4"):
+        small_images(pooling=3)

@@ -28,6 +28,7 @@ HELP: dict[str, str] = {
     "steps": "optimizer steps; sets epochs to 0",
     "epochs": "passes over the data; sets steps to 0",
     "probe_every": "steps between measurements; 0: never",
+    "probe_from": "step of the first measurement",
     "fractions": "where on the step to measure, shares in (0, 1]",
     "probe_data": "share of the data to measure on; 0: the batch",
     "eval_every": "steps between evaluations; 0: at the end only",
@@ -57,6 +58,7 @@ HELP: dict[str, str] = {
     "images": "which data set",
     "augmented": "random crops and flips",
     "num_images": "training images; 0: all",
+    "pooling": "pixels a side to average over: 1, 2 or 4",
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": OPTIMIZERS,

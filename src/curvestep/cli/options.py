@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 Figure = Literal["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"]
-Scale = Literal["laptop", "paper"]
+Scale = Literal["laptop", "longer", "paper"]
 Engine = Literal["joblib", "ray"]
 
 

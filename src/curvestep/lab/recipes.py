@@ -1,4 +1,4 @@
-r"""Named training configurations, at laptop and at paper scale.
+r"""Named training configurations: at laptop scale, longer, and as in the paper.
 
 A recipe is a frozen dataclass: together with its seed it decides a training run, so that a run is a function
 of its recipe. Each one names the figures of the paper that it serves. Change a field with :func:`get_recipe`
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
 from curvestep.steps import check_threshold
 
-SCALES = ("laptop", "paper")
+SCALES = ("laptop", "longer", "paper")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 OPTIMIZERS = ("clipped", "normalized")
 
@@ -30,7 +30,7 @@ class Recipe(ABC):
     Args:
         name: Name of the recipe, as on the command line.
         figures: Figures of the paper that it serves.
-        scale: ``laptop`` or ``paper``.
+        scale: ``laptop`` (minutes), ``longer`` (hours on two cores) or ``paper`` (days).
         seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
             the same start and the same batches.
         optimizer: ``clipped``, :math:`h = \min\{\eta, \gamma\eta/g\}`, or ``normalized``,
@@ -45,6 +45,7 @@ class Recipe(ABC):
         steps: Steps to take; 0 leaves it to ``epochs``.
         epochs: Passes over the data, if ``steps`` is 0.
         probe_every: Steps between two measurements of smoothness; 0 measures nothing.
+        probe_from: Step of the first measurement: to leave out the start of training.
         fractions: Fractions of the step at which the probe takes the gradient again.
         probe_data: Share of the training data on which the probe measures; 0 is the training batch.
         eval_every: Steps between two evaluations on held-out data; 0 evaluates at the end only.
@@ -70,6 +71,7 @@ class Recipe(ABC):
     steps: int = 0
     epochs: int = 0
     probe_every: int = 5
+    probe_from: int = 0
     fractions: tuple[float, ...] = (1.0,)
     probe_data: float = 0.0
     eval_every: int = 0
@@ -90,7 +92,7 @@ class Recipe(ABC):
             check_nonnegative(name, getattr(self, name))
         for name in ("batch_size", "log_every"):
             check_count(name, getattr(self, name))
-        for name in ("seed", "steps", "epochs", "probe_every", "eval_every", "eval_size"):
+        for name in ("seed", "steps", "epochs", "probe_every", "probe_from", "eval_every", "eval_size"):
             check_count(name, getattr(self, name), least=0)
         if (self.steps == 0) == (self.epochs == 0):
             raise ValueError(
@@ -206,23 +208,27 @@ class ImageRecipe(Recipe):
         images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
         augmented: Random crops with padding 4, and flips.
         num_images: Training images to use, the first of each class; 0 takes all.
+        pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 
     model: str = "resnet20"
     images: str = "cifar10-subset"
     augmented: bool = True
     num_images: int = 0
+    pooling: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model", self.model, ("resnet20", "resnet18"))
         check_choice("images", self.images, ("cifar10", "cifar10-subset", "digits"))
         check_count("num_images", self.num_images, least=0)
+        if self.pooling not in (1, 2, 4):
+            raise ValueError(f"`pooling` must be 1, 2 or 4 pixels a side, got {self.pooling!r}.")
 
     @property
     def problem(self) -> str:
         """The images and the model."""
-        return f"{self.images}/{self.model}"
+        return f"{self.images}{f'-{self.pooling}' if self.pooling > 1 else ''}/{self.model}"
 
 
 _PTB_LSTM = LanguageRecipe(
@@ -236,6 +242,15 @@ _PTB_LSTM = LanguageRecipe(
 # The quantitative comparison of the paper: two layers, 200 and 512, lr 10 with threshold 0.25.
 _PTB_LSTM_PAPER = replace(
     _PTB_LSTM, scale="paper", embedding=200, hidden=512, steps=0, epochs=1, probe_data=0.1, eval_size=0
+)
+# The same model and text, measured on a hundredth of the text.
+_PTB_LSTM_LONGER = replace(
+    _PTB_LSTM_PAPER,
+    scale="longer",
+    probe_every=20,
+    probe_data=0.01,
+    fractions=(0.1, 0.5, 1.0),
+    eval_every=332,
 )
 # Merity et al. (2018): the public recipe that the paper follows.
 _AWD_LSTM_PAPER = LanguageRecipe(
@@ -282,15 +297,22 @@ _RESNET20_PAPER = replace(
     _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75), probe_data=0.1,
     eval_every=391, log_every=20,
 )  # fmt: skip
+# Ten epochs of the 10,000 images, measured past the first one.
+_RESNET20_LONGER = replace(
+    _RESNET20, scale="longer", steps=0, epochs=10, lr_drops=(0.5, 0.75), probe_every=10, probe_from=80,
+    probe_data=0.05, fractions=(0.1, 0.5, 1.0), eval_every=78,
+)  # fmt: skip
 
 RECIPES: dict[tuple[str, str], Recipe] = {
     (recipe.name, recipe.scale): recipe
     for recipe in (
         _PTB_LSTM,
+        _PTB_LSTM_LONGER,
         _PTB_LSTM_PAPER,
         _AWD_LSTM,
         _AWD_LSTM_PAPER,
         _RESNET20,
+        _RESNET20_LONGER,
         _RESNET20_PAPER,
         replace(_RESNET20, name="cifar-resnet18", model="resnet18", steps=20),
         replace(_RESNET20_PAPER, name="cifar-resnet18", model="resnet18"),
@@ -315,6 +337,9 @@ def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
     if name not in names:
         raise ValueError(f"There is no recipe {name!r}.{_nearest(name, names)} Recipes: {', '.join(names)}.")
     check_choice("scale", scale, SCALES)
+    if (name, scale) not in RECIPES:
+        scales = ", ".join(there for other, there in RECIPES if other == name)
+        raise ValueError(f"There is no recipe {name} at `scale` {scale!r}. It has: {scales}.")
     return with_fields(RECIPES[name, scale], **overrides)
 
 

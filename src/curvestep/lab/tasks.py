@@ -239,6 +239,9 @@ class ImageTask(Task):
         self.recipe = recipe
         self.images = images
         self.data_name, self.data_source = images.name, images.source
+        if recipe.pooling > 1:
+            height, width = (size // recipe.pooling for size in images.train_x.shape[2:])
+            self.data_source += f", averaged to {height} x {width} pixels"
         self.x, self.y = _balanced(images, recipe.num_images)
         if len(self.y) < recipe.batch_size:
             raise ValueError(
@@ -307,7 +310,10 @@ class ImageTask(Task):
         return batches
 
     def _ready(self, x: Tensor) -> Tensor:
-        return normalise(self.images, x).contiguous(memory_format=self._layout)
+        x = normalise(self.images, x)
+        if self.recipe.pooling > 1:
+            x = F.avg_pool2d(x, self.recipe.pooling)
+        return x.contiguous(memory_format=self._layout)
 
     def _order(self, epoch: int) -> list[Tensor]:
         order = torch.randperm(len(self.y), generator=generator(self.recipe, f"order/{epoch}"))

@@ -114,6 +114,11 @@ def test_the_probe_changes_nothing_in_a_run(tmp_path):
     assert not (tmp_path / "plain" / "trace.jsonl").exists()
 
 
+def test_measurements_begin_where_the_recipe_says(tmp_path):
+    train(small_language(tmp_path, steps=12, probe_every=3, probe_from=5), tmp_path / "run", **quiet)
+    assert [row["step"] for row in Run.load(tmp_path / "run").trace] == [5, 8, 11]
+
+
 def test_rows_can_be_written_less_often_with_the_mean_loss(tmp_path):
     recipe = small_language(tmp_path, precision="64-true", steps=10)
     train(recipe, tmp_path / "each", **quiet)

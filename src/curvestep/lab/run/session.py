@@ -172,9 +172,11 @@ def make_probe(
     oracle = None
     if recipe.probe_data:
         oracle = make_oracle(task, model, recipe.probe_data, fabric)
-    return SmoothnessProbe(
+    probe = SmoothnessProbe(
         model, every=recipe.probe_every, fractions=recipe.fractions, oracle=oracle, trace=path
     )
+    probe.schedule.next = recipe.probe_from
+    return probe
 
 
 def make_oracle(task: Task, model: nn.Module, share: float, fabric: Fabric) -> GradientOracle:
