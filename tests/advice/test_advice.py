@@ -13,7 +13,7 @@ from curvestep.advice.settings import best_setting
 from curvestep.fit.fit import fit_smoothness
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clipped_step, normalized_step
-from tests.fit.traces import make_trace, simulated
+from tests.fit.traces import inside_steps, make_trace, simulated
 
 positive = st.floats(1e-3, 1e3)
 
@@ -31,7 +31,7 @@ def falling(num):
     return 6.0 - 2.0 * np.arange(num) / num
 
 
-def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, every=1, **kwargs):
+def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, every=1, inside=None, **kwargs):
     g, ell = simulated(np.random.default_rng(seed), num=num, phi=0.5, **kwargs)
     coefficient = np.minimum(1.0, max_norm / g)
     return make_trace(
@@ -43,11 +43,12 @@ def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, every=
         coefficient=coefficient,
         noise=tau,
         every=every,
+        **({} if inside is None else inside_steps(g, ell, elasticity=inside)),
     )
 
 
 def test_one_trace_gives_the_line_of_its_region_and_says_that_it_is_local():
-    advice = advise(run())
+    advice = advise(run(lr=0.3, inside=0.8))
     # The 0.75 line of (1 + 2g)·e^{0.4 z} is e^{0.27} (1 + 2g): corner at 0.5, lr 1.5/(2·1.31).
     assert advice.max_norm == pytest.approx(0.5, rel=0.4)
     assert advice.lr == pytest.approx(1.5 / 2 / math.exp(0.4 * 0.674), rel=0.4)
@@ -56,7 +57,7 @@ def test_one_trace_gives_the_line_of_its_region_and_says_that_it_is_local():
         low, high = getattr(advice, f"{name}_interval")
         assert low <= getattr(advice, name) <= high
         assert low < high
-    g = run().column("grad_norm")
+    g = run(lr=0.3).column("grad_norm")
     assert advice.clipped_fraction == pytest.approx(np.mean(g > advice.max_norm))
     assert advice.gain > 3
     assert "Clipping pays" in advice.verdict
@@ -66,7 +67,7 @@ def test_one_trace_gives_the_line_of_its_region_and_says_that_it_is_local():
 
 
 def test_theorys_constant_gives_a_third_of_the_step():
-    practical, proven = advise(run()), advise(run(), constant=0.5)
+    practical, proven = (advise(run(lr=0.3, inside=0.8), constant=c) for c in (1.5, 0.5))
     assert proven.lr == pytest.approx(practical.lr / 3)
     assert proven.max_norm == pytest.approx(practical.max_norm)
     with pytest.raises(ValueError, match="`constant` must be positive"):

@@ -34,7 +34,9 @@ def test_slope_that_a_constant_hessian_would_show_does_not_raise_lr_beyond_its_c
     assert fit_smoothness(trace).spearman > 0.99
     assert "cannot be told from this trace" in advice.verdict
     assert "a constant Hessian" in advice.verdict
-    assert advice.lr == pytest.approx(1 / trace.column("smoothness").max())
+    today = np.median(trace.column("step_norm") / trace.column("grad_norm"))
+    assert advice.lr == pytest.approx(3 * today)
+    assert advice.lr < 1 / trace.column("smoothness").max()
     assert advice.lr < 2 / SPECTRUM.max()
     assert any("lr is held there" in reason for reason in advice.reasons)
     # What would hold if the slope were real stays inside the interval: it is what cannot be told.
@@ -67,20 +69,20 @@ def test_gradient_norm_that_hardly_varies_is_no_evidence_for_clipping():
     assert "Clipping pays" not in advice.verdict
 
 
-def test_loss_that_rose_is_said_and_lr_is_not_raised():
+def test_loss_that_rose_is_said_and_lr_is_lowered():
     rng = np.random.default_rng(0)
     g = rng.lognormal(size=60) * 1.2 ** np.arange(60)
     trace = make_trace(g, 1 + 2 * g, loss=1.2 ** np.arange(60), step_norm=0.1 * g, lr=0.1)
     advice = advise(trace)
-    assert advice.verdict.startswith("The loss rose along this trace, from 1.65 to 3.12e+04")
+    assert advice.verdict.startswith("The loss rose along this trace, from 1.49 to 3.12e+04")
     assert "raise lr with" not in advice.verdict
-    assert advice.lr == pytest.approx(0.1)
-    assert advice.max_norm == pytest.approx((1.5 / 0.1 - 1) / 2)  # where 1.5/(1 + 2g) is today's lr
+    stable = np.minimum(0.1, 2 / (1 + 2 * g))  # a step beyond 2/L was run, but not stable
+    assert advice.lr == pytest.approx(np.median(stable) / 10)  # the loss rose more than tenfold
     rising = np.linspace(2.0, 3.0, 200) + 0.1 * rng.standard_normal(200)
     g, ell = simulated(rng, num=200)
     columns = {"step_norm": 0.01 * g, "lr": 0.01}
-    assert advise(make_trace(g, ell, loss=rising, **columns)).lr == pytest.approx(0.01)
-    assert advise(make_trace(g, ell, loss=rising[::-1], **columns)).lr > 0.1
+    assert advise(make_trace(g, ell, loss=rising, **columns)).lr == pytest.approx(0.01 / 3)
+    assert advise(make_trace(g, ell, loss=rising[::-1], **columns)).lr == pytest.approx(0.03)
 
 
 def test_noise_alone_is_no_rise_of_the_loss():

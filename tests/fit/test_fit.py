@@ -12,7 +12,7 @@ from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import block_length, moving_blocks, slope_interval
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.theory.problems import ExponentialWall
-from tests.fit.traces import autoregression, make_trace, quadratic_run, simulated
+from tests.fit.traces import autoregression, inside_steps, make_trace, quadratic_run, simulated
 
 
 def clipped_descent(problem, *, start, lr, max_norm, steps):
@@ -208,6 +208,88 @@ def test_edge_of_stability_is_named_only_where_steps_are_not_clipped():
     assert not warned(make_trace(g, ell / 10, step_norm=0.1 * g, lr=0.1), "Edge of stability")
 
 
+def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
+    g, ell = simulated(np.random.default_rng(0), num=100)
+    fit = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell)), control=False)
+    assert fit.within.elasticity == pytest.approx(0.8, abs=0.01)
+    assert fit.within.grows
+    assert fit.grows
+    assert fit.supports_slope
+    assert "within steps" in str(fit)
+    assert f"{fit.within.elasticity:.2f}" in str(fit)
+    flat = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell, elasticity=0.0)))
+    assert not flat.grows  # whatever the control says
+    assert not flat.within.missing
+
+
+def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
+    g, ell = simulated(np.random.default_rng(1), phi=0.8, L0=0.2, noise=0.1)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
+    assert any("no secants" in warning and "Measure again" in warning for warning in fit.warnings)
+    assert fit.grows == (not fit.explained) is True
+    assert "within steps" not in str(fit)
+
+
+def test_one_fraction_alone_and_short_steps_are_named():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    single = make_trace(
+        g,
+        ell,
+        secants=[[float(s)] for s in ell],
+        grad_norms=[[float(n) / 2] for n in g],
+        header={"fractions": [1.0]},
+    )
+    assert warned(single, "fractions=(0.5, 1.0)")
+    rng = np.random.default_rng(1)
+    columns = inside_steps(g, ell, kappa=0.03, elasticity=0.0)
+    columns["secants"] = [
+        [s * float(np.exp(0.02 * rng.standard_normal())) for s in row] for row in columns["secants"]
+    ]
+    wobbly = make_trace(g, ell, **columns)
+    assert warned(wobbly, "Steps are short")
+    assert not warned(make_trace(g, ell, **inside_steps(g, ell)), "Within steps")
+
+
+@pytest.mark.parametrize(
+    ("rank", "exponent", "upper", "expected"),
+    [
+        ((0.6, 0.8), (0.5, 0.9), 0.4, False),
+        ((0.3, 0.8), (0.5, 0.9), 0.4, True),  # within the control's ranks
+        ((0.6, 0.8), (0.2, 0.9), 0.4, True),  # within the control's exponents
+        ((0.999, 1.0), (0.5, 0.9), 0.998, True),  # a saturated control cannot be exceeded
+        ((-0.2, 0.1), (0.5, 0.9), -0.5, True),  # a negative correlation is no growth
+        ((math.nan, math.nan), (0.5, 0.9), 0.4, True),
+        ((0.6, 0.8), (0.5, 0.9), math.nan, True),
+    ],
+)
+def test_a_constant_hessian_explains_what_is_not_clearly_beyond_the_control(rank, exponent, upper, expected):
+    g, ell = simulated(np.random.default_rng(0), num=40)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1))
+    control = dataclasses.replace(fit.control, spearman_interval=(-0.9, upper), exponent_interval=(-0.9, 0.4))
+    fit = dataclasses.replace(fit, spearman_interval=rank, exponent_interval=exponent, control=control)
+    assert fit.explained is expected
+    assert dataclasses.replace(fit, control=None).explained
+
+
+def test_a_few_rows_without_step_length_leave_the_control_to_the_others():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    lengths = [None if row in (3, 20) else 0.1 for row in range(60)]
+    assert fit_smoothness(make_trace(g, ell, step_norm=lengths, lr=0.1)).control is not None
+    lengths = [0.1 if row < 9 else None for row in range(60)]
+    assert fit_smoothness(make_trace(g, ell, step_norm=lengths, lr=0.1)).control is None
+
+
+def test_noise_scale_is_the_quotient_of_means():
+    g = np.array([2.0, 4.0] * 20)
+    noise = np.array([1.0, 3.0] * 20)
+    fit = fit_smoothness(make_trace(g, np.ones(40), noise=noise, batch_size=8), control=False)
+    assert fit.noise_scale == pytest.approx(8 * 5 / (10 - 5))  # means of noise² and of g² - noise²
+    assert "noise scale" in str(fit)
+    assert fit_smoothness(make_trace(g, np.ones(40), noise=noise), control=False).noise_scale is None
+    drowned = fit_smoothness(make_trace(g, np.ones(40), noise=2 * g, batch_size=8), control=False)
+    assert drowned.noise_scale == math.inf
+
+
 def test_narrow_range_few_points_and_noise_floor_are_named():
     rng = np.random.default_rng(0)
     g, ell = simulated(rng, num=200)
@@ -219,7 +301,7 @@ def test_narrow_range_few_points_and_noise_floor_are_named():
     assert not warned(
         make_trace(g, ell, kappa=1e-6, step_norm=0.1, header={"dtype": "float64"}), "Noise floor"
     )
-    assert fit_smoothness(make_trace(g, ell), control=False).warnings == ()
+    assert fit_smoothness(make_trace(g, ell, **inside_steps(g, ell)), control=False).warnings == ()
 
 
 def test_noise_floor_is_that_of_the_rows_own_precision_and_self_test():

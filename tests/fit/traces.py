@@ -11,7 +11,7 @@ def make_trace(grad_norm, smoothness, *, header=None, every=1, **columns):
         row = {"step": i * every, "grad_norm": float(g), "smoothness": float(ell), "status": OK}
         for name, values in columns.items():
             value = values if values is None or np.isscalar(values) else values[i]
-            row[name] = None if value is None else float(value)
+            row[name] = value if value is None or isinstance(value, list) else float(value)
         trace.append(row)
     return trace
 
@@ -51,3 +51,15 @@ def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3, 
         rows.append((np.linalg.norm(g), np.linalg.norm(after - g) / length, length))
         xi = fresh
     return np.array(rows).T
+
+
+def inside_steps(g, ell, *, elasticity=0.8, kappa=0.5):
+    """Columns of steps that shorten the gradient by ``kappa``, inside which smoothness grows as told."""
+    half, full = 1 - kappa / 2, 1 - kappa
+    ratio = ((1 + 2 * half + full) / 4 / ((1 + half) / 2)) ** elasticity
+    return {
+        "kappa": kappa,
+        "secants": [[float(s) / ratio, float(s)] for s in ell],
+        "grad_norms": [[float(n) * half, float(n) * full] for n in g],
+        "header": {"fractions": [0.5, 1.0], "dtype": "float64"},
+    }

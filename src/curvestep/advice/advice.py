@@ -91,11 +91,12 @@ def advise(
     r"""A learning rate, ``max_norm`` and longest step for the task that was measured, and why.
 
     From one trace: the (L0, L1) line of the region that this run visited, and the clipped descent that stays
-    below :math:`c/(L_0 + L_1 g)`. That is a local statement, because curvature adapts to the step; and an L1
-    that a constant Hessian would show as well does not raise lr
-    (:func:`~curvestep.advice.rule.highest_lr`). From several traces of the same task, or one run whose lr was
-    raised in stages: the largest setting whose loss fell furthest, with the step that its region tolerates,
-    and the next setting to try if the best one lies at the edge of what was tried.
+    below :math:`c/(L_0 + L_1 g)`. That is a local statement, because curvature adapts to the step; and lr
+    stays where it is known to be stable (:func:`~curvestep.advice.rule.highest_lr`): below c over a spectral
+    smoothness that was recorded, else at most three times the step size that was run. From several traces of
+    the same task, or one run whose lr was raised in stages: the largest setting whose loss fell furthest,
+    with the step that its region tolerates, and the next setting to try if the best one lies at the edge of
+    what was tried.
 
     Args:
         runs: Probed runs of plain or clipped descent, at least one: traces, or their fits, which are then
@@ -121,8 +122,8 @@ def advise(
         ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": g, "lr": 0.1,
         ...                       "smoothness": (1 + 2 * g) * rng.uniform(0.8, 1), "step_norm": 0.1 * g})
         >>> advice = advise(trace)
-        >>> print(f"{advice.lr:.1f} {advice.max_norm:.1f}")
-        0.8 0.5
+        >>> print(f"{advice.lr:.1f} {advice.max_norm:.1f}")    # three times the lr that was run, and no more
+        0.3 2.1
     """
     if not runs:
         raise ValueError("`runs` must be at least one trace or fit, got none.")

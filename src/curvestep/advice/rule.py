@@ -22,11 +22,10 @@ from functools import partial
 
 import numpy as np
 
-from curvestep.fit.diagnostics import fit_warnings
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval, block_interval, block_length, slope_interval
-from curvestep.fit.samples import Samples, evenly_spaced
+from curvestep.fit.samples import Samples, evenly_spaced, typical_clip_norm
 
 LITTLE_GAIN = 1.5  # below it clipping is not worth its threshold
 _LEAST_ROWS = 20
@@ -47,6 +46,7 @@ class Rule:
     noise: float | None
     rise: Interval | None  # loss of the first and the last rows, if it rose
     most_lr: float
+    limit: str  # what ``most_lr`` comes from
     lr: float
     max_norm: float
     lr_interval: Interval
@@ -86,8 +86,9 @@ def rule_for(
     most = max(float(high), least)
     gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
     rise = loss_rise(samples.loss)
-    most_lr = highest_lr(fit, rise, constant=constant, gain=gain)
+    most_lr, limit = highest_lr(fit, rise, constant=constant, gain=gain)
     lr, max_norm = clipping_below(L0, L1, constant=constant, least=least, most=most, most_lr=most_lr)
+    lr, max_norm = below_spectral(samples, lr, max_norm, constant=constant)
 
     few = evenly_spaced(len(g), most=_MOST_ROWS)
     length = block_length(g[few], ell[few])
@@ -111,12 +112,13 @@ def rule_for(
         noise=noise,
         rise=rise,
         most_lr=most_lr,
+        limit=limit,
         lr=lr,
         max_norm=max_norm,
         lr_interval=spans[0],
         max_norm_interval=spans[1],
         step_cap_interval=spans[2],
-        warnings=fit_warnings(samples, L1=L1, effective=len(g[few]) / length),
+        warnings=fit.warnings + noise_bias(samples, max_norm, noise),
     )
 
 
@@ -145,28 +147,89 @@ def clipping_below(
     return min(constant / (L0 + L1 * max_norm), most_lr), max_norm
 
 
-def highest_lr(fit: SmoothnessFit, rise: Interval | None, *, constant: float, gain: float) -> float:
-    """What lr is kept to; infinity where smoothness follows the gradient norm and the loss did not rise.
+def highest_lr(
+    fit: SmoothnessFit, rise: Interval | None, *, constant: float, gain: float
+) -> tuple[float, str]:
+    """What lr is kept to, and where that comes from; what was not run is never far from what was.
 
-    Where a constant Hessian would show as much, a small smoothness at a small gradient may only mean that the
-    sharp directions were worked off; they are still there. Then an L1 that matters must not raise lr beyond
-    the textbook's step for a constant Hessian, one over the largest smoothness measured (a direction's, so it
-    may fall short of the Hessian's), or today's step size, which was run. Where the loss rose, today's is
-    already too large.
+    - Where a spectral value was recorded and nothing shows that smoothness follows the gradient norm: c over
+      the largest. It knows every direction.
+    - Without one, at most three times the step size that was run: directions in which the gradient has no
+      part, because they were worked off or drown in noise, do not show along the steps.
+    - Where nothing shows that smoothness follows the gradient norm, a small smoothness at a small gradient
+      may only mean that the sharp directions were worked off. With a gain that matters lr stays below the
+      textbook's step for a constant Hessian, one over the largest smoothness measured; with little gain
+      below c over the upper quantile. Today's step size was run, so it stays allowed.
+    - Where the loss rose, today's is too large already: it is divided by how much the loss rose, at least by
+      3 and at most by 10.
     """
-    careful = (
-        math.inf
-        if fit.supports_slope or gain < LITTLE_GAIN
-        else min(constant, 1.0) / float(fit.samples.smoothness.max())
+    samples = fit.samples
+    # A step beyond κ = 2 overshoots, so that it was run is no sign that it is stable.
+    size = np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))
+    today = float(np.nanmedian(size))
+    run = f"today's step size is {today:.3g}"
+    if rise is not None:
+        first, last = rise
+        times = min(max(last / first if first > 0 else 3.0, 3.0), 10.0)
+        return today / times, f"{run}, and with it the loss rose"
+    spectral = samples.spectral[np.isfinite(samples.spectral)]
+    if len(spectral):
+        if fit.supports_slope:
+            return math.inf, ""
+        largest = float(spectral.max())
+        return constant / largest, f"{constant:g} over the largest spectral smoothness, {largest:.3g}"
+    limits = [(3 * today, f"{run}, and three times that is the most that it can vouch for")]
+    if not fit.supports_slope and gain < LITTLE_GAIN:
+        upper = float(np.quantile(samples.smoothness, 0.95))
+        limits.append(
+            (
+                max(constant / upper, today),
+                f"{run}, and {constant:g} over the largest smoothness "
+                f"measured, but for one in twenty, is {constant / upper:.3g}",
+            )
+        )
+    elif not fit.supports_slope:
+        careful = min(constant, 1.0) / float(samples.smoothness.max())
+        limits.append(
+            (max(careful, today), f"{run}, and one over the largest smoothness measured is {careful:.3g}")
+        )
+    return min(limits)
+
+
+def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: float) -> tuple[float, float]:
+    r"""``lr`` lowered until no step is beyond c over the spectral smoothness recorded with its gradient.
+
+    .. math::
+        \eta\,\min\{1, \gamma/g_i\} \le c/\lambda_i \quad\text{for every row } i \text{ with } \lambda_i
+    """
+    known = np.isfinite(samples.spectral) & (samples.spectral > 0)
+    bounds = constant / samples.spectral[known] * np.maximum(samples.grad_norm[known] / max_norm, 1.0)
+    return min(lr, float(bounds.min(initial=math.inf))), max_norm
+
+
+def noise_bias(samples: Samples, max_norm: float, noise: float | None) -> tuple[str, ...]:
+    r"""A warning where a threshold, run or advised, lies below five times the gradient noise.
+
+    Clipping below it cuts the noise unevenly and biases the mean step: gradients stay above a floor of
+    :math:`\min\{\sigma, \sigma^2/\gamma\}` whatever lr is (Koloskova, Hendrikx and Stich, 2023).
+    """
+    if noise is None:
+        return ()
+    run = typical_clip_norm(samples.clip_norm)
+    return tuple(
+        f"{name} is below five times the gradient noise ({noise:.3g}). Clipping then biases the mean step: "
+        f"no lr brings the gradient below about {min(noise, noise**2 / norm):.2g}. Raise max_norm or the "
+        "batch size."
+        for name, norm in ((f"The run's max_norm, {run:.3g},", run), (f"max_norm {max_norm:.3g}", max_norm))
+        if norm < 5 * noise * (1 - 1e-9)
     )
-    today = float(np.nanmedian(fit.samples.step_size))
-    return max(careful, today) if rise is None else min(careful, today)
 
 
 def loss_rise(losses: np.ndarray) -> Interval | None:
-    """Mean loss over the first and the last tenth (five rows at least), if the last lies clearly above.
+    """Mean loss over the first five rows and the last tenth (five at least), if the last lies clearly above.
 
-    Clearly: by more than three standard errors. Losses that are not finite are left out.
+    Clearly: by more than three standard errors, by the larger scatter of the two. Five rows, since noise can
+    raise a loss to its new level within the first tenth. Losses that are not finite are left out.
 
     Example:
         >>> loss_rise(np.arange(20.0))
@@ -176,10 +239,10 @@ def loss_rise(losses: np.ndarray) -> Interval | None:
     """
     losses = losses[np.isfinite(losses)]
     part = max(5, len(losses) // 10)
-    if len(losses) < 2 * part:
+    if len(losses) < 5 + part:
         return None
-    first, last = losses[:part], losses[-part:]
-    error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / part)
+    first, last = losses[:5], losses[-part:]
+    error = math.sqrt(max(first.var(ddof=1), last.var(ddof=1)) * (1 / 5 + 1 / part))
     low, high = float(first.mean()), float(last.mean())
     return (low, high) if high - low > 3 * error else None
 

@@ -185,7 +185,7 @@ def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Sett
     kept = np.isfinite(history.loss) & (history.step <= horizon)
     loss = history.loss[kept]
     score = final_loss(history.step[kept], loss)
-    blown_up = len(loss) == 0 or not history.ends_finite or loss[-1] > 1.5 * loss[0]
+    blown_up = len(loss) == 0 or not history.ends_finite or _rose_far(loss)
     silent = not np.isfinite(history.loss).any() and history.measured  # nobody recorded the loss
     diverged = not silent and bool(blown_up)
     return Setting(
@@ -199,6 +199,16 @@ def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Sett
         staged=False,
         ended_early=not diverged and not silent and bool(history.step[-1] < horizon),
     )
+
+
+def _rose_far(losses: np.ndarray) -> bool:
+    """Whether the last losses lie above the first by more than four times the losses' own spread.
+
+    The spread is that of the middle half, so that a sudden rise at the end does not add to it; a steady rise
+    stays below three. Losses may be negative.
+    """
+    low, high = np.quantile(losses, [0.25, 0.75])
+    return bool(np.median(losses[-3:]) - losses[0] > 4 * (high - low) / 1.349)
 
 
 def _final_error(losses: np.ndarray) -> float:

@@ -11,6 +11,7 @@ from curvestep.advice.rule import LITTLE_GAIN, Rule
 from curvestep.advice.settings import Setting
 from curvestep.fit.diagnostics import at_edge_of_stability, hardly_varies, kappa_saturated
 from curvestep.fit.fit import SmoothnessFit
+from curvestep.fit.within import LEAST_ELASTICITY
 
 INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
 
@@ -22,46 +23,68 @@ def verdict_on(fit: SmoothnessFit, rule: Rule) -> str:
         first, last = rule.rise
         parts.insert(
             0,
-            f"The loss rose along this trace, from {first:.3g} to {last:.3g}: its steps were too long, so lr "
-            "is not raised.",
+            f"The loss rose along this trace, from {first:.3g} to {last:.3g}: its steps were too long, or "
+            "its batches too noisy for them, so lr is lowered.",
         )
     return " ".join(parts)
 
 
 def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
     """Whether clipping helps, and why, in one sentence."""
-    samples, gain, noise = fit.samples, rule.gain, rule.noise
+    samples, within, gain, noise = fit.samples, fit.within, rule.gain, rule.noise
     largest = float(samples.grad_norm.max())
-    if kappa_saturated(samples) and samples.clipped.mean() > 0.5:
+    saturated = kappa_saturated(samples) and samples.clipped.mean() > 0.5
+    at_edge = at_edge_of_stability(samples)
+    low, high = within.elasticity_interval
+    inside = f"elasticity {within.elasticity:.2f} [{low:.2f}, {high:.2f}], p {within.p_value:.1g}"
+    unknown = "Whether clipping pays cannot be told from this trace: "
+    if (
+        gain >= LITTLE_GAIN
+        and noise is not None
+        and rule.L1 > 0
+        and largest < 2 * (noise + rule.L0 / rule.L1)
+    ):
         return (
-            "Whether clipping pays cannot be told from this trace: its steps all have the same length and "
-            "change the gradient by the same share of its norm (κ is saturated), and that alone makes "
-            "smoothness grow with the gradient norm."
+            f"The large gradients are mostly noise ({noise:.3g}, with the largest norm {largest:.3g}): a "
+            "lower lr or a larger batch helps more than clipping."
         )
-    if at_edge_of_stability(samples):
+    if within.grows and (gain >= LITTLE_GAIN or saturated or at_edge):
         return (
-            "Whether clipping pays cannot be told from this trace: without clipping, smoothness has settled "
-            "at 2/lr whatever the gradient norm (the edge of stability), and says nothing about other steps."
+            f"Clipping pays here: inside single steps smoothness grows with the gradient norm ({inside}), "
+            "which a constant Hessian never shows, so one learning rate for all steps has to be as small as "
+            "the largest gradients need."
+        )
+    if saturated:
+        return (
+            unknown + "its steps all have the same length and change the gradient by the same share of its "
+            "norm (κ is saturated), and that alone makes smoothness grow with the gradient norm."
+        )
+    if at_edge:
+        return (
+            unknown + "without clipping, smoothness has settled at 2/lr whatever the gradient norm (the edge "
+            "of stability), and says nothing about other steps."
         )
     if gain < LITTLE_GAIN:
         return (
             f"Clipping gains little here: at the largest gradient seen the smoothness is {gain:.2f} times "
             "what it is at none, so a plain learning rate does nearly as well."
         )
-    if noise is not None and rule.L1 > 0 and largest < 2 * (noise + rule.L0 / rule.L1):
+    if not within.missing and high <= LEAST_ELASTICITY:
         return (
-            f"The large gradients are mostly noise ({noise:.3g}, with the largest norm {largest:.3g}): a "
-            "lower lr or a larger batch helps more than clipping."
+            "Clipping gains little here: smoothness and gradient norm fall together along the run, but "
+            f"inside single steps one does not follow the other ({inside})."
+        )
+    if not within.missing:
+        return (
+            unknown + "smoothness and gradient norm go together along the run, but inside single steps no "
+            f"growth is shown ({inside})."
         )
     if hardly_varies(samples):
-        return (
-            "Whether clipping pays cannot be told from this trace: its gradient norm hardly varies, so "
-            "nothing shows how smoothness goes with it."
-        )
+        return unknown + "its gradient norm hardly varies, so nothing shows how smoothness goes with it."
     if fit.explained:
         return (
-            "Whether clipping pays cannot be told from this trace: smoothness grows with the gradient norm, "
-            "but a constant Hessian, where clipping gains nothing, would show as much with the same steps."
+            unknown + "smoothness grows with the gradient norm, but a constant Hessian, where clipping gains "
+            "nothing, would show as much with the same steps."
         )
     times = "many" if math.isinf(gain) else f"{gain:.3g}"
     return (
@@ -99,18 +122,16 @@ def reasons(fit: SmoothnessFit, rule: Rule) -> tuple[str, ...]:
         "that",
         f"gain of clipping, 1 + L1·M/L0, is {rule.gain:.3g} with M = {samples.grad_norm.max():.3g}",
     ]
-    if L1 > 0 and fit.explained and fit.control is not None:
+    if L1 > 0 and fit.within.missing and fit.explained and fit.control is not None:
         low, high = fit.spearman_interval[0], fit.control.spearman_interval[1]
         found.append(
             f"a constant Hessian would show a rank correlation up to {high:.2f} with these steps, and this "
             f"run's may be as low as {low:.2f}: L1 may be no more than a trend"
         )
+    if not fit.within.missing:
+        found.append(str(fit.within).removesuffix("."))
     if rule.held:
-        today, largest = np.nanmedian(samples.step_size), samples.smoothness.max()
-        found.append(
-            f"lr is held there: today's step size is {today:.3g}, and one over the largest smoothness "
-            f"measured is {1 / largest:.3g}"
-        )
+        found.append(f"lr is held there: {rule.limit}")
     if is_inert(fit):
         size, length = np.nanmedian(samples.step_size), np.median(samples.step_norm)
         found.append(

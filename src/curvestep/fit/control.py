@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import root_scalar
 
-from curvestep.fit.correlation import correlation, spearman
+from curvestep.fit.correlation import correlation, slope, spearman
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import Samples, evenly_spaced
+from curvestep.fit.samples import LEAST_ROWS, Samples, evenly_spaced
 
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64
@@ -41,6 +41,8 @@ class Control:
     spearman_interval: Interval
     pearson: float
     pearson_interval: Interval
+    exponent: float
+    exponent_interval: Interval
     L1: float
     L1_interval: Interval
 
@@ -48,10 +50,11 @@ class Control:
 def control_of(
     samples: Samples, *, quantile: float, level: float, rng: np.random.Generator
 ) -> Control | None:
-    """The control of measured rows; None where a step length is unknown or nothing curves."""
+    """The control of measured rows; None where hardly a step length is known or nothing curves."""
     known = np.isfinite(samples.step_norm) & (samples.step_norm > 0)
-    if not known.all() or samples.smoothness.max() == 0:
+    if known.sum() < LEAST_ROWS or samples.smoothness[known].max() == 0:
         return None
+    samples = samples if known.all() else samples.rows(known)
     size = np.where(samples.clipped & np.isfinite(samples.lr), samples.lr, samples.step_size)
     noise = samples.noise[np.isfinite(samples.noise)]
     run = Run(
@@ -63,13 +66,16 @@ def control_of(
         noise=float(np.median(noise)) if len(noise) else None,
     )
     g, ell = constant_hessian_runs(run, rng=rng)
-    rank, log = spearman(g, ell), correlation(np.log(g), np.log(ell))
+    log_g, log_ell = np.log(g), np.log(ell)
+    rank, log, exponent = spearman(g, ell), correlation(log_g, log_ell), slope(log_g, log_ell)
     slopes = quantile_lines(g, ell, quantile=quantile)[:, 1]
     return Control(
         spearman=float(np.median(rank)),
         spearman_interval=_spread(rank, level),
         pearson=float(np.median(log)),
         pearson_interval=_spread(log, level),
+        exponent=float(np.median(exponent)),
+        exponent_interval=_spread(exponent, level),
         L1=float(np.median(slopes)),
         L1_interval=_spread(slopes, level),
     )

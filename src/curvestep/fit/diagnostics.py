@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from curvestep.fit.samples import Samples
+from curvestep.fit.within import LEAST_ELASTICITY, SHORT, Within
 
 
-def fit_warnings(samples: Samples, *, L1: float, effective: float) -> tuple[str, ...]:
+def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[str, ...]:
     """Reasons to doubt a fit of these samples; empty if there is none.
 
     Args:
         samples: What was fitted.
+        within: What the steps say by themselves.
         L1: The slope that came out.
         effective: Number of rows over the block length: how many independent pieces of evidence there are.
     """
@@ -22,6 +24,7 @@ def fit_warnings(samples: Samples, *, L1: float, effective: float) -> tuple[str,
         saturation(samples, L1),
         edge_of_stability(samples),
         noise_floor(samples),
+        silent_steps(within),
     )
     return tuple(warning for warning in found if warning)
 
@@ -44,6 +47,13 @@ def hardly_varies(samples: Samples) -> bool:
     """Whether nine gradient norms in ten lie within a factor of 1.5, so that no slope can be seen."""
     low, high = np.quantile(samples.grad_norm, [0.05, 0.95])
     return bool(high < 1.5 * low)
+
+
+def silent_steps(within: Within) -> str | None:
+    """Where the steps by themselves cannot say whether smoothness follows the gradient norm."""
+    low, high = within.elasticity_interval
+    short = within.kappa < SHORT and low <= LEAST_ELASTICITY < high
+    return str(within) if within.missing or short else None
 
 
 def few_points(samples: Samples, effective: float) -> str | None:

@@ -31,9 +31,11 @@ from curvestep.fit.samples import (
     unconverged_words,
     usable_samples,
 )
+from curvestep.fit.within import Within, within_steps
 from curvestep.smoothness.trace import Trace
 from curvestep.theory.inequalities import sample_frontier
 
+SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything
 _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
 
 
@@ -43,8 +45,11 @@ class SmoothnessFit:
 
     ``L0`` and ``L1`` are the quantile line's; ``frontier(L1)`` is the line above every point. ``spearman``
     and ``pearson`` (of logarithms) relate gradient norm and smoothness. ``control`` is what a constant
-    Hessian would show; ``local`` and ``spectral`` are fits of the other estimates where they were measured.
-    ``samples`` are the rows themselves: :func:`~curvestep.advice.advice.advise` works on them.
+    Hessian would show across the rows, ``within`` whether smoothness grows with the gradient norm inside
+    single steps, where a constant Hessian shows nothing: the evidence that counts where it was measured.
+    ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``local``
+    and ``spectral`` are fits of the other estimates where they were measured. ``samples`` are the rows
+    themselves: :func:`~curvestep.advice.advice.advise` works on them.
     """
 
     L0: float
@@ -59,6 +64,8 @@ class SmoothnessFit:
     pearson_interval: Interval
     least_squares: tuple[float, float]
     control: Control | None
+    within: Within
+    noise_scale: float | None
     local: SmoothnessFit | None
     spectral: SmoothnessFit | None
     num_points: int
@@ -74,13 +81,32 @@ class SmoothnessFit:
 
     @property
     def explained(self) -> bool:
-        """Whether a constant Hessian would show as much: the run's interval reaches into its control's."""
-        return self.control is not None and self.spearman_interval[0] <= self.control.spearman_interval[1]
+        """Whether a constant Hessian would show as much across the rows, by the control.
+
+        It would unless the run's rank correlation and exponent are positive and their intervals lie above
+        the control's. A control that reaches 0.95 is saturated: then 0.999 above 0.998 says nothing. Without
+        a control, or with one that is not a number, nothing speaks against a constant Hessian.
+        """
+        if self.control is None or not self.control.spearman_interval[1] < SATURATED:
+            return True
+        pairs = (
+            (self.spearman_interval[0], self.control.spearman_interval[1]),
+            (self.exponent_interval[0], self.control.exponent_interval[1]),
+        )
+        return not all(low > max(high, 0.0) for low, high in pairs)
+
+    @property
+    def grows(self) -> bool:
+        """Whether smoothness is shown to grow with the gradient norm.
+
+        Inside steps, wherever that could be tested; else across the rows, beyond the control.
+        """
+        return not self.explained if self.within.missing else self.within.grows
 
     @property
     def supports_slope(self) -> bool:
         """Whether L1 may be used to take larger steps than were taken where the gradient is small."""
-        return not hardly_varies(self.samples) and not self.explained
+        return self.grows and not hardly_varies(self.samples)
 
     def frontier(self, L1: float) -> float:
         r"""Smallest L0 with every measured point below: :math:`\max_i(\ell_i - L_1 g_i)_+`."""
@@ -129,6 +155,14 @@ class SmoothnessFit:
             span, slope = _words(self.control.spearman_interval), f"{self.control.L1:.3g}"
             note = f"{span}  rank corr. that a constant Hessian would show, L1 {slope}"
             table.append(("control", f"{self.control.spearman:.2f}", note))
+        if not self.within.missing:
+            note = f"{_words(self.within.elasticity_interval)}  elasticity d log L/d log ‖g‖ inside steps, p "
+            value = f"{self.within.elasticity:.2f}"
+            table.append(("within steps", value, f"{note}{self.within.p_value:.1g}"))
+        if self.noise_scale is not None:
+            table.append(
+                ("noise scale", f"{self.noise_scale:.3g}", "samples a batch: below it, mostly noise")
+            )
         for name, other in (("local", self.local), ("spectral", self.spectral)):
             if other is not None:
                 note = (
@@ -163,6 +197,7 @@ def fit_smoothness(
       moving-block bootstrap (:func:`~curvestep.fit.intervals.block_interval`), for correlations on
       Fisher's scale :math:`\operatorname{artanh} r`.
     - ``control``: see :mod:`curvestep.fit.control`.
+    - ``within``: see :mod:`curvestep.fit.within`.
 
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
 
@@ -216,6 +251,16 @@ def fit_samples(
     rng = np.random.default_rng(seed)
     few = evenly_spaced(len(g), most=_MOST_POINTS)
     correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
+    recorded = samples.secants.size > 0 and samples.secants.shape == samples.grad_norms.shape
+    within = within_steps(
+        secants=samples.secants if recorded else None,
+        grad_norm=g,
+        grad_norms=samples.grad_norms if recorded else None,
+        fractions=samples.fractions,
+        kappa=samples.kappa,
+        eps=samples.eps,
+        level=level,
+    )
     middle = slope(g[None], ell[None])[0]
     middle = float(middle) if np.isfinite(middle) else 0.0
     return SmoothnessFit(
@@ -227,6 +272,8 @@ def fit_samples(
         **vars(correlations),
         least_squares=(float(ell.mean() - middle * g.mean()), middle),
         control=control_of(samples, quantile=quantile, level=level, rng=rng) if control else None,
+        within=within,
+        noise_scale=samples.noise_scale,
         local=None,
         spectral=None,
         num_points=len(samples),
@@ -236,7 +283,7 @@ def fit_samples(
         quantile=quantile,
         level=level,
         frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
-        warnings=fit_warnings(samples, L1=L1, effective=len(g[few]) / correlations.block_length),
+        warnings=fit_warnings(samples, within, L1=L1, effective=len(g[few]) / correlations.block_length),
         samples=samples,
     )
 
