@@ -6,17 +6,18 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from curvestep.lab.grid import SweepResult, Trial, has_ended, sweep
-from curvestep.lab.jobs import Job, Outcome, last_step, run_jobs
+from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
+from curvestep.lab.jobs import Job, Outcome, run_jobs
 from curvestep.lab.paper import heatmap
 from curvestep.lab.recipes import to_dict, with_fields
-from curvestep.lab.run.folder import Run, find_runs, write_json
+from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
 from curvestep.lab.run.loop import train
 from tests.lab.small import small_language
 
@@ -163,7 +164,7 @@ def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_jobli
     done = {
         path: path.stat().st_mtime_ns for folder in finished(tmp_path / "sweep") for path in folder.iterdir()
     }
-    assert 4 * 5 <= len(done) < 12 * 5
+    assert 4 * 6 <= len(done) < 12 * 6
     result = sweep(recipe, GRID, tmp_path / "sweep", progress=False)
     assert {t.status for t in result.trials} == {"finished"}
     assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
@@ -242,9 +243,83 @@ def _thread_count(threads):
 @pytest.mark.slow
 def test_workers_share_the_cores(tmp_path):
     jobs = [Job(name=str(i), folder=tmp_path, function=_thread_count, arguments={}) for i in range(2)]
-    cores = os.cpu_count()
+    cores = os.cpu_count() or 1
     assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}
     assert {o.value for o in run_jobs(jobs, workers=1)} == {cores}
+
+
+def _die_or_count(folder, threads):
+    """Count this call; the process of a job called ``doomed`` dies."""
+    with (folder / "calls").open("a") as file:
+        file.write("x")
+    if folder.name == "doomed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_job_whose_process_always_dies_is_tried_three_times_and_the_rest_go_on(tmp_path):
+    names = ["doomed", *(f"job{i}" for i in range(6))]
+    jobs = []
+    for name in names:
+        (tmp_path / name).mkdir()
+        arguments = {"folder": tmp_path / name}
+        jobs.append(Job(name=name, folder=tmp_path / name, function=_die_or_count, arguments=arguments))
+    outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, workers=2)}
+    assert outcomes.keys() == set(names)
+    assert "its process died 3 times" in outcomes.pop("doomed").error
+    assert [outcome.error for outcome in outcomes.values()] == [""] * 6
+    calls = {name: len((tmp_path / name / "calls").read_text()) for name in names}
+    assert calls == {"doomed": 3, **dict.fromkeys(names[1:], 1)}  # no innocent job is counted or run again
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("WorkerCrashedError", "WorkerCrashedError: its process died 3 times"),
+        ("LocalRayletDiedError", None),
+        ("NodeDiedError", None),
+    ],
+)
+def test_ray_says_whether_a_process_or_the_node_was_lost(tmp_path, monkeypatch, error, words):
+    exceptions = pytest.importorskip("ray.exceptions")
+    kind = getattr(exceptions, error)
+
+    class FakeRay(types.ModuleType):
+        """Ray without a cluster: the first job is lost, the others succeed."""
+
+        is_initialized = staticmethod(lambda: True)
+        wait = staticmethod(lambda refs, num_returns: (refs[:1], refs[1:]))
+
+        @staticmethod
+        def remote(**options):
+            return lambda function: SimpleNamespace(remote=lambda job, threads: job.name)
+
+        @staticmethod
+        def get(name):
+            if name == "job0":
+                raise kind("lost") if error == "NodeDiedError" else kind()
+            return Outcome(name=name)
+
+    fake = FakeRay("ray")
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    jobs = [Job(name=f"job{i}", folder=tmp_path, function=print, arguments={}) for i in range(4)]
+    if words:
+        assert [(o.name, o.error) for o in run_jobs(jobs, engine="ray")] == [
+            ("job0", words), ("job1", ""), ("job2", ""), ("job3", ""),
+        ]  # fmt: skip
+        return
+    with pytest.raises(RuntimeError, match=rf"lost the node .*\({error}\); 4 of 4 jobs are left"):
+        list(run_jobs(jobs, engine="ray"))
+
+
+def test_a_trial_whose_process_was_killed_is_failed_not_running(tmp_path):
+    recipe = small_language(tmp_path)
+    open_run(tmp_path / "run", recipe, resume=False)
+    write_status(tmp_path / "run", status="running", step=3, message="")
+    assert trial_in({"lr": 1.0}, tmp_path / "run").status == "running"
+    lost = trial_in({"lr": 1.0}, tmp_path / "run", "its process died 3 times")
+    assert (lost.status, lost.message) == ("failed", "its process died 3 times")
 
 
 def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatch):
@@ -274,6 +349,8 @@ def test_lost_trials_are_named_by_what_became_of_them(tmp_path):
 
 def test_the_last_step_is_read_from_whole_rows_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert last_step(path) == 0
+    assert last_step(tmp_path) == 0
     path.write_text('{"step": 7, "split": "train"}\n{"step": 8, "sp')
-    assert last_step(path) == 7
+    assert last_step(tmp_path) == 7
+    path.write_text('{"step": 7, "split": "train"}\n{"step": garbage}\n')
+    assert last_step(tmp_path) == 7

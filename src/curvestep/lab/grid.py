@@ -17,8 +17,8 @@ from rich.table import Table
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Recipe, with_fields
-from curvestep.lab.run.folder import ENDED, FAILED, STATUS, Run, check_recipe, read_json
-from curvestep.lab.run.loop import RunResult, train
+from curvestep.lab.run.folder import FAILED, RUNNING, STATUS, Run, RunResult, has_ended
+from curvestep.lab.run.loop import train
 
 TABLE = "sweep.csv"
 HEATMAP = "heatmap.png"
@@ -36,7 +36,7 @@ class Trial:
 
     @property
     def train_loss(self) -> float:
-        """Mean training loss over the last 50 steps; NaN if the trial did not finish."""
+        """Final training loss, as in ``status.json``; NaN if the trial did not finish."""
         return self.result.train_loss if self.result and self.status == "finished" else math.nan
 
 
@@ -99,10 +99,12 @@ def sweep(
         Job(
             name=name,
             folder=folders[name],
-            function=run_trial,
+            function=train,
             arguments={
                 "recipe": recipes[name],
                 "folder": folders[name],
+                "resume": True,
+                "progress": False,
                 "checkpoint_seconds": checkpoint_seconds,
                 "offline": offline,
             },
@@ -133,37 +135,6 @@ def sweep(
     return result
 
 
-def run_trial(
-    recipe: Recipe, folder: Path, *, checkpoint_seconds: float = 60.0, offline: bool = False, threads: int = 1
-) -> RunResult:
-    """One trial: from its checkpoint if it has one. An error is left in its ``status.json``."""
-    return train(
-        recipe,
-        folder,
-        resume=True,
-        progress=False,
-        checkpoint_seconds=checkpoint_seconds,
-        threads=threads,
-        offline=offline,
-    )
-
-
-def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
-    """Whether the run in ``folder`` finished or diverged.
-
-    Args:
-        folder: A run folder, there or not.
-        recipe: What was to be trained there. A run of another recipe that has ended is an error.
-        apart_from: Fields of the recipe that may differ.
-    """
-    path = folder / STATUS
-    if not path.exists() or read_json(path)["status"] not in ENDED:
-        return False
-    if recipe is not None:
-        check_recipe(Run.load(folder), recipe, apart_from=apart_from)
-    return True
-
-
 def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
     """The points of the grid by name, each a valid recipe."""
     if not grid:
@@ -184,17 +155,16 @@ def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict
 
 def trial_in(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
     """The trial of these fields, as its run folder says it stands."""
-    path = folder / STATUS
-    if not path.exists():
+    if not (folder / STATUS).exists():
         return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)
-    status = read_json(path)
-    result = RunResult.load(folder) if "train_loss" in status else None
+    run = Run.load(folder)
     return Trial(
         fields=fields,
         folder=folder,
-        status=status["status"],
-        result=result,
-        message=error or status["message"],
+        # A process that was killed could not write that its run is over.
+        status=FAILED if error and run.status["status"] == RUNNING else run.status["status"],
+        result=run.result if "train_loss" in run.status else None,
+        message=error or run.status.get("message", ""),
     )
 
 

@@ -11,17 +11,18 @@ import os
 import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from joblib import Parallel, delayed
+from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from curvestep._checks import check_choice, check_count
-from curvestep.lab.run.folder import INTERRUPTED, METRICS
 
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
@@ -29,7 +30,15 @@ ATTEMPTS = 3  # times that a job is started before a process that keeps dying is
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One function call that leaves its result in ``folder``; it takes ``threads`` besides ``arguments``."""
+    """One function call that leaves its result in a folder.
+
+    Args:
+        name: Name of the job, unlike that of any other.
+        folder: Where the result is, for displays of progress.
+        function: What to call; it takes ``threads`` besides ``arguments``.
+        arguments: Keyword arguments.
+        total: Steps that it takes, for displays of progress.
+    """
 
     name: str
     folder: Path
@@ -37,14 +46,10 @@ class Job:
     arguments: dict[str, Any]
     total: int = 0
 
-    def steps(self) -> int:
-        """Steps done so far, as the last row of the folder's metrics says."""
-        return last_step(self.folder / METRICS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a job: its value, or the error in one line."""
+    """Result of a job: its value, or the error in one line."""
 
     name: str
     value: Any = None
@@ -52,8 +57,8 @@ class Outcome:
 
 
 def stop_if_interrupted(outcome: Outcome) -> None:
-    """Pass on a Ctrl-C that a run in this very process took for itself: it has saved where it was."""
-    if getattr(outcome.value, "status", "") == INTERRUPTED:
+    """Raise ``KeyboardInterrupt`` again if a run in this very process caught it to write a checkpoint."""
+    if getattr(outcome.value, "status", "") == "interrupted":
         raise KeyboardInterrupt
 
 
@@ -67,8 +72,8 @@ def run_jobs(
 ) -> Iterator[Outcome]:
     """Run ``jobs`` on ``workers`` processes and yield each outcome as it comes.
 
-    A job that raises is an outcome with an error, and the rest go on. A process that dies has its job run
-    again elsewhere, three times at most.
+    A job that raises is an outcome with an error, and the rest go on. If its process dies, it is run again in
+    another one; a job whose process dies three times is an outcome with an error too.
 
     Args:
         jobs: What to run; long ones first keeps all processes busy to the end.
@@ -83,32 +88,19 @@ def run_jobs(
         raise ValueError(f"`address` is for the engine 'ray', got {address!r} with {engine!r}.")
     threads = max(1, (os.cpu_count() or 1) // workers)
     run = _on_ray(jobs, workers, threads, address) if engine == "ray" else _on_joblib(jobs, workers, threads)
-    with _watched(watch):
+    if watch is None:
         yield from run
-
-
-def last_step(path: Path) -> int:
-    """The step of the last whole row of a row file; 0 if there is none.
-
-    Reads the end of the file only: it is asked for twice a second.
-    """
+        return
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 2000))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return 0
-    for line in reversed(lines[:-1]):
-        _, found, rest = line.partition(b'"step": ')
-        if found:
-            return int(rest.split(b",")[0].rstrip(b"}"))
-    return 0
+        with _twice_a_second(watch):
+            yield from run
+    finally:
+        watch()
 
 
 def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
     try:
-        with _tied_to(parent):
+        with _end_with_parent(parent):
             return Outcome(name=job.name, value=job.function(**job.arguments, threads=threads))
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -116,68 +108,91 @@ def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
 
 
 @contextmanager
-def _tied_to(parent: int | None) -> Iterator[None]:
-    """End politely once the process that started us is gone: nobody waits, and the job can be resumed."""
-    if parent in (None, os.getpid()):  # joblib runs a job in its own process where it can start no other
+def _end_with_parent(parent: int | None) -> Iterator[None]:
+    """Send this worker SIGTERM when its parent dies; the job can be resumed."""
+    if parent is None:
         yield
         return
     if os.getppid() != parent:
         os._exit(1)  # this job came out of the queue of a dead process
 
-    def look() -> bool:
+    def end_if_orphaned() -> bool:
         orphaned = os.getppid() != parent
         if orphaned:
             os.kill(os.getpid(), signal.SIGTERM)
-        return orphaned  # ask once: a second signal would not wait for the checkpoint
+        return orphaned  # once only: a second signal would not wait for the checkpoint
 
-    with _twice_a_second(look):
+    with _twice_a_second(end_if_orphaned):
         yield
 
 
 def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outcome]:
-    left = {job.name: job for job in jobs}
-    for attempt in range(1, ATTEMPTS + 1):
-        if not left:
-            return
-        parallel = Parallel(n_jobs=workers, backend="loky", return_as="generator_unordered")
-        calls = (delayed(_call)(job, threads, os.getpid()) for job in list(left.values()))
-        try:
-            for outcome in parallel(calls):
-                assert isinstance(outcome, Outcome)
-                left.pop(outcome.name)
-                yield outcome
-        except TerminatedWorkerError as error:
-            if attempt == ATTEMPTS:
-                raise RuntimeError(
-                    f"A worker process died {ATTEMPTS} times; {len(left)} of {len(jobs)} jobs are left. What "
-                    "is finished is kept: free some memory and run the same command again."
-                ) from error
+    """One executor of joblib's loky for each worker, so that a process that dies takes one job with it."""
+    if workers == 1:
+        yield from (_call(job, threads) for job in jobs)
+        return
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    waiting, attempts = list(jobs), Counter[str]()
+    idle = [ProcessPoolExecutor(max_workers=1, env=variables) for _ in range(min(workers, len(jobs)))]
+    running: dict[Future[Outcome], tuple[Job, ProcessPoolExecutor]] = {}
+    try:
+        while waiting or running:
+            while waiting and idle:
+                job, executor = waiting.pop(0), idle.pop()
+                attempts[job.name] += 1
+                running[executor.submit(_call, job, threads, os.getpid())] = job, executor
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                job, executor = running.pop(future)
+                if not isinstance(future.exception(), TerminatedWorkerError):
+                    idle.append(executor)
+                    yield future.result()
+                    continue
+                executor.shutdown(kill_workers=True)
+                idle.append(ProcessPoolExecutor(max_workers=1, env=variables))
+                if attempts[job.name] < ATTEMPTS:
+                    waiting.append(job)
+                    continue
+                yield Outcome(
+                    name=job.name,
+                    error=f"its process died {ATTEMPTS} times, perhaps for lack of memory. Free some, run "
+                    "the same command again",
+                )
+    finally:
+        for executor in [*idle, *(executor for _, executor in running.values())]:
+            executor.shutdown(kill_workers=True)
 
 
 def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None) -> Iterator[Outcome]:
     try:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
     except ImportError:
         raise ValueError("`engine` 'ray' needs Ray. In curvestep's folder: pip install '.[ray]'.") from None
     with _ray(ray, workers, address):
-        # A dead process is Ray's to replace; the job then goes on from its folder.
+        # Ray replaces a process that died; the job then goes on from its folder.
         task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call)
-        waiting = list(jobs)
-        running = {task.remote(job, threads): job for job in waiting[:workers]}
-        del waiting[:workers]
-        while running:
+        waiting, running = list(jobs), {}
+        while waiting or running:
+            while waiting and len(running) < workers:
+                job = waiting.pop(0)
+                running[task.remote(job, threads)] = job
             (done,), _ = ray.wait(list(running), num_returns=1)
-            job = running.pop(done)
             try:
-                yield ray.get(done)
-            except RayError as error:
-                yield Outcome(
-                    name=job.name, error=f"{type(error).__name__}: its worker died {ATTEMPTS} times"
+                outcome = ray.get(done)
+            except (OutOfMemoryError, WorkerCrashedError) as error:
+                name = running[done].name
+                outcome = Outcome(
+                    name=name, error=f"{type(error).__name__}: its process died {ATTEMPTS} times"
                 )
-            if waiting:
-                following = waiting.pop(0)
-                running[task.remote(following, threads)] = following
+            except RayError as error:
+                left = len(waiting) + len(running)
+                raise RuntimeError(
+                    f"Ray lost the node that the jobs ran on ({type(error).__name__}); {left} of {len(jobs)} "
+                    "jobs are left. What is finished is kept: run the same command again."
+                ) from error
+            del running[done]
+            yield outcome
 
 
 @contextmanager
@@ -201,26 +216,13 @@ def _ray(ray: Any, workers: int, address: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(watch: Callable[[], None] | None) -> Iterator[None]:
-    """Call ``watch`` twice a second until the block ends, and once more then."""
-    if watch is None:
-        yield
-        return
-    try:
-        with _twice_a_second(watch):
-            yield
-    finally:
-        watch()
-
-
-@contextmanager
-def _twice_a_second(look: Callable[[], bool | None]) -> Iterator[None]:
-    """Call ``look`` from a thread of its own while the block runs, or until it returns True."""
+def _twice_a_second(function: Callable[[], bool | None]) -> Iterator[None]:
+    """Call ``function`` in a thread while the block runs, or until it returns True."""
     ended = threading.Event()
 
     def work() -> None:
         while not ended.wait(0.5):
-            if look():
+            if function():
                 return
 
     thread = threading.Thread(target=work, daemon=True)

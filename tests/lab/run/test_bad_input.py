@@ -145,8 +145,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_and_left_alone(tmp_path, ca
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        ({}, "status.json does not say how the run stands: it is damaged. Delete it, then resume"),
-        ({"status": ["odd"]}, "status.json does not say how the run stands"),
+        ({}, "status.json has no valid status: it is damaged. Delete it, then resume"),
+        ({"status": ["odd"]}, "status.json has no valid status"),
         ({"status": "finished"}, "status.json has no 'step': there is no result. Delete it"),
     ],
 )

@@ -5,7 +5,13 @@ import resource
 import pytest
 import torch
 
-from curvestep.lab.run.checkpoint import cut, load_checkpoint, random_state, save_checkpoint, set_random_state
+from curvestep.lab.run.checkpoint import (
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+    truncate_rows,
+)
 
 
 def state_of(**fields):
@@ -139,13 +145,13 @@ def test_random_numbers_go_on_where_they_were():
 def test_rows_after_the_checkpoint_are_cut(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"one\ntwo\nthr")
-    cut(path, 8)
+    truncate_rows(path, 8)
     assert path.read_bytes() == b"one\ntwo\n"
 
 
 def test_rows_that_the_checkpoint_has_and_the_file_has_not_are_an_error(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"one\n")
-    with pytest.raises(ValueError, match="4 bytes, its checkpoint speaks of 8: rows were lost"):
-        cut(path, 8)
+    with pytest.raises(ValueError, match="4 bytes, its checkpoint was written at 8: rows were lost"):
+        truncate_rows(path, 8)
     assert path.read_bytes() == b"one\n"

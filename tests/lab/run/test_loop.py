@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from curvestep.lab.recipes import with_fields
+from curvestep.lab.run import folder as folders
 from curvestep.lab.run.checkpoint import load_checkpoint
 from curvestep.lab.run.folder import Run, find_runs, locked
-from curvestep.lab.run.loop import RunResult, train
+from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task
 from tests.lab.small import small_images, small_language
 
@@ -23,7 +24,7 @@ def test_a_run_leaves_its_folder(tmp_path):
     recipe = small_language(tmp_path, eval_every=10)
     result = train(recipe, tmp_path / "run", **quiet)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        "checkpoint.pt", "config.json", "metrics.jsonl", "status.json", "trace.jsonl",
+        ".lock", "checkpoint.pt", "config.json", "metrics.jsonl", "status.json", "trace.jsonl",
     ]  # fmt: skip
     assert (result.status, result.step) == ("finished", 20)
     run = Run.load(tmp_path / "run")
@@ -33,8 +34,8 @@ def test_a_run_leaves_its_folder(tmp_path):
     assert losses[-5:].mean() < losses[0]
     assert run.column("loss", "valid")[0].tolist() == [10, 20]
     assert run.column("loss", "test")[0].tolist() == [20]
-    assert math.isclose(result.train_loss, losses.mean(), rel_tol=1e-12)  # fewer than 50 steps
-    assert result == RunResult.load(tmp_path / "run")
+    assert result.train_loss == losses[-1]  # a twentieth of 20 steps
+    assert result == run.result
     assert find_runs(tmp_path) == [run]
 
 
@@ -249,6 +250,87 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
     _interrupt_at(recipe, tmp_path / "run", step=3)
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="Another process is training in"):
         train(recipe, tmp_path / "run", resume=True, **quiet)
+
+
+def test_two_processes_that_start_together_do_not_both_get_the_folder(tmp_path, monkeypatch):
+    both, entered, refused = threading.Barrier(2), [], []
+    write_json = folders.write_json
+
+    def write_slowly(path, values):
+        """Let both get here before either writes, if both can; one then writes after the other."""
+        try:
+            time.sleep(0.3 * both.wait(0.5))
+        except threading.BrokenBarrierError:
+            pass
+        write_json(path, values)
+
+    def launch(*arguments):
+        entered.append(1)
+        time.sleep(1.0)
+        raise RuntimeError("trained")
+
+    monkeypatch.setattr(folders, "PATIENCE", 0.2)
+    monkeypatch.setattr(folders, "write_json", write_slowly)
+    monkeypatch.setattr("curvestep.lab.run.loop._launch", launch)
+    recipe = small_language(tmp_path)
+
+    def start():
+        try:
+            train(recipe, tmp_path / "run", resume=True, **quiet)
+        except (RuntimeError, ValueError) as error:
+            refused.append(str(error))
+
+    # Threads do as processes: each opens the lock file for itself.
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(entered) == 1
+    assert sorted(refused)[0].startswith("Another process is training in")
+
+
+def test_a_run_that_fails_says_how_far_it_was(tmp_path, monkeypatch):
+    recipe = small_language(tmp_path)
+    task = make_task(recipe)
+    batch = type(task).batch
+
+    def batch_until(self, step):
+        if step == 13:
+            raise RuntimeError("the disk\nis gone")
+        return batch(self, step)
+
+    monkeypatch.setattr(type(task), "batch", batch_until)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="is gone"):
+        train(recipe, tmp_path / "run", **quiet)
+    status = Run.load(tmp_path / "run").status
+    assert (status["status"], status["step"], status["message"]) == ("failed", 13, "RuntimeError: is gone")
+    assert 0 < status["seconds"] < time.monotonic() - start
+    assert status["num_parameters"] > 0
+    monkeypatch.undo()
+    result = train(recipe, tmp_path / "run", resume=True, **quiet)
+    assert (result.status, result.step, result.message) == ("finished", 20, "")
+    assert result.seconds > status["seconds"]
+
+
+@pytest.mark.parametrize("row", [{"step": 2, "loss": 1.0}, {"split": "train", "loss": 1.0}, {"step": "2"}])
+def test_metrics_that_are_no_rows_are_one_line(tmp_path, row):
+    folders.open_run(tmp_path / "run", small_language(tmp_path), resume=False)
+    rows = folders.RowFile(tmp_path / "run" / "metrics.jsonl")
+    rows.append({"step": 1, "split": "train", "loss": 2.0})
+    rows.append(row)
+    with pytest.raises(ValueError, match=r"metrics.jsonl: row 2 has no whole number `step` or no `split`"):
+        Run.load(tmp_path / "run").column("loss")
+
+
+def test_a_run_reads_and_fits_its_trace_once(tmp_path):
+    train(small_language(tmp_path, steps=30, probe_every=1), tmp_path / "run", **quiet)
+    run = Run.load(tmp_path / "run")
+    assert run.fit is run.fit
+    assert run.trace is run.trace
+    assert run.metrics is run.metrics
+    assert run.fit.num_points == int(run.trace.ok.sum())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -20,7 +20,6 @@ from typing import Any
 
 from curvestep._checks import check_choice
 from curvestep.lab.data import load_cifar10, load_ptb
-from curvestep.lab.grid import has_ended, run_trial
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.paper.claims import NOT_TESTABLE, Claim, Evidence, as_markdown, write_claims
 from curvestep.lab.paper.curves import FIG4
@@ -34,7 +33,8 @@ from curvestep.lab.progress import Progress, duration, show_progress
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import Run, write_json
+from curvestep.lab.run.folder import Run, has_ended, last_step, write_json
+from curvestep.lab.run.loop import train
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8)}
 SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
@@ -236,9 +236,15 @@ def run_all(
         Job(
             name=run.name,
             folder=runs / run.path,
-            function=run_calibrated if run.calibrated else run_trial,
+            function=run_calibrated if run.calibrated else train,
             # The data are in the cache now, or not available: no process need ask the network again.
-            arguments={"recipe": run.recipe, "folder": runs / run.path, "offline": True},
+            arguments={
+                "recipe": run.recipe,
+                "folder": runs / run.path,
+                "resume": True,
+                "progress": False,
+                "offline": True,
+            },
             total=run.recipe.steps,
         )
         for run in left
@@ -265,8 +271,8 @@ def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) ->
     """A function that shows how far all runs are, weighted by cost, and which are under way."""
 
     def watch() -> None:
-        busy = [job for job in jobs if job.steps() > 0 and not has_ended(job.folder)]
-        words = ", ".join(f"{job.name} {job.steps()}/{job.total or '?'}" for job in busy)
+        busy = [job for job in jobs if last_step(job.folder) > 0 and not has_ended(job.folder)]
+        words = ", ".join(f"{job.name} {last_step(job.folder)}/{job.total or '?'}" for job in busy)
         shown.update(_done(runs, jobs), words or "starting")
 
     return watch
@@ -281,7 +287,7 @@ def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
 def _share(job: Job) -> float:
     if has_ended(job.folder):
         return 1.0
-    return min(1.0, job.steps() / job.total) if job.total else 0.0
+    return min(1.0, last_step(job.folder) / job.total) if job.total else 0.0
 
 
 def _ending(folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,9 +15,9 @@ from curvestep.calibration.search import calibrate
 from curvestep.lab.calibration import read_calibration, write_calibration
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.devices import run_context
-from curvestep.lab.run.folder import CONFIG, Run
-from curvestep.lab.run.loop import RunResult
-from curvestep.lab.run.session import started
+from curvestep.lab.run.folder import CONFIG, Run, RunResult
+from curvestep.lab.run.loop import train
+from curvestep.lab.run.session import load_start
 from curvestep.lab.tasks import Task, make_task, seed_of
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
@@ -53,7 +53,7 @@ def calibrate_recipe(
     """
     with run_context(recipe):
         task = task or make_task(recipe, offline=offline)
-        model = started(recipe, task.build()).train()
+        model = load_start(recipe, task.build()).train()
         torch.manual_seed(seed_of(recipe, "dropout/0"))
         count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
         found = calibrate(
@@ -106,12 +106,12 @@ def calibrate_run(
     return replace(recipe, **{name: measured[name] for name in names}), found
 
 
-def run_calibrated(recipe: Recipe, folder: Path, *, offline: bool = False, threads: int = 1) -> RunResult:
-    """Train with measured ``lr`` and ``max_norm``, from its checkpoint if the folder has one."""
-    from curvestep.lab.grid import run_trial
-
-    measured, _ = calibrate_run(recipe, folder, resume=True, offline=offline)
-    return run_trial(measured, folder, offline=offline, threads=threads)
+def run_calibrated(
+    recipe: Recipe, folder: Path, *, resume: bool = False, offline: bool = False, **options: Any
+) -> RunResult:
+    """:func:`~curvestep.lab.run.loop.train` with measured ``lr`` and ``max_norm``."""
+    measured, _ = calibrate_run(recipe, folder, resume=resume, offline=offline)
+    return train(measured, folder, resume=resume, offline=offline, **options)
 
 
 def _threshold(recipe: Recipe) -> str:

@@ -12,6 +12,7 @@ import os
 import pickle
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvestep._files import replace_atomically
+from curvestep.smoothness.snapshot import RandomState
 
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"
@@ -86,25 +88,22 @@ def _corrupt(path: Path) -> ValueError:
 
 def random_state() -> dict[str, Tensor]:
     """States of torch's global generators: the CPU's, and each accelerator's."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
+    now = RandomState.capture()
+    devices = now.accelerator if isinstance(now.accelerator, list) else []
+    return {"cpu": now.cpu} | {f"accelerator:{i}": state for i, state in enumerate(devices)}
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Go back to what :func:`random_state` returned."""
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"cuda:{index}" in states:
-                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    """Go back to what :func:`random_state` returned; a device that it does not know keeps its state."""
+    devices = [states.get(name, state) for name, state in random_state().items() if name != "cpu"]
+    now = RandomState.capture()
+    replace(now, cpu=states["cpu"], accelerator=devices or now.accelerator).restore()
 
 
-def cut(path: Path, length: int) -> None:
+def truncate_rows(path: Path, length: int) -> None:
     """Cut a row file to the length that a checkpoint recorded: what came later is written again."""
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        raise ValueError(f"{path} has {size} bytes, its checkpoint speaks of {length}: rows were lost.")
+        raise ValueError(f"{path} has {size} bytes, its checkpoint was written at {length}: rows were lost.")
     if path.exists():
         os.truncate(path, length)

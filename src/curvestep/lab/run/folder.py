@@ -3,7 +3,7 @@ r"""A training run as a folder.
 ``config.json`` holds the recipe, ``metrics.jsonl`` one row a step and one an evaluation, ``trace.jsonl`` what
 the probe measured, ``checkpoint.pt`` the state to resume from, ``status.json`` how the run stands. The two
 row files are append-only, the others are replaced atomically. Everything but ``status.json`` is a function
-of the recipe and the data; only there are times kept.
+of the recipe and the data; only there are times kept. ``.lock`` is locked by the process that trains.
 
 Rows of ``metrics.jsonl``: ``{"step": 1, "split": "train", "loss": ..., "grad_norm": ..., "coefficient": ...,
 "lr": ...}`` after each step, and ``{"step": 300, "split": "valid", "loss": ..., "perplexity": ...}`` (or
@@ -13,9 +13,8 @@ Rows of ``metrics.jsonl``: ``{"step": 1, "split": "train", "loss": ..., "grad_no
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from curvestep import _files
-from curvestep._files import RowFile as RowFile, dump_json, load_json, write_atomically
+from curvestep._files import RowFile as RowFile, dump_json, load_json, lock, read_rows, write_atomically
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.lab.recipes import Recipe, from_dict, to_dict
 from curvestep.smoothness.trace import Trace
@@ -34,17 +32,17 @@ METRICS = "metrics.jsonl"
 TRACE = "trace.jsonl"
 CHECKPOINT = "checkpoint.pt"
 STATUS = "status.json"
+LOCK = ".lock"
 
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
-_STATUSES = (RUNNING, INTERRUPTED, FAILED, *ENDED)
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder says: its recipe, how it stands, and its rows."""
+    """What a run folder says: its recipe, how it stands, and its rows, each file read once."""
 
     folder: Path
     recipe: Recipe
@@ -52,10 +50,18 @@ class Run:
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
-        """The run in ``folder``."""
+        """The run in ``folder``, as it stands now."""
         folder = Path(folder)
         config = read_json(folder / CONFIG, needed="a run folder has one")
-        return cls(folder=folder, recipe=_recipe_of(folder, config), status=_status_of(folder))
+        try:
+            recipe = from_dict(config)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
+        path = folder / STATUS
+        status = read_json(path) if path.exists() else {"status": RUNNING, "step": 0}
+        if status.get("status") not in (RUNNING, INTERRUPTED, FAILED, *ENDED):
+            raise ValueError(f"{path} has no valid status: it is damaged. Delete it, then resume.")
+        return cls(folder=folder, recipe=recipe, status=status)
 
     @property
     def trace_path(self) -> Path:
@@ -63,24 +69,78 @@ class Run:
         return self.folder / TRACE
 
     @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows of ``metrics.jsonl``; a torn last line is left out with a warning."""
+        path = self.folder / METRICS
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            rows = [row for chunk in read_rows(file, path, skip_damaged=False) for row in chunk]
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row.get("step"), int) or not isinstance(row.get("split"), str):
+                raise ValueError(
+                    f"{path}: row {number} has no whole number `step` or no `split`: the file is damaged. "
+                    "Delete the run folder, then train again."
+                )
+        return rows
+
+    @cached_property
     def trace(self) -> Trace:
-        """What the probe measured, read once."""
+        """What the probe measured."""
         return Trace.load(self.trace_path)
 
     @cached_property
     def fit(self) -> SmoothnessFit:
-        """The fit of the trace, made once; an error if there are too few rows."""
+        """The fit of (L0, L1) to the trace, computed once for all that show it."""
         return fit_smoothness(self.trace)
+
+    @cached_property
+    def result(self) -> RunResult:
+        """How the run ended; an error if it has not."""
+        fields = RunResult.__dataclass_fields__
+        values = {name: value for name, value in self.status.items() if name in fields}
+        missing = [name for name in fields if name not in {"folder", "message", *values}]
+        if missing:
+            path = self.folder / STATUS
+            raise ValueError(f"{path} has no {missing[0]!r}: there is no result. Delete it, then resume.")
+        return RunResult(folder=self.folder, **values)
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
-        return [row for row in read_rows(self.folder / METRICS) if row["split"] == split]
+        return [row for row in self.metrics if row["split"] == split]
 
     def column(self, name: str, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one column of the metrics."""
         rows = [row for row in self.rows(split) if name in row]
         steps = np.array([row["step"] for row in rows], dtype=np.int64)
         return steps, np.array([row[name] for row in rows], dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        folder: The run folder.
+        status: ``finished``, ``diverged`` or ``interrupted`` (resume it).
+        step: Steps taken.
+        train_loss: Mean training loss over the last twentieth of the steps, at most 50; NaN if it diverged.
+        metrics: Result of the last evaluation, by split: loss, and perplexity or accuracy.
+        num_parameters: Parameters of the model.
+        seconds: Time spent training, over all resumptions.
+        data: Where the data came from.
+        message: Why the run diverged, or failed.
+    """
+
+    folder: Path
+    status: str
+    step: int
+    train_loss: float
+    metrics: dict[str, dict[str, float]]
+    num_parameters: int
+    seconds: float
+    data: str
+    message: str = ""
 
 
 def find_runs(folder: str | Path) -> list[Run]:
@@ -97,18 +157,21 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     exist, say): it left nothing to lose.
     """
     folder = Path(folder)
-    begun = (folder / CONFIG).exists()
-    if not begun or _failed_at_the_start(folder):
-        if not begun:
-            _refuse_foreign(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / CONFIG, to_dict(recipe))
-        return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
-    run = Run.load(folder)
-    if not resume:
-        raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
-    check_recipe(run, recipe)
-    return run
+    rows = [name for name in (METRICS, TRACE, CHECKPOINT) if (folder / name).exists()]
+    status = read_json(folder / STATUS) if (folder / STATUS).exists() else {}
+    failed_at_the_start = status.get("status") == FAILED and not status.get("step") and not rows
+    if (folder / CONFIG).exists() and not failed_at_the_start:
+        run = Run.load(folder)
+        if not resume:
+            raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
+        check_recipe(run, recipe)
+        return run
+    others = rows or ([STATUS] if status else [])
+    if others and not (folder / CONFIG).exists():
+        raise ValueError(f"{folder} has {others[0]} but no {CONFIG}: it is no run folder. Choose another.")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, to_dict(recipe))
+    return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
 
 
 def check_recipe(run: Run, recipe: Recipe, *, apart_from: Sequence[str] = ()) -> None:
@@ -122,44 +185,59 @@ def check_recipe(run: Run, recipe: Recipe, *, apart_from: Sequence[str] = ()) ->
         )
 
 
-def _failed_at_the_start(folder: Path) -> bool:
-    status = read_json(folder / STATUS) if (folder / STATUS).exists() else {}
-    kept = [name for name in (METRICS, TRACE, CHECKPOINT) if (folder / name).exists()]
-    return status.get("status") == FAILED and not status.get("step") and not kept
+def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
+    """Whether the run in ``folder`` finished or diverged.
+
+    Args:
+        folder: A run folder, there or not.
+        recipe: What was to be trained there. A run of another recipe that has ended is an error.
+        apart_from: Fields of the recipe that may differ.
+    """
+    path = folder / STATUS
+    if not path.exists() or read_json(path).get("status") not in ENDED:
+        return False
+    if recipe is not None:
+        check_recipe(Run.load(folder), recipe, apart_from=apart_from)
+    return True
 
 
-def write_status(folder: Path, **values: Any) -> None:
-    """Replace ``status.json``."""
-    write_json(folder / STATUS, values)
+def last_step(folder: Path) -> int:
+    """Steps that the run in ``folder`` has taken, as the last whole row of its metrics says; 0 without one.
+
+    Reads the end of the file only: displays of progress ask for it twice a second.
+    """
+    try:
+        with (folder / METRICS).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2000))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    for line in reversed(lines[:-1]):
+        _, found, rest = line.partition(b'"step": ')
+        number = rest.split(b",")[0].rstrip(b"}")
+        if found and number.isdigit():
+            return int(number)
+    return 0
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder: a second process that wants it gets an error. The system lets go when we die.
+    """Hold the run folder, made if need be: a second process that wants it gets an error.
 
     Waits three seconds for a process that is just ending, as a worker does whose parent was killed.
     """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix: two writers are not kept apart
-        yield
-        return
-    with (folder / CONFIG).open("r") as file:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    words = f"Another process is training in {folder}. Wait for it, or end it."
-                    raise ValueError(words) from None
-                time.sleep(0.1)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock(folder / LOCK, patience=PATIENCE))
+        except TimeoutError:
+            raise ValueError(f"Another process is training in {folder}. Wait for it, or end it.") from None
         yield
 
 
 def synced_length(path: Path) -> int:
-    """Bring the rows of a file to the disk; its length, 0 if there is none."""
+    """Flush the rows of a file to the disk; its length, 0 if there is none."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -167,12 +245,9 @@ def synced_length(path: Path) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a torn last line is left out with a warning, a damaged one is an error."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        return [row for rows in _files.read_rows(file, path, skip_damaged=False) for row in rows]
+def write_status(folder: Path, **values: Any) -> None:
+    """Replace ``status.json``."""
+    write_json(folder / STATUS, values)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -191,24 +266,3 @@ def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, it holds {type(values).__name__}.")
     return values
-
-
-def _refuse_foreign(folder: Path) -> None:
-    strangers = [name for name in (METRICS, TRACE, CHECKPOINT, STATUS) if (folder / name).exists()]
-    if strangers:
-        raise ValueError(f"{folder} has {strangers[0]} but no {CONFIG}: it is no run folder. Choose another.")
-
-
-def _recipe_of(folder: Path, config: dict[str, Any]) -> Recipe:
-    try:
-        return from_dict(config)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
-
-
-def _status_of(folder: Path) -> dict[str, Any]:
-    path = folder / STATUS
-    status = read_json(path) if path.exists() else {"status": RUNNING, "step": 0}
-    if status.get("status") not in _STATUSES:
-        raise ValueError(f"{path} does not say how the run stands: it is damaged. Delete it, then resume.")
-    return status

@@ -6,19 +6,18 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_fabric import Fabric
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count, check_nonnegative
+from curvestep.fit.samples import final_loss
 from curvestep.lab.progress import Progress, show_progress
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.devices import (
@@ -39,53 +38,18 @@ from curvestep.lab.run.folder import (
     RUNNING,
     STATUS,
     Run,
+    RunResult,
+    has_ended,
+    last_step,
     locked,
     open_run,
+    read_json,
     write_status,
 )
 from curvestep.lab.run.session import Session
 from curvestep.lab.tasks import make_task
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LAST_STEPS = 50  # the final training loss is the mean over so many steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """How a run ended.
-
-    Args:
-        folder: The run folder.
-        status: ``finished``, ``diverged`` or ``interrupted`` (resume it).
-        step: Steps taken.
-        train_loss: Mean training loss over the last 50 steps; NaN if it diverged.
-        metrics: What the last evaluation said, by split: loss, and perplexity or accuracy.
-        num_parameters: Parameters of the model.
-        seconds: Time spent training, over all resumptions.
-        data: Where the data came from.
-        message: Why the run diverged, or what its data are not.
-    """
-
-    folder: Path
-    status: str
-    step: int
-    train_loss: float
-    metrics: dict[str, dict[str, float]]
-    num_parameters: int
-    seconds: float
-    data: str
-    message: str = ""
-
-    @classmethod
-    def load(cls, folder: str | Path) -> RunResult:
-        """The result that a run left in its folder."""
-        run = Run.load(folder)
-        values = {k: v for k, v in run.status.items() if k in cls.__dataclass_fields__}
-        missing = [name for name in cls.__dataclass_fields__ if name not in {"folder", "message", *values}]
-        if missing:
-            path = run.folder / STATUS
-            raise ValueError(f"{path} has no {missing[0]!r}: there is no result. Delete it, then resume.")
-        return cls(folder=run.folder, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,34 +101,46 @@ def train(
     fabric = make_fabric(
         recipe, folder, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers
     )
-    # Of torchrun's processes the first has the folder: the others wait for it in the launch.
-    run = open_run(folder, recipe, resume=resume) if fabric.is_global_zero else None
-    if run and run.status["status"] in ENDED and not under_torchrun():
-        return RunResult.load(folder)
+    if fabric.is_global_zero and not under_torchrun() and has_ended(folder):
+        return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
-    with locked(folder) if run else nullcontext(), ignore_sigint(fabric):
-        try:
-            _launch(fabric, partial(_train, run=run, options=options))
-        except BaseException as error:
-            if run:
-                with suppress(OSError):  # a full disk has no room for this either
-                    write_status(folder, **{**run.status, "status": FAILED, "message": _one_line(error)})
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                raise OSError(
-                    f"{folder} has no room: {error.strerror}. What is there is kept: make room, resume."
-                ) from error
-            raise
-    return RunResult.load(folder)
-
-
-def _launch(fabric: Fabric, function: Callable[[Fabric], None]) -> None:
-    """Run ``function`` on every process; what one of them raises is raised here."""
     try:
-        fabric.launch(function)
-    except ProcessRaisedException as error:
-        raise raised_by_process(error) from error
+        # Of torchrun's processes the first has the folder: the others wait for it in the launch.
+        with locked(folder) if fabric.is_global_zero else nullcontext(), ignore_sigint(fabric):
+            run = open_run(folder, recipe, resume=resume) if fabric.is_global_zero else None
+            _launch(fabric, run, options)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise OSError(
+            f"{folder} has no room: {error.strerror}. What is there is kept: make room, resume."
+        ) from error
+    return Run.load(folder).result
+
+
+def _launch(fabric: Fabric, run: Run | None, options: _Options) -> None:
+    """Train on every process; what one of them raises is raised here and left in ``status.json``."""
+    start = time.monotonic()
+    try:
+        try:
+            fabric.launch(partial(_train, run=run, options=options))
+        except ProcessRaisedException as error:
+            raise raised_by_process(error) from error
+    except BaseException as error:
+        if run:
+            lines = str(error).strip().splitlines()
+            values = {
+                **(read_json(run.folder / STATUS) if (run.folder / STATUS).exists() else run.status),
+                "status": FAILED,
+                "step": last_step(run.folder),
+                "seconds": run.status.get("seconds", 0.0) + time.monotonic() - start,
+                "message": f"{type(error).__name__}: {lines[-1] if lines else ''}",
+            }
+            with suppress(OSError):  # a full disk has no room for this either
+                write_status(run.folder, **values)
+        raise
 
 
 def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
@@ -179,19 +155,19 @@ def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
             recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
         )
         session = Session(fabric, run, task)
-        clock = _Clock(run, session, options.checkpoint_seconds)
+        status_file = _StatusFile(run, session, options.checkpoint_seconds)
         total = task.num_steps()
         title = f"{recipe.name} {recipe.label}"
         shown = options.progress and fabric.is_global_zero
         with closing(session), show_progress(title, total, start=session.step, shown=shown) as progress:
-            clock.write(RUNNING)
-            status, message = _loop(session, total, clock, stop, progress)
-        clock.write(status, message)
+            status_file.write(RUNNING)
+            status, message = _loop(session, total, status_file, stop, progress)
+        status_file.write(status, message)
         fabric.barrier()
 
 
 def _loop(
-    session: Session, total: int, clock: _Clock, stop: threading.Event, progress: Progress
+    session: Session, total: int, status_file: _StatusFile, stop: threading.Event, progress: Progress
 ) -> tuple[str, str]:
     """Train until the last step, divergence, or a signal; the status and its reason."""
     fabric, task, recipe = session.fabric, session.task, session.run.recipe
@@ -204,7 +180,8 @@ def _loop(
         batch = fabric.to_device(task.batch(step))
         state = None if task.starts_over(step) else session.state
         for group in session.raw_optimizer.param_groups:
-            group["lr"] = recipe.lr * _drop(recipe, step / total) * task.lr_factor(step)
+            drops = sum(step / total >= share for share in recipe.lr_drops)
+            group["lr"] = recipe.lr * 0.1**drops * task.lr_factor(step)
 
         def loss_of_batch(batch: Any = batch, state: Any = state) -> torch.Tensor:
             return task.loss(model, batch, state)[0]
@@ -236,9 +213,9 @@ def _loop(
         if over:
             _evaluate(session, task.splits[1:])
         stopping = _any_process(fabric, stop.is_set())
-        if over or stopping or _any_process(fabric, clock.is_due()):
+        if over or stopping or _any_process(fabric, status_file.checkpoint_is_due()):
             session.save()
-            clock.saved()
+            status_file.checkpoint_written()
         if stopping and not over:
             return INTERRUPTED, "stopped by a signal; resume it"
     return FINISHED, "" if session.step == total else "validation no longer improves"
@@ -301,7 +278,7 @@ def _write(session: Session, row: dict[str, Any]) -> None:
             session.fabric.log_dict(numbers, step=row["step"])
 
 
-class _Clock:
+class _StatusFile:
     """Keeps the time of a run and its ``status.json``."""
 
     def __init__(self, run: Run, session: Session, interval: float) -> None:
@@ -309,62 +286,42 @@ class _Clock:
         self._before = float(run.status.get("seconds", 0.0))
         self._start = self._last = time.monotonic()
 
-    def is_due(self) -> bool:
+    def checkpoint_is_due(self) -> bool:
         """Whether it is time for a checkpoint."""
         return time.monotonic() - self._last >= self._interval
 
-    def saved(self) -> None:
-        """A checkpoint was written."""
+    def checkpoint_written(self) -> None:
+        """Start counting the time to the next one."""
         self._last = time.monotonic()
         self.write(RUNNING)
 
     def write(self, status: str, message: str = "") -> None:
         """Replace ``status.json``."""
-        run, session = self._run, self._session
-        ended = status != RUNNING
-        result = RunResult(
-            folder=run.folder,
+        session = self._session
+        if not session.fabric.is_global_zero:
+            return
+        train_loss, metrics = math.nan, {}
+        if status != RUNNING:
+            run = Run.load(self._run.folder)
+            train_loss = math.nan if status == DIVERGED else final_loss(*run.column("loss"))
+            for split in ("valid", "test"):
+                for row in run.rows(split)[-1:]:
+                    metrics[split] = {k: v for k, v in row.items() if k not in ("step", "split")}
+        write_status(
+            self._run.folder,
             status=status,
             step=session.step,
-            train_loss=_final_loss(run) if ended and status != DIVERGED else math.nan,
-            metrics=_final_metrics(run) if ended else {},
+            train_loss=train_loss,
+            metrics=metrics,
             num_parameters=session.num_parameters,
             seconds=self._before + time.monotonic() - self._start,
             data=session.task.data_source,
             message=message,
         )
-        if session.fabric.is_global_zero:
-            values = {name: getattr(result, name) for name in result.__dataclass_fields__ if name != "folder"}
-            write_status(run.folder, **values)
-
-
-def _final_loss(run: Run) -> float:
-    """Mean over the last steps, in whole rows; each is a mean over the steps since the row before."""
-    steps, losses = run.column("loss")
-    if not len(steps):
-        return math.nan
-    spans = np.diff(steps, prepend=0)
-    last = steps - spans >= steps[-1] - LAST_STEPS
-    last[-1] = True
-    return float(np.average(losses[last], weights=spans[last]))
-
-
-def _final_metrics(run: Run) -> dict[str, dict[str, float]]:
-    last = {split: run.rows(split)[-1:] for split in ("valid", "test")}
-    return {
-        split: {k: v for k, v in rows[0].items() if k not in ("step", "split")}
-        for split, rows in last.items()
-        if rows
-    }
 
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _drop(recipe: Recipe, share: float) -> float:
-    """Factor of the learning rate after so large a share of the run."""
-    return 0.1 ** sum(share >= drop for drop in recipe.lr_drops)
 
 
 def _any_process(fabric: Fabric, flag: bool) -> bool:
@@ -373,7 +330,3 @@ def _any_process(fabric: Fabric, flag: bool) -> bool:
         return flag
     votes = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
     return bool(votes)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.averaging import NonMonotoneAveraging
-from curvestep.lab.run.checkpoint import cut, load_checkpoint, random_state, save_checkpoint, set_random_state
+from curvestep.lab.run.checkpoint import (
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+    truncate_rows,
+)
 from curvestep.lab.run.devices import all_gather, full_tensors, shard_like
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import Task, map_state, seed_of
@@ -34,7 +40,7 @@ class Session:
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
-        module = started(recipe, task.build())
+        module = load_start(recipe, task.build())
         if fabric.world_size > 1 and fabric.device.type != "cpu":
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = module
@@ -51,7 +57,7 @@ class Session:
         saved = self._load() if (run.folder / CHECKPOINT).exists() else None
         if fabric.is_global_zero:
             for name in (METRICS, TRACE):
-                cut(run.folder / name, saved["lengths"][name] if saved else 0)
+                truncate_rows(run.folder / name, saved["lengths"][name] if saved else 0)
         fabric.barrier()
         self.probe = make_probe(recipe, task, self.model, run.trace_path, fabric)
         if saved:
@@ -186,7 +192,7 @@ def make_oracle(task: Task, model: nn.Module, share: float, fabric: Fabric) -> G
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
-def started(recipe: Recipe, module: nn.Module) -> nn.Module:
+def load_start(recipe: Recipe, module: nn.Module) -> nn.Module:
     """``module`` with the parameters of the run that the recipe starts from, averaged ones if it has them."""
     if isinstance(recipe, LanguageRecipe) and recipe.start_from:
         saved = load_checkpoint(Path(recipe.start_from) / CHECKPOINT)
