@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from curvestep import _torch, vectors
+from curvestep import vectors
 from curvestep.vectors import PIECE, cpu_norm, difference, distance, global_norm
 from tests.reference import reference_norm
 
@@ -174,13 +174,3 @@ def test_distance_neither_overflows_nor_hides_what_is_not_finite():
     assert distance(huge, -huge).item() == pytest.approx(2e30 * math.sqrt(2 * PIECE), rel=1e-6)
     huge[-1] = math.nan
     assert math.isnan(distance(huge, torch.zeros_like(huge)).item())
-
-
-def test_capability_check_refuses_a_kernel_that_computes_something_else():
-    assert not _torch._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
-
-    def changed(*_args, **_kwargs):
-        raise TypeError("another signature")
-
-    assert not _torch._follows_formula(changed)
-    assert _torch.fused_sgd() is not None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.fit.fit import fit_smoothness as fit_smoothness
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
     from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
+    from curvestep.optim.scaled import ScaledSGD as ScaledSGD
     from curvestep.smoothness.estimators import (
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
@@ -33,6 +34,7 @@ _PUBLIC = {
     "": ("steps", "theory"),
     "optim.clipped": ("ClippedSGD",),
     "optim.normalized": ("NormalizedSGD",),
+    "optim.scaled": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
     "smoothness.oracle": ("GradientOracle",),
     "smoothness.replay": ("Replay",),

@@ -64,6 +64,9 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         >>> global_norm([torch.full((4,), 1e30, dtype=torch.float32)]).item() / 1e30
         2.0000000...
     """
+    tensors = list(tensors)
+    if _homogeneous_cpu(tensors):
+        return torch.tensor(cpu_norm([t for t in tensors if t is not None]), dtype=torch.float64)
     dense: dict[tuple, list[Tensor]] = {}
     sharded: dict[tuple, list[Any]] = {}
     for t in tensors:
@@ -212,7 +215,7 @@ def _can_be_split_alike(new: Tensor, old: Tensor) -> bool:
     return (
         new.numel() > PIECE
         and new.shape == old.shape
-        and homogeneous_cpu([new.detach(), old.detach()])
+        and _homogeneous_cpu([new.detach(), old.detach()])
         and new.is_contiguous()
         and old.is_contiguous()
     )
@@ -230,17 +233,14 @@ def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     return math.hypot(*norms)  # neither overflows nor loses digits
 
 
-def homogeneous_cpu(tensors: Sequence[Tensor]) -> bool:
+def _homogeneous_cpu(tensors: Sequence[Any]) -> bool:
     """Whether :func:`cpu_norm` may be used: plain tensors of one real floating dtype, dense and on CPU."""
-    # By sets, which loop in C: this runs in every step.
+    # By sets, which loop in C: this runs in every step of an optimizer with several groups.
+    if set(map(type, tensors)) != {Tensor} or not all(map(_is_cpu, tensors)):
+        return False
     dtypes = set(map(_dtype, tensors))
-    return (
-        len(dtypes) == 1
-        and dtypes.pop().is_floating_point
-        and set(map(type, tensors)) == {Tensor}
-        and set(map(_layout, tensors)) == {torch.strided}
-        and all(map(_is_cpu, tensors))
-    )
+    one = len(dtypes) == 1 and dtypes.pop().is_floating_point
+    return one and set(map(_layout, tensors)) == {torch.strided}
 
 
 def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from curvestep import ClippedSGD, NormalizedSGD, _torch, vectors
-from curvestep.optim import _bundles, _update, scaled as _sgd
+from curvestep import ClippedSGD, NormalizedSGD, vectors
+from curvestep.optim import _update, scaled
 from curvestep.vectors import device_norm
 from tests.reference import ReferenceSGD
 
@@ -184,7 +184,7 @@ def test_strides_of_parameters_and_gradients_do_not_matter(param, grad, mode):
 def test_channels_last_uses_the_kernel_and_is_right():
     p = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
     p.grad = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    assert _bundles._kernel_is_right(p, p.grad, None)
+    assert _update._kernel_accepts(p, p.grad, None)
     expected = p.detach() - 0.1 * p.grad / p.grad.norm()
     ClippedSGD([p], lr=0.1, max_norm=1.0).step()
     torch.testing.assert_close(p.detach(), expected)
@@ -497,20 +497,20 @@ def test_normalized_sgd_reports_its_step_relative_to_zero_gradient():
 
 @pytest.fixture
 def without_native(monkeypatch):
-    for module in (_bundles, vectors):
+    for module in (_update, vectors):
         monkeypatch.setattr(module, "native", lambda: None)
 
 
 @pytest.fixture
 def without_kernel(monkeypatch, without_native):
-    for module in (_bundles, _sgd, _update):
+    for module in (scaled, _update):
         monkeypatch.setattr(module, "fused_sgd", lambda: None)
 
 
 @pytest.fixture
 def numbers_stay_on_device(monkeypatch, without_native):
     """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(_sgd.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
+    monkeypatch.setattr(scaled.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
 
 
 @every_mode
@@ -568,7 +568,16 @@ def test_nothing_is_read_from_the_device_in_a_step(monkeypatch, numbers_stay_on_
 def test_fused_is_refused_where_torch_has_no_kernel(without_kernel):
     with pytest.raises(RuntimeError, match="needs torch"):
         ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0, fused=True)
-    assert _torch.fused_sgd() is not None
+
+
+def test_capability_check_refuses_a_kernel_that_computes_something_else():
+    assert not _update._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
+
+    def changed(*_args, **_kwargs):
+        raise TypeError("another signature")
+
+    assert not _update._follows_formula(changed)
+    assert _update.fused_sgd() is not None
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -25,10 +25,9 @@ DTYPES = (torch.float32, torch.float64)
 
 _RULE = Struct("dddddq")  # as in kernel.c
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
-_DOUBLE, _SINGLE = (
-    1,
-    2,
-)  # what curvestep_view returns if it is not -1: flags for float64 and for single elements
+_PLAIN = {Tensor, torch.nn.Parameter}
+# What curvestep_view returns if it is not -1: flags for float64 and for tensors of one element.
+_DOUBLE, _SINGLE = 1, 2
 
 
 class View(NamedTuple):
@@ -68,13 +67,17 @@ class Kernel:
     def view(self, tensors: list[Tensor], *others: list[Tensor]) -> View | None:
         """Where ``tensors`` lie, or None if the kernel cannot take them.
 
+        Only plain tensors and parameters surely have their numbers in memory: a subclass (fake, masked,
+        wrapped) may have none, or others.
+
         Args:
-            tensors: Plain tensors or parameters; the caller has made sure of their type.
+            tensors: The tensors.
             others: Lists of as many tensors, which must have the same dtype, shapes and strides.
         """
         lists, count = (tensors, *others), len(tensors)
-        if any(len(other) != count for other in others):
-            return None
+        for listed in lists:
+            if len(listed) != count or not set(map(type, listed)) <= _PLAIN:
+                return None
         addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
         if self._describe:
             at = (_pointer * len(lists))(*map(id, lists))
@@ -84,7 +87,11 @@ class Kernel:
                 return None
         else:
             kind = _view_by_attributes(lists, addresses, sizes)
-        if kind < 0 or (kind & _SINGLE and _any_negated(lists)):
+        # A mark on a tensor can say that its numbers lie in memory with the wrong sign. torch sets it for the
+        # imaginary part of a conjugate, every second number in memory, which only a tensor of one element
+        # walks through without gaps. A gradient can have got it in other ways.
+        negated = kind >= 0 and any(map(Tensor.is_neg, tensors))
+        if kind < 0 or negated or (kind & _SINGLE and any(t.is_neg() for other in others for t in other)):
             return None
         return View(addresses, sizes, count, len(lists), kind & _DOUBLE)
 
@@ -117,39 +124,13 @@ class Kernel:
         )  # fmt: skip
 
 
-def fills_memory(t: Tensor) -> bool:
+def is_non_overlapping_and_dense(t: Tensor) -> bool:
     """Whether some order of the dimensions makes ``t`` contiguous: no gaps and no overlaps."""
-    order = sorted(range(t.dim()), key=t.stride, reverse=True)
-    return t.is_contiguous() or t.permute(order).is_contiguous()
+    return t.is_contiguous() or t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).is_contiguous()
 
 
-def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
-    """What ``curvestep_view`` does, for a torch that does not let C look at its tensors."""
-    count = len(lists[0])
-    dtype = lists[0][0].dtype if count else torch.float32
-    for i, t in enumerate(lists[0]):
-        if not t.is_cpu or t.layout != torch.strided or t.dtype is not dtype or not fills_memory(t):
-            return -1
-        addresses[i], sizes[i] = t.data_ptr(), t.numel()
-        for k in range(1, len(lists)):
-            if not _lies_like(lists[k][i], t):
-                return -1
-            addresses[k * count + i] = lists[k][i].data_ptr()
-    if dtype not in DTYPES:
-        return -1
-    return _DOUBLE * (dtype is torch.float64) + _SINGLE * (1 in sizes)
-
-
-def _any_negated(lists: Sequence[list[Tensor]]) -> bool:
-    """Whether the numbers of some tensor lie in memory with the wrong sign.
-
-    torch negates the imaginary part of a conjugate by a mark only. It is every second number in memory, so
-    such a tensor fills its memory only if it has a single element.
-    """
-    return any(t.is_neg() for tensors in lists for t in tensors)
-
-
-def _lies_like(t: Tensor, other: Tensor) -> bool:
+def same_layout(t: Tensor, other: Tensor) -> bool:
+    """Whether ``t`` lies in memory as ``other`` does: same device, dtype, shape and strides."""
     return (
         t.device == other.device
         and t.layout == other.layout
@@ -157,6 +138,30 @@ def _lies_like(t: Tensor, other: Tensor) -> bool:
         and t.shape == other.shape
         and (t.stride() == other.stride() or (t.is_contiguous() and other.is_contiguous()))
     )
+
+
+def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
+    """What ``curvestep_view`` does, for a torch that does not let C look at its tensors."""
+    count = len(lists[0])
+    dtype = lists[0][0].dtype if count else torch.float32
+    for i, t in enumerate(lists[0]):
+        if (
+            not t.is_cpu
+            or t.layout != torch.strided
+            or t.dtype is not dtype
+            or not is_non_overlapping_and_dense(t)
+        ):
+            return -1
+        sizes[i] = t.numel()
+        for k, listed in enumerate(lists):
+            if k and not same_layout(listed[i], t):
+                return -1
+            addresses[k * count + i] = listed[i].data_ptr()
+            if sizes[i] and not addresses[k * count + i]:
+                return -1
+    if dtype not in DTYPES:
+        return -1
+    return _DOUBLE * (dtype is torch.float64) + _SINGLE * (1 in sizes)
 
 
 def _describe() -> int | None:

@@ -4,7 +4,11 @@
    Plain C, built without the headers of Python or torch. Before a pass the tensors are looked at one by one: only
    those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as
    one long vector, cut into blocks. The update takes the blocks backwards, because what the norm read last is still in
-   the cache. */
+   the cache.
+
+   The file includes itself for each type, float and double: the passes over one block of memory stand at its end. */
+
+#ifndef REAL
 
 #include <stddef.h>
 #include <stdint.h>
@@ -32,12 +36,14 @@ typedef struct {
 
 #define REAL float
 #define NAMED(f) f##_float
-#include "passes.h"
+#include "kernel.c"
 #undef REAL
 #undef NAMED
 #define REAL double
 #define NAMED(f) f##_double
-#include "passes.h"
+#include "kernel.c"
+#undef REAL
+#undef NAMED
 
 /* The part [first, last) of all elements that this thread takes: a block belongs to whoever owns its first element. */
 static void share(int64_t all, int64_t *first, int64_t *last)
@@ -136,7 +142,7 @@ static int64_t size_of(const Description *t)
 }
 
 /* Whether some order of the dimensions makes the tensor contiguous: no gaps and no overlaps. */
-static int fills_memory(const Description *t, int64_t size)
+static int is_non_overlapping_and_dense(const Description *t, int64_t size)
 {
     if (!t->strides || size == 0)
         return 1;
@@ -151,20 +157,22 @@ static int fills_memory(const Description *t, int64_t size)
     return 1;
 }
 
-static int lies_like(const Description *t, const Description *other)
+static int same_layout(const Description *t, const Description *other, int64_t size)
 {
     if (t->dimensions != other->dimensions || t->device != other->device || t->kind != other->kind ||
         t->bits != other->bits || !t->strides != !other->strides)
         return 0;
     for (int d = 0; d < t->dimensions; d++)
-        if (t->shape[d] != other->shape[d] || (t->strides && t->shape[d] > 1 && t->strides[d] != other->strides[d]))
+        if (t->shape[d] != other->shape[d] ||
+            (t->strides && size > 0 && t->shape[d] > 1 && t->strides[d] != other->strides[d]))
             return 0;
     return 1;
 }
 
 /* Addresses and sizes of the tensors in a list, and addresses of those in the other lists, which follow. 0: all are
-   float32 on CPU and fill their memory, and those of the other lists lie like those of the first. 1: the same for
-   float64. 2 more if some tensor has a single element. -1: not so. */
+   float32 on CPU, non-overlapping and dense, those of the other lists have the layout of those of the first, and there
+   is memory behind all (not behind torch's tensors of zeros). 1: the same for float64. 2 more if some tensor has a
+   single element. -1: not so. */
 int curvestep_view(Describe describe, void *const *lists, int64_t num_lists, int64_t count, void **addresses,
                   int64_t *sizes)
 {
@@ -177,14 +185,105 @@ int curvestep_view(Describe describe, void *const *lists, int64_t num_lists, int
             bits = t.bits;
         sizes[i] = size_of(&t);
         single |= sizes[i] == 1;
-        if (t.device != CPU || t.kind != FLOATING || t.bits != bits || t.lanes != 1 || !fills_memory(&t, sizes[i]))
+        if (t.device != CPU || t.kind != FLOATING || t.bits != bits || t.lanes != 1 ||
+            !is_non_overlapping_and_dense(&t, sizes[i]) || (sizes[i] > 0 && !t.data))
             return -1;
         addresses[i] = (char *)t.data + t.offset;
         for (int64_t k = 1; k < num_lists; k++) {
-            if (describe(PyList_GetItem(lists[k], i), &other) || !lies_like(&other, &t))
+            if (describe(PyList_GetItem(lists[k], i), &other) || !same_layout(&other, &t, sizes[i]) ||
+                (sizes[i] > 0 && !other.data))
                 return -1;
             addresses[k * count + i] = (char *)other.data + other.offset;
         }
     }
     return bits == 32 ? 2 * single : bits == 64 ? 2 * single + 1 : -1;
 }
+
+#else /* The passes over one block of memory, for one type: REAL is float or double, NAMED(f) is f_float or f_double. */
+
+typedef REAL NAMED(Lanes) __attribute__((vector_size(16 * sizeof(REAL)), aligned(sizeof(REAL))));
+
+/* Sums of the squares of x, or of x - y where y is not 0: the compiler makes two functions of each. */
+ALWAYS_INLINE double NAMED(squares_in_double)(const REAL *x, const REAL *y, int64_t n)
+{
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double d = y ? (double)x[i] - y[i] : x[i];
+        sum += d * d;
+    }
+    return sum;
+}
+
+ALWAYS_INLINE NAMED(Lanes) NAMED(lanes)(const REAL *x, const REAL *y, int64_t at)
+{
+    const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + at);
+    return y ? v - *(const NAMED(Lanes) *)(y + at) : v;
+}
+
+/* Four quarters of the block are read at once: one stream of reads alone does not fill the memory bus. Squares are
+   added as REAL over a row of ROW in each quarter, the rows as double; a row whose sum is so large or so small that a
+   square may have overflowed or vanished is added again as double. */
+ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
+{
+    const int64_t quarter = n / 64 * 16;
+    double total = NAMED(squares_in_double)(x + 4 * quarter, y ? y + 4 * quarter : 0, n - 4 * quarter);
+    for (int64_t row = 0; row < quarter; row += ROW) {
+        const int64_t end = quarter - row < ROW ? quarter : row + ROW;
+        NAMED(Lanes) sum_of[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t i = row; i < end; i += 16)
+            for (int part = 0; part < 4; part++) {
+                const NAMED(Lanes) v = NAMED(lanes)(x, y, part * quarter + i);
+                sum_of[part] += v * v;
+            }
+        const NAMED(Lanes) lanes = (sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]);
+        REAL sum = 0;
+        for (int k = 0; k < 16; k++)
+            sum += lanes[k];
+        if (sum > (REAL)1e-28 && sum < (REAL)1e30)
+            total += sum;
+        else
+            for (int part = 0; part < 4; part++) {
+                const int64_t at = part * quarter + row;
+                total += NAMED(squares_in_double)(x + at, y ? y + at : 0, end - row);
+            }
+    }
+    return total;
+}
+
+FOR_EACH_CPU
+static double NAMED(squares)(const REAL *x, int64_t n) { return NAMED(squares_of)(x, 0, n); }
+
+FOR_EACH_CPU
+static double NAMED(squares_apart)(const REAL *x, const REAL *y, int64_t n) { return NAMED(squares_of)(x, y, n); }
+
+/* d = c g + w p,  b <- mu b + k d,  p <- p - lr (b, or d + mu b), of which the common cases skip what is zero. */
+FOR_EACH_CPU
+static void NAMED(update)(REAL *restrict p, const REAL *restrict g, REAL *restrict b, int64_t n, const Rule *rule)
+{
+    const REAL c = rule->scale, w = rule->weight_decay, mu = rule->momentum, k = rule->undamped, lr = rule->lr;
+    const REAL lr_c = rule->lr * rule->scale, k_c = rule->undamped * rule->scale;
+    if (!b && w == 0)
+        for (int64_t i = 0; i < n; i++)
+            p[i] -= lr_c * g[i];
+    else if (!b)
+        for (int64_t i = 0; i < n; i++)
+            p[i] -= lr * (c * g[i] + w * p[i]);
+    else if (rule->nesterov)
+        for (int64_t i = 0; i < n; i++) {
+            const REAL d = w == 0 ? c * g[i] : c * g[i] + w * p[i];
+            b[i] = mu * b[i] + k * d;
+            p[i] -= lr * (d + mu * b[i]);
+        }
+    else if (w == 0)
+        for (int64_t i = 0; i < n; i++) {
+            b[i] = mu * b[i] + k_c * g[i];
+            p[i] -= lr * b[i];
+        }
+    else
+        for (int64_t i = 0; i < n; i++) {
+            b[i] = mu * b[i] + k * (c * g[i] + w * p[i]);
+            p[i] -= lr * b[i];
+        }
+}
+
+#endif

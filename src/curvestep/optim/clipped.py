@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.optim.scaled import ScaledSGD
-from curvestep.steps import check_threshold, clipped_step
+from curvestep.optim.scaled import ScaledSGD, SGDOptions
+from curvestep.steps import clipped_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ClippedSGD(ScaledSGD):
@@ -38,7 +41,9 @@ class ClippedSGD(ScaledSGD):
             ``"tensor"``. Only the first keeps the direction of the gradient.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
             nothing, ``"skip"`` changes nothing and counts, ``"propagate"`` steps like torch. On an
-            accelerator ``"raise"`` has to wait for the norm in every step; the others never wait.
+            accelerator ``"raise"`` has to wait for the norm in every step; the others never wait, unless some
+            of the parameters are on CPU. With ``"skip"``, paths other than the default and ``fused`` keep a
+            copy of the parameters during a step there.
         maximize: Ascend instead of descend.
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.
@@ -61,33 +66,10 @@ class ClippedSGD(ScaledSGD):
     threshold = "max_norm"
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor,
-        max_norm: float,
-        *,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        clip: str = "gradient",
-        norm_scope: str = "global",
-        nonfinite: str = "raise",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        self, params: ParamsT, lr: float | Tensor, max_norm: float, **options: Unpack[SGDOptions]
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "max_norm": max_norm}, momentum=momentum, dampening=dampening,
-            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope,
-            nonfinite=nonfinite, maximize=maximize, foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
+        super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        check_threshold("max_norm", group["max_norm"])
-
-    def _coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+        r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep._checks import check_positive
-from curvestep.optim.scaled import ScaledSGD
+from curvestep.optim.scaled import ScaledSGD, SGDOptions
 from curvestep.steps import normalized_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class NormalizedSGD(ScaledSGD):
@@ -55,33 +57,14 @@ class NormalizedSGD(ScaledSGD):
     threshold = "offset"
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor,
-        offset: float,
-        *,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        clip: str = "gradient",
-        norm_scope: str = "global",
-        nonfinite: str = "raise",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        self, params: ParamsT, lr: float | Tensor, offset: float, **options: Unpack[SGDOptions]
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "offset": offset}, momentum=momentum, dampening=dampening,
-            weight_decay=weight_decay, nesterov=nesterov, clip=clip, norm_scope=norm_scope,
-            nonfinite=nonfinite, maximize=maximize, foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
+        super().__init__(params, {"lr": lr, "offset": offset}, **options)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        check_positive("offset", group["offset"])
-
-    def _coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+        r""":math:`1/(g + \beta)`."""
         return normalized_step(norm, lr=1.0, offset=group["offset"])
+
+    def coefficient_at_zero(self, group: dict[str, Any]) -> float:
+        r""":math:`1/\beta`."""
+        return 1.0 / group["offset"]

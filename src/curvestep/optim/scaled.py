@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, overload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -13,76 +14,130 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from curvestep._checks import check_choice
 from curvestep._kernel import View
-from curvestep._torch import fused_sgd, is_observed
 from curvestep.distributed import as_sharded
-from curvestep.optim._bundles import Unit, collect
-from curvestep.optim._statistics import (
-    ClipStats,
-    count_skip,
-    count_step,
-    new_counters,
-    read_counters,
-    summarise,
-)
-from curvestep.optim._update import average_, update
-from curvestep.vectors import cpu_norm, global_norm, homogeneous_cpu
+from curvestep.optim._update import Bundle, average_, collect, fused_sgd, sort, update
+from curvestep.vectors import cpu_norm, global_norm
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Steps that `recent_clipped_fraction` looks back on.
+RECENT_STEPS = 100
 _COUNTERS = "clip_stats"
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "differentiable")
+# Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
+_hooks_for_all: Any = tuple(
+    getattr(import_module("torch.optim.optimizer"), name, None)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+)
+
+
+class ClipStats(TypedDict):
+    """What ``clip_stats()`` returns.
+
+    Attributes:
+        grad_norm: Norm of the last gradient, before clipping.
+        coefficient: Factor on the last step, 1 where nothing was clipped; the smallest if there were several.
+        steps: Steps taken, without the skipped ones.
+        clipped_fraction: Share of these steps that were clipped.
+        recent_clipped_fraction: The same over the last 100 steps.
+        skipped: Steps skipped because the gradient was not finite.
+    """
+
+    grad_norm: float
+    coefficient: float
+    steps: int
+    clipped_fraction: float
+    recent_clipped_fraction: float
+    skipped: int
+
+
+class SGDOptions(TypedDict, total=False):
+    """The options that every optimizer of the package takes, as :class:`ClippedSGD` describes them."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    clip: str
+    norm_scope: str
+    nonfinite: str
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    differentiable: bool
+
+
+_DEFAULTS: SGDOptions = {
+    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
+    "norm_scope": "global", "nonfinite": "raise", "maximize": False, "foreach": None, "fused": None,
+    "differentiable": False,
+}  # fmt: skip
 
 
 class ScaledSGD(Optimizer, ABC):
-    """SGD with the step size of a rule in :mod:`curvestep.steps`.
+    r"""SGD with the step size of a rule: :math:`x_{k+1} = x_k - h(\lVert g_k \rVert)\, g_k`.
 
-    A subclass names the group entry at which the rule bends (``threshold``), checks it, and gives the
-    factor on the gradient: ``clipped.py`` shows all that takes.
+    A subclass names the group entry at which the rule bends (``threshold``) and gives the factor on the
+    gradient (:meth:`coefficient`). Momentum, weight decay, the fast paths, sharded and sparse gradients,
+    :meth:`clip_stats` and checkpoints are the same for all.
+
+    Args:
+        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
+        rule: ``lr`` and the parameters of the rule; a group may have its own.
+        options: Those of :class:`ClippedSGD`.
+
+    Attributes:
+        threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
     """
 
     threshold: str
 
-    def __init__(
-        self,
-        params: ParamsT,
-        rule: dict[str, Any],
-        *,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        clip: str = "gradient",
-        norm_scope: str = "global",
-        nonfinite: str = "raise",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
-    ) -> None:
-        check_choice("clip", clip, ("gradient", "momentum"))
-        check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))
-        check_choice("nonfinite", nonfinite, ("raise", "skip", "propagate"))
-        if fused and differentiable:
+    def __init__(self, params: ParamsT, rule: dict[str, Any], **options: Unpack[SGDOptions]) -> None:
+        if unknown := options.keys() - _DEFAULTS.keys():
+            raise TypeError(
+                f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(_DEFAULTS)}."
+            )
+        settings: Any = _DEFAULTS | options
+        check_choice("clip", settings["clip"], ("gradient", "momentum"))
+        check_choice("norm_scope", settings["norm_scope"], ("global", "group", "tensor"))
+        check_choice("nonfinite", settings["nonfinite"], ("raise", "skip", "propagate"))
+        fused, foreach = settings["fused"], settings["foreach"]
+        if fused and settings["differentiable"]:
             raise RuntimeError("`fused` does not support `differentiable`")
         if fused and foreach:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        if foreach and differentiable:
+        if foreach and settings["differentiable"]:
             raise RuntimeError("`foreach` does not support `differentiable`")
         if fused and fused_sgd() is None:
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        options = {
-            "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-            "clip": clip, "norm_scope": norm_scope, "nonfinite": nonfinite, "maximize": maximize,
-            "foreach": foreach, "fused": fused, "differentiable": differentiable,
-        }  # fmt: skip
-        super().__init__(params, rule | options)
+        super().__init__(params, rule | settings)
 
     @abstractmethod
-    def _coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
-        """Factor on a gradient of this norm: step size over ``lr``, of the same kind as ``norm``."""
+    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+        """Factor on a gradient of this norm: step size over ``lr``, of the same kind as ``norm``.
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise where the values of a group make no sense; a subclass adds its own."""
-        _check_lr(group["lr"])
+        Asked once for each clipping decision of a step, and with norm 0 when a group is added: raise where
+        the values of the group make no sense.
+
+        Args:
+            norm: A float, or on an accelerator a device scalar; reading it would synchronize.
+            group: The parameter group.
+        """
+
+    def coefficient_at_zero(self, group: dict[str, Any]) -> float:
+        """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
+        return 1.0
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise where the values of a group make no sense."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"  # reading it would synchronize
+        if not on_device and not 0.0 <= _number("lr", lr) < math.inf:
+            raise ValueError(f"Invalid learning rate: {lr}")
         for name in ("momentum", "weight_decay"):
             if not 0.0 <= _number(name, group[name]) < math.inf:
                 raise ValueError(f"Invalid {name} value: {group[name]}")
@@ -90,6 +145,7 @@ class ScaledSGD(Optimizer, ABC):
             raise ValueError(f"Invalid dampening value: {group['dampening']}")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        self.coefficient(0.0, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with values of its own where it names them."""
@@ -99,7 +155,7 @@ class ScaledSGD(Optimizer, ABC):
                     raise ValueError(
                         f"`{name}` holds for all groups: set it for the optimizer, not for one group."
                     )
-            self._check_group(self.defaults | param_group)
+            self.check_group(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @overload
@@ -112,7 +168,7 @@ class ScaledSGD(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
-        if type(self).step is ScaledSGD.step and is_observed(self):
+        if type(self).step is ScaledSGD.step and _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
 
@@ -120,32 +176,28 @@ class ScaledSGD(Optimizer, ABC):
     # attribute keeps it from doing so: its wrapper is used only where somebody looks.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        units = collect(self.param_groups, self.state, per_tensor=self.defaults["norm_scope"] == "tensor")
-        if self.defaults["clip"] == "gradient" and all(unit.view is not None for unit in units):
-            self._step(units)  # by our kernel alone, of which autograd knows nothing
-        else:
-            with torch.set_grad_enabled(self.defaults["differentiable"]):
-                self._step(units)
-        return loss
-
     def clip_stats(self) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired.
 
         With several clipping decisions in a step (``norm_scope`` "group" or "tensor", or groups with their
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
-        dict, so a resumed run goes on counting. On an accelerator this call waits for the device.
+        dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
         """
-        return summarise(self._counters)
+        counters = self._read_counters()
+        steps, recent = counters["steps"], counters["recent"]
+        return {
+            "grad_norm": counters["grad_norm"],
+            "coefficient": counters["coefficient"],
+            "steps": steps,
+            "clipped_fraction": counters["clipped"] / steps if steps else 0.0,
+            "recent_clipped_fraction": sum(recent) / len(recent) if recent else 0.0,
+            "skipped": counters["skipped"],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
-        state["param_groups"][0][_COUNTERS] = read_counters(self._counters)
+        state["param_groups"][0][_COUNTERS] = self._read_counters()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,136 +215,185 @@ class ScaledSGD(Optimizer, ABC):
             if counters is not None:
                 self.param_groups[0][_COUNTERS] = counters
 
+    def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            per_tensor = self.defaults["norm_scope"] == "tensor"
+            bundles = collect(self.param_groups, self.state, per_tensor=per_tensor)
+            if bundles:
+                self._step(bundles)
+        return loss
+
+    def _step(self, bundles: list[Bundle]) -> None:
+        norms = self._norms(bundles)
+        # torch.distributed.checkpoint makes an optimizer create its state by a step that changes nothing.
+        pretended = not self.state and all(map(_is_zero, self.param_groups)) and not any(norms)
+        skip = self._skip(norms)
+        if skip is True:
+            self._counters["grad_norm"] = _joint_norm(norms, self.defaults["norm_scope"])
+            self._counters["skipped"] += 1
+            return
+        parts = [sort(bundle, self.state) for bundle in bundles]
+        seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
+        if self.defaults["clip"] == "momentum":
+            parts = [[average_(part, skip=skip) for part in of_bundle] for of_bundle in parts]
+            seen = self._norms([_joined(of_bundle) for of_bundle in parts])
+        coefficients = [self.coefficient(n, bundle.group) for n, bundle in zip(seen, bundles, strict=True)]
+        for of_bundle, coefficient in zip(parts, coefficients, strict=True):
+            for part in of_bundle:
+                update(part, coefficient, skip=skip)
+        if not pretended:
+            self._count([bundle.group for bundle in bundles], norms, seen, coefficients, skip)
+
+    def _norms(self, bundles: list[Bundle]) -> list[Any]:
+        """One norm for each bundle; they are all the same if the scope is global."""
+        if self.defaults["norm_scope"] == "global" and len(bundles) > 1:
+            return [self._norm([g for bundle in bundles for g in bundle.grads])] * len(bundles)
+        return [self._norm(bundle.grads, bundle.view) for bundle in bundles]
+
+    def _norm(self, tensors: list[Tensor], view: View | None = None) -> Any:
+        """A float, or a tensor where reading the number would synchronize or lose its gradient."""
+        if self.defaults["differentiable"]:
+            return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+        if view is not None:
+            return cpu_norm(tensors, view)
+        norm = global_norm(tensors)
+        if norm.device.type == "meta" and (self.defaults["fused"] or self.defaults["nonfinite"] == "raise"):
+            needs = "`fused=True`" if self.defaults["fused"] else '`nonfinite="raise"`'
+            raise RuntimeError(
+                f"{needs} requires all the params to be floating point Tensors with values, and some are on "
+                "the `meta` device. Give them memory first, by `model.to_empty(device=...)`."
+            )
+        return norm.item() if norm.is_cpu else norm
+
+    def _skip(self, norms: list[Any]) -> Tensor | bool:
+        """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted."""
+        policy = self.defaults["nonfinite"]
+        if policy == "propagate":
+            return False
+        on_device = [n for n in norms if isinstance(n, Tensor) and not self.defaults["differentiable"]]
+        on_host = norms if policy == "raise" or not on_device else [n for n in norms if type(n) is float]
+        if not all(math.isfinite(n.detach() if isinstance(n, Tensor) else n) for n in on_host):
+            if policy == "raise":
+                raise FloatingPointError(self._blame())
+            return True
+        if policy == "raise" or not on_device:
+            return False
+        finite = torch.stack([n.to(on_device[0].device).isfinite() for n in on_device])
+        return (~finite.all()).to(torch.float32)
+
+    def _blame(self) -> str:
+        """Which parameter has the first gradient that is not finite."""
+        way_out = (
+            'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
+        )
+        for number, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
+                if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
+                    names = group.get("param_names")
+                    name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
+                    return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
+        return f"All gradients are finite, but their norm overflows. {way_out}"
+
     @property
     def _counters(self) -> dict[str, Any]:
         first = self.param_groups[0]
         if _COUNTERS not in first:
-            first[_COUNTERS] = new_counters()
+            first[_COUNTERS] = {
+                "grad_norm": 0.0, "coefficient": 1.0, "steps": 0, "clipped": 0.0, "recent": [], "skipped": 0,
+            }  # fmt: skip
         return first[_COUNTERS]
 
-    def _step(self, units: list[Unit]) -> None:
-        if not units:
-            return
-        norms = self._norms(units)
-        skip = self._skip_signal(norms)
-        if skip is True:
-            count_skip(self._counters, _combined(norms, self.defaults["norm_scope"]))
-            return
-        for unit in units:
-            unit.make_bundles(self.state)
-        # What the rule looks at: the gradient, or the direction averaged by momentum.
-        seen = self._average(units) if self.defaults["clip"] == "momentum" else norms
-        coefficients = [self._coefficient(norm, unit.group) for unit, norm in zip(units, seen, strict=True)]
-        for unit, coefficient in zip(units, coefficients, strict=True):
-            for bundle in unit.bundles:
-                update(bundle, coefficient, skip=skip)
-        self._count(units, norms, seen, coefficients, skip)
-
-    def _norms(self, units: list[Unit]) -> list[Any]:
-        """One norm for each unit; they are all the same if the scope is global."""
-        if self.defaults["norm_scope"] == "global" and len(units) > 1:
-            grads = [g for unit in units for g in unit.grads]
-            return [self._norm(grads, homogeneous_cpu(grads))] * len(units)
-        return [self._norm(unit.grads, unit.plain, unit.view) for unit in units]
-
-    def _norm(self, tensors: list[Tensor], plain: bool, view: View | None = None) -> Any:
-        """A float, or a tensor where reading the number would mean waiting or losing its gradient."""
-        if self.defaults["differentiable"]:
-            return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
-        if plain:
-            return cpu_norm(tensors, view)
-        norm = global_norm(tensors)
-        return norm.item() if norm.device.type == "cpu" else norm
-
-    def _skip_signal(self, norms: list[Any]) -> Tensor | bool:
-        """True: skip. A tensor on a device: skip if it is 1. False: go on. Raises where that is wanted."""
-        policy = self.defaults["nonfinite"]
-        if policy == "propagate":
-            return False
-        stays_on_device = policy == "skip" and self.defaults["clip"] == "gradient" and fused_sgd() is not None
-        if stays_on_device and isinstance(norms[0], Tensor) and not self.defaults["differentiable"]:
-            return (~torch.stack([norm.isfinite() for norm in norms]).all()).to(torch.float32)
-        if all(math.isfinite(_plain(norm)) for norm in norms):
-            return False
-        if policy == "raise":
-            raise FloatingPointError(self._blame())
-        return True
-
-    def _blame(self) -> str:
-        """Which parameter has the first gradient that is not finite."""
-        for number, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None and not math.isfinite(global_norm([p.grad])):
-                    names = group.get("param_names")
-                    name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
-                    return (
-                        f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. Nothing was "
-                        'changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
-                    )
-        raise AssertionError("a norm was not finite, but every gradient is")
-
-    def _average(self, units: list[Unit]) -> list[Any]:
-        """Take the gradients into the momentum; the units then hold the averaged direction. Its norms."""
-        for unit in units:
-            unit.bundles = [average_(bundle) for bundle in unit.bundles]
-            unit.grads = [
-                as_sharded(g, whole)
-                for bundle in unit.bundles
-                for g, whole in zip(bundle.grads, bundle.wholes, strict=True)
-            ]
-            unit.plain, unit.view = homogeneous_cpu(unit.grads), None
-        return self._norms(units)
-
     def _count(
-        self,
-        units: list[Unit],
-        norms: list[Any],
-        seen: list[Any],
-        coefficients: list[Any],
-        skip: Tensor | bool,
+        self, groups: list[Any], norms: list[Any], seen: list[Any], coefficients: list[Any], skip: Any
     ) -> None:
+        """Add one step. On an accelerator the numbers are device scalars, which are not read here."""
+        relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
+        fired = [n > g[self.threshold] for n, g in zip(seen, groups, strict=True)]
         taken = 1 - skip if isinstance(skip, Tensor) else 1
-        relative, clipped = [], 0
-        for unit, norm, coefficient in zip(units, seen, coefficients, strict=True):
-            relative.append(coefficient / self._coefficient(0.0, unit.group))
-            clipped = clipped + (norm > unit.group[self.threshold])
-        share = clipped / len(units) * taken
-        total = _combined(norms, self.defaults["norm_scope"])
-        count_step(self._counters, _plain(total), _plain(_least(relative)), _plain(share), taken)
+        clipped = 1.0 * taken * _reduced(fired, lambda values: sum(values) / len(values), torch.mean)
+        counters = self._counters
+        counters["grad_norm"] = _joint_norm(norms, self.defaults["norm_scope"])
+        counters["coefficient"] = _reduced(relative, min, torch.min)
+        counters["steps"] = counters["steps"] + taken
+        counters["skipped"] = counters["skipped"] + (1 - taken)
+        counters["clipped"] = counters["clipped"] + clipped
+        counters["recent"].append(clipped)
+        del counters["recent"][:-RECENT_STEPS]
+
+    def _read_counters(self) -> dict[str, Any]:
+        """The counters as plain numbers: an accelerator is waited for here, once."""
+        counters = self._counters
+        names = [name for name in counters if name != "recent"]
+        numbers = [*(counters[name] for name in names), *counters["recent"]]
+        stacked = _stacked(numbers)
+        if stacked is not None:
+            numbers = stacked.tolist()
+        plain = dict(zip(names, numbers[: len(names)], strict=True))
+        steps, skipped = int(plain["steps"]), int(plain["skipped"])
+        return plain | {"recent": numbers[len(names) :], "steps": steps, "skipped": skipped}
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledSGD._unobserved_step)
 
 
-def _combined(norms: list[Any], scope: str) -> Any:
-    """Norm of the whole gradient from the norms of its units."""
-    if scope == "global" or len(norms) == 1:
-        return norms[0]
-    if isinstance(norms[0], Tensor):
-        return torch.linalg.vector_norm(torch.stack(norms))
-    return math.hypot(*norms)
+def _is_observed(optimizer: Optimizer) -> bool:
+    """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell."""
+    try:
+        return bool(
+            torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or any(map(len, _hooks_for_all))
+        )
+    except (AttributeError, TypeError):
+        return True
 
 
-def _least(values: list[Any]) -> Any:
+def _is_zero(group: dict[str, Any]) -> bool:
+    """Whether the learning rate is known to be zero; on a device it is not read."""
+    lr = group["lr"]
+    return bool(lr == 0) if not isinstance(lr, Tensor) or lr.is_cpu else False
+
+
+def _joined(parts: list[Bundle]) -> Bundle:
+    """The parts as one bundle again, of whole gradients: those that are sharded across their ranks."""
+    if len(parts) == 1 and parts[0].params is parts[0].wholes:
+        return parts[0]
+    grads = [as_sharded(g, p) for part in parts for g, p in zip(part.grads, part.wholes, strict=True)]
+    return Bundle(parts[0].group, parts[0].rule, grads=grads)
+
+
+def _joint_norm(norms: list[Any], scope: str) -> Any:
+    """Norm of the whole gradient from the norms of its bundles."""
+    parts = norms[:1] if scope == "global" else norms
+    return _reduced(parts, lambda values: math.hypot(*values), torch.linalg.vector_norm)
+
+
+def _reduced(values: list[Any], on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Any:
+    """One number from several, some of which may be device scalars; then so is the result."""
     if len(values) == 1:
-        return values[0]
-    return torch.stack(values).min() if isinstance(values[0], Tensor) else min(values)
+        return values[0].detach() if isinstance(values[0], Tensor) else values[0]
+    stacked = _stacked(values)
+    return on_host(values) if stacked is None else on_device(stacked)
 
 
-def _plain(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+def _stacked(values: list[Any]) -> Tensor | None:
+    """Numbers, some of them device scalars, as a tensor on that device; None if all are plain."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    if device is None:
+        return None
+    kind: Any = {"device": device, "dtype": torch.float32 if device.type == "mps" else torch.float64}
+    return torch.stack(
+        [v.detach().to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values]
+    )
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
     return value
-
-
-def _check_lr(lr: Any) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        return  # reading it would wait for the device
-    if not 0.0 <= _number("lr", lr) < math.inf:
-        raise ValueError(f"Invalid learning rate: {lr}")

@@ -1,0 +1,290 @@
+"""What once broke an optimizer: each is taken, or refused in one line that says why."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from curvestep import ClippedSGD, NormalizedSGD
+from curvestep.optim import _update, scaled
+from curvestep.vectors import cpu_norm, device_norm, global_norm
+
+
+def parameter(*shape, grad=None, dtype=torch.float32):
+    p = nn.Parameter(torch.randn(shape, dtype=dtype))
+    p.grad = torch.randn(shape, dtype=dtype) if grad is None else grad.to(dtype)
+    return p
+
+
+def twin_of(params):
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    for p, twin in zip(params, twins, strict=True):
+        twin.grad = p.grad.clone()
+    return twins
+
+
+# --- CPU tensors that are not plain memory ---------------------------------------------------------
+
+
+def test_fake_tensors_raise_and_do_not_end_the_process():
+    with FakeTensorMode():
+        p = parameter(5)
+        with pytest.raises(RuntimeError):
+            ClippedSGD([p], lr=0.1, max_norm=1.0).step()
+        with pytest.raises(RuntimeError):
+            global_norm([torch.ones(70_000)])
+
+
+@pytest.mark.parametrize("size", [3, 70_000])
+def test_wrapper_tensors_have_the_norm_that_torch_gives_them(size):
+    t = torch.randn(size)
+    assert float(global_norm([TwoTensor(t, t.clone())])) == pytest.approx(t.norm().item())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_wrapper_tensors_step_like_plain_ones(momentum):
+    start, grad = torch.randn(6), torch.randn(6)
+    wrapped = nn.Parameter(TwoTensor(start.clone(), start.clone()))
+    plain = nn.Parameter(start.clone())
+    wrapped.grad, plain.grad = TwoTensor(grad.clone(), grad.clone()), grad.clone()
+    for p in (wrapped, plain):
+        optimizer = ClippedSGD([p], lr=0.1, max_norm=0.5, momentum=momentum)
+        optimizer.step()
+        optimizer.step()
+    torch.testing.assert_close(wrapped.detach().a, plain.detach())
+    torch.testing.assert_close(wrapped.detach().b, plain.detach())
+
+
+@pytest.mark.parametrize("path", [{}, {"fused": True}, {"foreach": False}])
+def test_gradient_of_zeros_without_memory_moves_nothing(path):
+    p = nn.Parameter(torch.ones(5))
+    p.grad = torch._efficientzerotensor(5)
+    optimizer = ClippedSGD([p], lr=0.1, max_norm=1.0, **path)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(5))
+    assert optimizer.clip_stats()["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradient_marked_as_negated_has_its_sign(momentum):
+    p, g = nn.Parameter(torch.zeros(70)), torch.randn(70)
+    p.grad = torch._neg_view(g)
+    ClippedSGD([p], lr=0.1, max_norm=math.inf, momentum=momentum).step()
+    torch.testing.assert_close(p.detach(), 0.1 * g)
+
+
+# --- layouts and dtypes that differ ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_empty_gradient_with_strides_of_its_own_is_a_step(momentum):
+    empty = nn.Parameter(torch.empty(0, 4))
+    empty.grad = torch.empty(4, 0).t()
+    assert empty.grad.stride() != empty.stride()
+    p = parameter(3)
+    expected = p.detach() - 0.1 * p.grad
+    ClippedSGD([empty, p], lr=0.1, max_norm=math.inf, momentum=momentum).step()
+    torch.testing.assert_close(p.detach(), expected)
+
+
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_model_turned_to_another_dtype_after_a_step_goes_on_as_with_torch(path):
+    models = [nn.Linear(3, 2, dtype=torch.float32) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        ClippedSGD(models[0].parameters(), lr=0.1, max_norm=math.inf, momentum=0.9, **path),
+        torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9, foreach=False),
+    ]
+    x = torch.randn(4, 3, dtype=torch.float32)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            model.double()
+        x = x.double()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+# --- numbers that stay on a device -----------------------------------------------------------------
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    monkeypatch.setattr(_update, "native", lambda: None)
+
+
+@pytest.fixture
+def on_device(monkeypatch, no_kernel):
+    """As on an accelerator: the norm is a tensor that is not read."""
+    monkeypatch.setattr(scaled.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """How often a number was read from a tensor."""
+    counted = []
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "__index__"):
+        real = getattr(torch.Tensor, name)
+
+        def counting(self, *args, real=real):
+            counted.append(1)
+            return real(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    return counted
+
+
+MODES = [
+    {},
+    {"momentum": 0.9},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    {"foreach": True, "momentum": 0.9},
+    {"foreach": False, "momentum": 0.9},
+    {"momentum": 0.9, "clip": "momentum"},
+    {"momentum": 0.9, "clip": "momentum", "nesterov": True, "foreach": True},
+]
+
+
+@pytest.mark.parametrize("make", [ClippedSGD, NormalizedSGD])
+@pytest.mark.parametrize("options", MODES)
+def test_parameter_without_dimensions_steps_on_a_device(make, options, on_device, monkeypatch):
+    params = [parameter(), parameter(3)]
+    twins = [nn.Parameter(p.detach().double()) for p in params]
+    for p, twin in zip(params, twins, strict=True):
+        twin.grad = p.grad.double()
+    for tensors in (params, twins):
+        optimizer = make(tensors, 0.1, 1.0, **options)
+        optimizer.step()
+        optimizer.step()
+    for p, twin in zip(params, twins, strict=True):
+        assert p.dtype is torch.float32
+        torch.testing.assert_close(p.detach().double(), twin.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+def test_skip_waits_for_nothing_and_changes_nothing(options, scope, on_device, waits):
+    params = [parameter(2, 2), parameter(3)]
+    optimizer = ClippedSGD(params, lr=0.1, max_norm=1.0, nonfinite="skip", norm_scope=scope, **options)
+    optimizer.step()
+    kept, state = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
+    params[0].grad[0, 0] = math.nan
+    waits.clear()
+    optimizer.step()
+    assert waits == []
+    for p, q in zip(params, kept, strict=True):
+        assert torch.equal(p.detach(), q)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    assert optimizer.clip_stats()["skipped"] == 1
+
+
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+def test_clip_stats_waits_once(scope, on_device, waits):
+    groups = [{"params": [parameter(2)]}, {"params": [parameter(3)]}]
+    optimizer = ClippedSGD(groups, lr=0.1, max_norm=0.1, nonfinite="skip", norm_scope=scope)
+    for _ in range(120):
+        optimizer.step()
+    waits.clear()
+    stats = optimizer.clip_stats()
+    assert len(waits) == 1
+    assert (stats["steps"], stats["recent_clipped_fraction"]) == (120, 1.0)
+    waits.clear()
+    optimizer.state_dict()
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
+@pytest.mark.parametrize("scope", ["group", "tensor"])
+def test_parameters_on_two_devices_with_a_norm_each(scope, policy, monkeypatch, no_kernel):
+    # The norm of the three numbers stays on its device, that of the two is a float.
+    monkeypatch.setattr(
+        scaled.ScaledSGD,
+        "_norm",
+        lambda self, tensors, *_: device_norm(tensors) if len(tensors[0]) == 3 else cpu_norm(tensors),
+    )
+    for shapes in [(2, 3), (3, 2)]:
+        params = [parameter(n) for n in shapes]
+        twins = twin_of(params)
+        groups = [{"params": [p]} for p in params]
+        optimizer = ClippedSGD(groups, lr=0.1, max_norm=0.5, norm_scope=scope, nonfinite=policy)
+        optimizer.step()
+        for p, twin in zip(params, twins, strict=True):
+            expected = twin.detach() - 0.1 * min(1.0, 0.5 / twin.grad.norm().item()) * twin.grad
+            torch.testing.assert_close(p.detach(), expected)
+        whole = math.hypot(*(twin.grad.norm().item() for twin in twins))
+        assert optimizer.clip_stats()["grad_norm"] == pytest.approx(whole)
+        if policy == "skip":
+            params[0].grad[0] = math.nan
+            before = [p.detach().clone() for p in params]
+            optimizer.step()
+            assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
+            assert optimizer.clip_stats()["skipped"] == 1
+
+
+def test_a_real_second_device_does_not_stop_the_parameters_on_cpu():
+    here, away = parameter(3), nn.Parameter(torch.empty(2, device="meta"))
+    away.grad = torch.empty(2, device="meta")
+    expected = here.detach() - 0.1 * min(1.0, 0.5 / here.grad.norm().item()) * here.grad
+    groups = [{"params": [here]}, {"params": [away]}]
+    ClippedSGD(groups, lr=0.1, max_norm=0.5, norm_scope="group", nonfinite="propagate").step()
+    torch.testing.assert_close(here.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"fused": True}, "`fused=True` requires all the params"), ({}, 'nonfinite="raise"` requires')],
+)
+def test_parameters_without_values_are_refused_in_words(options, words):
+    p = nn.Parameter(torch.empty(3, device="meta"))
+    p.grad = torch.empty(3, device="meta")
+    with pytest.raises(RuntimeError, match=f"{words}.*`meta` device.*to_empty"):
+        ClippedSGD([p], lr=0.1, max_norm=1.0, **options).step()
+
+
+# --- what is counted, what is blamed ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_step_that_a_checkpoint_pretends_does_not_count(lr, momentum):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(3, 2)
+    optimizer = ClippedSGD(model.parameters(), lr=lr, max_norm=0.5, momentum=momentum)
+    fresh = ClippedSGD(nn.Linear(3, 2).parameters(), lr=lr, max_norm=0.5, momentum=momentum)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.clip_stats()
+    for _ in range(2):
+        get_optimizer_state_dict(model, optimizer)
+    assert optimizer.clip_stats() == before
+    assert before["steps"] == 1
+    assert fresh.clip_stats()["steps"] == 0
+
+
+def test_step_with_zero_gradient_or_zero_lr_alone_counts():
+    p = parameter(3, grad=torch.zeros(3))
+    optimizer = ClippedSGD([p], lr=0.1, max_norm=0.5)
+    optimizer.step()
+    p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.clip_stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_norm_that_overflows_though_every_gradient_is_finite_is_said_to(scope):
+    params = [parameter(2, grad=torch.full((2,), 1.7e308), dtype=torch.float64) for _ in range(2)]
+    before = [p.detach().clone() for p in params]
+    optimizer = ClippedSGD(params, lr=0.1, max_norm=1.0, norm_scope=scope)
+    with pytest.raises(FloatingPointError, match="All gradients are finite, but their norm overflows"):
+        optimizer.step()
+    assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
