@@ -252,10 +252,11 @@ def test_plain_steps_of_small_and_large_tensors_follow_the_formula(size, maximiz
 
 
 @needs_kernel
-def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel():
+@pytest.mark.parametrize("path", [{}, {"fused": True}, {"foreach": True}])
+def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel(path):
     p = nn.Parameter(torch.ones(5))
     p.grad = torch.ones(5)
-    optimizer = cs.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9)
+    optimizer = cs.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9, **path)
     optimizer.step()
     optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
     with pytest.raises(ValueError, match="shape of its parameter"):

@@ -33,7 +33,8 @@ _SMALLEST_FOLDED = 1e-6
 _LARGE = 1 << 19
 _BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
 
-_grad, _dtype, _device, _layout = map(attrgetter, ("grad", "dtype", "device", "layout"))
+_grad, _shape = attrgetter("grad"), attrgetter("shape")
+_dtype, _device, _layout = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 
 
 class Rule(NamedTuple):
@@ -104,7 +105,7 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
                 undamped = bundle.rule.dampening != 0  # as torch: not the first gradient that a buffer sees
             elif buffer.shape != whole.shape:
                 raise ValueError(
-                    f"A momentum buffer, shape {tuple(buffer.shape)}, does not have the shape of its parameter, "
+                    f"A momentum buffer, {tuple(buffer.shape)}, does not have the shape of its parameter, "
                     f"{tuple(whole.shape)}. Load the state of the same model."
                 )
         p, g, buffer = _local_and_real(whole, g, buffer)
@@ -352,9 +353,10 @@ def _kernel_accepts_all(bundle: Bundle) -> bool:
     dtypes, devices = set(map(_dtype, every)), set(map(_device, every))
     if len(dtypes) > 1 or len(devices) > 1 or set(map(_layout, every)) != {torch.strided}:
         return False
-    dtype = dtypes.pop()
+    dtype, shapes = dtypes.pop(), list(map(_shape, bundle.params))
     return (
-        (dtype in DTYPES if devices.pop().type == "cpu" else dtype.is_floating_point)
+        all(list(map(_shape, tensors)) == shapes for tensors in lists)
+        and (dtype in DTYPES if devices.pop().type == "cpu" else dtype.is_floating_point)
         and all(map(Tensor.is_contiguous, every))
         and all(map(Tensor.dim, bundle.params))
         and not any(map(Tensor.is_neg, bundle.grads))
