@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.report.calibration_figure import calibration
+from curvestep.lab.report.page import calibration_figure
 from curvestep.lab.run.auto import calibrate_recipe
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task
@@ -37,7 +37,7 @@ def main() -> None:
     measured, cal = calibrate_recipe(recipe, task=task)
     seconds = time.process_time() - start
     options.out.mkdir(parents=True, exist_ok=True)
-    calibration(cal, title="PTB, two-layer LSTM: where the step stops being safe").savefig(
+    calibration_figure(cal, title="PTB, two-layer LSTM: where the step stops being safe").savefig(
         options.out / "calibration-curve.png", dpi=110, metadata={"Software": None}
     )
     lines = [

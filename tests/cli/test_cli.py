@@ -154,7 +154,7 @@ WRONG_FILES = {
     "advise folder": "There is no folder/trace.jsonl",
     "report empty": "empty is empty",
     "report garbage": "garbage is not a curvestep trace",
-    "report folder": "There is neither a run folder nor a trace.jsonl in folder",
+    "report folder": "There is neither a run folder nor a trace in folder",
     "report one --output folder": "folder: is a directory",
     "report one --output one/page.html": "one is a file, and a folder is needed",
     "report one --output page.html --figures garbage": "garbage is a file, and a folder is needed",

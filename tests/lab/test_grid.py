@@ -15,7 +15,6 @@ import pytest
 
 from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
 from curvestep.lab.jobs import Job, Outcome, run_jobs
-from curvestep.lab.paper import heatmap
 from curvestep.lab.recipes import to_dict, with_fields
 from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
 from curvestep.lab.run.loop import train
@@ -341,10 +340,10 @@ def test_lost_trials_are_named_by_what_became_of_them(tmp_path):
         Trial(fields={"lr": lr, "seed": seed}, folder=tmp_path, status=status)
         for (lr, seed), status in {(1.0, 0): "failed", (2.0, 0): "diverged", (2.0, 1): "waiting"}.items()
     )
-    drawn = heatmap(SweepResult(folder=tmp_path, trials=trials), title="A sweep")
+    drawn = SweepResult(folder=tmp_path, trials=trials).figure(title="A sweep")
     assert drawn.get_suptitle() == "A sweep"
     words = [text.get_text().replace("\n", " ") for text in drawn.axes[0].texts]
-    assert words == ["1 of 1 failed", "1 of 2 diverged 1 of 2 waiting"]
+    assert words == ["failed", "1 of 2 diverged 1 of 2 waiting"]
 
 
 def test_the_last_step_is_read_from_whole_rows_only(tmp_path):

@@ -117,7 +117,7 @@ def report(args: list[str]) -> int:
 
     page = write_page(chosen.runs, chosen.output, title=chosen.title)
     if chosen.figures:
-        from curvestep.lab.report.static import save_figures
+        from curvestep.lab.report.page import save_figures
 
         save_figures(page.runs, chosen.figures)
     if chosen.json:

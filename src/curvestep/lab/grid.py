@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +19,9 @@ from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Recipe, with_fields
 from curvestep.lab.run.folder import FAILED, RUNNING, STATUS, Run, RunResult, has_ended
 from curvestep.lab.run.loop import train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLE = "sweep.csv"
 HEATMAP = "heatmap.png"
@@ -54,6 +57,14 @@ class SweepResult:
         if not finished:
             raise ValueError(f"No trial of {self.folder} finished: there is no best one.")
         return min(finished, key=lambda trial: trial.train_loss)
+
+    def figure(self, *, title: str = "") -> Figure:
+        """The final training loss over the two fields with most values, mean over the others."""
+        from curvestep.lab.report.charts import heat_map
+        from curvestep.lab.report.drawing import figure_of
+
+        chart = heat_map([(trial.fields, trial.train_loss, trial.status) for trial in self.trials])
+        return figure_of([chart], title=title)
 
     def __str__(self) -> str:
         console = Console(width=110)
@@ -127,11 +138,11 @@ def sweep(
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
-    from curvestep.lab.paper import heatmap, save
+    from curvestep.lab.report.drawing import save
 
     result = SweepResult(folder=folder, trials=trials())
     _write_csv(result, folder / TABLE)
-    save(heatmap(result), folder / HEATMAP)
+    save(result.figure(), folder / HEATMAP)
     return result
 
 

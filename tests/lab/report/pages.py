@@ -4,8 +4,11 @@ import math
 
 import numpy as np
 
+from curvestep.lab.paper.claims import Claim, write_claims
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_status
+from curvestep.lab.report.page import save_figures
+from curvestep.lab.report.views import find_views
+from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_json, write_status
 from curvestep.smoothness.trace import OK, Trace
 from curvestep.theory.problems import RotatedWalls
 
@@ -45,6 +48,22 @@ def make_run(
         message=f"the loss passed 3 times the first one at step {len(rows)}" if diverged else "",
     )
     return run.folder
+
+
+def make_reproduction(folder):
+    """A reproduction of two runs: their charts as its figures, and one claim."""
+    for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
+        make_run(folder / "runs" / setting, lr=lr, max_norm=max_norm, steps=100)
+    pictures = [
+        path for path in save_figures(find_views([folder]), folder / "figures") if path.suffix == ".png"
+    ]
+    entries = [
+        {"png": path.relative_to(folder).as_posix(), "title": path.stem, "caption": "A chart."}
+        for path in pictures
+    ]
+    write_json(folder / "figures.json", {"figures": entries})
+    claim = Claim(figure="fig4", paper="clipping <helps>", measured="ratio 2", verdict="supported")
+    write_claims([claim], folder, data=["walls"], notes=["Scale: laptop."])
 
 
 def _descend(*, lr, max_norm, steps, seed):

@@ -10,25 +10,26 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from curvestep.advice.advice import advise
-from curvestep.fit.fit import fit_smoothness
+from curvestep.fit.fit import fit_samples, fit_smoothness
+from curvestep.lab.calibration import CALIBRATION, write_calibration
 from curvestep.lab.paper.claims import Claim, write_claims
-from curvestep.lab.report.heat import heat_map
-from curvestep.lab.report.page import render_page, write_page
-from curvestep.lab.report.sections import verdicts
-from curvestep.lab.report.static import save_figures
-from curvestep.lab.report.views import MOST_ROWS, find_views, thinned
-from curvestep.smoothness.trace import Trace
-from tests.lab.report.pages import make_run
+from curvestep.lab.report import captions
+from curvestep.lab.report.page import render_page, save_figures, write_page
+from curvestep.lab.report.views import MOST_ROWS, RunView, find_views, tasks_of, thinned
+from curvestep.smoothness.trace import NONFINITE, Trace
+from tests.lab.report.calibrations import make_calibration
+from tests.lab.report.pages import make_reproduction, make_run
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def packed(path):
-    """The numbers inside a page, unpacked as the browser does."""
+    """The charts inside a page, unpacked as the browser does."""
     text = re.search(r'id="data-packed">([^<]*)<', path.read_text()).group(1)
-    return json.loads(gzip.decompress(base64.b64decode(text)))
+    return json.loads(gzip.decompress(base64.b64decode(text)))["charts"]
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +51,39 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
 
 def test_packed_numbers_are_the_trace_to_five_digits(single):
     folder, page = single
-    trace, data = Trace.load(folder / "trace.jsonl"), packed(page.path)["runs"][0]
-    for name in ("step", "loss", "grad_norm", "smoothness", "lr"):
-        np.testing.assert_allclose(data["measured"][name], trace.column(name), rtol=5e-5)
-    assert data["measured"]["clipped"] == [int(c < 1) for c in trace.column("coefficient")]
-    assert data["layers"]["names"] == ["encoder", "decoder"]
+    trace, charts = Trace.load(folder / "trace.jsonl"), packed(page.path)
+    points, line, _ = charts["run-0-scatter"]["data"]
+    np.testing.assert_allclose(points["x"], trace.column("grad_norm"), rtol=5e-5)
+    np.testing.assert_allclose(points["y"], trace.column("smoothness"), rtol=5e-5)
+    said = np.array([trace.column(name) for name in ("step", "loss", "lr")]).T
+    np.testing.assert_allclose(points["customdata"], said, rtol=5e-5)
     fit = fit_smoothness(trace)
-    np.testing.assert_allclose(data["line"], [fit.L0, fit.L1], rtol=5e-5)
+    np.testing.assert_allclose(line["y"], fit.L0 + fit.L1 * np.array(line["x"]), rtol=2e-4)
+    assert charts["run-0-layers"]["data"][0]["y"] == ["encoder", "decoder"]
 
 
-def test_the_frontier_of_the_page_lies_above_every_point(single):
-    data = packed(single[1].path)["runs"][0]
-    g, bound = np.array(data["frontier"]).T
-    points = np.interp(data["measured"]["grad_norm"], g, bound)
-    # Between the 60 drawn points the concave frontier is a little above its chord.
-    assert (points >= 0.99 * np.array(data["measured"]["smoothness"])).all()
+def test_each_trace_is_fitted_once(tmp_path, monkeypatch):
+    fitted = []
+
+    def count(samples, **options):
+        fitted.append(samples)
+        return fit_samples(samples, **options)
+
+    monkeypatch.setattr("curvestep.fit.fit.fit_samples", count)
+    monkeypatch.setattr("curvestep.advice.advice.fit_samples", count)
+    for seed in range(3):
+        make_run(tmp_path / "runs" / f"run{seed}", seed=seed, lr=0.1 * (seed + 1))
+    write_page([tmp_path / "runs" / "run0"], tmp_path / "page.html")
+    assert len(fitted) == 1
+    fitted.clear()
+    write_page([tmp_path / "runs"], tmp_path / "page.html")
+    assert len(fitted) == 3
 
 
 def test_every_chart_has_words_for_a_screen_reader(single):
     text = single[1].path.read_text()
     described = re.findall(r'role="img" aria-labelledby="([\w-]+)" aria-describedby="([\w-]+)"', text)
-    assert len(described) == 5 + 3
+    assert len(described) == 5
     for title, words in described:
         assert f'id="{title}"' in text
         assert len(re.search(rf'<figcaption id="{words}">([^<]*)<', text).group(1)) > 30
@@ -97,7 +110,18 @@ def test_names_from_files_are_text(tmp_path):
     assert HOSTILE not in text
     assert "<script>alert" not in text
     assert "&lt;img src=x onerror=alert(1)&gt;" in text
-    assert text.count("<script") == 4
+    assert text.count("<script") == 3
+
+
+def test_control_characters_of_names_are_made_visible(tmp_path):
+    names = ("run\u202etxt", "bell\x07")
+    for seed, name in enumerate(names):
+        make_run(tmp_path / "runs" / name, seed=seed, layers=("a\u2066b",), steps=40)
+    page = write_page([tmp_path / "runs"], tmp_path / "page.html", title="all\u200b of it")
+    text = page.path.read_text() + json.dumps(packed(page.path), ensure_ascii=False)
+    assert not re.search("[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u202a-\u202e\u2066-\u2069]", text)
+    for shown in ("run\\u202etxt", "bell\\u0007", "all\\u200b of it"):
+        assert shown in text
 
 
 def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
@@ -108,16 +132,52 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     assert "Diverged (lr 3, no clip: the loss passed 3 times the first one" in text
     assert "calibrate measures both beforehand" in text
     text = html.unescape(write_page([bare], tmp_path / "page.html").path.read_text())
-    assert "Nothing was measured: the run has no trace." in text
-    assert 'data-chart="loss"' in text
-    assert 'data-chart="scatter"' not in text
+    assert "No advice: nothing was measured." in text
+    assert 'data-chart="run-0-loss"' in text
+    assert 'data-chart="run-0-scatter"' not in text
 
 
 def test_a_trace_file_alone_makes_a_page(single, tmp_path):
-    page = write_page([single[0] / "trace.jsonl"], tmp_path / "page.html")
+    (tmp_path / "mine.jsonl").write_bytes((single[0] / "trace.jsonl").read_bytes())
+    page = write_page([tmp_path / "mine.jsonl"], tmp_path / "page.html")
     assert page.runs[0].setting == "a trace of your own loop"
     assert page.runs[0].max_norm == pytest.approx(0.5)  # read off the clipped steps
-    assert packed(page.path)["runs"][0]["train"]["step"] == []
+    assert page.runs[0].held_out["loss"].tolist() == []
+    assert len(packed(page.path)["run-0-loss"]["data"][0]["x"]) == 40
+
+
+def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_path):
+    made = make_run(tmp_path / "made")
+    own = tmp_path / "own"
+    own.mkdir()
+    with Trace(own / "trace.jsonl", header={"model": "Net", "optimizer": "SGD, momentum 0"}) as trace:
+        for row in Trace.load(made / "trace.jsonl"):
+            trace.append(dict(row))
+    (own / "metrics.jsonl").write_text('{"step": 100, "split": "valid", "loss": 0.75}\n')
+    write_calibration(own, make_calibration())
+    page = write_page([own], tmp_path / "page.html")
+    text = html.unescape(page.path.read_text())
+    assert "Held-out loss at the end: 0.75." in text
+    assert captions.calibration(make_calibration()) in text
+    assert "SGD, momentum 0, lr 0.3, clipped at 0.5" in text
+    assert {"run-0-calibration", "run-0-calibration-loss"} < set(packed(page.path))
+
+
+def test_traces_of_any_name_in_a_folder_are_found(single, tmp_path):
+    for name in ("d.jsonl", "g.jsonl"):
+        (tmp_path / name).write_bytes((single[0] / "trace.jsonl").read_bytes())
+    (tmp_path / "log.jsonl").write_text('{"format": "something else"}\n')
+    assert [view.name for view in find_views([tmp_path])] == ["d.jsonl", "g.jsonl"]
+
+
+def test_a_trace_that_ends_in_nan_is_marked_as_diverged(tmp_path):
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.append({"step": 0, "loss": 1.0, "grad_norm": 2.0, "smoothness": 1990.0, "lr": 1.0})
+        trace.append({"step": 1, "loss": math.nan, "status": NONFINITE})
+    page = write_page([tmp_path], tmp_path / "page.html")
+    assert page.runs[0].status == "diverged"
+    assert "Diverged" in page.verdicts[0]["verdict"]
+    assert "Diverged at step 1" in page.path.read_text()
 
 
 def test_a_torn_trace_is_shown_with_a_note(tmp_path):
@@ -134,41 +194,75 @@ def test_a_sweep_has_a_heat_map_with_the_best_and_the_diverged(tmp_path):
     for lr in (0.1, 1.0):
         for max_norm in (0.5, math.inf):
             make_run(tmp_path / f"{lr}-{max_norm}", lr=lr, max_norm=max_norm, steps=60)
-    views = find_views([tmp_path])
-    heat = heat_map(views)
-    assert {heat.rows, heat.columns} == {"lr", "max_norm"}
-    losses = {view.setting: view.final_loss for view in views}
-    best = min(v for v in losses.values() if math.isfinite(v))
-    assert np.nanmin(heat.losses) == pytest.approx(best)
-    assert sorted(note for row in heat.notes for note in row) == ["", "", "", "diverged"]
     page = write_page([tmp_path], tmp_path / "page.html")
-    assert packed(page.path)["heat"]["columns"] == heat.columns
-    assert "Runs on shared axes" in page.path.read_text()
+    (heat,) = packed(page.path)["task-0-heat"]["data"]
+    best = min(view.final_loss for view in page.runs if math.isfinite(view.final_loss))
+    assert np.nanmin(np.array(heat["customdata"], dtype=float)) == pytest.approx(best, rel=1e-4)
+    assert [text for row in heat["text"] for text in row].count("diverged") == 1
+    assert "training loss" in page.path.read_text()
 
 
 def test_runs_that_vary_in_one_field_have_no_heat_map(tmp_path):
     for lr in (0.1, 0.2):
         make_run(tmp_path / str(lr), lr=lr, steps=20)
-    assert heat_map(find_views([tmp_path])) is None
+    assert "task-0-heat" not in packed(write_page([tmp_path], tmp_path / "page.html").path)
+
+
+def test_tasks_are_compared_one_at_a_time(tmp_path):
+    for lr in (0.1, 0.3):
+        make_run(tmp_path / f"small{lr}", lr=lr, steps=40)
+        make_run(tmp_path / f"large{lr}", lr=lr, steps=40, hidden=300)
+    page = write_page([tmp_path], tmp_path / "page.html")
+    assert len(page.verdicts) == 2
+    charts = packed(page.path)
+    for task in (0, 1):
+        assert len(charts[f"task-{task}-comparison-loss"]["data"]) == 2
+
+
+def test_runs_of_many_are_collapsed_and_a_lone_one_is_open(single, tmp_path):
+    assert '<details class="run" open>' in single[1].path.read_text()
+    for seed in (0, 1):
+        make_run(tmp_path / f"run{seed}", seed=seed, steps=20)
+    text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
+    assert text.count('<details class="run">') == 2
 
 
 @pytest.mark.slow
 def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
-    make_run(tmp_path / "runs" / "lm", steps=60)
-    save_figures(find_views([tmp_path]), tmp_path / "figures")
-    claim = Claim(figure="fig4", paper="clipping <helps>", measured="ratio 2", verdict="supported")
-    write_claims([claim], tmp_path, data=["walls"], notes=["Scale: laptop."])
-    text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
+    make_reproduction(tmp_path)
+    page = write_page([tmp_path], tmp_path / "page.html")
+    text = page.path.read_text()
     assert "clipping &lt;helps&gt;" in text
     assert '<span class="badge supported">supported</span>' in text
-    assert text.count("data:image/png;base64,") == len(list((tmp_path / "figures").glob("*.png")))
+    assert text.count("data:image/webp;base64,") == len(list((tmp_path / "figures").glob("*.png")))
+    # What was found, the claims, the figures; what the runs advise comes after them.
+    order = [
+        text.index(f'<section id="{name}"') for name in ("verdict", "claims", "figures", "advice", "runs")
+    ]
+    assert order == sorted(order)
+    assert "learning rate</dt>" not in text[: order[3]]
+    assert page.path.stat().st_size < 3_000_000
+
+
+def test_figures_have_the_titles_and_captions_that_the_reproduction_wrote(tmp_path):
+    write_claims([Claim(figure="fig1", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
+    (tmp_path / "figures").mkdir()
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "figures" / "fig1.png")
+    entries = [
+        {"png": "figures/fig1.png", "title": "Figure 1: <first>", "caption": "What it shows."},
+        {"png": "figures/fig2.png", "title": "Figure 2", "caption": "Lost."},
+    ]
+    (tmp_path / "figures.json").write_text(json.dumps({"figures": entries}))
+    text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
+    assert 'alt="Figure 1: &lt;first&gt;. What it shows."' in text
+    assert "There is no figures/fig2.png." in text
 
 
 def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):
     write_claims([Claim(figure="fig7", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
     page = write_page([tmp_path], tmp_path / "page.html")
     assert page.runs == ()
-    assert page.verdicts[0]["verdict"] == "Of 1 claim tested: 1 supported."
+    assert page.verdicts[0]["verdict"] == "Of 1 claim: 1 supported. Supported: “p” (figure 7)."
     assert 'id="claims"' in page.path.read_text()
     assert 'id="runs"' not in page.path.read_text()
 
@@ -180,14 +274,16 @@ def test_twenty_runs_of_two_thousand_rows_stay_below_six_megabytes(tmp_path):
     rng = np.random.default_rng(0)
 
     def another(columns):  # other digits, so that they do not compress better than those of other runs
-        names = [name for name in columns if name not in ("step", "clipped")]
+        names = [name for name in columns if name not in ("step", "clip_norm")]
         return {**columns, **{name: columns[name] * rng.uniform(0.5, 2, 2000) for name in names}}
 
     views = [
         dataclasses.replace(view, name=f"run{i}", measured=another(view.measured), train=another(view.train))
         for i in range(20)
     ]
-    assert len(render_page(views, verdicts([view])).encode()) < 6_000_000
+    said = [captions.verdict(task) for task in tasks_of([view])]
+    page = render_page([dataclasses.replace(tasks_of([view])[0], runs=tuple(views))], said)
+    assert len(page.encode()) < 6_000_000
 
 
 def test_long_series_keep_their_first_and_last_row():
@@ -210,7 +306,7 @@ def test_bad_paths_are_refused_in_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_static_figures_of_hostile_names_stay_in_their_folder(tmp_path):
+def test_figures_of_hostile_names_stay_in_their_folder(tmp_path):
     folder = make_run(tmp_path / "runs" / "$a_{b" / "x y", steps=60)
     written = save_figures(find_views([folder, folder]), tmp_path / "figures")
     assert {path.parent for path in written} == {tmp_path / "figures"}
@@ -237,3 +333,53 @@ def test_a_diverged_run_among_others_is_named_with_its_reason(tmp_path):
     warnings = write_page([tmp_path], tmp_path / "page.html").verdicts[0]["warnings"]
     assert "bad: diverged with lr 3, no clip; the loss passed 3 times the first one at step 2." in warnings
     assert not any("usable rows" in words for words in warnings)
+
+
+def test_nothing_is_left_out_in_silence(tmp_path):
+    for number in range(7):
+        make_run(tmp_path / f"bad{number}", lr=3.0, max_norm=math.inf, steps=60, seed=number)
+    make_run(tmp_path / "good")
+    page = write_page([tmp_path], tmp_path / "page.html")
+    said = [*page.verdicts[0]["warnings"], *page.verdicts[0]["more"]]
+    assert sum("diverged with lr 3" in words for words in said) == 7
+    text = html.unescape(page.path.read_text())
+    assert all(words in text for words in said)
+    assert "3 more of this kind" in text
+
+
+def test_finished_runs_of_different_lengths_are_not_called_diverged(tmp_path):
+    make_run(tmp_path / "long", steps=400, lr=0.1)
+    make_run(tmp_path / "short", steps=200)
+    make_run(tmp_path / "tiny", steps=100, lr=0.2)
+    page = write_page([tmp_path], tmp_path / "page.html")
+    assert {view.status for view in page.runs} == {"finished"}
+    assert "diverged" not in " ".join([page.verdicts[0]["verdict"], *page.verdicts[0]["reasons"]])
+
+
+def test_a_run_that_is_still_training_makes_a_page(tmp_path):
+    page = write_page([make_run(tmp_path / "run", steps=30, status="running")], tmp_path / "page.html")
+    assert "Not finished: 30 steps so far." in page.path.read_text()
+
+
+def test_figures_of_a_calibrated_run_have_its_curve(tmp_path):
+    view = RunView(name="mea$ured", setting="by itself", calibration=make_calibration())
+    written = save_figures([view], tmp_path)
+    assert sorted(path.name for path in written) == ["mea_ured-calibration.png", "mea_ured-calibration.svg"]
+    assert all(path.stat().st_size > 5_000 for path in written)
+
+
+def test_only_a_calibrated_run_has_the_panel(tmp_path):
+    make_run(tmp_path / "runs" / "by-hand", steps=60)
+    write_calibration(make_run(tmp_path / "runs" / "measured", steps=60), make_calibration())
+    page = write_page([tmp_path / "runs"], tmp_path / "page.html")
+    shown = [key for key in packed(page.path) if "calibration" in key]
+    assert shown == ["run-1-calibration", "run-1-calibration-loss"]
+    assert page.path.read_text().count(captions.calibration(make_calibration())) == 1
+
+
+def test_calibration_of_another_version_is_a_doubt_and_not_the_end(tmp_path):
+    folder = make_run(tmp_path / "run", steps=60)
+    (folder / CALIBRATION).write_text('{"lr": 1}')
+    (view,) = find_views([folder])
+    assert view.calibration is None
+    assert any("not a calibration of this version" in doubt for doubt in view.doubts)

@@ -6,7 +6,6 @@ from curvestep.lab.paper.data_fraction import (
     agreement as agreement,
     data_fraction as data_fraction,
 )
-from curvestep.lab.paper.heatmap import heatmap as heatmap
 from curvestep.lab.paper.lstm_gd import Comparison as Comparison, compare as compare, lstm_gd as lstm_gd
 from curvestep.lab.paper.scatter import scatter as scatter
 from curvestep.lab.paper.style import save as save

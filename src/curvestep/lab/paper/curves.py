@@ -23,7 +23,6 @@ from curvestep.lab.paper.claims import (
     Spread,
     decide,
 )
-from curvestep.lab.paper.heatmap import heatmap
 from curvestep.lab.paper.plan import (
     BY_HAND,
     IMAGES,
@@ -363,7 +362,7 @@ def _draw_sweep(results: Results, title: str) -> Figure:
         trial_in({"lr": lr, "max_norm": max_norm}, results.shown(setting).folder)
         for setting, (lr, max_norm) in IMAGE_SWEEP.items()
     ]
-    return heatmap(SweepResult(folder=results.folder, trials=tuple(trials)), title=title)
+    return SweepResult(folder=results.folder, trials=tuple(trials)).figure(title=title)
 
 
 FIG4 = PaperFigure(

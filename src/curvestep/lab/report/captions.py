@@ -1,41 +1,83 @@
-"""What each chart says, in a sentence or two: its caption, and all that a screen reader has of it."""
+"""The text of the page: what each chart says in a sentence or two, the verdicts, and what was found."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
-from curvestep.lab.report.views import Columns, RunView
+from curvestep.advice.advice import Advice
+from curvestep.calibration.result import Calibration
+from curvestep.lab.report.views import RunView, Task
+
+if TYPE_CHECKING:
+    from curvestep.lab.report.charts import Grid
+
+_MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
 
-def run_in_words(view: RunView) -> str:
-    """How the run ended and how much was clipped."""
+def run_summary(view: RunView) -> str:
+    """How the run ended, how much was clipped, and how it did on held-out data."""
+    reason = view.facts.get(
+        "message", "a number is not finite" if not view.fields else "no reason is on record"
+    )
     words = {
         "finished": f"Finished after {view.step:,} steps.",
-        "diverged": f"Diverged at step {view.step:,}: {view.facts.get('message', 'no reason is on record')}.",
+        "diverged": f"Diverged at step {view.step:,}: {reason}.",
         "interrupted": f"Interrupted at step {view.step:,}; it can be resumed.",
-        "failed": f"Failed at step {view.step:,}: {view.facts.get('message', 'no reason is on record')}.",
+        "failed": f"Failed at step {view.step:,}: {reason}.",
         "running": f"Not finished: {view.step:,} steps so far.",
-    }.get(view.status, f"{view.step:,} steps.")
+    }.get(view.status, f"Measured up to step {view.step:,}.")
+    if math.isfinite(view.final_loss):
+        words += f" Training loss at the end {view.final_loss:.4g}."
+    if view.metrics:
+        told = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
+        words += f" {told.capitalize()}."
     share = view.clipped_fraction
     return words + (f" {share:.0%} of the steps were clipped." if np.isfinite(share) else "")
 
 
-def scatter_in_words(view: RunView) -> str:
+def optimizer(view: RunView) -> str:
+    """The optimizer with what matters of its options, from the recipe or the header of the trace."""
+    fields, header = view.fields, view.header
+    if not fields:
+        told = header.get("optimizer", "")
+        rates = view.measured.get("lr", np.array([]))
+        rates = rates[np.isfinite(rates)]
+        words = [str(told)] if told else []
+        if len(rates):
+            low, high = float(rates.min()), float(rates.max())
+            words.append(
+                f"lr {low:.3g}" if math.isclose(low, high, rel_tol=1e-3) else f"lr {low:.3g} to {high:.3g}"
+            )
+            words.append(
+                "no step clipped" if math.isinf(view.max_norm) else f"clipped at {view.max_norm:.3g}"
+            )
+        return ", ".join(words)
+    name = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}.get(
+        fields["optimizer"], fields["optimizer"]
+    )
+    options = {key: fields.get(key) for key in ("momentum", "weight_decay", "batch_size", "seed")}
+    said = [f"{key.replace('_', ' ')} {value:g}" for key, value in options.items() if value or key == "seed"]
+    return ", ".join([f"{name}: {view.setting.partition(', momentum')[0]}", *said])
+
+
+def scatter(view: RunView) -> str:
     """Range, correlation with its control, and the fitted line."""
-    rows = _usable(view.measured, "grad_norm", "smoothness")
-    if not len(rows["grad_norm"]):
-        return "No smoothness was measured."
+    rows = view.usable("grad_norm", "smoothness")
     words = [
         f"Local smoothness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
-        f"from {_span(rows['grad_norm'])}, smoothness from {_span(rows['smoothness'])}."
+        f"from {_range(rows['grad_norm'])}, smoothness from {_range(rows['smoothness'])}."
     ]
     if fit := view.fit:
         low, high = fit.spearman_interval
-        words.append(
-            f"Rank correlation {fit.spearman:.2f} ({fit.level:.0%} interval {low:.2f} to {high:.2f})"
-        )
-        control = fit.control.spearman if fit.control else None
-        words[-1] += "." if control is None else f"; a constant Hessian would show {control:.2f}."
+        control = f"; a constant Hessian would show {fit.control.spearman:.2f}" if fit.control else ""
+        interval = f"{fit.level:.0%} interval {low:.2f} to {high:.2f}"
+        words.append(f"Rank correlation {fit.spearman:.2f} ({interval}){control}.")
         words.append(
             f"Line with {fit.quantile:.0%} of the points below: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. The "
             "frontier lies above all points."
@@ -43,13 +85,11 @@ def scatter_in_words(view: RunView) -> str:
     return " ".join(words)
 
 
-def norm_in_words(view: RunView) -> str:
+def norm(view: RunView) -> str:
     """Range of the gradient norm and how often it was clipped."""
-    columns = view.train if len(view.train.get("step", ())) else view.measured
-    norms = _finite(columns.get("grad_norm"))
-    if not len(norms):
-        return "No gradient norm is on record."
-    words = f"Gradient norm over the steps: from {_span(norms)}, median {np.median(norms):.3g}."
+    norms = view.rows["grad_norm"]
+    norms = norms[np.isfinite(norms)]
+    words = f"Gradient norm over the steps: from {_range(norms)}, median {np.median(norms):.3g}."
     if np.isfinite(view.max_norm):
         words += f" Clipping starts at {view.max_norm:.4g}"
         share = view.clipped_fraction
@@ -57,33 +97,39 @@ def norm_in_words(view: RunView) -> str:
     return words
 
 
-def loss_in_words(view: RunView) -> str:
+def loss(view: RunView) -> str:
     """Where the loss started, where it ended, and its lowest point."""
-    columns = view.train if len(view.train.get("step", ())) else view.measured
-    loss = _finite(columns.get("loss"))
-    if not len(loss):
-        return "No loss is on record."
-    words = f"Training loss: {loss[0]:.4g} at the start, {loss[-1]:.4g} at the end, lowest {loss.min():.4g}."
-    held_out = _finite(view.held_out.get("loss"))
+    values = view.rows["loss"]
+    finite = values[np.isfinite(values)]
+    words = f"Training loss: {finite[0]:.4g} at the start, lowest {finite.min():.4g}"
+    if math.isfinite(view.final_loss):
+        words += f", {view.final_loss:.4g} at the end (mean over the last steps)."
+    else:
+        words += f", {finite[-1]:.4g} at the last step where it was finite."
+    held_out = view.held_out.get("loss", np.array([]))
+    held_out = held_out[np.isfinite(held_out)]
     return words + (f" Held-out loss at the end: {held_out[-1]:.4g}." if len(held_out) else "")
 
 
-def edge_in_words(view: RunView) -> str:
+def edge(view: RunView) -> str:
     """lr·L/2: how much of the run lies above the edge of stability."""
-    rows = _usable(view.measured, "lr", "smoothness")
-    if not len(rows["lr"]):
-        return "There is no learning rate or no smoothness on record."
-    edge = rows["lr"] * rows["smoothness"] / 2
-    words = f"Learning rate times smoothness over two: median {np.median(edge):.3g}, from {_span(edge)}; "
-    words += f"{np.mean(edge > 1):.0%} of the measured steps are above the edge at 1."
-    rows = _usable(view.measured, "step_norm", "grad_norm", "smoothness")
-    effective = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    return words + (
-        f" With the step as it was taken: median {np.median(effective):.3g}." if len(effective) else ""
-    )
+    rows = view.usable("lr", "smoothness")
+    edges = rows["lr"] * rows["smoothness"] / 2
+    if not len(edges):
+        return "There is no learning rate or no positive smoothness on record."
+    words = f"Learning rate times smoothness over two: median {np.median(edges):.3g}, from {_range(edges)}; "
+    words += f"{np.mean(edges > 1):.0%} of the measured steps are above the edge at 1."
+    rows = view.usable("step_norm", "grad_norm", "smoothness")
+    taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
+    return words + (f" With the step as it was taken: median {np.median(taken):.3g}." if len(taken) else "")
 
 
-def layers_in_words(view: RunView) -> str:
+def within(view: RunView) -> str:
+    """Whether smoothness grows with the gradient norm inside single steps; empty where not tested."""
+    return "" if view.fit is None or view.fit.within.missing else str(view.fit.within)
+
+
+def layers(view: RunView) -> str:
     """The layer with the largest smoothness, and the one with the smallest."""
     medians = {
         name: float(np.median(values[np.isfinite(values)]))
@@ -99,31 +145,170 @@ def layers_in_words(view: RunView) -> str:
     )
 
 
-def comparison_in_words(views: list[RunView]) -> str:
+def calibration(found: Calibration) -> str:
+    """Where steps stop being safe, and what was made of it."""
+    steps = [batch.safe_step for batch in found.curve]
+    batches = "one batch" if len(steps) == 1 else f"{len(steps)} batches"
+    spread = f" ({min(steps):.3g} to {max(steps):.3g} over the batches)" if len(steps) > 1 else ""
+    return (
+        f"Change of the gradient over steps of growing length, {found.num_gradients} gradients of {batches} "
+        f"before the first step of training: it passes {found.max_kappa:g}, or the loss falls too little, "
+        f"beyond a step of {median(steps):.3g}{spread}. From this: lr {found.lr:.3g}{found.threshold}."
+    )
+
+
+def calibration_loss(found: Calibration) -> str:
+    """By how much the loss fell at the safe step."""
+    falls = [
+        min((point.loss for point in batch.points if point.safe), default=math.nan) - batch.loss
+        for batch in found.curve
+    ]
+    known = [fall for fall in falls if math.isfinite(fall)]
+    if not known:
+        return "The loss after the same steps, less the loss before them; no safe step has a finite one."
+    return (
+        "The loss after the same steps, less the loss before them: at best "
+        f"{median(known):+.3g} in the median over the batches within the safe range."
+    )
+
+
+def comparison(views: Sequence[RunView]) -> str:
     """Runs by final training loss."""
     finished = sorted((v for v in views if np.isfinite(v.final_loss)), key=lambda v: v.final_loss)
     diverged = sum(view.status == "diverged" for view in views)
+    settings = len({view.setting if view.fields else view.name for view in views})
     words = f"{len(views)} runs on shared axes."
+    if settings < len(views):
+        words += f" {settings} settings: a line is the mean over seeds, a band their range."
     if finished:
         best = finished[0]
         words += f" Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting})."
     return words + (f" {diverged} diverged." if diverged else "")
 
 
-def _usable(columns: Columns, *names: str) -> Columns:
-    """Rows where all the named columns are positive and finite."""
-    values = [columns.get(name, np.array([])) for name in names]
-    if any(len(value) != len(values[0]) for value in values):
-        return {name: np.array([]) for name in names}
-    keep = (
-        np.all([np.isfinite(value) & (value > 0) for value in values], axis=0) if len(values[0]) else slice(0)
-    )
-    return {name: value[keep] for name, value in zip(names, values, strict=True)}
+def heat(grid: Grid, rows: str, columns: str) -> str:
+    """The best cell of a sweep, and how many have no number."""
+    cells = [
+        (float(grid.values[i, j]), grid.down[i], str(grid.across[j]))
+        for i, j in np.argwhere(np.isfinite(grid.values))
+    ]
+    words = f"Final training loss over {f'{rows} and ' if rows else ''}{columns}."
+    if cells:
+        least, down, across = min(cells)
+        words += f" Lowest: {least:.4g} at {f'{rows} {down}, ' if rows else ''}{columns} {across}."
+    empty = grid.values.size - len(cells)
+    return words + (f" {empty} of {grid.values.size} settings did not finish." if empty else "")
 
 
-def _finite(values: np.ndarray | None) -> np.ndarray:
-    return np.array([]) if values is None else values[np.isfinite(values)]
+def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
+    """What a task's runs say together: verdict, numbers, reasons, and what to know before relying on them."""
+    runs, advice = task.runs, task.advice
+    missing = []
+    for view in runs:
+        if view.status == "diverged" and len(runs) > 1:
+            reason = view.facts.get("message", "no reason is on record")
+            missing.append(f"{view.name}: diverged with {view.setting}; {reason}.")
+        elif len(runs) > 1:
+            missing += [f"{view.name}: {doubt}" for doubt in view.doubts]
+        else:
+            missing += view.doubts
+    if advice is None or advice.refused:
+        said = _without_advice(task)
+        notes = [line for line in missing if line not in said and not line.startswith("Nothing was measured")]
+        return {"title": title, "verdict": said, "warnings": notes[:_MOST_SHOWN], "more": notes[_MOST_SHOWN:]}
+    warnings = runs[0].warnings if len(runs) == 1 else advice.warnings
+    return {
+        "title": title,
+        "verdict": advice.verdict,
+        "advice": advice_table(advice),
+        "reasons": advice.reasons,
+        "warnings": [*warnings, *missing[:_MOST_SHOWN]],
+        "more": missing[_MOST_SHOWN:],
+    }
 
 
-def _span(values: np.ndarray) -> str:
+def _without_advice(task: Task) -> str:
+    """What to do where nothing can be advised."""
+    if all(view.status == "diverged" for view in task.runs) and (task.advice is None or task.advice.refused):
+        ends = "; ".join(
+            f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}" for view in task.runs
+        )
+        return (
+            f"Diverged ({ends}). Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+        )
+    if task.advice is None:
+        return (
+            "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
+        )
+    return task.advice.verdict
+
+
+def advice_table(advice: Advice) -> dict[str, str]:
+    """The numbers of the advice, rounded for reading."""
+
+    def number(value: float | None) -> str:
+        if value is None or math.isnan(value):
+            return "unknown"
+        return "no clipping" if math.isinf(value) else f"{value:.3g}"
+
+    def interval(ends: tuple[float, float] | None) -> str:
+        known = ends is not None and all(map(math.isfinite, ends))
+        return f"{ends[0]:.3g} to {ends[1]:.3g}" if ends is not None and known else ""
+
+    clipped = advice.clipped_fraction
+    return {
+        "lr": number(advice.lr),
+        "lr_interval": interval(advice.lr_interval),
+        "max_norm": number(advice.max_norm),
+        "max_norm_interval": interval(advice.max_norm_interval),
+        "step_cap": number(advice.step_cap),
+        "step_cap_interval": interval(advice.step_cap_interval),
+        "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
+        "next": ", ".join(
+            "no clipping" if math.isinf(value) else f"{name} {value:.3g}"
+            for name, value in (advice.next_setting or {}).items()
+        ),
+    }
+
+
+def findings(claims: Sequence[Mapping[str, Any]]) -> str:
+    """What a reproduction found, in up to three sentences: the tally, what holds, what does not."""
+    said = [str(claim.get("verdict")) for claim in claims]
+    tally = ", ".join(f"{said.count(verdict)} {verdict}" for verdict in dict.fromkeys(said))
+    sentences = [f"Of {len(said)} claim{'s' * (len(said) != 1)}: {tally}."]
+    for verdict in ("supported", "contradicted"):
+        rows = [claim for claim in claims if claim.get("verdict") == verdict]
+        if rows:
+            first = str(rows[0].get("paper", "")).rstrip(".")
+            figure = str(rows[0].get("figure", "")).removeprefix("fig")
+            more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
+            sentences.append(f"{verdict.capitalize()}: “{first}” (figure {figure}){more}.")
+    return " ".join(sentences)
+
+
+def page_title(views: Sequence[RunView], *, reproduction: bool) -> str:
+    """The heading where the user gave none."""
+    if reproduction:
+        return "Why gradient clipping accelerates training: a reproduction"
+    return views[0].name if len(views) == 1 else f"{len(views)} runs"
+
+
+def subtitle(views: Sequence[RunView]) -> str:
+    """How many runs, how they ended, and on which data."""
+    if not views:
+        return "figures and claims"
+    states = [view.status or "measured" for view in views]
+    counts = ", ".join(f"{states.count(status)} {status}" for status in dict.fromkeys(states))
+    data = dict.fromkeys(str(view.facts["data"]) for view in views if view.facts.get("data"))
+    return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({counts})", *data])
+
+
+def setup(view: RunView) -> list[tuple[str, str]]:
+    """Recipe, status and header of the trace, as a table of two columns."""
+    header = {key: value for key, value in view.header.items() if key not in ("format", "schema")}
+    found = {**view.fields, **view.facts, **header}
+    return [(key.replace("_", " "), v if isinstance(v, str) else json.dumps(v)) for key, v in found.items()]
+
+
+def _range(values: np.ndarray) -> str:
     return f"{values.min():.3g} to {values.max():.3g}"

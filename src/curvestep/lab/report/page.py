@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import io
+import json
 import platform
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import curvestep
 from curvestep._files import write_atomically
-from curvestep.lab.report.captions import comparison_in_words
-from curvestep.lab.report.heat import heat_map
-from curvestep.lab.report.payload import pack, page_data
-from curvestep.lab.report.sections import claims_of, claims_verdict, gallery_of, run_sections, verdicts
-from curvestep.lab.report.views import RunView, find_views
+from curvestep.calibration.result import Calibration
+from curvestep.lab.report import captions
+from curvestep.lab.report.charts import NOT_RUN, Chart, calibration, comparison, heat_map, run_charts
+from curvestep.lab.report.drawing import TEMPLATE, figure_of, save, to_plotly
+from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, tasks_of, visible
+from curvestep.lab.run.folder import Run, read_json
+
+FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
+_MOST_COLOURS = 128  # of an image: enough for lines, points and their edges, a third of the bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,95 +39,217 @@ class Page:
 
     Args:
         path: The HTML file.
-        verdicts: Verdict, advice, reasons and warnings, one for each task.
+        verdicts: Verdict, advice, reasons and warnings: of a reproduction's claims, then one for each task.
         runs: What the page shows, run by run.
     """
 
     path: Path
-    verdicts: tuple[dict[str, object], ...]
+    verdicts: tuple[dict[str, Any], ...]
     runs: tuple[RunView, ...]
 
 
-def write_page(paths: Iterable[str | Path], output: str | Path = "report.html", *, title: str = "") -> Page:
+def write_page(
+    paths: Iterable[str | Path],
+    output: str | Path = "report.html",
+    *,
+    title: str = "",
+    loaded: Iterable[Run] = (),
+) -> Page:
     """Write one self-contained page about these runs.
 
     Args:
         paths: Run folders, folders that hold runs (a sweep, a reproduction), or trace files of your own loop.
+            Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of ``metrics.jsonl`` with
+            ``"split": "valid"`` are shown too.
         output: The HTML file; replaced if it is there.
         title: Heading of the page; default: what was found.
+        loaded: Runs that were loaded already: what they hold, such as their fits, is not computed again.
 
     Raises:
         ValueError: there is no run and no trace in ``paths``.
     """
     places = [Path(path) for path in paths]
-    views = find_views(places)
+    views = find_views(places, loaded=loaded)
+    tasks = tasks_of(views)
     claims = claims_of(places)
-    said = [*([claims_verdict(claims)] if claims else []), *verdicts(views)]
-    page = render_page(views, said, places, title=title)
+    said = [captions.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
+    page = render_page(tasks, said, claims=claims, figures=figures_of(places), title=title)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
-    return Page(path=output, verdicts=tuple(said), runs=tuple(views))
+    found = [{"title": "", "verdict": claims["found"], "warnings": []}] if claims else []
+    return Page(path=output, verdicts=(*found, *said), runs=tuple(views))
 
 
 def render_page(
-    views: list[RunView], said: list[dict[str, Any]], places: Sequence[Path] = (), *, title: str = ""
+    tasks: Sequence[Task],
+    verdicts: Sequence[Mapping[str, Any]],
+    *,
+    claims: Mapping[str, Any] | None = None,
+    figures: Sequence[Mapping[str, str]] = (),
+    title: str = "",
 ) -> str:
     """The page as text.
 
     Args:
-        views: The runs to show.
-        said: The verdicts at the top.
-        places: Folders that may hold the claims and figures of a reproduction.
+        tasks: The runs to show.
+        verdicts: What they say, one for each task.
+        claims: The claims of a reproduction, if there are any.
+        figures: Its figures.
         title: Heading of the page.
     """
-    heat = heat_map(views)
-    claims = claims_of(places)
+    views = [view for task in tasks for view in task.runs]
+    drawn: dict[str, Chart] = {}  # by the id of their place in the page
+    runs = []
+    for number, view in enumerate(views):
+        own = {f"run-{number}-{chart.kind}": chart for chart in run_charts(view)}
+        drawn |= own
+        runs.append({"view": view, "charts": own})
+    compared = []
+    for number, task in enumerate(tasks):
+        if len(task.runs) < 2:
+            continue
+        own = {f"task-{number}-{chart.kind}": chart for chart in comparison(task.runs)}
+        if own:
+            compared.append(
+                {"name": task.name, "charts": own, "names": [s.name for s in next(iter(own.values())).series]}
+            )
+        drawn |= own
+        trials = [(view.fields, view.final_loss, view.status) for view in task.runs if view.fields]
+        if trials and _is_sweep(sweep := heat_map(trials)):
+            drawn[f"task-{number}-heat"] = sweep
     environment = Environment(
         loader=PackageLoader("curvestep.lab.report", "template"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: (
+            visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
     )
+    assert environment.loader is not None
+    sources = {
+        name: environment.loader.get_source(environment, file)[0]
+        for name, file in (("css", "page.css"), ("js", "page.js"))
+    }
+    specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
     return environment.get_template("page.html.j2").render(
-        title=title or _title(views, reproduction=claims is not None),
-        subtitle=_subtitle(views),
-        verdicts=said,
+        title=title or captions.page_title(views, reproduction=claims is not None),
+        subtitle=captions.subtitle(views),
+        verdicts=verdicts,
         claims=claims,
-        gallery=gallery_of(places),
-        comparison=comparison_in_words(views),
-        heat=heat,
-        runs=run_sections(views),
+        figures=figures,
+        compared=compared,
+        sweeps={key: chart for key, chart in drawn.items() if chart.kind == "heat"},
+        runs=runs,
+        captions=captions,
         made_by=_made_by(),
         plotly=pack(get_plotlyjs()),
-        data=pack(page_data(views, heat)),
-        **{name: _template(environment, file) for name, file in _FILES.items()},
+        data=pack(json.dumps(specs, allow_nan=False, separators=(",", ":"))),
+        **sources,
     )
 
 
-_FILES = {"css": "page.css", "wall_js": "wall.js", "page_js": "page.js"}
+def _is_sweep(chart: Chart) -> bool:
+    """Whether two fields vary over a grid; runs that share nothing would leave most cells empty."""
+    assert chart.grid is not None
+    cells = [text for row in chart.grid.text for text in row]
+    return len(chart.grid.down) > 1 and 2 * cells.count(NOT_RUN) <= len(cells)
 
 
-def _template(environment: Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
+def pack(text: str) -> str:
+    """Text, compressed and in base64; the browser unpacks it with ``DecompressionStream``.
+
+    Example:
+        >>> gzip.decompress(base64.b64decode(pack("π"))).decode()
+        'π'
+    """
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
-def _title(views: list[RunView], *, reproduction: bool) -> str:
-    if reproduction:
-        return "Why gradient clipping accelerates training: a reproduction"
-    return views[0].name if len(views) == 1 else f"{len(views)} runs"
+def claims_of(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """The claims of the first reproduction among ``paths``, and what was found in a few sentences."""
+    for path in paths:
+        if (path / CLAIMS).is_file():
+            found = read_json(path / CLAIMS)
+            rows = found.get("claims", ())
+            notes = [f"Data: {source}." for source in found.get("data", ())]
+            said = str(found.get("summary") or captions.findings(rows))
+            return {"rows": rows, "notes": [*notes, *found.get("notes", ())], "found": said}
+    return None
 
 
-def _subtitle(views: list[RunView]) -> str:
-    counts: dict[str, int] = {}
+def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
+    """The figures that the reproductions among ``paths`` drew, as images for a page; a lost one says so."""
+    pictures = []
+    for path in paths:
+        for about in read_json(path / FIGURES).get("figures", ()) if (path / FIGURES).is_file() else ():
+            file = path / str(about.get("png"))
+            there = file.is_file()
+            pictures.append(
+                {
+                    "title": str(about.get("title", file.stem)),
+                    "caption": str(about.get("caption", "")) if there else f"There is no {about.get('png')}.",
+                    "data": base64.b64encode(_small(file)).decode() if there else "",
+                }
+            )
+    return pictures
+
+
+def _small(file: Path) -> bytes:
+    """The image with few colours, as WebP without loss."""
+    with Image.open(file) as image:
+        flat = Image.new("RGB", image.size, "white")
+        flat.paste(image, mask=image.getchannel("A") if "A" in image.getbands() else None)
+    packed = io.BytesIO()
+    flat.quantize(_MOST_COLOURS, dither=Image.Dither.NONE).convert("RGB").save(packed, "WEBP", lossless=True)
+    return packed.getvalue()
+
+
+def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
+    """Write every chart of these runs into ``folder``; the files.
+
+    A run's charts are ``<run>-scatter``, ``-norm``, ``-loss`` and so on, ``-calibration`` if its numbers were
+    measured; runs of one task together are ``comparison-<task>``. Each is a PNG and an SVG.
+
+    Args:
+        views: The runs, as on the page.
+        folder: Made if it is not there.
+    """
+    figures: dict[str, Figure] = {}
     for view in views:
-        counts[view.status or "measured"] = counts.get(view.status or "measured", 0) + 1
-    data = dict.fromkeys(str(view.facts["data"]) for view in views if view.facts.get("data"))
-    states = ", ".join(f"{count} {status}" for status, count in counts.items())
-    if not views:
-        return "figures and claims"
-    return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({states})", *data])
+        for chart in run_charts(view):
+            if not chart.kind.startswith("calibration"):
+                figures[f"{view.name}-{chart.kind}"] = figure_of(
+                    [chart], title=f"{view.name}: {view.setting}"
+                )
+        if view.calibration is not None:
+            figures[f"{view.name}-calibration"] = calibration_figure(view.calibration, title=view.name)
+    several = [task for task in tasks_of(views) if len(task.runs) > 1]
+    for task in several:
+        for chart in comparison(task.runs)[:1]:
+            name = "comparison" if len(several) == 1 else f"comparison-{task.name}"
+            figures[name] = figure_of([chart], title=task.name)
+    written: list[Path] = []
+    for name, figure in figures.items():
+        written += save(figure, Path(folder) / f"{file_name(name)}.png")
+    return written
+
+
+def calibration_figure(found: Calibration, *, title: str = "") -> Figure:
+    """A calibration as one figure: change of the gradient and of the loss over steps of growing length."""
+    note = f"{found.optimizer}: lr {found.lr:.3g}{found.threshold}; {found.num_gradients} gradients"
+    return figure_of(calibration(found), title=title, note=note)
+
+
+def file_name(name: str) -> str:
+    """The name with everything but letters, digits, ``.,=-`` as an underscore.
+
+    Example:
+        >>> file_name("sweep/lr=3,max_norm=inf")
+        'sweep_lr=3,max_norm=inf'
+    """
+    return re.sub(r"[^\w.,=-]+", "_", name).strip(".") or "run"
 
 
 def _made_by() -> str:

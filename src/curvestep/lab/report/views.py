@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.calibration.result import Calibration
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
+from curvestep.fit.samples import clip_norms, final_loss
 from curvestep.lab.calibration import read_calibration
 from curvestep.lab.recipes import to_dict
-from curvestep.lab.run.folder import CONFIG, STATUS, Run, find_runs
-from curvestep.smoothness.trace import Trace
+from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
+from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
 
 CLAIMS = "claims.json"
 MOST_ROWS = 4000  # longer series are shown by evenly spaced rows
@@ -32,6 +35,7 @@ class RunView:
     Args:
         name: Its folder, as short as the other runs allow.
         setting: Learning rate and threshold in words, or what the trace file is called.
+        task: What was trained on what; runs of one task can be compared.
         status: ``finished``, ``diverged``, …; empty for a trace without a run folder.
         step: Steps taken.
         measured: Columns of the trace, rows that were measured without trouble only.
@@ -39,19 +43,21 @@ class RunView:
         held_out: Columns of the held-out loss; empty if there was no evaluation.
         layers: Smoothness by layer, aligned with ``measured``.
         max_norm: The clipping line; ``inf`` without one.
+        trace: The trace itself.
         fit: The fit of the trace, or None with the reason in ``doubts``.
         advice: What follows from it, or None with the reason in ``doubts``.
         doubts: Why something is not there, a line each.
         fields: The recipe's fields; empty for a trace alone.
         header: The header of the trace: versions and what was measured.
         facts: What ``status.json`` says: data, parameters, seconds, message.
+        metrics: The last evaluation: ``valid perplexity``, ``test accuracy``, ….
         final_loss: Mean training loss at the end; NaN if it diverged or is unknown.
-        trace: The trace itself.
         calibration: Where ``lr`` and ``max_norm`` were measured before training.
     """
 
     name: str
     setting: str
+    task: str = ""
     status: str = ""
     step: int = 0
     measured: Columns = field(default_factory=dict)
@@ -59,40 +65,97 @@ class RunView:
     held_out: Columns = field(default_factory=dict)
     layers: Columns = field(default_factory=dict)
     max_norm: float = float("inf")
+    trace: Trace | None = None
     fit: SmoothnessFit | None = None
     advice: Advice | None = None
     doubts: tuple[str, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     header: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     final_loss: float = float("nan")
-    trace: Trace | None = None
     calibration: Calibration | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings of the fit and of the advice, each once."""
+        """The warnings of the fit and of the advice, of each kind (the words before the colon) the first."""
         found = (*(self.fit.warnings if self.fit else ()), *(self.advice.warnings if self.advice else ()))
-        return tuple(dict.fromkeys(found))
+        return tuple({words.partition(":")[0]: words for words in reversed(found)}.values())[::-1]
+
+    @property
+    def rows(self) -> Columns:
+        """Columns of the training metrics, or of the trace where that is all there is."""
+        return self.train if len(self.train.get("step", ())) else self.measured
 
     @property
     def clipped_fraction(self) -> float:
         """Share of the steps that were clipped, over the rows that say so; NaN if none does."""
-        clipped = self.train.get("clipped", self.measured.get("clipped", np.array([])))
-        known = clipped[np.isfinite(clipped)]
-        return float(known.mean()) if len(known) else float("nan")
+        norms = self.rows.get("clip_norm", np.array([]))
+        known = norms[~np.isnan(norms)]
+        return float(np.isfinite(known).mean()) if len(known) else float("nan")
+
+    def usable(self, *names: str, positive: int | None = None) -> Columns:
+        """Columns of ``measured``: the rows where the first ``positive`` of them are (default all)."""
+        values = [self.measured.get(name, np.array([])) for name in names]
+        checked = values[: len(names) if positive is None else positive]
+        keep = (
+            np.all([np.isfinite(value) & (value > 0) for value in checked], axis=0)
+            if checked
+            else slice(None)
+        )
+        return {name: value[keep] for name, value in zip(names, values, strict=True)}
 
 
-def find_views(paths: Iterable[str | Path]) -> list[RunView]:
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Runs that can be compared, and what they say together.
+
+    Args:
+        name: Recipe or model.
+        runs: At least one.
+        advice: From all of their fits; None if none of them measured anything.
+    """
+
+    name: str
+    runs: tuple[RunView, ...]
+    advice: Advice | None
+
+
+def tasks_of(views: Sequence[RunView]) -> list[Task]:
+    """The runs task by task, in the order in which tasks first appear."""
+    groups: dict[str, list[RunView]] = {}
+    for view in views:
+        groups.setdefault(view.task or view.name, []).append(view)
+    return [_task(runs) for runs in groups.values()]
+
+
+def _task(runs: Sequence[RunView]) -> Task:
+    known = [view.fit or view.trace for view in runs if view.trace is not None and len(view.trace)]
+    found = [one for one in known if one is not None]
+    advice = runs[0].advice if len(runs) == 1 else None
+    if advice is None and found:
+        advice = advise(*found)
+    header = runs[0].header.get("model")
+    name = str(runs[0].fields.get("name") or (header if len(runs) > 1 and header else runs[0].name))
+    return Task(name=name, runs=tuple(runs), advice=advice)
+
+
+def find_views(paths: Iterable[str | Path], *, loaded: Iterable[Run] = ()) -> list[RunView]:
     """The runs in ``paths``: run folders, folders of run folders, trace files.
 
-    A reproduction may have claims and figures but no run.
+    A reproduction may have claims and figures but no run. Where ``paths`` lead to a run in ``loaded``, it is
+    taken as it is, with its fit.
 
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
     places = [Path(path) for path in paths]
-    sources = [source for path in places for source in _sources(path)]
+    known = {run.folder.resolve(): run for run in loaded}
+    sources = [
+        known.get(source.folder.resolve(), source) if isinstance(source, Run) else source
+        for path in places
+        for source in _sources(path)
+    ]
     if not sources and places:
         return []
     if not sources:
@@ -108,7 +171,7 @@ def _place(source: Run | Path) -> Path:
     """What a run is named after: its folder, or a trace file that is not just called ``trace.jsonl``."""
     if isinstance(source, Run):
         return source.folder
-    return source.resolve().parent if source.name == "trace.jsonl" else source
+    return source.resolve().parent if source.name == TRACE else source
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -123,7 +186,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     shortest = min(len(folder.parts) for folder in absolute)
     while depth < shortest - 1 and len({folder.parts[depth] for folder in absolute}) == 1:
         depth += 1
-    return ["/".join(folder.parts[depth:]) for folder in absolute]
+    return [visible("/".join(folder.parts[depth:])) for folder in absolute]
 
 
 def _sources(path: Path) -> list[Run | Path]:
@@ -134,12 +197,16 @@ def _sources(path: Path) -> list[Run | Path]:
     if (path / CONFIG).exists():
         return [Run.load(path)]
     runs = sorted(find_runs(path), key=lambda run: _by_number(run.folder))
-    found: list[Run | Path] = [*runs]
-    inside = [run.folder for run in runs]
-    found += [trace for trace in sorted(path.rglob("trace.jsonl")) if trace.parent not in inside]
-    if not found and not (path / CLAIMS).exists():
-        raise ValueError(f"There is neither a run folder nor a trace.jsonl in {path}.")
-    return found
+    inside = {run.folder for run in runs}
+    traces = [file for file in sorted(path.rglob("*.jsonl")) if file.parent not in inside and _is_trace(file)]
+    if not (runs or traces) and not (path / CLAIMS).exists():
+        raise ValueError(f"There is neither a run folder nor a trace in {path}.")
+    return [*runs, *traces]
+
+
+def _is_trace(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return f'"format": "{FORMAT}"'.encode() in opened.readline(10_000)
 
 
 def _by_number(path: Path) -> list[str | int]:
@@ -150,81 +217,106 @@ def _by_number(path: Path) -> list[str | int]:
 def _run_view(run: Run, name: str) -> RunView:
     notes: list[str] = []
     with _noted(notes):
-        train = _train_columns(run)
-        held_out = _held_out(run)
-        trace = _load(run.trace_path, notes) if run.trace_path.exists() else None
-    if trace is None and not notes:
+        train, held_out = _train_columns(run), _held_out(run)
+        calibration = _calibration(run.folder, notes)
+        measurement = _measurement(run, notes) if run.trace_path.exists() else {}
+    if not measurement and not notes:
         notes.append("Nothing was measured: the run has no trace.")
-    try:
-        calibration = read_calibration(run.folder)
-    except ValueError as error:
-        calibration = None
-        notes.append(str(error))
-    max_norm = run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf")
     status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}
+    facts = ("data", "num_parameters", "seconds", "message")
     return RunView(
         name=name,
         setting=run.recipe.label,
+        task=f"{run.recipe.name}, {run.recipe.scale}, {run.recipe.problem}, batch {run.recipe.batch_size}",
         status=str(status.get("status", "")),
         step=int(status.get("step") or 0),
         train=train,
         held_out=held_out,
-        max_norm=max_norm,
+        max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf"),
         fields=to_dict(run.recipe),
-        facts={
-            key: status[key] for key in ("data", "num_parameters", "seconds", "message") if status.get(key)
+        facts={key: status[key] for key in facts if status.get(key)},
+        metrics={
+            f"{split} {key}": float(value)
+            for split, found in (status.get("metrics") or {}).items()
+            for key, value in found.items()
+            if key != "loss"
         },
         final_loss=float(status.get("train_loss", float("nan"))),
         calibration=calibration,
-        **_measurement(trace, notes),
+        doubts=tuple(notes),
+        **measurement,
     )
 
 
 def _trace_view(path: Path, name: str) -> RunView:
+    """A trace alone; ``metrics.jsonl`` and ``calibration.json`` beside it are shown too."""
     notes: list[str] = []
     with _noted(notes):
         trace = Trace.load(path)
-    measurement = _measurement(trace, notes)
-    measured = measurement["measured"]
-    step = int(np.nanmax(measured["step"])) if len(measured["step"]) else 0
+        measurement = _measurement(trace, notes)
+        calibration = _calibration(path.parent, notes) if path.name == TRACE else None
+    beside, rows = path.parent / METRICS, []
+    if path.name == TRACE and beside.exists():
+        with beside.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rows written by hand have no checksum
+            rows = [row for chunk in read_rows(file, beside) for row in chunk]
+    held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
+    told = [
+        str(trace.header[key]) for key in ("model", "num_parameters", "measured_on") if key in trace.header
+    ]
     return RunView(
-        name=name, setting="a trace of your own loop", step=step, max_norm=_threshold(measured), **measurement
+        name=name,
+        setting="a trace of your own loop",
+        task=", ".join(told),
+        status="diverged" if len(trace) and trace[-1]["status"] == NONFINITE else "",
+        step=int(trace.column("step")[-1]) if len(trace) else 0,
+        max_norm=_threshold(measurement["measured"]),
+        held_out={key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")},
+        calibration=calibration,
+        final_loss=final_loss(trace.column("step"), trace.column("loss")) if len(trace) else float("nan"),
+        doubts=tuple(notes),
+        **measurement,
     )
 
 
-def _measurement(trace: Trace | None, notes: list[str]) -> dict[str, Any]:
-    """Columns, fit, advice and doubts of a trace."""
-    if trace is None:
-        return {"doubts": tuple(notes)}
-    fit = None
+def _calibration(folder: Path, notes: list[str]) -> Calibration | None:
     try:
-        fit = fit_smoothness(trace)
+        return read_calibration(folder)
     except ValueError as error:
         notes.append(str(error))
-    advice = advise(trace)
+        return None
+
+
+def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
+    """Columns, fit and advice of a trace; a run's own fit is shared with all that show it."""
+    fit = None
+    try:
+        trace = source if isinstance(source, Trace) else source.trace
+    except ValueError as error:
+        notes.append(str(error))
+        return {}
+    try:
+        fit = fit_smoothness(source) if isinstance(source, Trace) else source.fit
+    except ValueError as error:
+        notes.append(str(error))
+    advice = advise(fit or trace)
     if advice.refused:
         notes += [reason for reason in advice.reasons if reason not in notes]
     layers = [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
-    names = (
-        "step",
-        "loss",
-        "grad_norm",
-        "step_norm",
-        "smoothness",
-        "local_smoothness",
-        "spectral_smoothness",
+    names = ("step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient")
+    measured = {column: trace.column(column)[keep] for column in names}
+    coefficient, lengths = measured.pop("coefficient"), measured["step_norm"]
+    measured["clip_norm"] = clip_norms(
+        coefficient, measured["grad_norm"], step_norm=lengths, lr=measured["lr"]
     )
-    measured = {column: trace.column(column)[keep] for column in (*names, "lr", "coefficient")}
-    coefficient = measured.pop("coefficient")
-    measured["clipped"] = np.where(np.isfinite(coefficient), coefficient < 1 - 1e-6, np.nan)
-    measured["threshold"] = np.where(measured["clipped"] == 1, coefficient * measured["grad_norm"], np.nan)
     return {
         "measured": measured,
-        "layers": {name.split("/", 1)[1].rsplit("/", 1)[0]: trace.column(name)[keep] for name in layers},
+        "layers": {
+            visible(name.split("/", 1)[1].rsplit("/", 1)[0]): trace.column(name)[keep] for name in layers
+        },
         "fit": fit,
         "advice": None if advice.refused else advice,
-        "doubts": tuple(notes),
         "header": trace.header,
         "trace": trace,
     }
@@ -232,10 +324,9 @@ def _measurement(trace: Trace | None, notes: list[str]) -> dict[str, Any]:
 
 def _threshold(measured: Columns) -> float:
     """The norm at which steps were clipped, if it was one and the same."""
-    found = measured["threshold"][np.isfinite(measured["threshold"])]
-    return (
-        float(np.median(found)) if len(found) and np.ptp(found) <= 1e-3 * np.median(found) else float("inf")
-    )
+    found = measured["clip_norm"][np.isfinite(measured["clip_norm"])]
+    same = len(found) and np.ptp(found) <= 1e-3 * np.median(found)
+    return float(np.median(found)) if same else float("inf")
 
 
 def _train_columns(run: Run) -> Columns:
@@ -243,8 +334,7 @@ def _train_columns(run: Run) -> Columns:
     rows = [rows[index] for index in thinned(np.arange(len(rows)))]
     names = ("step", "loss", "grad_norm", "coefficient")
     columns = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-    coefficient = columns.pop("coefficient")
-    columns["clipped"] = np.where(np.isfinite(coefficient), coefficient < 1 - 1e-6, np.nan)
+    columns["clip_norm"] = clip_norms(columns.pop("coefficient"), columns["grad_norm"])
     return columns
 
 
@@ -256,19 +346,25 @@ def _held_out(run: Run) -> Columns:
     return {}
 
 
-def _load(path: Path, notes: list[str]) -> Trace | None:
-    try:
-        return Trace.load(path)
-    except ValueError as error:
-        notes.append(str(error))
-        return None
-
-
-def thinned(rows: np.ndarray) -> np.ndarray:
-    """At most ``MOST_ROWS`` of the rows, evenly spaced, the last one among them."""
-    if len(rows) <= MOST_ROWS:
+def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
+    """At most ``most`` of the rows, evenly spaced, the first and the last among them."""
+    if len(rows) <= most:
         return rows
-    return rows[np.unique(np.linspace(0, len(rows) - 1, MOST_ROWS).round().astype(int))]
+    return rows[np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
+
+
+def visible(text: str) -> str:
+    r"""Text with control characters as escapes: none of them can hide or turn around what stands beside it.
+
+    Example:
+        >>> print(visible("run\u202egpj.exe"), visible("a\x1b[31m"))
+        run\u202egpj.exe a\u001b[31m
+    """
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(
+        f"\\u{ord(char):04x}" if unicodedata.category(char) in hidden and char not in "\n\t" else char
+        for char in text
+    )
 
 
 @contextmanager

@@ -1,0 +1,274 @@
+"""Charts as data: what they hold, and that both renderers draw all of it."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from plotly import graph_objects
+
+from curvestep import calibrate
+from curvestep.lab.report import captions
+from curvestep.lab.report.charts import (
+    Axis,
+    Chart,
+    Series,
+    calibration,
+    comparison,
+    heat_map,
+    run_charts,
+    within,
+)
+from curvestep.lab.report.drawing import COLOURS, TEMPLATE, figure_of, log_ticks, to_plotly
+from curvestep.lab.report.page import calibration_figure
+from curvestep.lab.report.views import RunView, find_views
+from curvestep.smoothness.trace import Trace
+from tests.lab.report.calibrations import make_calibration
+from tests.lab.report.pages import make_run
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("charts")
+    for seed in (0, 1):
+        make_run(folder / f"seed{seed}", seed=seed, layers=("encoder", "decoder"), steps=100)
+    make_run(folder / "wild", lr=3.0, max_norm=math.inf, steps=60)
+    return find_views([folder])
+
+
+@pytest.fixture(scope="module")
+def charts(views):
+    grid = [
+        ({"lr": lr, "max_norm": m, "seed": 0}, lr * m, "finished") for lr in (1.0, 2.0) for m in (0.5, 1.0)
+    ]
+    return [*run_charts(views[0]), *comparison(views), *calibration(make_calibration()), heat_map(grid)]
+
+
+def coloured(value):
+    """The chart with the style sheet's variables as colours, as the page's script puts them in."""
+    if isinstance(value, str) and value.startswith("var(--"):
+        return "Viridis" if value == "var(--shades)" else "#123456"
+    if isinstance(value, dict):
+        return {key: coloured(item) for key, item in value.items()}
+    return [coloured(item) for item in value] if isinstance(value, list) else value
+
+
+def test_every_kind_of_chart_is_there(charts):
+    kinds = {chart.kind.partition("-")[0] for chart in charts}
+    assert kinds == {"scatter", "norm", "loss", "edge", "layers", "comparison", "calibration", "heat"}
+    assert all(len(chart.words) > 30 and chart.title for chart in charts)
+
+
+def test_plotly_accepts_every_chart_in_both_scales(charts):
+    for chart in charts:
+        drawn = coloured(to_plotly(chart))
+        json.dumps(drawn, allow_nan=False)
+        for scale in ({}, *drawn.get("scales", {}).values()):
+            layout = {**drawn["layout"], **scale, "template": coloured(TEMPLATE)}
+            graph_objects.Figure(data=drawn["data"], layout=layout)  # raises where a name or value is unknown
+
+
+def test_both_renderers_draw_the_same_curves(charts):
+    for chart in charts:
+        if chart.grid is not None or any(series.shade is not None for series in chart.series):
+            continue
+        traces = [t for t in to_plotly(chart)["data"] if t.get("hoverinfo") != "skip"]
+        panel = figure_of([chart]).axes[0]
+        lines = [line for line in panel.lines if not str(line.get_label()).startswith("_")]
+        assert [trace["name"] for trace in traces] == [str(line.get_label()) for line in lines], chart.kind
+        for trace, line in zip(traces, lines, strict=True):
+            shown = [(x, y) for x, y in zip(trace["x"], trace["y"], strict=True) if y is not None]
+            drawn = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
+            np.testing.assert_allclose(shown, drawn, rtol=1e-4)
+
+
+def test_the_scatter_holds_points_line_and_frontier(views):
+    chart = next(chart for chart in run_charts(views[0]) if chart.kind == "scatter")
+    points, line, frontier = chart.series
+    fit = views[0].fit
+    np.testing.assert_allclose(line.y, fit.L0 + fit.L1 * line.x)
+    # Between the 60 drawn points the concave frontier is a little above its chord.
+    assert (np.interp(points.x, frontier.x, frontier.y) >= 0.99 * points.y).all()
+    assert list(points.extra) == ["step", "loss", "lr"]
+    assert (points.shade == points.extra["step"]).all()
+
+
+def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
+    seeds, wild = comparison(views)[0].series
+    assert (seeds.name, wild.name) == ("lr 0.3, clip 0.5", "lr 3, no clip")
+    assert (seeds.low <= seeds.y).all()
+    assert (seeds.y <= seeds.high).all()
+    assert (seeds.low < seeds.high).any()
+    assert wild.low is None
+    low, high = comparison(views)[0].y.range
+    assert high < np.nanmax(wild.y)  # the one that diverged does not press the others flat
+    assert low < seeds.y.min() < seeds.y.max() < high
+
+
+def test_a_map_names_what_became_of_each_cell():
+    trials = [
+        ({"lr": 1.0, "max_norm": math.inf, "seed": 0}, 2.1, "finished"),
+        ({"lr": 1.0, "max_norm": math.inf, "seed": 1}, 2.3, "finished"),
+        ({"lr": 3.0, "max_norm": math.inf, "seed": 0}, math.nan, "diverged"),
+        ({"lr": 3.0, "max_norm": math.inf, "seed": 1}, 1.5, "finished"),
+        ({"lr": 1.0, "max_norm": 0.25, "seed": 0}, 2.1, "finished"),
+    ]
+    chart = heat_map(trials)
+    assert (chart.y.label, chart.x.label) == ("max norm", "lr")
+    cells = {
+        (down, across): chart.grid.text[i][j]
+        for i, down in enumerate(chart.grid.down)
+        for j, across in enumerate(chart.grid.across)
+    }
+    assert cells == {
+        ("no clipping", "1"): "2.20",
+        ("no clipping", "3"): "1 of 2 diverged",
+        ("0.25", "1"): "2.10",
+        ("0.25", "3"): "not run",
+    }
+    assert "2 of 4 settings did not finish" in chart.words
+    assert "Lowest: 2.1" in chart.words
+
+
+def test_names_are_text_for_both_renderers():
+    name = "a<b>&$x_{$\u202e\x07"
+    chart = Chart(
+        kind="loss", title=name, words="", x=Axis(label=name), y=Axis(label="y", log=True),
+        series=(Series(name=name, x=np.arange(3.0), y=np.arange(3.0) + 1),),
+    )  # fmt: skip
+    assert to_plotly(chart)["data"][0]["name"] == "a&lt;b&gt;&amp;$x_{$\\u202e\\u0007"
+    figure = figure_of([chart], title=name)
+    figure.canvas.draw()
+    assert figure.axes[0].get_legend().get_texts()[0].get_text() == r"a<b>&\$x_{\$\u202e\u0007"
+
+
+def test_ticks_of_log_axes_are_few_and_do_not_repeat():
+    for low, high in ((0.7, 0.9), (0.5, 4), (1e-3, 1e5), (1e-12, 1e9), (2.0, 2.0)):
+        ticks = log_ticks(low, high, most=6)
+        assert 2 <= len(ticks) <= 14
+        assert ticks == sorted(set(ticks))
+
+
+def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
+    # f = eˣ, whose Hessian is its gradient: inside every step both change alike.
+    with Trace(tmp_path / "trace.jsonl", header={"fractions": [0.5, 1.0], "dtype": "float64"}) as trace:
+        for step, x in enumerate(np.linspace(3, 1, 40)):
+            start, ends = math.exp(x), np.exp(x - np.array([0.05, 0.1]))
+            secants = ((start - ends) / [0.05, 0.1]).tolist()
+            row = {
+                "grad_norm": start,
+                "grad_norms": ends.tolist(),
+                "secants": secants,
+                "smoothness": max(secants),
+            }
+            trace.append({"step": step, "loss": start, "step_norm": 0.1, "status": "ok", **row})
+    (view,) = find_views([tmp_path])
+    assert view.fit.within.elasticity == pytest.approx(1.0, abs=1e-3)
+    points, slope, level = within(view).series
+    np.testing.assert_allclose(points.y, points.x, rtol=1e-3)
+    np.testing.assert_allclose(slope.y, view.fit.within.elasticity * slope.x)
+    assert set(level.y) == {0.0}
+    assert "elasticity 1.00 [" in captions.within(view)
+    assert within(views[0]) is None  # one fraction a step says nothing of this
+    assert captions.within(views[0]) == ""
+
+
+# ---- the curve of a calibration ----
+
+
+def quadratic(curvatures, **options):
+    model = torch.nn.Linear(2, 1, bias=False)
+    return calibrate(model, lambda L: 0.5 * L * model.weight.square().sum(), curvatures, **options)
+
+
+def points(panel):
+    """Every finite point drawn as a line or a mark, and the heights of straight lines."""
+    return {(float(x), float(y)) for line in panel.lines for x, y in zip(*line.get_data(), strict=True)}
+
+
+def test_chart_has_every_measured_step_and_where_they_stop_being_safe():
+    cal = make_calibration()
+    kappa, loss = calibration(cal)
+    *batches, limit, safe = kappa.series
+    for shown, changes, batch in zip(batches, loss.series, cal.curve, strict=False):
+        assert shown.hollow.tolist() == [point.step > batch.safe_step for point in batch.points]
+        assert shown.y.tolist() == [point.kappa for point in batch.points]
+        assert changes.y.tolist() == [point.loss - batch.loss for point in batch.points]
+    assert kappa.span[0] < safe.x[0] < kappa.span[1]
+    assert set(limit.y) == {cal.max_kappa}
+
+
+def test_what_is_not_finite_is_left_out_of_strict_json():
+    cal = make_calibration()
+    broken = tuple(replace(p, kappa=math.inf, loss=math.nan) for p in cal.curve[0].points)
+    alone = replace(cal, curve=(replace(cal.curve[0], points=broken),), lr_interval=(math.nan, math.nan))
+    for chart in calibration(alone):
+        drawn = to_plotly(chart)
+        assert set(drawn["data"][0]["y"]) == {None}
+        assert "shapes" not in drawn["layout"]
+        assert json.dumps(drawn, allow_nan=False)
+    assert "one batch" in captions.calibration(alone)
+    assert "no safe step has a finite one" in captions.calibration_loss(alone)
+
+
+def test_words_name_the_safe_step_the_numbers_and_the_cost():
+    cal = make_calibration()
+    words = captions.calibration(cal)
+    for number in (f"lr {cal.lr:.3g}", f"max_norm {cal.max_norm:.3g}", f"{cal.num_gradients} gradients"):
+        assert number in words
+    assert "offset" in captions.calibration(replace(cal, optimizer="NormalizedSGD"))
+
+
+def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
+    cal = quadratic([1.0, 2.0, 4.0, 2.0])
+    figure = calibration_figure(cal)
+    left, right = figure.axes
+    for batch in cal.curve:
+        for p in batch.points:
+            assert (p.step, p.kappa) in points(left)
+            assert (p.step, p.loss - batch.loss) in points(right)
+    assert cal.max_kappa in {y for _, y in points(left)}
+    assert any("safe step 0.5" in str(line.get_label()) for line in left.lines)
+    figure.savefig(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_line_of_the_safe_step_has_no_batchs_colour():
+    cal = quadratic([1.0, 2.0, 4.0, 2.0])
+    left = calibration_figure(cal).axes[0]
+    colours = {str(line.get_label()): line.get_color() for line in left.lines}
+    batches = {colour for label, colour in colours.items() if label.startswith("batch")}
+    assert len(batches) == len(cal.curve)
+    assert batches < set(COLOURS)
+    assert colours[next(label for label in colours if label.startswith("safe step"))] not in batches
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "axis", "threshold"),
+    [
+        ("ClippedSGD", "of the gradient", "max_norm"),
+        ("NormalizedSGD", "of the gradient", "offset"),
+        ("AdamW", "of the slope", None),
+    ],
+)
+def test_figure_names_what_was_measured_for_this_optimizer(optimizer, axis, threshold):
+    figure = calibration_figure(quadratic([1.0, 2.0, 4.0], optimizer=optimizer))
+    assert axis in figure.axes[0].get_ylabel()
+    words = figure.get_supxlabel()
+    assert [name for name in ("max_norm", "offset") if name in words] == ([threshold] if threshold else [])
+
+
+def test_figure_of_one_batch_and_of_a_wall_is_drawn():
+    model = torch.nn.Linear(2, 1, bias=False)
+
+    def wall(batch):
+        w = model.weight.square().sum()
+        return w + torch.where(w > 1e3, w.new_tensor(math.inf), w.new_zeros(()))
+
+    assert len(calibration_figure(calibrate(model, wall, [0])).axes) == 2
+
+
+def test_a_run_without_records_has_no_charts():
+    assert run_charts(RunView(name="empty", setting="by hand")) == []
