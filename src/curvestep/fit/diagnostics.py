@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
+import numpy as np
+from scipy import stats
+
+from curvestep.fit.correlation import correlation, slope, spearman
+from curvestep.fit.frontier import quantile_line
+from curvestep.fit.intervals import block_length
 from curvestep.fit.samples import Samples
 from curvestep.fit.within import LEAST_ELASTICITY, SHORT, Within
+
+_WINDOWS = 8
+_FEW = 5  # rows that make a pattern
 
 
 def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[str, ...]:
@@ -16,6 +25,7 @@ def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: floa
         within: What the steps say by themselves.
         L1: The slope that came out.
         effective: Number of rows over the block length: how many independent pieces of evidence there are.
+            Fewer are counted where the gradient norm itself drifts slowly.
     """
     found = (
         few_points(samples, effective),
@@ -25,6 +35,10 @@ def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: floa
         edge_of_stability(samples),
         noise_floor(samples),
         silent_steps(within),
+        time_as_cause(samples),
+        kinks(samples),
+        noisy_norms(samples),
+        uneven_spread(samples),
     )
     return tuple(warning for warning in found if warning)
 
@@ -57,7 +71,15 @@ def silent_steps(within: Within) -> str | None:
 
 
 def few_points(samples: Samples, effective: float) -> str | None:
-    """Too few rows, or too few independent ones."""
+    """Too few rows, or too few independent ones.
+
+    A norm whose neighbours correlate by r is worth n(1 - r)/(1 + r) rows: blocks do not see a drift that
+    is longer than they are.
+    """
+    log = np.log(samples.grad_norm)
+    r = float(correlation(log[None, :-1], log[None, 1:])[0])
+    if r > 0:
+        effective = min(effective, len(log) * (1 - r) / (1 + r))
     if len(samples) >= 50 and effective >= 10:
         return None
     return (
@@ -139,3 +161,91 @@ def noise_floor(samples: Samples) -> str | None:
             "randomness out of the closure, or measure over longer steps."
         )
     return None
+
+
+def time_as_cause(samples: Samples) -> str | None:
+    """A correlation over the whole run that is not there within parts of it.
+
+    Gradient norm and smoothness both change in the course of training, whatever one has to do with the other.
+    The rank correlation within eight windows of consecutive rows, with a 99 % interval of their mean widened
+    by 0.15, is held against that over all rows.
+    """
+    if len(samples) < 10 * _WINDOWS:
+        return None
+    g, ell = samples.grad_norm, samples.smoothness
+    parts = np.array_split(np.arange(len(g)), _WINDOWS)
+    inside = np.array([spearman(g[None, part], ell[None, part])[0] for part in parts])
+    pooled, mean = float(spearman(g[None], ell[None])[0]), float(inside.mean())
+    reach = float(stats.t.ppf(0.995, _WINDOWS - 1)) * float(inside.std(ddof=1)) / math.sqrt(_WINDOWS) + 0.15
+    if not abs(pooled - mean) > reach:  # NaN where a window is constant
+        return None
+    return (
+        f"Time may be the common cause: the rank correlation is {pooled:.2f} over the whole run but "
+        f"{mean:.2f} within {_WINDOWS} parts of it, so gradient norm and smoothness move together, or "
+        "apart, because both change with training. L0 and L1 mix the two; believe `within`, or "
+        "fit a shorter part."
+    )
+
+
+def kinks(samples: Samples) -> str | None:
+    """Steps over kinks, as of a ReLU: the gradient jumps, however short the step.
+
+    Then the secants of a row differ although the gradient hardly changes: by a factor of nearly two if the
+    kink lies in the first half of the step, by more if in the second; on smooth functions by about κ/2. Or
+    the product of smoothness and step length is the same for steps of different length.
+    """
+    short = (samples.kappa < SHORT) & (samples.kappa > 1000 * samples.eps)  # not those that rounding disturbs
+    if short.sum() < _FEW or short.mean() < 0.5:
+        return None
+    advice = "The estimate is the jump over the step length, and no curvature. Look at local smoothness."
+    if samples.secants.shape[1] > 1:
+        secants = samples.secants[short]
+        secants = secants[(np.isfinite(secants) & (secants > 0)).all(axis=1)]
+        apart = secants.max(axis=1, initial=1e-300) >= 1.5 * secants.min(axis=1, initial=np.inf)
+        if apart.sum() >= _FEW and apart.mean() >= 0.1:
+            return (
+                f"Kinks: in {apart.mean():.0%} of the short steps the smoothness over half the step and over "
+                f"the whole differ by half or more. {advice}"
+            )
+    moved = short & (samples.step_norm > 0) & (samples.smoothness > 0)
+    length, ell = np.log(samples.step_norm[moved])[None], np.log(samples.smoothness[moved])[None]
+    if moved.sum() < _FEW or np.ptp(np.quantile(length, [0.05, 0.95])) < math.log(3):
+        return None
+    power = float(slope(length, ell)[0])
+    if not (-1.3 <= power <= -0.7 and correlation(length, ell)[0] <= -0.9):
+        return None
+    return (
+        f"Kinks: smoothness falls with the step length as its power {power:.2f}, so that a step changes the "
+        f"gradient by the same amount however short it is. {advice}"
+    )
+
+
+def noisy_norms(samples: Samples) -> str | None:
+    """A gradient norm of which a good part is the batch's noise, where that was measured."""
+    share = samples.noise / samples.grad_norm
+    share = share[np.isfinite(share)]
+    if len(share) < _FEW or np.median(share) < 0.3:
+        return None
+    return (
+        f"Noise in the gradient norm: it is {np.median(share):.0%} of the norm in the median. L0 and L1 "
+        "refer to the gradient of a batch; for the full gradient they would differ. Use larger batches, or "
+        "an oracle of fixed ones."
+    )
+
+
+def uneven_spread(samples: Samples) -> str | None:
+    """A scatter around the middle line that grows with the gradient norm bends the upper line."""
+    g, ell = samples.grad_norm, samples.smoothness
+    L0, L1 = quantile_line(g, ell, quantile=0.5)
+    known = (ell > 0) & (L0 + L1 * g > 0)
+    if known.sum() < 10 * _FEW:
+        return None
+    away = np.abs(np.log(ell[known] / (L0 + L1 * g[known])))
+    rank = float(spearman(g[None, known], away[None])[0])
+    if not (rank > 0.15 and rank * math.sqrt(len(away) / block_length(away, g[known])) > 0.9):
+        return None
+    return (
+        f"The scatter of smoothness grows with the gradient norm (rank correlation {rank:.2f}), so the "
+        "upper line is steeper than the points at small gradients: L0 is too small there, and its interval "
+        "too narrow."
+    )

@@ -1,0 +1,161 @@
+"""Each warning on a run that has the trouble, and silence on runs that do not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from curvestep.fit import diagnostics
+from curvestep.fit.samples import usable_samples
+from tests.fit.traces import autoregression, inside_steps, make_trace, simulated
+
+
+def plain(rng):
+    return simulated(rng, phi=0.7)
+
+
+def grows_with_g(rng):
+    g = np.exp(0.5 * autoregression(rng, 300, 0.7))
+    return g, (1 + 2 * g) * np.exp(0.3 * g * autoregression(rng, 300, 0.7))
+
+
+def heavy_tails(rng):
+    g = 0.3 * (1 - rng.uniform(size=300)) ** (-1 / 1.5)
+    return g, (1 + 2 * g) * np.exp(0.2 * rng.standard_t(3, 300))
+
+
+def bad_batches(rng):
+    g, ell = plain(rng)
+    scale = np.where(rng.uniform(size=300) < 0.03, 30.0, 1.0)
+    return g * scale, ell * scale
+
+
+def falls_together(rng):
+    """L1 = 0 at every time; L0 and the gradient norm fall in the course of training."""
+    fall = np.exp(-1.5 * np.linspace(0, 1, 300))
+    noise = [np.exp(0.3 * autoregression(rng, 300, 0.7)) for _ in range(2)]
+    return fall * noise[0], 3 * fall * noise[1]
+
+
+def sharpens(rng):
+    """L1 = 2 at every time; L0 rises while the gradient norm falls."""
+    time = np.linspace(0, 1, 300)
+    g = np.exp(0.3 * autoregression(rng, 300, 0.7) - 1.5 * time)
+    return g, (np.exp(2 * time) + 2 * g) * np.exp(0.2 * autoregression(rng, 300, 0.7))
+
+
+def wanders(rng):
+    """A gradient norm that is nearly a random walk."""
+    g = np.exp(0.5 * autoregression(rng, 700, 0.98)[400:])
+    return g, (1 + 2 * g) * np.exp(0.4 * autoregression(rng, 300, 0.7))
+
+
+def share_of(check, scenario, *, runs=30, **columns):
+    found = []
+    for seed in range(runs):
+        g, ell = scenario(np.random.default_rng([seed, 9]))
+        found.append(check(usable_samples(make_trace(g, ell, **columns))) is not None)
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("scenario", [falls_together, sharpens])
+def test_time_is_named_where_it_is_the_common_cause(scenario):
+    assert share_of(diagnostics.time_as_cause, scenario) >= 0.9
+
+
+@pytest.mark.parametrize("scenario", [plain, grows_with_g, heavy_tails, bad_batches, wanders])
+def test_time_is_not_named_where_it_changes_nothing(scenario):
+    assert share_of(diagnostics.time_as_cause, scenario) <= 0.1
+
+
+def test_an_uneven_spread_is_named_and_only_there():
+    assert share_of(diagnostics.uneven_spread, grows_with_g) >= 0.9
+    for scenario in (plain, heavy_tails, bad_batches, falls_together, sharpens, wanders):
+        assert share_of(diagnostics.uneven_spread, scenario) <= 0.1
+
+
+def test_a_norm_that_wanders_is_worth_few_rows():
+    def few(samples):
+        return diagnostics.few_points(samples, 30.0)
+
+    assert share_of(few, wanders) >= 0.9
+    for scenario in (plain, grows_with_g, heavy_tails, bad_batches):
+        assert share_of(few, scenario) <= 0.1
+
+
+def test_noise_in_the_gradient_norm_is_named_where_it_was_measured():
+    g, ell = plain(np.random.default_rng(0))
+    noisy = diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g)))
+    assert noisy is not None
+    assert "50%" in noisy
+    assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.1 * g))) is None
+    assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell))) is None
+
+
+def network_trace(activation, *, lr, rows=100):
+    """SGD on a small network, with the secants at half the step and at its end, in float64."""
+    torch.manual_seed(0)
+    layers = nn.Linear(10, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, 1)
+    model = nn.Sequential(*layers).double()
+    inputs = torch.randn(512, 10, dtype=torch.float64)
+    targets = torch.sin(inputs.sum(1, keepdim=True))
+    params = list(model.parameters())
+
+    def gradient(chosen):
+        loss = ((model(inputs[chosen]) - targets[chosen]) ** 2).mean()
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, params)])
+
+    columns = {name: [] for name in ("g", "ell", "step_norm", "kappa", "secants", "grad_norms")}
+    for _ in range(rows):
+        chosen = torch.randint(0, 512, (64,))
+        start = nn.utils.parameters_to_vector(params).detach()
+        g, secants, norms = gradient(chosen), [], []
+        for fraction in (0.5, 1.0):
+            nn.utils.vector_to_parameters(start - fraction * lr * g, params)
+            end = gradient(chosen)
+            secants.append(float((end - g).norm() / (fraction * lr * g.norm())))
+            norms.append(float(end.norm()))
+        values = (float(g.norm()), max(secants), lr * float(g.norm()), lr * secants[-1], secants, norms)
+        for column, value in zip(columns.values(), values, strict=True):
+            column.append(value)
+    header = {"fractions": [0.5, 1.0], "dtype": "float64"}
+    return make_trace(columns.pop("g"), columns.pop("ell"), lr=lr, header=header, **columns)
+
+
+def test_kinks_of_a_relu_network_are_named_and_a_smooth_one_has_none():
+    kinked = diagnostics.kinks(usable_samples(network_trace(nn.ReLU, lr=1e-3)))
+    assert kinked is not None
+    assert "differ by half or more" in kinked
+    assert diagnostics.kinks(usable_samples(network_trace(nn.GELU, lr=1e-3))) is None
+
+
+def test_a_change_of_the_gradient_that_does_not_depend_on_the_step_is_a_kink():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.3 * rng.standard_normal(100))
+    length = 0.01 * g * np.geomspace(1, 0.03, 100)
+    jump = 0.02 * np.exp(0.1 * rng.standard_normal(100))
+    kinked = make_trace(g, jump / length, step_norm=length, kappa=jump / g)
+    assert "however short" in diagnostics.kinks(usable_samples(kinked))
+    smooth = make_trace(g, np.full(100, 2.0), step_norm=length, kappa=2 * length / g)
+    assert diagnostics.kinks(usable_samples(smooth)) is None
+    # At the edge of stability smoothness falls with the step as well, but the gradient turns over.
+    edge = make_trace(g, 1.6 * g / length, step_norm=length, kappa=1.6)
+    assert diagnostics.kinks(usable_samples(edge)) is None
+
+
+@pytest.mark.parametrize("check", ["time_as_cause", "kinks", "noisy_norms", "uneven_spread"])
+def test_constant_and_missing_columns_raise_no_warning(check):
+    named = getattr(diagnostics, check)
+    g, ell = plain(np.random.default_rng(0))
+    for one, other in (
+        (np.full(300, 2.0), ell),
+        (g, np.full(300, 2.0)),
+        (g, np.zeros(300)),
+        (g[:12], ell[:12]),
+    ):
+        assert named(usable_samples(make_trace(one, other))) is None
+        columns = inside_steps(one, other, kappa=0.01)
+        columns["secants"] = [[math.nan, math.nan]] * len(one)
+        assert named(usable_samples(make_trace(one, other, **columns))) is None
