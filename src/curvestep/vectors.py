@@ -195,6 +195,38 @@ def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
     return total
 
 
+def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old: Tensor | None) -> Tensor:
+    """Inner product of ``new - old`` and ``other_new - other_old``; of large ones only pieces are held.
+
+    Example:
+        >>> a, b = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])
+        >>> dot_of_changes(a, b, torch.tensor([5.0, 7.0]), None).item()
+        10.0
+    """
+    if other_new is None or other_old is None:
+        other = other_old if other_new is None else other_new
+        if other is None:
+            return torch.zeros((), dtype=torch.float64)
+        tensors, sign = [new.detach(), old.detach(), other.detach()], -1.0 if other_new is None else 1.0
+    else:
+        tensors, sign = [t.detach() for t in (new, old, other_new, other_old)], 1.0
+    if (
+        new.dtype in (torch.float32, torch.float64)
+        and _homogeneous_cpu(tensors)
+        and all(t.shape == new.shape and t.is_contiguous() for t in tensors)
+    ):
+        # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
+        pieces = zip(*(t.view(-1).split(SMALL) for t in tensors), strict=True)
+        total = sum(torch.dot(a - b, c - e[0] if e else c).item() for a, b, c, *e in pieces)
+        return torch.tensor(sign * total, dtype=torch.float64)
+    wide = torch.float32 if new.device.type == "mps" else torch.float64
+    step = tensors[0].to(wide) - tensors[1].to(wide)
+    other = _minus(tensors[2], tensors[3], False) if len(tensors) == 4 else tensors[2]
+    assert other is not None
+    product: Any = (step * other.to(wide)).sum()
+    return sign * (product.full_tensor() if is_sharded(product) else product)
+
+
 def precision(tensors: Iterable[Tensor]) -> float:
     """The relative precision of the coarsest dtype among the tensors."""
     return max(torch.finfo(t.dtype).eps for t in tensors)

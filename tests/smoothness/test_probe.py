@@ -4,6 +4,7 @@ import copy
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,10 @@ def test_probed_and_unprobed_runs_are_bit_identical(name, optimizer):
         name,
         OPTIMIZERS[optimizer],
         make_probe=lambda m: SmoothnessProbe(
-            m, every=3, estimators={"segment": 1, "local": 4, "spectral": 20}, layers=True
+            m,
+            every=3,
+            estimators={"smoothness": 1, "local_smoothness": 4, "spectral_smoothness": 20},
+            layers=True,
         ),
     )
     assert_same_run(plain, probed)
@@ -47,7 +51,9 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     H, x = H + H.T, torch.randn(4)
     model, loss_fn = quadratic(H, x.clone())
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.3, max_norm=0.5)
-    probe = SmoothnessProbe(model, every=1, estimators=("segment", "local", "spectral"))
+    probe = SmoothnessProbe(
+        model, every=1, estimators=("smoothness", "local_smoothness", "spectral_smoothness")
+    )
     loss = loss_fn()
     loss.backward()
     with probe(loss_fn, loss=loss, batch_size=7):
@@ -69,6 +75,12 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     assert row["lr"] == 0.3
     assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / g.norm().item()))
     assert row["edge"] == pytest.approx(0.15 * L)
+    assert row["secants"] == pytest.approx([L, L])
+    assert row["grad_norms"] == pytest.approx([(H @ (x + f * d)).norm().item() for f in (0.5, 1.0)])
+    assert row["curvature"] == pytest.approx((d @ H @ d / (d @ d)).item())
+    assert row["cosine"] == pytest.approx(1.0)
+    assert row["local_converged"]
+    assert row["local_error"] < 1e-6
     assert row["batch_size"] == 7
 
 
@@ -98,7 +110,21 @@ def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
         layers = segment_smoothness(
             replay, start, end, fractions=fractions, groups={"0": [0, 1], "3": [2, 3]}
         )
-    row = probe.trace[0]
+        secants = [segment_smoothness(replay, start, end, fractions=(f,)).item() for f in fractions]
+        here = torch.cat([g.flatten() for g in replay(start)])
+        inner = [[a + f * (b - a) for a, b in zip(start, end, strict=True)] for f in fractions]
+        there = [torch.cat([g.flatten() for g in replay(point)]) for point in inner]
+    row, d = probe.trace[0], torch.cat([(b - a).flatten() for a, b in zip(start, end, strict=True)])
+    assert row["secants"] == pytest.approx(secants, rel=1e-9)
+    assert row["grad_norms"] == pytest.approx([g.norm().item() for g in there], rel=1e-9)
+    assert row["smoothness"] == max(row["secants"])
+    assert row["cosine"] == pytest.approx((-d @ here / d.norm() / here.norm()).item(), rel=1e-9)
+    if 1.0 in fractions:
+        assert row["curvature"] == pytest.approx((d @ (there[-1] - here) / (d @ d)).item(), rel=1e-6)
+    else:
+        assert row["curvature"] is None
+    assert probe.trace.fractions == fractions
+    assert probe.trace.column("secants").tolist() == [row["secants"]]
     assert row["smoothness"] == pytest.approx(whole.item(), rel=1e-9)
     assert {name: layer["smoothness"] for name, layer in row["layers"].items()} == {
         name: pytest.approx(value.item(), rel=1e-9) for name, value in layers.items()
@@ -180,7 +206,7 @@ def test_closure_in_the_style_of_torchs_optimizers_is_measured_like_any_other():
             loss.backward()
             return loss
 
-        probe = SmoothnessProbe(model, every=1, estimators=("segment", "local"))
+        probe = SmoothnessProbe(model, every=1, estimators=("smoothness", "local_smoothness"))
         for _ in range(3):
             closure()
             with probe(closure if style == "torch" else loss_fn):
@@ -212,7 +238,7 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
         model.rows.sparse = sparse
         x, y = torch.randint(11, (9,)), torch.randint(11, (9,))
         optimizer = cs.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
-        probe = SmoothnessProbe(model, every=1, estimators=("segment", "local"), layers=True)
+        probe = SmoothnessProbe(model, every=1, estimators=("smoothness", "local_smoothness"), layers=True)
         for _ in range(4):
             step_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer)
         assert probe.trace.ok.all()
@@ -231,15 +257,22 @@ def test_noise_from_two_halves_is_that_of_the_batch_gradient():
     def loss_of(b):
         return lambda: 0.5 * (model(torch.ones(1, 1)) - b).square().sum(-1).mean()
 
+    signals = []
     for _ in range(200):
         b = torch.randn(16, 4)
         optimizer.zero_grad()
         loss_of(b)().backward()
-        with probe(loss_of(b), halves=(loss_of(b[:8]), loss_of(b[8:]))):
+        signals.append(model.weight.detach().square().sum().item())
+        with probe(loss_of(b), halves=(loss_of(b[:8]), loss_of(b[8:])), batch_size=16):
             optimizer.step()
     mean_square = (probe.trace.column("noise") ** 2).mean()
     assert mean_square == pytest.approx(4 / 16, rel=0.15)  # E‖g − ∇f‖² = 4 dimensions / 16 samples
     assert probe.trace.ok.all()
+    variance, signal = probe.trace.column("grad_variance"), probe.trace.column("grad_signal")
+    assert variance.mean() == pytest.approx(4.0, rel=0.15)  # tr Σ of one sample
+    error = (signal - np.array(signals)).std() / 200**0.5
+    assert signal.mean() == pytest.approx(np.mean(signals), abs=4 * error)  # ‖G‖², without the noise of 0.25
+    assert error < 0.05
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -373,7 +406,7 @@ def test_closed_probe_leaves_no_hook_behind():
         ({"fractions": (0.5, 2.0)}, "`fractions`"),
         ({"fractions": 0.5}, "`fractions` must be several numbers"),
         ({"oracle": lambda: None}, "`oracle` must be a GradientOracle, got function"),
-        ({"estimators": ("secant",)}, "`estimators` must be one of 'segment'"),
+        ({"estimators": ("secant",)}, "`estimators` must be one of 'smoothness'"),
         ({"estimators": ()}, "at least one"),
         ({"max_overhead": -0.1}, "`max_overhead`"),
         ({"on_error": "ignore"}, "`on_error`"),

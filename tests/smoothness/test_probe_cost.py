@@ -45,9 +45,9 @@ def test_measurement_with_n_fractions_takes_n_passes_beyond_training(fractions):
     assert per_step == expected
 
 
-def test_local_estimate_takes_two_more_passes():
-    calls = counting_loop(2, every=1, fractions=(1.0,), estimators=("segment", "local"))
-    assert calls.count(1) == 1 + 1 + 2
+def test_local_estimate_takes_four_more_passes():
+    calls = counting_loop(2, every=1, fractions=(1.0,), estimators=("smoothness", "local_smoothness"))
+    assert calls.count(1) == 1 + 1 + 4  # two central differences: the second checks the first
 
 
 class Operations(TorchDispatchMode):

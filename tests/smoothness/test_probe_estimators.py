@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from curvestep.smoothness.estimators import local_smoothness
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.replay import Replay
 
 
 class Quadratic(nn.Module):
@@ -37,7 +40,7 @@ def measured(estimators, layers=False):
 
 
 def test_each_layer_has_the_norm_of_its_block_of_the_hessian():
-    row, model, _, _ = measured(("spectral",), layers=True)
+    row, model, _, _ = measured(("spectral_smoothness",), layers=True)
     assert row["spectral_smoothness"] == pytest.approx(torch.linalg.matrix_norm(model.H, 2).item(), rel=1e-6)
     for name, part in (("x", slice(0, 3)), ("y", slice(3, 7))):
         block = torch.linalg.matrix_norm(model.H[part, part], 2).item()
@@ -46,21 +49,92 @@ def test_each_layer_has_the_norm_of_its_block_of_the_hessian():
     assert "spectral_smoothness" not in row["layers"]["nothing"]
 
 
-@pytest.mark.parametrize("kind", ["local", "spectral"])
+@pytest.mark.parametrize("kind", ["local_smoothness", "spectral_smoothness"])
 def test_row_without_the_segment_has_kappa_edge_and_loss_too(kind):
     row, model, z, after = measured((kind,))
     H = model.H
     assert row["status"] == "ok"
     assert row["smoothness"] is None
     assert row["kappa"] == pytest.approx(((H @ (after - z)).norm() / (H @ z).norm()).item())
-    assert row["edge"] == pytest.approx(0.05 * row[f"{kind}_smoothness"])
+    assert row["edge"] == pytest.approx(0.05 * row[kind])
     assert row["loss_after"] == pytest.approx((0.5 * after @ H @ after).item())
+    d = after - z
+    assert row["curvature"] == pytest.approx((d @ H @ d / (d @ d)).item())
+    assert row["secants"] is None
+
+
+class Words(nn.Module):
+    """A language model with torch's default embedding, whose norm is nearly all of the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 64)
+        self.lstm = nn.LSTM(64, 64)
+        self.decoder = nn.Linear(64, 2000)
+
+    def forward(self, x):
+        return self.decoder(self.lstm(self.embedding(x))[0])
+
+
+def local_row(dtype, *, lr=1.0, model=None):
+    torch.manual_seed(0)
+    model = (model or Words()).to(dtype)
+    x = torch.randint(2000, (2, 20, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    probe = SmoothnessProbe(model, every=1, estimators=("local_smoothness",))
+
+    def loss_fn():
+        return F.cross_entropy(model(x[0]).flatten(0, 1), x[1].flatten())
+
+    loss_fn().backward()
+    with probe(loss_fn):
+        optimizer.step()
+    return probe.trace[0]
+
+
+def test_local_in_float32_follows_the_step_where_an_embedding_is_most_of_the_norm():
+    single, double = local_row(torch.float32), local_row(torch.float64)
+    assert single["local_smoothness"] == pytest.approx(double["local_smoothness"], rel=1e-3)
+    assert single["local_converged"]
+    assert double["local_converged"]
+    # What the general step would have given: it is a hundred times the step of training.
+    torch.manual_seed(0)
+    model, x = Words().to(torch.float32), torch.randint(2000, (2, 20, 10))
+    with Replay(model, lambda: F.cross_entropy(model(x[0]).flatten(0, 1), x[1].flatten())) as replay:
+        d = [-g for g in replay.gradient().gradients]
+        general = local_smoothness(replay, replay.point, d, method="differences")
+    assert abs(general.item() / double["local_smoothness"] - 1) > 0.03
+
+
+def test_local_that_rounding_has_spoilt_is_marked():
+    row = local_row(torch.float32, lr=1e-6)
+    assert row["local_error"] > 0.1
+    assert row["local_converged"] is False
+    assert row["status"] == "ok"
+
+
+def test_curvature_keeps_its_sign_and_cosine_tells_the_direction():
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+    probe = SmoothnessProbe(model, every=1)
+
+    def loss_fn():  # curvature −3 along the first weight, 1 along the second
+        return 0.5 * (model.weight[0, 1].square() - 3.0 * model.weight[0, 0].square())
+
+    loss_fn().backward()
+    with probe(loss_fn), torch.no_grad():
+        model.weight[0, 0] += 0.5
+    row = probe.trace[0]
+    assert row["curvature"] == pytest.approx(-3.0)
+    assert row["smoothness"] == pytest.approx(3.0)
+    assert row["cosine"] == pytest.approx(3.0 / 13**0.5)  # g = (−3, 2)
 
 
 def test_measurement_with_nothing_due_takes_no_gradient():
     torch.manual_seed(0)
     model, calls = Quadratic(), []
-    probe = SmoothnessProbe(model, every=1, estimators={"spectral": 2})
+    probe = SmoothnessProbe(model, every=1, estimators={"spectral_smoothness": 2})
 
     def loss_fn():
         calls.append(1)

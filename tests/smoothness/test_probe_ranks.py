@@ -31,7 +31,11 @@ def fsdp2(model):
 
 def probes(path=None):
     return lambda model: SmoothnessProbe(
-        model, every=5, estimators={"segment": 1, "local": 5, "spectral": 10}, layers=True, trace=path
+        model,
+        every=5,
+        estimators={"smoothness": 1, "local_smoothness": 5, "spectral_smoothness": 10},
+        layers=True,
+        trace=path,
     )
 
 
@@ -74,6 +78,8 @@ def test_two_processes_measure_what_one_does_and_agree_when(tmp_path):
                 assert row["status"] == "ok"
                 assert row["batch_size"] == expected["batch_size"] == 6
                 for name in ("loss", "grad_norm", "step_norm", "smoothness", "kappa", "lr", "coefficient"):
+                    assert row[name] == pytest.approx(expected[name], rel=1e-6)
+                for name in ("secants", "grad_norms", "curvature", "cosine"):
                     assert row[name] == pytest.approx(expected[name], rel=1e-6)
                 for name in ("local_smoothness", "spectral_smoothness"):
                     if expected[name] is not None:

@@ -8,7 +8,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.snapshot import PassState, RandomState
+
+
+def test_without_an_accelerator_nobody_asks_which_it_is(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("Cannot access accelerator device when none is available.")  # torch 2.6
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+    state = RandomState.capture()
+    drawn = torch.rand(3)
+    state.restore()
+    assert torch.equal(torch.rand(3), drawn)
 
 
 class Counting(nn.Module):

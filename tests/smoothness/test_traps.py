@@ -113,7 +113,7 @@ def test_T3_batch_size_is_recorded_and_a_small_batch_looks_sharper():
     for size in (8, 512):
         model = nn.Linear(6, 1)
         nn.init.zeros_(model.weight)
-        probe = SmoothnessProbe(model, every=1, estimators=("spectral",))
+        probe = SmoothnessProbe(model, every=1, estimators=("spectral_smoothness",))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
         for k in range(16):
             part = slice(k * size % 512, k * size % 512 + size)

@@ -97,6 +97,7 @@ def local_smoothness(
     *,
     method: str = "auto",
     eps: float | None = None,
+    length: float | None = None,
     groups: Groups | None = None,
 ) -> Any:
     r"""Smoothness at a point along one direction: the limit of the segment estimate for ever shorter steps.
@@ -110,6 +111,7 @@ def local_smoothness(
         direction: :math:`d`, not zero.
         method: How to compute :math:`\nabla^2 f(x)\,d`, see :func:`hessian_product`.
         eps: Relative precision of the gradients; default: that of their dtype.
+        length: Length of the difference step, see :func:`hessian_product`.
         groups: As in :func:`segment_smoothness`.
 
     Returns:
@@ -121,12 +123,12 @@ def local_smoothness(
         3.5355...
     """
     d = listed(direction)
-    length = global_norm(d)
-    if not length > 0:
+    size = global_norm(d)
+    if not size > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
-    product = listed(hessian_product(gradient, point, direction, method=method, eps=eps))
+    product = listed(hessian_product(gradient, point, direction, method=method, eps=eps, length=length))
     if groups is None:
-        return global_norm(product) / length
+        return global_norm(product) / size
     parts = {name: tuple(indices) for name, indices in groups.items()}
     return {
         name: _ratio(global_norm(product[i] for i in part), global_norm(d[i] for i in part))
@@ -135,13 +137,19 @@ def local_smoothness(
 
 
 def hessian_product(
-    gradient: Gradient, point: Point, direction: Point, *, method: str = "auto", eps: float | None = None
+    gradient: Gradient,
+    point: Point,
+    direction: Point,
+    *,
+    method: str = "auto",
+    eps: float | None = None,
+    length: float | None = None,
 ) -> Any:
     r""":math:`\nabla^2 f(x)\, d`, exactly or by a central difference.
 
     .. math::
         \nabla^2 f(x)\, d \approx \frac{\nabla f(x + t d) - \nabla f(x - t d)}{2t},
-            \qquad t = \sqrt[3]{\varepsilon}\, \lVert x \rVert / \lVert d \rVert
+            \qquad \lVert t d \rVert = \sqrt[3]{\varepsilon}\, \lVert x \rVert
 
     With :math:`t \propto \sqrt[3]{\varepsilon}` the error of rounding, :math:`O(\varepsilon / t)`, and that
     of the difference, :math:`O(t^2)`, are alike.
@@ -153,6 +161,8 @@ def hessian_product(
         method: ``"autograd"`` differentiates twice, ``"differences"`` takes two gradients; ``"auto"`` asks
             autograd where a Replay offers it and takes differences where that fails.
         eps: :math:`\varepsilon`; default: that of the dtype.
+        length: :math:`\lVert t d \rVert`. Give the scale on which :math:`f` is smooth, such as the length of
+            a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
     """
     check_choice("method", method, METHODS)
     twice: Any = getattr(gradient, "hessian_product", None)
@@ -165,18 +175,18 @@ def hessian_product(
             if method == "autograd":
                 raise
     x, d = listed(point), listed(direction)
-    t = central_step(x, d, eps=eps)
+    length = central_length(x, eps=eps) if length is None else check_positive("length", length)
+    t = length / global_norm(d).item()
     ahead = _moved_gradient(gradient, point, x, d, t)
     change = difference(ahead, _moved_gradient(gradient, point, x, d, -t))
     scaled = [None if c is None else c / (2 * t) for c in change]
     return scaled[0] if isinstance(point, Tensor) else scaled
 
 
-def central_step(point: Sequence[Tensor], direction: Sequence[Tensor], *, eps: float | None = None) -> float:
-    r"""The step of a central difference, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert/\lVert d\rVert`."""
+def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> float:
+    r"""The length of a difference step in general, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert`."""
     eps = precision(point) if eps is None else eps
-    length = global_norm(point).item() or 1.0
-    return check_positive("eps", eps) ** (1 / 3) * length / global_norm(direction).item()
+    return check_positive("eps", eps) ** (1 / 3) * (global_norm(point).item() or 1.0)
 
 
 def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:

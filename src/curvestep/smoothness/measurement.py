@@ -2,6 +2,7 @@ r"""One measured step: from :math:`x_k`, the gradient there and :math:`x_{k+1}` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._checks import check_choice, check_count
-from curvestep.smoothness.estimators import hessian_product
-from curvestep.smoothness.replay import Replay
+from curvestep.smoothness.estimators import central_length, hessian_product
+from curvestep.smoothness.replay import Change, Replay
 from curvestep.smoothness.spectral import spectral_smoothness
-from curvestep.vectors import change, global_norm
+from curvestep.smoothness.trace import ESTIMATORS
+from curvestep.vectors import change, difference, dot_of_changes, global_norm
 
 Row = dict[str, Any]
-ESTIMATORS = ("segment", "local", "spectral")
+LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
 
 
 class Workspace:
@@ -77,9 +79,16 @@ class Measurement:
     groups: Mapping[str, Sequence[int]]
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
-        """Norms of gradient and step, whole and by layer."""
+        """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""
         lengths = [change(p.detach(), s) for p, s in zip(parameters, self.start, strict=True)]
         row: Row = {"grad_norm": self.grad_norm, "step_norm": global_norm(lengths).item()}
+        slopes = [
+            dot_of_changes(p, s, g, None)
+            for p, s, g in zip(parameters, self.start, self.gradients, strict=True)
+        ]
+        if row["grad_norm"] > 0 and row["step_norm"] > 0:
+            cosine = -math.fsum(slope.item() for slope in slopes) / row["grad_norm"] / row["step_norm"]
+            row["cosine"] = min(1.0, max(-1.0, cosine)) if math.isfinite(cosine) else math.nan
         if self.groups:
             row["layers"] = {
                 name: {
@@ -91,51 +100,77 @@ class Measurement:
         return row
 
     def segment(self, replay: Replay, fractions: Iterable[float], row: Row) -> Row:
-        r"""The paper's estimate: :func:`~curvestep.smoothness.estimators.segment_smoothness` in place.
+        r"""The paper's estimate, with every secant kept.
 
-        Also :math:`\kappa = \lVert \Delta g \rVert / \lVert g \rVert` and the loss, both at the largest
-        fraction.
+        The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place. Also
+        :math:`\kappa`, at the largest fraction, and what is known at the end of the step: loss and curvature.
         """
         fractions = tuple(fractions)
-        secants: list[float] = []
+        secants: dict[float, float] = {}
+        grad_norms: dict[float, float] = {}
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}
         for fraction in replay.along(self.start, fractions):
-            there = replay.change(self.gradients)
+            at_end = fraction == 1.0
+            there = replay.change(self.gradients, start=self.start if at_end else None)
             size = global_norm(there.parts).item()
-            secants.append(size / (fraction * row["step_norm"]))
+            secants[fraction] = size / (fraction * row["step_norm"])
+            grad_norms[fraction] = there.grad_norm
             if fraction == max(fractions):
                 result["kappa"] = _kappa(size, row)
-                result["loss_after"] = there.loss if fraction == 1.0 else None
+            if at_end:
+                result |= _end_of_step(there, row)
             for name, part in self.groups.items():
                 layer = layers[name]
                 if layer["step_norm"]:
-                    secant = global_norm(there.parts[i] for i in part).item() / (
-                        fraction * layer["step_norm"]
+                    change_norm = global_norm(there.parts[i] for i in part).item()
+                    layer["smoothness"] = _larger(
+                        layer.get("smoothness"), change_norm / (fraction * layer["step_norm"])
                     )
-                    layer["smoothness"] = _larger(layer.get("smoothness"), secant)
             del there  # before the next pass: its gradient may take this one's place
         best: float | None = None
-        for secant in secants:
+        for secant in secants.values():
             best = _larger(best, secant)
-        return {**result, "smoothness": best}
+        return {
+            **result,
+            "smoothness": best,
+            "secants": [secants[fraction] for fraction in fractions],
+            "grad_norms": [grad_norms[fraction] for fraction in fractions],
+        }
 
     def local(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
-        """Smoothness at the start along the step, by central differences: they work with every model."""
+        r"""Smoothness at the start along the step, by central differences: they work with every model.
+
+        The fast twin of :func:`~curvestep.smoothness.estimators.local_smoothness`. The difference step is no
+        longer than the step of training: :math:`\sqrt[3]{\varepsilon}\lVert x\rVert` of a model with a large
+        embedding can be a hundred times that. A second difference of half the length says how far the
+        product is to be trusted.
+        """
         d = _step(self.start, replay.parameters)
-        product = hessian_product(replay, self.start, d, method="differences", eps=eps)
+        length = min(central_length(self.start, eps=eps), row["step_norm"])
+        product, half = (
+            hessian_product(replay, self.start, d, method="differences", length=part)
+            for part in (length, length / 2)
+        )
         replay.return_home()
+        size = global_norm(product).item()
+        gap = global_norm(difference(half, product, overwrite=True)).item()
+        error = 0.0 if gap == 0 else gap / size if size else math.inf
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         for name, part in self.groups.items():
             if layers[name]["step_norm"]:
-                size = global_norm(product[i] for i in part).item()
-                layers[name]["local_smoothness"] = size / layers[name]["step_norm"]
-        return {"local_smoothness": global_norm(product).item() / row["step_norm"]}
+                layer_size = global_norm(product[i] for i in part).item()
+                layers[name]["local_smoothness"] = layer_size / layers[name]["step_norm"]
+        return {
+            "local_smoothness": size / row["step_norm"],
+            "local_error": error,
+            "local_converged": error <= LOCAL_TOLERANCE,
+        }
 
     def end(self, replay: Replay, row: Row) -> Row:
-        """What :meth:`segment` says of the end of the step, for a row without it: κ and the loss."""
-        there = replay.change(self.gradients)
-        return {"kappa": _kappa(global_norm(there.parts).item(), row), "loss_after": there.loss}
+        """What :meth:`segment` says of the end of the step, for a row without it: κ, loss and curvature."""
+        there = replay.change(self.gradients, start=self.start)
+        return {"kappa": _kappa(global_norm(there.parts).item(), row), **_end_of_step(there, row)}
 
     def spectral(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
         """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
@@ -196,6 +231,11 @@ def layer_groups(
 
 def _step(start: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.detach() - s for p, s in zip(parameters, start, strict=True)]
+
+
+def _end_of_step(there: Change, row: Row) -> Row:
+    assert there.along is not None
+    return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] ** 2}
 
 
 def _kappa(size: float, row: Row) -> float | None:

@@ -35,7 +35,7 @@ from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.seen import SeenPass, StepSeen
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import FAILED, NONFINITE, OK, ZERO_STEP, Trace
+from curvestep.smoothness.trace import ESTIMATORS, FAILED, NONFINITE, OK, ZERO_STEP, Trace
 from curvestep.vectors import difference, global_norm, precision
 
 
@@ -65,10 +65,11 @@ class SmoothnessProbe:
         fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
             first measurement on: twice the parameters and once the largest of them, however many fractions;
             under DDP and FSDP2 three times the parameters.
-        estimators: ``"segment"`` (the paper's), ``"local"`` (two more gradients, and up to three more copies
-            of the parameters) and ``"spectral"`` (dozens to hundreds of gradients, and as many for each
-            layer). A mapping ``{"segment": 1, "spectral": 50}`` takes each at every n-th measurement only;
-            one without the segment takes one gradient more, for κ and the loss after the step.
+        estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
+            gradients, and up to four more copies of the parameters) and ``"spectral_smoothness"`` (dozens to
+            hundreds of gradients, and as many for each layer). A mapping ``{"smoothness": 1,
+            "spectral_smoothness": 50}`` takes each at every n-th measurement only; one without the first
+            takes one gradient more, for κ, curvature and the loss after the step.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
             One that holds a run already is only continued after :meth:`load_state_dict`.
@@ -89,7 +90,7 @@ class SmoothnessProbe:
         *,
         every: int = 5,
         fractions: Iterable[float] = (0.5, 1.0),
-        estimators: Iterable[str] | Mapping[str, int] = ("segment",),
+        estimators: Iterable[str] | Mapping[str, int] = ("smoothness",),
         oracle: GradientOracle | None = None,
         trace: Trace | str | Path | None = None,
         max_overhead: float | None = None,
@@ -133,7 +134,8 @@ class SmoothnessProbe:
                 batch after the step.
             batch_size: For the row. Default: the length of the model's first input, over all calls.
             halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
-                :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`. Costs one more pass over the batch.
+                :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`, and the two parts of the gradient noise scale,
+                ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch.
         """
         if self.step == 0 and not self._closed:
             self._check_fresh()
@@ -158,9 +160,11 @@ class SmoothnessProbe:
             resumed = self._now()
             self._seen.spent += steps.seconds
             if halves is not None:
-                row["noise"] = self._attempt(row, partial(self._noise, halves))
+                row.update(self._attempt(row, partial(self._noise, halves)) or {})
             if before is not None:
                 self._attempt(row, partial(self._look_after, closure, before, steps, row))
+            if row.get("noise") is not None and row["batch_size"] is not None:
+                row["grad_variance"] = row["batch_size"] * row["noise"] ** 2
             self._write(row)
             self._seen.spent += self._now() - resumed
             self._measurements += 1
@@ -271,29 +275,32 @@ class SmoothnessProbe:
             row["status"] = ZERO_STEP
             return
         with self._replaying(self.oracle or closure) as replay:
-            if self._takes("local"):
+            if self._takes("local_smoothness"):
                 row.update(before.local(replay, row, eps=self._seen.eps))
-            if self._takes("spectral"):
+            if self._takes("spectral_smoothness"):
                 row.update(before.spectral(replay, row, eps=self._seen.eps))
-            if self._takes("segment"):
+            if self._takes("smoothness"):
                 row.update(before.segment(replay, self.fractions, row))
-            elif self._takes("local") or self._takes("spectral"):
+            elif any(map(self._takes, ESTIMATORS)):
                 row.update(before.end(replay, row))
         if row.get("loss_after") is not None:
             row["loss_after"] = self._mean(row["loss_after"])
             row.setdefault("loss", row["loss_after"])
-        columns = [row.get(f"{kind}smoothness") for kind in ("", "local_", "spectral_")]
-        measured = [value for value in columns if value is not None]
+        measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
         row["status"] = OK if all(map(math.isfinite, measured)) else NONFINITE
         if row["lr"] is not None and measured:
             row["edge"] = row["lr"] * measured[0] / 2
 
-    def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
+    def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> dict[str, float]:
         first, second = halves
         with self._replaying(first) as replay:
-            gradients = replay.gradient().gradients
+            one = replay.gradient().gradients
         with self._replaying(second) as replay:
-            return global_norm(difference(replay.gradient().gradients, gradients, overwrite=True)).item() / 2
+            two = replay.gradient().gradients
+        squares = global_norm(one).item() ** 2 + global_norm(two).item() ** 2
+        apart = global_norm(difference(two, one, overwrite=True)).item()
+        # Independent halves: E‖g₁ − g₂‖² = 4 tr Σ / batch_size, and E g₁ᵀg₂ = ‖G‖².
+        return {"noise": apart / 2, "grad_signal": (squares - apart**2) / 2}
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:

@@ -8,6 +8,7 @@ by moving the parameters in place, and puts everything back bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from curvestep.distributed import (
     spans_ranks,
 )
 from curvestep.smoothness.snapshot import PassState
-from curvestep.vectors import PIECE, change, difference
+from curvestep.vectors import PIECE, change, difference, dot_of_changes, global_norm
 
 Gradients = Sequence["Tensor | None"]
 
@@ -49,10 +50,34 @@ class Change:
         loss: The loss.
         parts: One tensor for each parameter, or None. The joint norm of any of them is that of the change of
             the gradient there: each is the change itself, or its norm.
+        grad_norm: Norm of the new gradient.
+        along: Inner product of the change with the step from ``start`` to here; None if it was not asked for.
     """
 
     loss: Tensor
     parts: list[Tensor | None]
+    grad_norm: float
+    along: float | None = None
+
+
+class _Norm:
+    """Norm of tensors that come one by one: a large one at once, small ones together."""
+
+    def __init__(self) -> None:
+        self._norms: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._count = 0
+
+    def add(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._kept.append(tensor.detach())
+            self._count += tensor.numel()
+        if self._count > PIECE:
+            self._norms.append(global_norm(self._kept))
+            self._kept, self._count = [], 0
+
+    def value(self) -> float:
+        return math.hypot(*(norm.item() for norm in (*self._norms, global_norm(self._kept))))
 
 
 class Replay:
@@ -125,34 +150,53 @@ class Replay:
             gradients = [None if g is None else g.clone() for g in gradients]
         return Replayed(loss, gradients)
 
-    def change(self, old: Gradients) -> Change:
+    def change(self, old: Gradients, *, start: Sequence[Tensor] | None = None) -> Change:
         r"""How the gradient where the parameters are differs from ``old``.
 
         On one process the whole gradient is never held: as soon as the backward pass is done with a
-        parameter, the norm of its part of the change is taken and the part dropped, unless it is tiny. That
-        needs the memory of the largest parameter only, and finds the part in the cache.
+        parameter, the norms of its part and of the change are taken and the part dropped, unless it is tiny.
+        That needs the memory of the largest parameter only, and finds the part in the cache.
+
+        Args:
+            old: The gradient to compare with.
+            start: If given, :attr:`Change.along` is the inner product of the change with the step from there.
         """
+        size = _Norm()
+        along: list[Tensor] = []
+
+        def look(i: int, new: Tensor | None) -> None:
+            size.add(new)
+            if start is not None:
+                along.append(dot_of_changes(self.parameters[i], start[i], new, old[i]))
+
+        def total() -> float | None:
+            return None if start is None else math.fsum(part.item() for part in along)
+
         if not self._one_by_one:
             there = self.gradient()
-            return Change(there.loss, difference(there.gradients, old, overwrite=True))
+            for i, new in enumerate(there.gradients):
+                look(i, new)
+            parts = difference(there.gradients, old, overwrite=True)
+            return Change(there.loss, parts, size.value(), total())
         parts: list[Tensor | None] = [None] * len(self.parameters)
         times = [0] * len(parts)
 
         def take(i: int, p: Tensor) -> None:
             times[i] += 1
-            parts[i] = change(p.grad, old[i], overwrite=True)
+            look(i, p.grad)
+            # Not of a small one: its norm is taken later, together with others.
+            parts[i] = change(p.grad, old[i], overwrite=p.numel() > PIECE)
             p.grad = None
 
         loss = self._differentiate(take)
         if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
             self._one_by_one = False
-            return self.change(old)
+            return self.change(old, start=start)
         self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
         for i, p in enumerate(self.parameters):
             if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
-                parts[i] = change(p.grad, old[i], overwrite=True)
-        self._drop_gradients()
-        return Change(loss, parts)
+                take(i, p)
+        return Change(loss, parts, size.value(), total())
 
     def gradient_at(
         self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None

@@ -123,10 +123,9 @@ def _may_change_in_place(value: Any) -> bool:
 
 def _accelerator_in_use() -> Any:
     """The module of the accelerator (``torch.cuda``, …) if it has been used, else None."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    if not torch.accelerator.is_available():  # torch 2.6 raises if asked which one it is
         return None
-    device = torch.get_device_module(accelerator)
+    device = torch.get_device_module(torch.accelerator.current_accelerator())
     started = getattr(device, "is_initialized", lambda: True)
     return device if started() else None
 

@@ -1,18 +1,22 @@
-r"""The rows that a probe measures, in memory and in an append-only file.
+r"""The rows that a probe measures, in memory and in an append-only file, and the schema of a row.
 
 A trace file is JSON Lines: a header, then one object a row, written as soon as it is measured::
 
     {"format": "curvestep-trace", "schema": 1, "versions": {"torch": "2.13.0", ...}, "fractions": [0.5, 1.0]}
-    {"step": 5, "loss": 6.9, "grad_norm": 0.48, "step_norm": 0.75, "smoothness": 1.18, "status": "ok"}
+    {"step": 5, "loss": 6.9, "grad_norm": 0.48, "step_norm": 0.75, "smoothness": 1.2, "secants": [1.2, 1.0]}
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import platform
+import sys
 import warnings
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows
-from curvestep.smoothness.columns import Columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,29 +37,125 @@ NONFINITE = "nonfinite"  # a loss, gradient or step that is not finite
 ZERO_STEP = "zero-step"  # the parameters did not move: the segment has no smoothness
 FAILED = "failed: "  # followed by what went wrong
 
-FIELDS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "step_norm",
-    "smoothness",
-    "local_smoothness",
-    "spectral_smoothness",
-    "kappa",
-    "lr",
-    "coefficient",
-    "batch_size",
-    "eps",  # relative precision of the gradients; missing in older traces
-    "self_test",  # relative difference of one gradient replayed twice; likewise
-    "status",
-    "layers",
-)
-_NUMBERS = frozenset(FIELDS) - {"status", "layers"}
-_COUNTS = ("step", "batch_size")  # whole numbers, read back as int
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a row.
+
+    Attributes:
+        kind: ``"count"`` (a whole number), ``"number"``, ``"numbers"`` (a list, one entry a fraction),
+            ``"flag"``, ``"word"`` or ``"group"`` (an object of layers, each with keys of this schema).
+        unit: In units of the loss and of the parameters (``x``).
+        label: How plots and pages name it.
+        meaning: One sentence.
+    """
+
+    kind: str
+    unit: str
+    label: str
+    meaning: str
+
+
+# Every key that the probe writes. Reading, documentation and labels follow from this table. In a trace any
+# key may be missing, in some rows or in all; d is the step from x to x + d, g the gradient of one batch.
+FIELDS: dict[str, Field] = {
+    "step": Field("count", "steps", "step", "Number of the training step; the key of a row."),
+    "loss": Field(
+        "number", "loss", "loss", "Loss at x, as given to the probe; without it that after the step."
+    ),
+    "loss_after": Field("number", "loss", "loss after the step", "Loss of the same batch at x + d."),
+    "grad_norm": Field("number", "loss/x", "gradient norm", "‖g(x)‖, before any clipping."),
+    "step_norm": Field("number", "x", "step length", "‖d‖."),
+    "smoothness": Field(
+        "number", "loss/x²", "smoothness", "The paper's L̂: the largest of `secants`, along the step."
+    ),
+    "secants": Field(
+        "numbers",
+        "loss/x²",
+        "secant smoothness",
+        "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in the header's `fractions`.",
+    ),
+    "grad_norms": Field(
+        "numbers",
+        "loss/x",
+        "gradient norm on the step",
+        "‖g(x + γd)‖ for each γ in the header's `fractions`.",
+    ),
+    "local_smoothness": Field(
+        "number", "loss/x²", "local smoothness", "‖∇²f(x) d‖/‖d‖, at x along the step."
+    ),
+    "local_converged": Field(
+        "flag",
+        "",
+        "local converged",
+        "Whether `local_error` is at most 0.1; if not, the value is not usable.",
+    ),
+    "local_error": Field(
+        "number", "1", "local error", "Relative change of ∇²f(x) d when the difference step is halved."
+    ),
+    "spectral_smoothness": Field("number", "loss/x²", "spectral smoothness", "‖∇²f(x)‖ over all directions."),
+    "spectral_converged": Field("flag", "", "spectral converged", "Whether Lanczos reached its tolerance."),
+    "spectral_residual": Field(
+        "number", "1", "spectral residual", "Residual of the eigenvector, relative to the eigenvalue."
+    ),
+    "kappa": Field(
+        "number", "1", "κ", "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ: the relative change over the step."
+    ),
+    "edge": Field(
+        "number",
+        "1",
+        "lr · smoothness / 2",
+        "lr times the first smoothness that was measured, over 2: 1 at the edge.",
+    ),
+    "curvature": Field(
+        "number", "loss/x²", "curvature along the step", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."
+    ),
+    "cosine": Field("number", "1", "cos(d, −g)", "Cosine of the angle between the step and −g(x)."),
+    "noise": Field(
+        "number",
+        "loss/x",
+        "gradient noise",
+        "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g.",
+    ),
+    "grad_variance": Field(
+        "number",
+        "(loss/x)²",
+        "variance of a sample's gradient",
+        "tr Σ, of the gradient of one sample: `batch_size` times the square of `noise`.",
+    ),
+    "grad_signal": Field(
+        "number",
+        "(loss/x)²",
+        "squared norm of the mean gradient",
+        "‖G‖² without the noise, g₁ᵀg₂ of the halves: right on average, negative at times.",
+    ),
+    "lr": Field(
+        "number", "x²/loss", "learning rate", "lr of the optimizer that stepped; of several the largest."
+    ),
+    "coefficient": Field(
+        "number",
+        "1",
+        "clipping coefficient",
+        "What clipping multiplied the gradient by; 1 if it did not clip.",
+    ),
+    "batch_size": Field("count", "samples", "batch size", "Samples of the step, over all calls and ranks."),
+    "eps": Field(
+        "number", "1", "precision", "Relative precision of the gradients: of the dtype or of autocast."
+    ),
+    "self_test": Field(
+        "number", "1", "self-test", "Relative difference of one gradient that was replayed twice."
+    ),
+    "status": Field(
+        "word", "", "status", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'
+    ),
+    "layers": Field("group", "", "layers", "The same keys for each layer, by its name."),
+}
+# What an estimator is called: by the probe, the fit and the column.
+ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 
 
 class Trace:
-    """Rows of a measured training run, as typed columns in memory and, with a ``path``, in a file.
+    """Rows of a measured training run, as columns in memory and, with a ``path``, in a file.
 
     Opening an existing file continues it: its rows are read, a torn last line is cut off, and a row whose
     step is already there is not written twice. ``step`` is the key of a row; the first row of a step stays.
@@ -66,21 +165,23 @@ class Trace:
         header: What was measured on what, for the first line of the file: plain JSON values.
 
     Example:
-        >>> trace = Trace(header={"model": "lstm"})
-        >>> trace.append({"step": 0, "grad_norm": 0.5, "smoothness": 2.0, "status": OK})
+        >>> trace = Trace(header={"model": "lstm", "fractions": [0.5, 1.0]})
+        >>> trace.append({"step": 0, "grad_norm": 0.5, "smoothness": 2.0, "secants": [2.0, 1.5]})
         True
         >>> trace.append({"step": 0, "grad_norm": 0.7})    # this step is there already
         False
-        >>> trace.column("grad_norm"), trace.column("kappa")
-        (array([0.5]), array([nan]))
-        >>> trace[0]["smoothness"], trace[0]["kappa"]
-        (2.0, None)
+        >>> trace.column("grad_norm"), trace.column("kappa"), trace.column("secants")
+        (array([0.5]), array([nan]), array([[2. , 1.5]]))
+        >>> trace[0]["smoothness"], trace[0]["kappa"], trace.fractions
+        (2.0, None, (0.5, 1.0))
     """
 
     def __init__(self, path: str | Path | None = None, *, header: dict[str, Any] | None = None) -> None:
         self.path = None if path is None else Path(path)
         self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
-        self._columns = Columns()
+        self._columns: dict[tuple[str | int, ...], _Column] = {}  # in the order of first sight
+        self._read_columns: dict[str, np.ndarray] = {}  # what `column` returned since the last row
+        self._length = 0
         self._last_step = -math.inf
         self._file: RowFile | None = None
         self._unwritten: list[bytes] = []
@@ -92,7 +193,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """The trace in a file, for reading: rows appended to it later stay in memory.
 
-        A torn last line is skipped with a warning; a file that is no trace, or of a newer schema, is refused.
+        A damaged line is skipped with a warning; a file that is no trace, or of a newer schema, is refused.
         """
         trace = cls()
         trace.path = Path(path)
@@ -122,7 +223,7 @@ class Trace:
         order = np.argsort(steps, kind="stable")  # rows without a step (NaN) come last
         for start in range(0, len(order), 4096):
             chunk = order[start : start + 4096]
-            merged._extend([traces[p]._columns.row(r) for p, r in zip(part[chunk], row[chunk], strict=True)])
+            merged._extend([traces[p]._row(r) for p, r in zip(part[chunk], row[chunk], strict=True)])
         return merged
 
     def append(self, row: Mapping[str, Any]) -> bool:
@@ -157,12 +258,12 @@ class Trace:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._columns)
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a trace of {len(self)}")
-        return {**dict.fromkeys(FIELDS), **_counted(self._columns.row(index % len(self)))}
+        return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
@@ -174,50 +275,99 @@ class Trace:
     @property
     def names(self) -> list[str]:
         """Names of the columns that occur, in the order of first sight."""
-        return list(self._paths())
+        return list(dict.fromkeys(_name(path) for path in self._columns))
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """The fractions of a step at which gradients were taken, ascending; empty if the header has none."""
+        given = self.header.get("fractions")
+        if not isinstance(given, (list, tuple)) or not all(map(_is_exact, given)):
+            return ()
+        return tuple(float(fraction) for fraction in given)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the columns hold, spare room included."""
-        return self._columns.nbytes
+        return sum(sys.getsizeof(c.cells) + sys.getsizeof(c.kinds) for c in self._columns.values())
 
     @property
     def ok(self) -> np.ndarray:
         """Which rows were measured without trouble (status "ok", or none given), as booleans."""
-        return self._columns.equals(("status",), OK) | self._columns.equals(("status",), None)
+        status = self._columns.get(("status",), _Column()).padded(self._length)
+        return (status.equals(OK)) | (status.kind_array() == _MISSING)
 
     def column(self, name: str) -> np.ndarray:
-        """Values of one key as float64, NaN where missing: a read-only view, not a copy.
+        """Values of one key, one a row: float64, read-only, NaN where missing.
 
-        Layers are columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words
-        (``status``) comes as an array of objects, None where missing.
+        A list (``secants``, ``grad_norms``) comes in two dimensions, rows by ``fractions``. Layers are
+        columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words (``status``)
+        comes as an array of objects, None where missing. A key of the schema that no row has is all NaN.
         """
-        path = self._paths().get(name, (name,))
-        if path not in self._columns.paths and name not in FIELDS:
-            known = ", ".join(self.names) or "none yet"
-            raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
-        if self._columns.has_words(path) and name not in _NUMBERS:
-            return self._columns.words(path)
-        return self._columns.numbers(path)
+        if name not in self._read_columns:
+            paths = [path for path in self._columns if _name(path) == name]
+            field = FIELDS.get(name)
+            if not paths and field is None:
+                known = ", ".join(self.names) or "none yet"
+                raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
+            if field is not None and field.kind == "numbers":
+                values = self._matrix(name)
+            else:
+                column = self._columns.get(paths[0], _Column()) if paths else _Column()
+                words = field.kind == "word" if field else bool(column.table)
+                values = (
+                    column.padded(self._length).words() if words else column.padded(self._length).numbers()
+                )
+            values.flags.writeable = False
+            self._read_columns[name] = values
+        return self._read_columns[name]
 
     def to_pandas(self) -> pd.DataFrame:
-        """The rows as a pandas data frame, one column a key; layers as ``layers/<name>/<key>``."""
+        """The rows as a data frame; a layer's key is ``layers/<name>/<key>``, an entry ``secants/0``."""
         import pandas as pd
 
-        return pd.DataFrame({name: self.column(name) for name in self.names})
+        frame = {}
+        for name in self.names:
+            values = self.column(name)
+            if values.ndim == 1:
+                frame[name] = values
+            else:
+                frame |= {f"{name}/{i}": values[:, i] for i in range(values.shape[1])}
+        return pd.DataFrame(frame)
 
     def to_csv(self, path: str | Path) -> None:
         """Write the rows as comma-separated values, an empty cell where a value is missing."""
-        paths = self._paths()
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(paths)
+            writer.writerow("/".join(map(str, path)) for path in self._columns)
             for index in range(len(self)):
-                flat = ((name, self._columns.value(p, index)) for name, p in paths.items())
-                writer.writerow(_count(name, value) for name, value in flat)
+                writer.writerow(column.value(index) for column in self._columns.values())
 
-    def _paths(self) -> dict[str, tuple[str, ...]]:
-        return {"/".join(path): path for path in self._columns.paths}
+    def _matrix(self, name: str) -> np.ndarray:
+        """A list column: rows by fractions, NaN where a row has no or a shorter list."""
+        entries = {path[1]: c for path, c in self._columns.items() if path[0] == name and len(path) == 2}
+        width = max([len(self.fractions), *(1 + i for i in entries if isinstance(i, int))])
+        values = np.full((self._length, width), np.nan)
+        for i, column in entries.items():
+            if isinstance(i, int):
+                values[:, i] = column.padded(self._length).numbers()
+        return values
+
+    def _row(self, index: int) -> dict[str, Any]:
+        """Row ``index`` as it came, without the keys that were missing."""
+        row: dict[Any, Any] = {}
+        for path, column in self._columns.items():
+            value = column.value(index)
+            if value is None:
+                continue
+            *above, key = path
+            place: Any = row
+            for step in above[:-1] if isinstance(key, int) else above:
+                place = place.setdefault(step, {})
+            if isinstance(key, int):
+                place.setdefault(above[-1], []).append(value)
+            else:
+                place[key] = value
+        return row
 
     def _open(self, path: Path, header: dict[str, Any]) -> RowFile:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +376,13 @@ class Trace:
             file.append(self.header)
             return file
         self._read(path)
-        _warn_of_other_header(path, self.header, header)
+        differ = [key for key, value in header.items() if self.header.get(key) != _plain(value)]
+        if differ:
+            warnings.warn(
+                f"{path} is continued, but its header differs in: {', '.join(differ)}. "
+                "Rows measured in different ways do not make one fit; start a new file for a new run.",
+                stacklevel=3,
+            )
         return RowFile(path, end=end_of_last_row(path))
 
     def _read(self, path: Path) -> None:
@@ -239,18 +395,123 @@ class Trace:
         """Append the rows whose step is new; returns how many."""
         fresh = []
         for row in rows:
-            step = row.get("step")
-            if isinstance(step, (int, float)) and not math.isnan(step):
+            step: Any = row.get("step")
+            if _is_exact(step) and step == step:
                 # The usual row comes after all others; only a row that steps back is looked up.
                 if step <= self._last_step and self._has_step(step, fresh):
                     continue
                 self._last_step = max(self._last_step, step)
             fresh.append(row)
-        self._columns.extend(fresh)
+        self._store(fresh, ())
+        self._length += len(fresh)
+        self._read_columns.clear()
         return len(fresh)
 
     def _has_step(self, step: float, fresh: list[Mapping[str, Any]]) -> bool:
         return bool((self.column("step") == step).any()) or any(row.get("step") == step for row in fresh)
+
+    def _store(self, rows: Sequence[Mapping[Any, Any] | None], above: tuple[str | int, ...]) -> None:
+        # Column by column, not row by row: one list a key instead of a path a cell.
+        for key in dict.fromkeys(key for row in rows if row for key in row):
+            values = [row.get(key) if row else None for row in rows]
+            path = (*above, key)
+            nested = [_entries(path, value) for value in values]
+            if any(nested):
+                self._store(nested, path)
+                values = [None if inner else value for value, inner in zip(values, nested, strict=True)]
+            if any(value is not None for value in values):
+                self._columns.setdefault(path, _Column()).padded(self._length).extend(values)
+
+
+_MISSING, _FLOAT, _INT, _BOOL, _OTHER = range(5)
+_LARGEST_EXACT = 2**53  # whole numbers beyond it do not fit a float64
+_KIND = {float: _FLOAT, int: _INT, bool: _BOOL}
+_TYPE = {kind: type_ for type_, kind in _KIND.items()}
+
+
+class _Column:
+    """The cells of one key: eight bytes for the value and one for its kind.
+
+    What is no number is kept once, in a table; the cell holds its index.
+    """
+
+    def __init__(self) -> None:
+        self.cells = array("d")
+        self.kinds = bytearray()
+        self.table: list[Any] = []
+        self._index: dict[str, int] = {}
+
+    def padded(self, length: int) -> _Column:
+        """The column with missing cells up to ``length``."""
+        absent = length - len(self.kinds)
+        self.cells.frombytes(bytes(8 * absent))
+        self.kinds.extend(bytes(absent))
+        return self
+
+    def extend(self, values: list[Any]) -> None:
+        types = set(map(type, values))
+        if types == {float} or (types == {int} and max(map(abs, values)) <= _LARGEST_EXACT):
+            self.cells.extend(values)
+            self.kinds.extend(bytes([_KIND[types.pop()]]) * len(values))
+            return
+        for value in values:
+            if value is None:
+                cell, kind = 0.0, _MISSING
+            elif type(value) is bool or _is_exact(value):
+                cell, kind = float(value), _KIND[type(value)]
+            else:
+                cell, kind = (
+                    self._index.setdefault(json.dumps(value, sort_keys=True), len(self.table)),
+                    _OTHER,
+                )
+                if cell == len(self.table):
+                    self.table.append(value)
+            self.cells.append(cell)
+            self.kinds.append(kind)
+
+    def kind_array(self) -> np.ndarray:
+        return np.array(np.frombuffer(self.kinds, dtype=np.uint8))  # a copy: a buffer in use cannot grow
+
+    def numbers(self) -> np.ndarray:
+        values, kinds = np.array(self.cells, dtype=np.float64), self.kind_array()
+        values[(kinds == _MISSING) | (kinds == _OTHER)] = np.nan
+        return values
+
+    def words(self) -> np.ndarray:
+        table = np.empty(len(self.table) + 1, dtype=object)
+        table[:-1] = self.table
+        index = np.where(self.kind_array() == _OTHER, np.array(self.cells), -1).astype(np.int64)
+        return table[index]  # index -1 finds the None at the end
+
+    def equals(self, word: str) -> np.ndarray:
+        index = self._index.get(json.dumps(word), -1)
+        return (self.kind_array() == _OTHER) & (np.array(self.cells) == index)
+
+    def value(self, index: int) -> Any:
+        kind = self.kinds[index] if index < len(self.kinds) else _MISSING
+        if kind == _MISSING:
+            return None
+        return self.table[int(self.cells[index])] if kind == _OTHER else _TYPE[kind](self.cells[index])
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a value is a number that float64 holds as it is."""
+    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST_EXACT)
+
+
+def _entries(path: tuple[str | int, ...], value: Any) -> Mapping[Any, Any] | None:
+    """What has columns of its own: the keys of an object, the entries of a list that the schema knows."""
+    if type(value) is dict:
+        return value
+    if type(value) is not list or len(path) != 1 or not all(map(_is_exact, value)):
+        return None
+    field = FIELDS.get(str(path[0]))
+    return dict(enumerate(value)) if field is not None and field.kind == "numbers" else None
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    """Name of a column; the entries of a list are one column."""
+    return "/".join(part for part in path if isinstance(part, str))
 
 
 def _read_header(line: bytes, path: Path) -> dict[str, Any]:
@@ -279,25 +540,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value.item() if hasattr(value, "item") else value
-
-
-def _counted(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: _count(key, value) for key, value in row.items()}
-
-
-def _count(key: str, value: Any) -> Any:
-    whole = key in _COUNTS and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
-
-
-def _warn_of_other_header(path: Path, there: dict[str, Any], given: dict[str, Any]) -> None:
-    differ = [key for key, value in given.items() if there.get(key) != _plain(value)]
-    if differ:
-        warnings.warn(
-            f"{path} is continued, but its header differs in: {', '.join(differ)}. "
-            "Rows measured in different ways do not make one fit; start a new file for a new run.",
-            stacklevel=4,
-        )
 
 
 @cache
