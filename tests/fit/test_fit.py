@@ -411,6 +411,15 @@ def test_spectral_estimates_that_had_not_converged_are_left_out_and_counted():
         )
 
 
+def test_local_estimates_that_two_difference_steps_dispute_are_left_out_with_a_warning():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    trace = make_trace(g, ell, local_smoothness=ell, local_converged=(np.arange(60) % 3 > 0).astype(float))
+    fit = fit_smoothness(trace, control=False)
+    assert fit.local is not None
+    assert (fit.local.num_points, fit.local.num_skipped) == (40, 20)
+    assert any("20 of 60 local estimates had not converged" in warning for warning in fit.warnings)
+
+
 def test_words_and_html_name_every_number_and_escape_them():
     g, ell = simulated(np.random.default_rng(0), num=40)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1, spectral_smoothness=2 * ell))

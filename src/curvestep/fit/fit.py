@@ -21,7 +21,6 @@ from curvestep.fit.diagnostics import fit_warnings, hardly_varies
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.samples import (
-    ESTIMATORS,
     LEAST_ROWS,
     Samples,
     check_share,
@@ -32,7 +31,7 @@ from curvestep.fit.samples import (
     usable_samples,
 )
 from curvestep.fit.within import Within, within_steps
-from curvestep.smoothness.trace import Trace
+from curvestep.smoothness.trace import ESTIMATORS, Trace
 from curvestep.theory.inequalities import sample_frontier
 
 SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything

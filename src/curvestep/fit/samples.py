@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.smoothness.trace import NONFINITE, Trace
+from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, Trace
 
-ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 LEAST_ROWS = 10
 _LARGEST = 1e50
 # Relative rounding error of one operation, by the name that torch prints.
@@ -243,30 +242,35 @@ def check_share(name: str, value: float) -> float:
 def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
 
-    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite. A spectral estimate
-    that had not converged is only a lower bound, and no estimate.
+    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite. A local or
+    spectral estimate that had not converged is none.
     """
     g, ell = trace.column("grad_norm"), trace.column(estimator)
     found = (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
-    return found & ~_unconverged(trace) if estimator == "spectral_smoothness" else found
+    return found & ~_unconverged(trace, estimator)
 
 
 def unconverged_words(trace: Trace) -> tuple[str, ...]:
-    """A warning if spectral estimates had to be left out."""
-    count = int((trace.ok & _unconverged(trace)).sum())
-    if not count:
-        return ()
-    measured = int((trace.ok & np.isfinite(trace.column("spectral_smoothness"))).sum())
-    return (
-        f"{count} of {measured} spectral estimates had not converged and are left out: they are but lower "
-        "bounds.",
-    )
+    """A warning for each estimator of which estimates had to be left out."""
+    warnings = []
+    for estimator, reason in (
+        ("local_smoothness", "their difference step is too long or too short (see `local_error`)"),
+        ("spectral_smoothness", "they are but lower bounds"),
+    ):
+        if count := int((trace.ok & _unconverged(trace, estimator)).sum()):
+            measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())
+            kind = estimator.removesuffix("_smoothness")
+            warnings.append(
+                f"{count} of {measured} {kind} estimates had not converged and are left out: {reason}."
+            )
+    return tuple(warnings)
 
 
-def _unconverged(trace: Trace) -> np.ndarray:
-    if "spectral_converged" not in trace.names:
+def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
+    flag = estimator.replace("smoothness", "converged")
+    if flag not in trace.names:
         return np.zeros(len(trace), dtype=bool)
-    return (trace.column("spectral_converged") == 0) & np.isfinite(trace.column("spectral_smoothness"))
+    return (trace.column(flag) == 0) & np.isfinite(trace.column(estimator))
 
 
 def _by_fraction(trace: Trace, name: str) -> np.ndarray:
@@ -295,7 +299,7 @@ def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: st
     lost = []
     if not_ok := int((~trace.ok).sum()):
         lost.append(f"{not_ok} marked as not ok")
-    late = trace.ok & _unconverged(trace) & (estimator == "spectral_smoothness")
+    late = trace.ok & _unconverged(trace, estimator)
     if late.any():
         lost.append(f"{int(late.sum())} whose estimate had not converged")
     if without := int((trace.ok & ~measured & ~late).sum()):
