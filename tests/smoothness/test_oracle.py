@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvestep.smoothness.oracle import GradientOracle, size_of
+from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import Replay
 
 
@@ -91,7 +92,7 @@ def test_loader_is_read_once():
     ],
 )
 def test_size_of_a_batch_is_the_length_of_its_first_tensor(batch, size):
-    assert size_of(batch) == size
+    assert batch_length(batch) == size
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvestep.distributed import any_rank, local
+from curvestep.smoothness.observer import ForwardCalls, StepRecord, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
-from curvestep.smoothness.seen import SeenPass, StepSeen, alike, fingerprint
-from curvestep.smoothness.strangers import StrangersError, refusing_strangers
 from curvestep.vectors import difference, global_norm, precision
 
 
@@ -33,28 +35,28 @@ class SelfTest:
     error: float | None = None
     calls: int = 0
 
-    def is_due(self, seen: StepSeen) -> bool:
+    def is_due(self, record: StepRecord) -> bool:
         """Whether nothing was tested yet, or training called the model in another way than it did then."""
-        state = seen.state
+        state = record.state
         changed = state is not None and state.modes_changed()
-        return self.error is None or seen.trained.calls != self.calls or changed
+        return self.error is None or record.trained.calls != self.calls or changed
 
-    def run(self, replay: Replay, trained: Gradients | None, seen: StepSeen) -> None:
+    def run(self, replay: Replay, trained: Gradients | None, record: StepRecord) -> None:
         """Test ``replay``; a gradient that is not finite tests nothing.
 
         A later step that called the model in another way may have run another number of micro-batches, or a
         stray pass may have been taken for training's.
         """
-        seen.replayed = SeenPass()
+        record.replayed = ForwardCalls()
         try:
             error = check_determinism(
-                replay, trained, seen=seen.trained, replayed=seen.replayed, eps=seen.eps
+                replay, trained, calls=record.trained, replayed=record.replayed, eps=record.eps
             )
         except NonDeterministicError as reason:
             if self.error is None:
                 raise
             raise RuntimeError(
-                f"the model was called {seen.trained.calls} times since the last step, {self.calls} times "
+                f"the model was called {record.trained.calls} times since the last step, {self.calls} times "
                 "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
                 "the model under `torch.no_grad()` for anything but training, or `probe.snapshot()` just "
                 "before the loss is computed."
@@ -64,16 +66,16 @@ class SelfTest:
         if self.error is None:
             self.error = error
         else:
-            seen.trained.size = seen.replayed.size / 2  # two replays; a stray pass is not among them
-        self.calls = seen.trained.calls
+            record.trained.size = record.replayed.size / 2  # two replays; a stray pass is not among them
+        self.calls = record.trained.calls
 
 
 def check_determinism(
     replay: Replay,
     trained: Gradients | None = None,
     *,
-    seen: SeenPass | None = None,
-    replayed: SeenPass | None = None,
+    calls: ForwardCalls | None = None,
+    replayed: ForwardCalls | None = None,
     eps: float | None = None,
 ) -> float:
     r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
@@ -83,16 +85,16 @@ def check_determinism(
     Args:
         replay: An open replay, where training computed its gradient.
         trained: The gradient that training computed there, if the closure is to give the same.
-        seen: What the model was called with in training.
+        calls: What the model was called with in training.
         replayed: Filled by the caller's hook with what it is called with in replays.
         eps: :math:`\varepsilon`; default: that of the parameters' dtype.
     """
     tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     try:
-        with refusing_strangers(replay.parameters):
+        with forbid_untracked_parameters(replay.parameters):
             first = replay.gradient().gradients
-    except StrangersError as error:
+    except UntrackedParametersError as error:
         raise NonDeterministicError(str(error)) from None
     size = global_norm(first).item()
     if trained is not None and not any_rank(not _identical(first, trained), replay.model):
@@ -106,7 +108,7 @@ def check_determinism(
         gap = global_norm(difference(first, trained)).item() / (size or 1.0)
         if any_rank(gap > tolerance, replay.model):
             raise NonDeterministicError(
-                _why_not_training(replay, first, trained, gap, tolerance, seen, replayed)
+                _why_not_training(replay, first, trained, gap, tolerance, calls, replayed)
             )
     return error
 
@@ -159,8 +161,8 @@ def _why_not_training(
     trained: Gradients,
     gap: float,
     tolerance: float,
-    seen: SeenPass | None,
-    inputs: SeenPass | None,
+    calls: ForwardCalls | None,
+    inputs: ForwardCalls | None,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
@@ -175,14 +177,14 @@ def _why_not_training(
         return what + "it was clipped by value before the block. Clip inside the block."
     here = inputs.inputs[: len(inputs.inputs) // 2] if inputs is not None else []  # of the first replay
     batchnorm = any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules())
-    if seen is None or not seen.inputs:
+    if calls is None or not calls.inputs:
         return what + (
             "and the probe did not see the forward pass of training, so that dropout masks cannot be drawn "
             "again. Give the probe the module that you call, or call `probe.snapshot()` just before the "
             "forward pass."
         )
-    if len(seen.inputs) != len(here):
-        counts = f"training called the model {len(seen.inputs)} times, the closure {len(here)} times. "
+    if len(calls.inputs) != len(here):
+        counts = f"training called the model {len(calls.inputs)} times, the closure {len(here)} times. "
         if batchnorm:
             return (
                 what
@@ -196,7 +198,7 @@ def _why_not_training(
             counts + "Let the closure run the same micro-batches as training, and call the model under "
             "`torch.no_grad()` for anything but training."
         )
-    if not all(alike(a, b, tolerance) for a, b in zip(seen.inputs, here, strict=True)):
+    if not all(alike(a, b, tolerance) for a, b in zip(calls.inputs, here, strict=True)):
         return what + (
             "the model's input is not that of training. The closure uses another batch, or draws random "
             "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
@@ -238,3 +240,69 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
         for handle in handles:
             handle.remove()
     return calls, loss
+
+
+class UntrackedParametersError(RuntimeError):
+    """The loss depends on trained tensors that the replay neither moves nor puts back."""
+
+
+@contextmanager
+def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, ``loss.backward()`` raises before it changes the gradient of a tensor outside the model.
+
+    The closure may call ``backward()`` itself. By then their ``.grad`` has already changed, so
+    ``Tensor.backward`` is patched inside the block; a torch function mode would make compiled models compile
+    again. The patch is the process's: it is not thread-safe.
+    """
+    parameters = list(parameters)
+    if any(isinstance(p, DTensor) for p in parameters):  # FSDP2 computes with tensors of its own
+        yield
+        return
+    known = {id(p) for p in parameters}
+    backward = Tensor.backward
+
+    def checked(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        check_untracked_parameters(self, known)
+        backward(self, *args, **kwargs)
+
+    Tensor.backward = checked
+    try:
+        yield
+    finally:
+        Tensor.backward = backward
+
+
+def check_untracked_parameters(loss: Tensor, known: set[int]) -> None:
+    """Raise if ``loss.backward()`` would change the gradient of a tensor whose ``id`` is not in ``known``."""
+    # A tensor made inside the closure to differentiate by, as in a gradient penalty, is not trained.
+    trained = [leaf for leaf in leaves(loss) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
+    untracked = [leaf for leaf in trained if id(leaf) not in known]
+    if untracked:
+        numbers = sum(leaf.numel() for leaf in untracked)
+        raise UntrackedParametersError(
+            f"The loss also trains {len(untracked)} tensors outside `model` ({numbers} numbers, the first of "
+            f"shape {tuple(untracked[0].shape)}), which move with the step and collect gradients in a "
+            "replay. Give one module that holds all that is trained, such as `nn.ModuleList([encoder, "
+            "head])`; detach what is not trained."
+        )
+
+
+def leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors that ``loss.backward()`` leaves gradients in.
+
+    Example:
+        >>> w = nn.Parameter(Tensor([2.0]))
+        >>> [leaf is w for leaf in leaves((w * w).sum())]
+        [True]
+    """
+    found: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        waiting.extend(after for after, _ in node.next_functions)
+    return found

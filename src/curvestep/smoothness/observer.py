@@ -1,11 +1,12 @@
-"""What a probe sees of a training loop it does not control: forward passes and optimizer steps."""
+"""What a probe observes of a training loop that it does not control: forward passes and optimizer steps."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,15 +15,94 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from curvestep.smoothness.snapshot import PassState
 from curvestep.vectors import global_norm
 
-Seen = Callable[[tuple[Any, ...], dict[str, Any]], None]
+Listener = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
-class ForwardWatch:
+@dataclass
+class ForwardCalls:
+    """Calls of the model: how many, with how many samples in all, and fingerprints of their inputs."""
+
+    calls: int = 0
+    size: float = 0.0
+    inputs: list[Any] = field(default_factory=list)
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_inputs: bool) -> None:
+        """Count one call; ``with_inputs``, also keep a fingerprint of its inputs."""
+        self.calls += 1
+        self.size += batch_length([*args, *kwargs.values()])
+        if with_inputs:
+            self.inputs.append(fingerprint((args, kwargs)))
+
+
+@dataclass
+class StepRecord:
+    """Everything about one training step that is forgotten after it.
+
+    Attributes:
+        state: Random states and buffers that the first training pass started from.
+        oracle_state: Those that the first gradient of the oracle started from.
+        trained: Training's calls of the model since the step before.
+        replayed: The replays' calls of it in the self-test.
+        eps: Relative precision under autocast, None without.
+        in_block: Whether the optimizer is stepping: it may call the model as often as it likes.
+        in_replay: Whether a replay calls the model.
+        spent: Seconds of this step that went into measuring.
+    """
+
+    state: PassState | None = None
+    oracle_state: PassState | None = None
+    trained: ForwardCalls = field(default_factory=ForwardCalls)
+    replayed: ForwardCalls = field(default_factory=ForwardCalls)
+    eps: float | None = None
+    in_block: bool = False
+    in_replay: bool = False
+    spent: float = 0.0
+
+
+def fingerprint(value: Any) -> list[tuple[Any, ...]]:
+    """A few numbers for every tensor in nested ``value``: equal values have equal ones."""
+    if isinstance(value, Tensor):
+        t = value.detach()
+        t = (t.to_dense() if t.layout != torch.strided else t).reshape(-1).to(torch.float64)
+        weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
+        return [(tuple(value.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())]
+    if isinstance(value, dict):
+        return [mark for part in value.values() for mark in fingerprint(part)]
+    if isinstance(value, (tuple, list)):
+        return [mark for part in value for mark in fingerprint(part)]
+    return []
+
+
+def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolerance: float) -> bool:
+    """Whether two fingerprints are of the same values, up to rounding."""
+    if [mark[0] for mark in one] != [mark[0] for mark in two]:
+        return False
+    return all(
+        abs(a - b) <= tolerance * max(scale, other) or a == b
+        for (_, *first, scale), (_, *second, other) in zip(one, two, strict=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def batch_length(batch: Any) -> float:
+    """How many samples a batch has: the length of its first tensor, 1 if it has none."""
+    if isinstance(batch, Tensor):
+        return float(batch.shape[0]) if batch.dim() else 1.0
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping) or (isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))):
+        for part in parts:
+            if isinstance(part, Tensor):
+                return batch_length(part)
+    return 1.0
+
+
+class ForwardHook:
     """A forward pre-hook that holds its listener weakly and stays behind when the model is copied."""
 
-    def __init__(self, listener: Seen) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._listener = weakref.WeakMethod(listener)
         # The compiler, where it is in use, is not to look into the listener. (Asking for it loads it.)
         self._tell: Any = torch.compiler.disable(_tell) if "torch._dynamo" in sys.modules else _tell
@@ -34,19 +114,19 @@ class ForwardWatch:
             self._tell(listener, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _nobody_watches, ()  # also when pickled with the model
+        return _no_hook, ()  # also when pickled with the model
 
 
-def watch_forward(model: nn.Module, listener: Seen) -> RemovableHandle:
+def observe_forward(model: nn.Module, listener: Listener) -> RemovableHandle:
     """Call ``listener(args, kwargs)`` before every forward pass of ``model``."""
-    return model.register_forward_pre_hook(ForwardWatch(listener), with_kwargs=True)
+    return model.register_forward_pre_hook(ForwardHook(listener), with_kwargs=True)
 
 
-def _tell(listener: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell(listener: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     listener(args, kwargs)
 
 
-def _nobody_watches() -> Callable[..., None]:
+def _no_hook() -> Callable[..., None]:
     return _ignore
 
 
@@ -54,13 +134,13 @@ def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
-class StepWatch:
+class StepObserver:
     """The optimizers that stepped, their learning rate, and the gradient norm they were handed."""
 
     def __init__(self, parameters: Sequence[Tensor], clock: Callable[[], float]) -> None:
         self._parameters = parameters
         self._clock = clock
-        self.seconds = 0.0  # that watching took
+        self.seconds = 0.0  # that observing took
         self._ids = {id(p) for p in parameters}
         self.optimizers: list[Optimizer] = []
         self.grad_norm: Tensor | None = None
@@ -70,7 +150,7 @@ class StepWatch:
         if any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             started = self._clock()
             self.optimizers.append(optimizer)
-            if not callable(getattr(optimizer, "clip_stats", None)):  # one that tells needs no watching
+            if not callable(getattr(optimizer, "clip_stats", None)):  # one with statistics needs no norm
                 self.grad_norm = global_norm(p.grad for p in self._parameters)
             self.seconds += self._clock() - started
 
@@ -81,7 +161,7 @@ class StepWatch:
         return max(rates, default=None)
 
     def coefficient(self, grad_norm: float) -> float | None:
-        """What clipping multiplied the gradient by: the optimizer's word, or the ratio of norms."""
+        """What clipping multiplied the gradient by: as the optimizer reports it, or the ratio of norms."""
         for optimizer in self.optimizers:
             stats = getattr(optimizer, "clip_stats", None)
             if callable(stats):
@@ -92,12 +172,12 @@ class StepWatch:
 
 
 @contextmanager
-def watch_steps(parameters: Sequence[Tensor], *, clock: Callable[[], float]) -> Iterator[StepWatch]:
-    """Watch every optimizer that steps any of ``parameters`` inside the block, timed with ``clock``."""
-    watch = StepWatch(parameters, clock)
-    handle = register_optimizer_step_pre_hook(watch)
+def observe_steps(parameters: Sequence[Tensor], *, clock: Callable[[], float]) -> Iterator[StepObserver]:
+    """Observe every optimizer that steps any of ``parameters`` inside the block, timed with ``clock``."""
+    observer = StepObserver(parameters, clock)
+    handle = register_optimizer_step_pre_hook(observer)
     try:
-        yield watch
+        yield observer
     finally:
         handle.remove()
 

@@ -2,13 +2,15 @@ r"""The gradient of the mean loss over a fixed set of batches: the paper's "10 %
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvestep._checks import check_positive
+from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.snapshot import detach_state
 
 
 class GradientOracle:
@@ -52,7 +54,7 @@ class GradientOracle:
         self.carry_state = carry_state
         if not self.batches:
             raise ValueError("`batches` must hold at least one batch, got none.")
-        self.sizes = [size_of(batch) for batch in self.batches] if sizes is None else list(sizes)
+        self.sizes = [batch_length(batch) for batch in self.batches] if sizes is None else list(sizes)
         if len(self.sizes) != len(self.batches):
             raise ValueError(
                 f"`sizes` must be {len(self.batches)} numbers, one a batch, got {len(self.sizes)}."
@@ -66,7 +68,7 @@ class GradientOracle:
         for batch, size in zip(self.batches, self.sizes, strict=True):
             if self.carry_state:
                 loss, state = self.loss_of_batch(batch, state)
-                state = detached(state)
+                state = detach_state(state)
             else:
                 loss = self.loss_of_batch(batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -89,30 +91,6 @@ def check_oracle(oracle: Any) -> GradientOracle | None:
         f"`oracle` must be a GradientOracle, got {_described(oracle)}. "
         "Make one: `GradientOracle(loss_of_batch, batches)`."
     )
-
-
-def size_of(batch: Any) -> float:
-    """The length of the first tensor in a batch; 1 if there is none."""
-    if isinstance(batch, Tensor):
-        return float(batch.shape[0]) if batch.dim() else 1.0
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, Mapping) or (isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))):
-        for part in parts:
-            if isinstance(part, Tensor):
-                return size_of(part)
-    return 1.0
-
-
-def detached(state: Any) -> Any:
-    """A recurrent state cut from its graph: a tensor, or tuples (named ones too), lists and dicts of them."""
-    if isinstance(state, Tensor):
-        return state.detach()
-    if isinstance(state, Mapping):
-        return {key: detached(value) for key, value in state.items()}
-    if isinstance(state, (tuple, list)):
-        parts = [detached(part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-    return state
 
 
 def _described(value: object) -> str:

@@ -29,11 +29,17 @@ from curvestep.distributed import (
 from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
 from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
-from curvestep.smoothness.observer import StepWatch, autocast_precision, watch_forward, watch_steps
+from curvestep.smoothness.observer import (
+    ForwardCalls,
+    StepObserver,
+    StepRecord,
+    autocast_precision,
+    observe_forward,
+    observe_steps,
+)
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
-from curvestep.smoothness.seen import SeenPass, StepSeen
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import ESTIMATORS, FAILED, NONFINITE, OK, ZERO_STEP, Trace
 from curvestep.vectors import difference, global_norm, precision
@@ -114,8 +120,8 @@ class SmoothnessProbe:
         self._resumed = self._closed = False
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
-        self._seen = StepSeen()
-        self._handle = watch_forward(model, self._saw_forward)
+        self._record = StepRecord()
+        self._handle = observe_forward(model, self._record_forward)
 
     @contextmanager
     def __call__(
@@ -151,22 +157,22 @@ class SmoothnessProbe:
             row["loss"] = self._mean(torch.as_tensor(loss))
         routine = self.self_test is not None
         try:
-            before: Measurement | None = self._attempt(row, lambda: self._look_before(closure, row))
-            self._seen.spent += self._now() - started
-            self._seen.in_block = True
-            with watch_steps(self.parameters, clock=self._now) as steps:
+            before: Measurement | None = self._attempt(row, lambda: self._measure_before(closure, row))
+            self._record.spent += self._now() - started
+            self._record.in_block = True
+            with observe_steps(self.parameters, clock=self._now) as steps:
                 yield
-            self._seen.in_block = False
+            self._record.in_block = False
             resumed = self._now()
-            self._seen.spent += steps.seconds
+            self._record.spent += steps.seconds
             if halves is not None:
                 row.update(self._attempt(row, partial(self._noise, halves)) or {})
             if before is not None:
-                self._attempt(row, partial(self._look_after, closure, before, steps, row))
+                self._attempt(row, partial(self._measure_after, closure, before, steps, row))
             if row.get("noise") is not None and row["batch_size"] is not None:
                 row["grad_variance"] = row["batch_size"] * row["noise"] ** 2
             self._write(row)
-            self._seen.spent += self._now() - resumed
+            self._record.spent += self._now() - resumed
             self._measurements += 1
         finally:
             before = None
@@ -185,11 +191,11 @@ class SmoothnessProbe:
         """
         if self.step == self.schedule.next:
             started = self._now()
-            self._seen.state, self._seen.trained = PassState(self.model), SeenPass()
-            self._seen.spent += self._now() - started
+            self._record.state, self._record.trained = PassState(self.model), ForwardCalls()
+            self._record.spent += self._now() - started
 
     def close(self) -> None:
-        """Stop watching the model and close the trace's file; later blocks measure nothing."""
+        """Stop observing the model and close the trace's file; later blocks measure nothing."""
         self._closed = True
         self._handle.remove()
         self.trace.close()
@@ -204,7 +210,7 @@ class SmoothnessProbe:
         self._measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
-        self._seen = StepSeen()
+        self._record = StepRecord()
 
     def _check_fresh(self) -> None:
         """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
@@ -227,7 +233,7 @@ class SmoothnessProbe:
                 "and give it this one's `state_dict()` to continue the trace."
             )
 
-    def _look_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
+    def _measure_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
         self._check_parameters()
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
         if all(g is None for g in gradients):
@@ -237,9 +243,9 @@ class SmoothnessProbe:
             )
         raw_norm = global_norm(gradients).item()
         own = self.oracle is None  # else training's passes do not matter
-        if self.self_test is None or (own and any_rank(self._test.is_due(self._seen), self.model)):
+        if self.self_test is None or (own and any_rank(self._test.is_due(self._record), self.model)):
             with self._replaying(self.oracle or closure) as replay:
-                self._test.run(replay, gradients if own else None, self._seen)
+                self._test.run(replay, gradients if own else None, self._record)
         row["self_test"] = self.self_test
         if self.oracle is None:
             held = self._gradients.copies(gradients)
@@ -256,17 +262,17 @@ class SmoothnessProbe:
             groups=self.groups,
         )
 
-    def _look_after(
+    def _measure_after(
         self,
         closure: Callable[[], Any],
         before: Measurement,
-        steps: StepWatch,
+        steps: StepObserver,
         row: dict[str, Any],
     ) -> None:
-        if row["batch_size"] is None and self._seen.trained.calls:
-            row["batch_size"] = round(over_ranks(self._seen.trained.size, self.model, mean=False))
+        if row["batch_size"] is None and self._record.trained.calls:
+            row["batch_size"] = round(over_ranks(self._record.trained.size, self.model, mean=False))
         row.update(before.norms(self.parameters))
-        row["eps"] = precision(self.parameters) if self._seen.eps is None else self._seen.eps
+        row["eps"] = precision(self.parameters) if self._record.eps is None else self._record.eps
         row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
@@ -276,9 +282,9 @@ class SmoothnessProbe:
             return
         with self._replaying(self.oracle or closure) as replay:
             if self._takes("local_smoothness"):
-                row.update(before.local(replay, row, eps=self._seen.eps))
+                row.update(before.local(replay, row, eps=self._record.eps))
             if self._takes("spectral_smoothness"):
-                row.update(before.spectral(replay, row, eps=self._seen.eps))
+                row.update(before.spectral(replay, row, eps=self._record.eps))
             if self._takes("smoothness"):
                 row.update(before.segment(replay, self.fractions, row))
             elif any(map(self._takes, ESTIMATORS)):
@@ -304,29 +310,29 @@ class SmoothnessProbe:
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
-        self._seen.in_replay = True
+        self._record.in_replay = True
         # The oracle's batches are its own: both of its gradients start from the state of now.
-        state = None if closure is self.oracle else self._seen.state
-        if closure is self.oracle and self._seen.oracle_state is None:
-            self._seen.oracle_state = PassState(self.model)
+        state = None if closure is self.oracle else self._record.state
+        if closure is self.oracle and self._record.oracle_state is None:
+            self._record.oracle_state = PassState(self.model)
         try:
-            with Replay(self.model, closure, state=state or self._seen.oracle_state) as replay:
+            with Replay(self.model, closure, state=state or self._record.oracle_state) as replay:
                 yield replay
         finally:
-            self._seen.in_replay = False
+            self._record.in_replay = False
 
-    def _saw_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.step != self.schedule.next or self._seen.in_block or not torch.is_grad_enabled():
+    def _record_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step != self.schedule.next or self._record.in_block or not torch.is_grad_enabled():
             return
-        if self._seen.in_replay:
-            self._seen.replayed.saw(args, kwargs, closely=self.self_test is None)
+        if self._record.in_replay:
+            self._record.replayed.record(args, kwargs, with_inputs=self.self_test is None)
             return
         started = self.schedule.clock()
-        if self._seen.state is None:
-            self._seen.state = PassState(self.model)
-        self._seen.eps = autocast_precision(self.parameters[0])
-        self._seen.trained.saw(args, kwargs, closely=self.self_test is None)
-        self._seen.spent += self.schedule.clock() - started
+        if self._record.state is None:
+            self._record.state = PassState(self.model)
+        self._record.eps = autocast_precision(self.parameters[0])
+        self._record.trained.record(args, kwargs, with_inputs=self.self_test is None)
+        self._record.spent += self.schedule.clock() - started
 
     def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """``measure()``, its failure noted in the row."""
@@ -357,14 +363,14 @@ class SmoothnessProbe:
             warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
 
     def _finish_step(self, *, routine: bool = True) -> None:
-        self.schedule.finished(self.step, spent=self._seen.spent, routine=routine)
+        self.schedule.finished(self.step, spent=self._record.spent, routine=routine)
         if self.schedule.needs_plan(self.step):
             self.schedule.plan(self.step)
             if self.schedule.max_overhead is not None:
                 assert self.schedule.next is not None
                 self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
-        self._seen = StepSeen()
+        self._record = StepRecord()
 
     def _takes(self, name: str) -> bool:
         period = self.estimators.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,18 @@ class PassState:
             container.clear()
             getattr(container, "extend" if isinstance(container, _SEQUENCES) else "update")(content)
         self.random.restore()
+
+
+def detach_state(state: Any) -> Any:
+    """A recurrent state cut from its graph: a tensor, or tuples (named ones too), lists and dicts of them."""
+    if isinstance(state, Tensor):
+        return state.detach()
+    if isinstance(state, Mapping):
+        return {key: detach_state(value) for key, value in state.items()}
+    if isinstance(state, (tuple, list)):
+        parts = [detach_state(part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    return state
 
 
 def _is_wrapper(module: nn.Module) -> bool:
