@@ -8,13 +8,10 @@ the runs as far as they are. Figures go to docs/results/images, the table is pri
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from curvestep.cli import main
-from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.paper import curves, scatter
+from curvestep.lab.paper.scatter import clipped_share
 from curvestep.lab.run.folder import TRACE, Run
-from curvestep.smoothness.trace import Trace
 
 LANGUAGE = "ptb-lstm --scale paper --probe-data 0.01 --probe-every 20 --eval-every 332"
 IMAGES = "cifar-resnet20 --epochs 10 --probe-every 10 --eval-every 78"
@@ -25,13 +22,11 @@ RUNS = {
     "resnet20-momentum": f"{IMAGES} --lr 0.1 --momentum 0.9 --max-norm inf",
 }
 PICTURES = Path(__file__).parent / "results" / "images"
-WINDOW = 50  # steps in the mean of a training loss
 
 
 def row(run: Run) -> str:
     """What a run shows, as a row of the table."""
-    steps, losses = run.column("loss")
-    clipped = np.mean(run.column("coefficient")[1] < 1 - 1e-6)
+    clipped = clipped_share(run)
     held = [r for split in ("test", "valid") for r in run.rows(split)][-1:]
     units = [
         f"{k} {v:.4g}{' %' * (k == 'accuracy')}"
@@ -40,19 +35,19 @@ def row(run: Run) -> str:
         if k in ("perplexity", "accuracy")
     ]
     cells = [
-        run.recipe.label, run.status["status"], int(steps[-1]),
-        f"{losses[-WINDOW:].mean():.3f}", ", ".join(units), f"{100 * clipped:.0f} %",
-        *measured(Trace.load(run.trace_path)), f"{run.status['seconds'] / 60:.0f}",
+        run.recipe.label, run.status["status"], run.status["step"],
+        f"{run.status['train_loss']:.3f}", ", ".join(units), f"{100 * clipped:.0f} %",
+        *measured(run), f"{run.status['seconds'] / 60:.0f}",
     ]  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def measured(trace: Trace) -> list[str]:
+def measured(run: Run) -> list[str]:
     """Points, rank correlation with interval and control, L0 and L1; as far as the trace is long enough."""
     try:
-        fit = fit_smoothness(trace)
+        fit = run.fit
     except ValueError:
-        return [str(len(trace)), "too few", "", "", ""]
+        return [str(len(run.trace)), "too few", "", "", ""]
     low, high = fit.spearman_interval
     control = f"{fit.control.spearman:.2f}" if fit.control else ""
     correlation = f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]"

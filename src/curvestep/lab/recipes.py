@@ -123,6 +123,8 @@ class Recipe(ABC):
             words.append("no clip")
         if self.momentum:
             words.append(f"momentum {self.momentum:g}")
+        if self.lr_drops:
+            words.append("lr drops")
         return ", ".join(words)
 
 

@@ -106,7 +106,10 @@ def test_legend_gives_line_correlation_interval_and_control(drawn, wall):
     words = texts(drawn)
     low, high = fit.spearman_interval
     assert f"{fit.spearman:.2f} [{low:.2f}, {high:.2f}]" in words
-    assert f"constant Hessian: {fit.control.spearman:.2f} [" in words
+    assert rf"constant Hessian: $\alpha$ = {fit.control.exponent:.2f} [" in words
+    low, high = fit.exponent_interval
+    assert rf"exponent $\alpha$ = {fit.exponent:.2f} [{low:.2f}, {high:.2f}]" in words
+    assert "0% of steps clipped" in words
     assert f"$L_1$ = {fit.L1:.3g}" in words
     assert "a wall of exponentials" in words
 

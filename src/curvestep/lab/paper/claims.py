@@ -23,6 +23,10 @@ class MissingRuns(ValueError):
     """A figure or a claim needs runs that are not there."""
 
 
+class NotPlanned(MissingRuns):
+    """The plan has no such runs at its scale: the picture or the claim is left out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What was measured for a claim, and what follows.

@@ -13,14 +13,15 @@ from matplotlib.figure import Figure
 from curvestep.lab.paper.claims import Evidence, Spread, decide
 from curvestep.lab.paper.curves import SMOOTHING, Curve, draw, gather
 from curvestep.lab.paper.plan import (
+    BY_HAND,
     LANGUAGE,
     PaperFigure,
     Picture,
     Planned,
     Results,
     Statement,
+    cost_of,
     language_runs,
-    seeds_of,
 )
 from curvestep.lab.paper.scatter import GRADIENT, measured, scatter_panel
 from curvestep.lab.paper.style import describe, loaded, log_axes, panels, styled
@@ -117,25 +118,24 @@ def _norms(panel: Axes, runs: list[Run]) -> None:
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:
-    """GD and clipped GD on the two-layer LSTM; at paper scale the legend's names are AWD-LSTM's."""
-    return SETTINGS if scale == "laptop" else ("lstm-lr2", "lstm-lr10clip0.25")
+    """GD and clipped GD on the two-layer LSTM.
+
+    The longer runs have lr 30 in place of the paper's 10; at paper scale the legend's names are AWD-LSTM's.
+    """
+    if scale == "paper":
+        return "lstm-lr2", "lstm-lr10clip0.25"
+    return SETTINGS if scale == "laptop" else (SETTINGS[0], BY_HAND)
 
 
 def two_layer_runs(scale: str) -> list[Planned]:
     """Runs of both settings."""
-    if scale == "laptop":
-        return language_runs(scale, SETTINGS)
-    return [
-        Planned(
-            setting=name,
-            recipe=get_recipe("ptb-lstm", scale, lr=lr, max_norm=max_norm, seed=seed),
-            cost=1.0,
-        )
-        for name, (lr, max_norm) in zip(
-            two_layer_settings(scale), (LANGUAGE[setting] for setting in SETTINGS), strict=True
-        )
-        for seed in seeds_of(scale)
-    ]
+    if scale != "paper":
+        return language_runs(scale, two_layer_settings(scale))
+    runs = []
+    for name, found in zip(two_layer_settings(scale), map(LANGUAGE.__getitem__, SETTINGS), strict=True):
+        recipe = get_recipe("ptb-lstm", scale, lr=found.lr, max_norm=found.max_norm)
+        runs.append(Planned(setting=name, recipe=recipe, cost=cost_of(recipe)))
+    return runs
 
 
 def gradients_stay(results: Results) -> Evidence:
@@ -159,16 +159,16 @@ def gradients_stay(results: Results) -> Evidence:
 
 def judge_ratio(results: Results) -> Evidence:
     """Gradient norms of GD over those of clipped GD, measured and predicted."""
-    settings = two_layer_settings(results.plan.scale)
-    found = [compare(gd, clipped) for gd, clipped in zip(*map(results.all_finished, settings), strict=True)]
+    pairs = zip(*results.paired(*two_layer_settings(results.plan.scale)), strict=True)
+    found = [compare(gd, clipped) for gd, clipped in pairs]
     measured, corrected, printed = (
         Spread(values=tuple(getattr(one, name) for one in found))
         for name in ("measured", "corrected", "printed")
     )
-    words = (
-        f"gradients of GD are {measured} times those of clipped GD; predicted {printed} as printed and "
-        f"{corrected} with the square root that the theorems have"
-    )
+    predicted = f"{printed} as printed and {corrected} with the square root that the theorems have"
+    if any(math.isinf(one.printed) for one in found):
+        predicted = "nothing, for L0 of a clipped run is 0"
+    words = f"gradients of GD are {measured} times those of clipped GD; predicted {predicted}"
     return decide(words, Spread(values=tuple(math.log(one.measured) for one in found)))
 
 
@@ -179,7 +179,8 @@ FIG8 = PaperFigure(
         Picture(
             name="fig8",
             title="Figure 8: GD against clipped GD on the 2-layer LSTM",
-            caption="gradient descent against clipped gradient descent on the two-layer LSTM",
+            caption="Gradient descent against clipped gradient descent on the two-layer LSTM: gradient norms "
+            "on the oracle, training losses, and smoothness against gradient norm.",
             draw=lambda results, title: lstm_gd(
                 *map(results.shown, two_layer_settings(results.plan.scale)), title=title
             ),
@@ -188,7 +189,8 @@ FIG8 = PaperFigure(
     claims=(
         Statement(paper="GD lowers the loss but not the gradient norm.", judge=gradients_stay),
         Statement(
-            paper="GD's gradients are about 3 times those of clipped GD; theory says 5.", judge=judge_ratio
+            paper="GD's gradients are larger than those of clipped GD (about 3 times; theory says 5).",
+            judge=judge_ratio,
         ),
     ),
 )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from curvestep._checks import check_choice
-from curvestep.lab.paper.claims import Evidence, MissingRuns
-from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe, get_recipe, with_fields
+from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
+from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, FINISHED, STATUS, Run
 
-SEEDS = (0, 1, 2)
 SHOWN_SEED = 1  # of the scatter plots
 
 
@@ -154,7 +153,7 @@ class Results:
 
     def of(self, setting: str) -> list[Run]:
         """Runs of a setting by seed: all of them, ended, or an error that names the setting."""
-        names = [run.name for run in self.plan.of(setting)]
+        names = [run.name for run in self._planned(setting)]
         runs = [self._runs[name] for name in names if name in self._runs]
         if len(runs) < len(names) or not runs or any(run.status["status"] not in ENDED for run in runs):
             raise MissingRuns(f"{setting} has not been trained")
@@ -162,11 +161,25 @@ class Results:
 
     def shown(self, setting: str) -> Run:
         """The run of a setting that is drawn where there is room for one."""
-        chosen = [run for run in self.plan.of(setting) if run.recipe.seed == SHOWN_SEED]
-        names = [run.name for run in chosen or self.plan.of(setting)[:1]]
-        if not names or names[0] not in self._runs:
+        planned = self._planned(setting)
+        name = next((run.name for run in planned if run.recipe.seed == SHOWN_SEED), planned[0].name)
+        if name not in self._runs:
             raise MissingRuns(f"{setting} has not been trained")
-        return self._runs[names[0]]
+        return self._runs[name]
+
+    def _planned(self, setting: str) -> list[Planned]:
+        planned = self.plan.of(setting)
+        if not planned:
+            raise NotPlanned(f"the plan has no run of {setting}")
+        return planned
+
+    def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
+        """Finished runs of two settings, with the seeds that both have."""
+        by_seed = [{run.recipe.seed: run for run in self.all_finished(name)} for name in (one, other)]
+        seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+        if not seeds:
+            raise MissingRuns(f"{one} and {other} have no seed in common")
+        return [by_seed[0][seed] for seed in seeds], [by_seed[1][seed] for seed in seeds]
 
     def all_finished(self, setting: str) -> list[Run]:
         """Runs of a setting by seed; an error if one of them diverged."""
@@ -185,58 +198,149 @@ class Results:
         return self.of(setting)[0].recipe.label
 
 
-# Learning rate and threshold of the language model, as in the paper's legend.
-LANGUAGE = {
-    "lm-lr30clip0.25": (30.0, 0.25),
-    "lm-lr10clip0.25": (10.0, 0.25),
-    "lm-lr2clip0.25": (2.0, 0.25),
-    "lm-lr2": (2.0, math.inf),
-    "lm-lr4": (4.0, math.inf),
-    "lm-lr10": (10.0, math.inf),
-    "lm-lr30": (30.0, math.inf),
+# THE PROTOCOL. Fixed before the seeds that decide are run; what chose it were development seeds from 90 on.
+#
+# laptop: LSTM 64/100, tied, on PTB cut to its 2,000 most frequent words, 20 streams of 35; 400 steps,
+# measured every 10 on a fixed oracle of 8 batches (5,600 words), at 0.1, 1/2 and 1 of each step. ResNet20 on
+# the 10,000 images averaged to 16 x 16, batches of 64; 300 steps, measured every 12 from step 60 on, on 256
+# images.
+# longer: the paper's two-layer LSTM 200/512 on all of PTB for an epoch; ResNet20 for ten epochs.
+FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
+FRACTIONS = (0.1, 0.5, 1.0)
+SMALL_LSTM: dict[str, Any] = {"embedding": 64, "hidden": 100, "vocabulary": 2000}
+_LANGUAGE: dict[str, Any] = {
+    **SMALL_LSTM,
+    "steps": 400,
+    "eval_every": 100,
+    "probe_data": 0.00604,  # 8 of PTB's 1,328 batches
+    "fractions": FRACTIONS,
 }
-# Learning rate, threshold and momentum of ResNet20.
-IMAGES = {
-    "cifar-momentum": (0.1, math.inf, 0.9),
-    "cifar-lr1": (1.0, math.inf, 0.0),
-    "cifar-lr5clip0.25": (5.0, 0.25, 0.0),
+_IMAGES: dict[str, Any] = {
+    "pooling": 2,
+    "batch_size": 64,
+    "steps": 300,
+    "eval_every": 100,
+    "probe_from": 60,
+    "probe_data": 0.0256,
+    "fractions": FRACTIONS,
+}
+# CPU seconds, measured on one core of the machine that the plan was made on: of a step of training, and of a
+# gradient of one batch when measuring.
+_LANGUAGE_STEP, _LANGUAGE_GRADIENT = 0.033, 0.022
+_IMAGE_STEP, _IMAGE_GRADIENT = 0.064, 0.066
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A line of the paper's legend, with its seeds and measurements at laptop scale.
+
+    Args:
+        lr: Learning rate.
+        max_norm: Threshold; inf is no clipping.
+        momentum: Of SGD.
+        seeds: At laptop scale.
+        probe_every: Steps between measurements at laptop scale; 0 measures nothing.
+        longer: Seeds of the longer runs.
+        fields: Other fields of the recipe at laptop scale.
+    """
+
+    lr: float
+    max_norm: float = math.inf
+    momentum: float = 0.0
+    seeds: tuple[int, ...] = THREE
+    probe_every: int = 0
+    longer: tuple[int, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+LANGUAGE = {
+    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=10, longer=THREE),
+    "lm-lr10clip0.25": Setting(lr=10.0, max_norm=0.25, probe_every=20),
+    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=10, longer=THREE),
+    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=10, longer=THREE),
+    "lm-lr4": Setting(lr=4.0, seeds=FIVE),
+    "lm-lr10": Setting(lr=10.0),
+    "lm-lr30": Setting(lr=30.0),
 }
 BY_HAND = "lm-lr30clip0.25"
-_LANGUAGE_STEPS, _IMAGE_STEPS = 200, 120  # at laptop scale
-
-
-def seeds_of(scale: str) -> tuple[int, ...]:
-    """The seeds of every setting at ``scale``."""
-    return SEEDS if scale == "laptop" else SEEDS[:1]
+ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
+_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, probe_every=20)}
+IMAGES = {
+    "cifar-momentum": Setting(lr=0.1, momentum=0.9, seeds=FIVE, probe_every=12, longer=(0, 1)),
+    "cifar-lr1": Setting(lr=1.0, seeds=(SHOWN_SEED,), probe_every=12),
+    "cifar-lr5clip0.25": Setting(lr=5.0, max_norm=0.25, seeds=FIVE, probe_every=12, longer=(0, 1)),
+}
+_DROPS: dict[str, Any] = {"lr_drops": (0.5, 0.75)}
+# The same under a schedule, at laptop scale; the longer and the paper's runs have drops anyway.
+IMAGES_WITH_DROPS = {
+    "cifar-drops-momentum": replace(IMAGES["cifar-momentum"], seeds=THREE, probe_every=0, fields=_DROPS),
+    "cifar-drops-lr5clip0.25": replace(
+        IMAGES["cifar-lr5clip0.25"], seeds=THREE, probe_every=0, fields=_DROPS
+    ),
+}
 
 
 def language_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
-    """Settings of the legend on the language model; at paper scale on AWD-LSTM."""
+    """Settings of the language model: the small LSTM, the two-layer LSTM of the paper, or AWD-LSTM."""
+    known = LANGUAGE | _EXTRA
     runs = []
-    for setting in settings:
-        lr, max_norm = LANGUAGE[setting]
-        name = "ptb-lstm" if scale == "laptop" else "ptb-awd-lstm"
-        recipe = get_recipe(name, scale, lr=lr, max_norm=max_norm)
+    for name in settings:
+        found = known[name]
+        fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm}
         if scale == "laptop":
-            recipe = with_fields(recipe, steps=_LANGUAGE_STEPS, eval_every=50)
-        diverges = max_norm == math.inf and lr >= 10
-        cost = 1.0 if diverges else max(0.24 * recipe.steps, 1.0)
-        runs += [
-            Planned(setting=setting, recipe=replace(recipe, seed=seed), cost=cost) for seed in seeds_of(scale)
-        ]
+            fields |= {**_LANGUAGE, "probe_every": found.probe_every, **found.fields}
+            runs += _each_seed(name, get_recipe("ptb-lstm", **fields), found.seeds)
+        elif scale == "longer":
+            runs += _each_seed(name, get_recipe("ptb-lstm", scale, **fields), found.longer)
+        elif name in LANGUAGE:
+            runs += _each_seed(name, get_recipe("ptb-awd-lstm", scale, **fields), (0,))
     return runs
 
 
 def image_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
-    """Settings of the legend on ResNet20."""
+    """Settings of ResNet20."""
+    known = IMAGES | IMAGES_WITH_DROPS
     runs = []
-    for setting in settings:
-        lr, max_norm, momentum = IMAGES[setting]
-        recipe = get_recipe("cifar-resnet20", scale, lr=lr, max_norm=max_norm, momentum=momentum)
+    for name in settings:
+        found = known[name]
+        fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
         if scale == "laptop":
-            recipe = with_fields(recipe, steps=_IMAGE_STEPS, batch_size=64, eval_every=60)
-        cost = max(0.35 * recipe.steps, 1.0)
-        runs += [
-            Planned(setting=setting, recipe=replace(recipe, seed=seed), cost=cost) for seed in seeds_of(scale)
-        ]
+            fields |= {**_IMAGES, "probe_every": found.probe_every, **found.fields}
+            runs += _each_seed(name, get_recipe("cifar-resnet20", **fields), found.seeds)
+        elif name in IMAGES:
+            seeds = found.longer if scale == "longer" else (0,)
+            runs += _each_seed(name, get_recipe("cifar-resnet20", scale, **fields), seeds)
     return runs
+
+
+def _each_seed(setting: str, recipe: Recipe, seeds: Sequence[int]) -> list[Planned]:
+    cost = cost_of(recipe)
+    return [Planned(setting=setting, recipe=replace(recipe, seed=seed), cost=cost) for seed in seeds]
+
+
+def cost_of(recipe: Recipe) -> float:
+    """CPU seconds that a run takes, roughly: what was measured, scaled by the size of model and batch.
+
+    Example:
+        >>> round(cost_of(language_runs("laptop", ["lm-lr2"])[0].recipe))
+        41
+    """
+    if isinstance(recipe, LanguageRecipe):
+        if recipe.max_norm == math.inf and recipe.lr >= 10:
+            return 1.5  # diverges at once
+        outputs = recipe.embedding * (recipe.vocabulary or 10_000)
+        # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
+        scale = ((outputs + 8 * recipe.hidden * (recipe.embedding + recipe.hidden)) / 259_000) ** 0.75
+        step, gradient = scale * _LANGUAGE_STEP, scale * _LANGUAGE_GRADIENT
+        size = (recipe.num_words or 929_589) / 700
+    else:
+        pooling = recipe.pooling if isinstance(recipe, ImageRecipe) else 1
+        scale = 4 / pooling**2 * recipe.batch_size / 64
+        step, gradient = scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
+        size = 10_000 / recipe.batch_size
+    steps = recipe.steps or round(recipe.epochs * size)
+    rows = (steps - recipe.probe_from) // recipe.probe_every if recipe.probe_every else 0
+    gradients = len(recipe.fractions)
+    if recipe.probe_data:
+        gradients = (gradients + 1) * max(1, round(recipe.probe_data * size))
+    return steps * step + rows * gradients * gradient
