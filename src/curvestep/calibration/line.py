@@ -10,9 +10,10 @@ with the gradients paired: the same batch, the same randomness, and everything p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -99,6 +100,12 @@ class Line:
         # A loss that cannot be told from the limit keeps it.
         self._loss_limit = self.loss + 4 * self._resolution * abs(self.loss)
 
+    @property
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters that are moved, by name; ``raw_gradients`` has their order."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [(names[id(p)], p) for p in self._replay.parameters]
+
     def highest_loss(self, step: float) -> float:
         """The largest loss with which a step of this length is safe."""
         return self._loss_limit - LEAST_FALL * step * self._slope
@@ -116,6 +123,11 @@ class Line:
         safe = kappa <= self.max_kappa and loss <= self.highest_loss(step) and math.isfinite(loss)
         self.points.append(Point(step=step, kappa=kappa, loss=loss, safe=safe))
         return self.points[-1]
+
+    def losses_of(self, closures: Sequence[Callable[[], Any]], step: float) -> np.ndarray:
+        """Losses of other batches after a step along this line; forward passes only."""
+        self._replay.move(self.direction, -step)
+        return losses_of(closures, self._replay, weight_decay=self.weight_decay)
 
     def repeat_error(self) -> float:
         """How much the gradient at the start differs from itself, relative to its norm."""
@@ -159,6 +171,16 @@ class Line:
         if self.signs:
             return 1.0 - dot(gradients, self.direction) / self._slope
         return global_norm(difference(gradients, self._gradients, overwrite=True)).item() / self.grad_norm
+
+
+def losses_of(closures: Sequence[Callable[[], Any]], replay: Replay, *, weight_decay: float) -> np.ndarray:
+    """Losses of several batches where the parameters are, with the penalty; forward passes only."""
+    own, losses = replay.closure, []
+    for replay.closure in closures:
+        losses.append(over_ranks(replay.loss().item(), replay.model, mean=True))
+    replay.closure = own
+    penalty = 0.5 * weight_decay * global_norm(replay.parameters).item() ** 2 if weight_decay else 0.0
+    return np.array(losses) + penalty
 
 
 class Agreement:

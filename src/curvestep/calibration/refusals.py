@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvestep.calibration.bracket import Point
 from curvestep.calibration.line import Line
 from curvestep.distributed import any_rank
+from curvestep.vectors import global_norm
 
 MAX_REPEAT_ERROR = 0.05
+MOST_UNEVEN = 2000.0  # gradient per size of one weight matrix, relative to that of another
 
 Loss = Callable[[Any], "Tensor | float"]
 
@@ -69,7 +72,7 @@ def closure_of(loss_of_batch: Loss, batch: Any, model: nn.Module) -> Callable[[]
         if not isinstance(loss, (Tensor, Real)):
             raise TypeError(f"`loss_of_batch` must return the loss alone, got a {type(loss).__name__}.")
         has_gradient = isinstance(loss, Tensor) and loss.requires_grad
-        if not has_gradient and all(p.grad is None for p in model.parameters()):
+        if torch.is_grad_enabled() and not has_gradient and all(p.grad is None for p in model.parameters()):
             raise ValueError(
                 "`loss_of_batch` gave no gradient: its loss does not depend on any trainable parameter of "
                 "`model`, or is a number and `backward()` was not called. Compute the loss with the model "
@@ -108,6 +111,27 @@ def check_repeatable(line: Line) -> None:
             "differences say nothing about the loss. Draw the batch outside `loss_of_batch`, random numbers "
             "with torch's, numpy's or Python's global generators, which are replayed."
         )
+
+
+def vanishing(line: Line) -> str | None:
+    """A warning if the gradient hardly reaches some of the weights; None if it does."""
+    reach = {}
+    for (name, p), g in zip(line.named_parameters, line.raw_gradients, strict=True):
+        if g is not None and p.dim() > 1:
+            length, pull = global_norm([p]).item(), global_norm([g]).item()
+            if length > 0 and pull > 0:
+                reach[name] = pull / length
+    if not reach:
+        return None
+    least, most = min(reach, key=lambda name: reach[name]), max(reach, key=lambda name: reach[name])
+    ratio = reach[most] / reach[least]
+    if ratio <= MOST_UNEVEN:
+        return None
+    return (
+        f"cannot tell how long the first steps are typical: relative to its size, `{most}` gets {ratio:.0f} "
+        f"times the gradient of `{least}`. A plateau is likely once `{most}` is trained; three to ten times "
+        "this lr may be needed to leave it. Another initialisation or normalisation layers help more."
+    )
 
 
 def no_bracket(point: Point, line: Line) -> ValueError:

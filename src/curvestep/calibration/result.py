@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from curvestep.calibration.bracket import Point
@@ -17,12 +17,14 @@ class BatchCurve:
         safe_step: The largest safe step :math:`h`.
         loss: The batch's loss at the start.
         grad_norm: Norm of the batch's gradient at the start.
+        stretch: How many times the largest safe step the other batches' loss falls straight on.
     """
 
     points: tuple[Point, ...]
     safe_step: float
     loss: float
     grad_norm: float
+    stretch: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Calibration:
         max_kappa: Largest safe change of the gradient, relative to itself.
         clip_at: ``max_norm / grad_norm``.
         agreement: Mean cosine of the angles between the batches' gradients; NaN for a single batch.
+        limit: What limits ``lr``: ``"curvature"``, ``"noise"``, or ``"unknown"`` where no step lowers the
+            loss of batches that it was not taken on.
         curve: The measured steps, batch by batch.
         warnings: What to know before relying on the numbers.
     """
@@ -57,6 +61,7 @@ class Calibration:
     clip_at: float
     agreement: float
     curve: tuple[BatchCurve, ...]
+    limit: str = "curvature"
     warnings: tuple[str, ...] = ()
 
     @property
@@ -92,6 +97,9 @@ class Calibration:
             f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
             f"at most {self.max_kappa:g} times itself and {falls}."
         )
+        stretch = median(batch.stretch for batch in self.curve)
+        if stretch > 1.0:
+            measured += f" The loss of other batches falls straight on to {stretch:.2g} times that step."
         agree = ""
         if len(self.curve) > 1:
             agree = f" and the mean cosine between batches {self.agreement:.2f}"
@@ -114,3 +122,29 @@ class Calibration:
             *(f"Warning: {words}" for words in self.warnings),
         ]
         return "\n".join(lines)
+
+
+RISES = "the safe step of one batch raises the loss of the others"
+
+
+def limited(found: Calibration, fraction: float, limit: str) -> Calibration:
+    """``found`` with a fraction of its ``lr``, because of noise or because nothing can be told."""
+    if limit == "noise":
+        words = (
+            f"noise, not curvature, is the limit: {RISES}. Their loss is lowest at {fraction:.2g} of that "
+            "step, and lr is that fraction of what curvature allows. Larger batches allow more."
+        )
+    else:
+        words = (
+            f"cannot tell: {RISES}, and no part of it lowers their loss for sure. The start may be an "
+            f"optimum, up to noise. lr is {fraction:.2g} of what curvature allows, which should do no harm. "
+            "Larger batches say more."
+        )
+    return replace(
+        found,
+        lr=fraction * found.lr,
+        step_cap=fraction * found.step_cap,
+        lr_interval=(fraction * found.lr_interval[0], fraction * found.lr_interval[1]),
+        limit=limit,
+        warnings=(*found.warnings, words),
+    )

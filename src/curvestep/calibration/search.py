@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count, islice
 from statistics import median
 from typing import Any
 
@@ -42,6 +44,19 @@ from curvestep.calibration.bracket import (
     find_bracket,
 )
 from curvestep.calibration.line import Agreement, Line
+from curvestep.calibration.pilot import (
+    LEAST_FRACTION,
+    LONGEST,
+    MOST_JUDGES,
+    MOST_OTHERS,
+    MOST_STEPS,
+    PART,
+    Closure,
+    Others,
+    Trial,
+    lowest,
+    mean_and_error,
+)
 from curvestep.calibration.refusals import (
     check_arguments,
     check_repeatable,
@@ -49,8 +64,9 @@ from curvestep.calibration.refusals import (
     closure_of,
     no_bracket,
     shared,
+    vanishing,
 )
-from curvestep.calibration.result import BatchCurve as BatchCurve, Calibration as Calibration
+from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited
 from curvestep.smoothness.snapshot import RandomState
 
 # Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
@@ -143,26 +159,29 @@ def calibrate(
         raise ValueError(
             f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
         )
-    search = _Search(max_kappa, max_gradients)
+    search = _Search(max_kappa, max_gradients, share=ADAM_SHARE if signs else min(1.0, ends[0]))
     decay = 0.0 if name == "AdamW" else weight_decay
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
-        for batch in shared(batches, model):
-            closure = closure_of(loss_of_batch, batch, model)
-            with Line(model, closure, max_kappa=max_kappa, signs=signs, weight_decay=decay) as line:
-                search.add(line)
-            sure = len(search.curve) >= num_batches and search.half_width <= SURE
-            if sure or search.left < FEWEST:
+        stream = (closure_of(loss_of_batch, batch, model) for batch in shared(batches, model))
+        known = list(islice(stream, num_batches))
+        for i in count():
+            known += islice(stream, max(0, i + 1 - len(known)))
+            if i == len(known):
                 break
+            with Line(model, known[i], max_kappa=max_kappa, signs=signs, weight_decay=decay) as line:
+                if search.add(line):
+                    search.look_at(line, known[:i] + known[i + 1 :])
+            enough = len(search.curve) >= num_batches and (search.half_width <= SURE or search.noisy)
+            if enough or search.left < FEWEST:
+                break
+        found = search.result(name, momentum=momentum, clip_at=ends, signs=signs, num_batches=num_batches)
+        if search.noisy:
+            known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
+            found = search.tried(found, model, known, momentum=momentum, weight_decay=weight_decay)
     finally:
         before.restore()
-    if not search.curve:
-        raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
-    if len(search.curve) < num_batches and search.left < FEWEST:
-        search.warnings.append(
-            f"`max_gradients` ended the measurement at {len(search.curve)} of {num_batches} batches."
-        )
-    return search.result(name, momentum=momentum, clip_at=ends, signs=signs)
+    return found
 
 
 def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
@@ -184,17 +203,23 @@ def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
 class _Search:
     """Safe steps of one batch after another, each search starting at the answer before it."""
 
-    def __init__(self, max_kappa: float, max_gradients: int) -> None:
-        self.max_kappa, self.left, self.num_gradients = max_kappa, max_gradients, 0
-        self.num_fitted = (
-            0  # batches whose loss cannot fall further, while the gradient changes little enough
-        )
+    def __init__(self, max_kappa: float, max_gradients: int, *, share: float) -> None:
+        self.max_kappa, self.max_gradients, self.share = max_kappa, max_gradients, share
+        self.num_gradients = self.num_losses = 0
+        self.num_fitted = 0  # batches whose loss ends before their gradient changes too much
         self.curve: list[BatchCurve] = []
+        self.changes: list[tuple[float, float]] = []  # of other batches' loss, over part of the step and all
         self.agreement = Agreement()
+        self.faintest: str | None = None
         self.warnings: list[str] = []
 
-    def add(self, line: Line) -> None:
-        """Measure one more batch; it is left out if the gradients do not last."""
+    @property
+    def left(self) -> int:
+        """Gradients that may still be evaluated."""
+        return self.max_gradients - self.num_gradients
+
+    def add(self, line: Line) -> bool:
+        """Measure one more batch; whether the gradients lasted. If not, it is left out."""
         check_start(line)
         start, stride = START, LONG_STRIDE
         if self.curve:
@@ -203,6 +228,7 @@ class _Search:
             start, stride = min(max(start, SMALLEST), LARGEST), SHORT_STRIDE
         else:
             check_repeatable(line)
+            self.faintest = vanishing(line)
         try:
             bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
         except NoBracket as end:
@@ -214,19 +240,90 @@ class _Search:
                 raise ValueError(
                     "`max_gradients` is too small to find the first batch's safe step."
                 ) from None
-            self._spend(line)
-            return
+            self.num_gradients += line.num_gradients
+            return False
         step = crossing(bracket, max_kappa=self.max_kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
         self.num_fitted += bracket.high.kappa <= self.max_kappa and bracket.high.loss < line.loss
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
         self.agreement.add(line.raw_gradients)
-        self._spend(line)
-
-    def _spend(self, line: Line) -> None:
-        self.left -= line.num_gradients
         self.num_gradients += line.num_gradients
+        return True
+
+    def look_at(self, line: Line, closures: list[Closure]) -> None:
+        """Watch the loss of the other batches along the line of the batch that was measured last."""
+        if not closures:
+            return
+        others, step = Others(line, closures), self.curve[-1].safe_step
+        part, whole = others.change(PART * self.share * step), others.change(self.share * step)
+        self.changes.append((part, whole))
+        if not line.signs:  # along signs it is the slope that ends the safe steps
+            stretch = others.straight(step, -part / (PART * self.share * step))
+            self.curve[-1] = replace(self.curve[-1], stretch=stretch)
+        self.num_losses += others.num_losses
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the other batches' loss may be higher after the step than before it or after part of it."""
+        if len(self.changes) < 2:
+            return False
+        (part, whole), (_, error) = mean_and_error(self.changes)
+        return not whole + error <= min(0.0, part)
+
+    def tried(
+        self,
+        found: Calibration,
+        model: nn.Module,
+        closures: list[Closure],
+        *,
+        momentum: float,
+        weight_decay: float,
+    ) -> Calibration:
+        """``found`` after trial steps, with a smaller ``lr`` if the loss of other batches does not fall."""
+        num_judges = min((len(closures) + 1) // 2, MOST_JUDGES)
+        trial = Trial(
+            model=model,
+            steps=closures[num_judges:],
+            judges=closures[:num_judges],
+            optimizer=found.optimizer,
+            max_norm=found.max_norm,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+        num_lines = min(len(self.curve), max(0, self.left - FEWEST))
+        num_steps = min(MOST_STEPS, self.left - num_lines)
+        change, error = trial.run(found.lr, num_steps) if num_steps >= FEWEST else (math.inf, 0.0)
+        self.num_gradients += num_steps
+        if change + error < 0:
+            words = f"{RISES}, but {num_steps} trial steps lower it. A third of this lr is worth a try."
+            return replace(found, num_gradients=self.num_gradients, warnings=(*found.warnings, words))
+        # Trial steps that come back to the same batches fit those, and say less of others.
+        if change <= 0.5 * error and len(trial.steps) < num_steps:
+            words = (
+                f"cannot tell whether noise is the limit: {RISES}, and after {num_steps} trial steps it is "
+                "neither clearly lower nor clearly higher. A tenth of this lr is worth a try."
+            )
+            return replace(
+                found, num_gradients=self.num_gradients, limit="unknown", warnings=(*found.warnings, words)
+            )
+        step = self.share * median(batch.safe_step for batch in self.curve)
+        if len(closures) > len(self.curve) and num_lines > 1:  # more batches to watch than before
+            self.changes = []
+            decay = 0.0 if found.optimizer == "AdamW" else weight_decay
+            for i in range(num_lines):
+                others = [*closures[:i], *closures[i + 1 :]][:MOST_OTHERS]
+                with Line(
+                    model, closures[i], max_kappa=self.max_kappa, signs=found.along_signs, weight_decay=decay
+                ) as line:
+                    watched = Others(line, others)
+                    self.changes.append((watched.change(PART * step), watched.change(step)))
+            self.num_gradients += num_lines
+        (part, whole), (error, _) = mean_and_error(self.changes)
+        part += float(stats.t.ppf(0.9, len(self.changes) - 1)) * error  # what the slope is at least
+        fraction = lowest(part, whole) if part < 0 else LEAST_FRACTION
+        found = replace(found, num_gradients=self.num_gradients)
+        return limited(found, fraction, "noise" if part < 0 else "unknown")
 
     def _check_precision(self, line: Line, step: float) -> None:
         error = line.rounding_error(step)
@@ -249,15 +346,19 @@ class _Search:
     @property
     def half_width(self) -> float:
         """Half of the 90 % interval of the mean logarithm of the steps, by Student's t; inf for one batch."""
-        count = len(self.curve)
-        if count < 2:
+        number = len(self.curve)
+        if number < 2:
             return math.inf
         # Besides their spread, steps carry the error of interpolating between neighbours of the lattice.
         spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
-        return float(stats.t.ppf(0.95, count - 1)) * spread / math.sqrt(count)
+        return float(stats.t.ppf(0.95, number - 1)) * spread / math.sqrt(number)
 
-    def result(self, name: str, *, momentum: float, clip_at: tuple[float, float], signs: bool) -> Calibration:
+    def result(
+        self, name: str, *, momentum: float, clip_at: tuple[float, float], signs: bool, num_batches: int
+    ) -> Calibration:
         """The medians, as the optimizer takes them."""
+        if not self.curve:
+            raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
         steps = [batch.safe_step for batch in self.curve]
         if max(steps) > DISAGREEMENT * min(steps):
             raise ValueError(
@@ -269,11 +370,19 @@ class _Search:
         agreement = self.agreement.cosine
         multiple = math.inf if signs else threshold_multiple(agreement, clip_at)
         max_norm = multiple * grad_norm
-        lr = median(steps) * (1.0 - momentum) * (ADAM_SHARE if signs else 1.0)
+        lr = (
+            median(batch.safe_step * batch.stretch for batch in self.curve)
+            * (1.0 - momentum)
+            * (ADAM_SHARE if signs else 1.0)
+        )
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
         factor = math.exp(self.half_width) if len(steps) > 1 else math.nan
         warnings = list(self.warnings)
+        if len(steps) < num_batches and self.left < FEWEST:
+            warnings.append(
+                f"`max_gradients` ended the measurement at {len(steps)} of {num_batches} batches."
+            )
         if len(steps) == 1:
             warnings.append("a single batch: nothing says how far another one would differ. Give eight.")
         if 2 * self.num_fitted > len(steps):
@@ -281,6 +390,14 @@ class _Search:
                 "one step fits most batches, until their loss cannot fall further: they say little about the "
                 "steps of training. Larger batches say more; a third of this lr is worth a try."
             )
+        stretched = [batch.stretch for batch in self.curve if batch.stretch > 1.0]
+        if 2 * len(stretched) > len(steps) and max(stretched) >= LONGEST:
+            warnings.append(
+                "the loss falls straight on beyond twice the safe step: the start is a plateau, or its first "
+                "gradient that of few parameters. Three times this lr is worth a try."
+            )
+        if self.faintest is not None:
+            warnings.append(self.faintest)
         if name in WEAKER:
             warnings.append(
                 f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "

@@ -118,6 +118,7 @@ class Replay:
         self._start = state
         self._home: list[Tensor] | None = None
         self._aliased = gradients_live_in_buckets(model)
+        self._runs_backward = False  # the closure itself, by what it did last
         # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
         self._one_by_one = not communicates(model)
 
@@ -149,6 +150,13 @@ class Replay:
         if self._aliased:
             gradients = [None if g is None else g.clone() for g in gradients]
         return Replayed(loss, gradients)
+
+    def loss(self) -> Tensor:
+        """The loss where the parameters are: one forward pass. A closure that runs ``backward()`` does."""
+        self._prepare()
+        loss = self._forward(differentiable=self._runs_backward).detach()
+        self._drop_gradients()
+        return loss
 
     def change(self, old: Gradients, *, start: Sequence[Tensor] | None = None) -> Change:
         r"""How the gradient where the parameters are differs from ``old``.
@@ -310,15 +318,14 @@ class Replay:
         versions = [p._version for p in self.parameters]
         loss = self._forward()
         hooks = []
-        ran_backward = any(
-            p.grad is not None for p in self.parameters
-        )  # by itself: the parts are in ``.grad``
-        if take is not None and not ran_backward:
+        # The parts of a gradient that the closure computed are in ``.grad``.
+        self._runs_backward = any(p.grad is not None for p in self.parameters)
+        if take is not None and not self._runs_backward:
             hooks = [
                 p.register_post_accumulate_grad_hook(partial(take, i)) for i, p in enumerate(self.parameters)
             ]
         try:
-            if loss.requires_grad and not ran_backward:
+            if loss.requires_grad and not self._runs_backward:
                 loss.backward()
         finally:
             for hook in hooks:
@@ -330,10 +337,10 @@ class Replay:
             )
         return loss.detach()
 
-    def _forward(self) -> Tensor:
+    def _forward(self, *, differentiable: bool = True) -> Tensor:
         loss = failure = None
         try:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(differentiable):
                 loss = self._checked(self.closure())
         except Exception as error:
             failure = error

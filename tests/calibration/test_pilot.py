@@ -1,0 +1,212 @@
+"""What batches that had no part in a step say of it: noise, straight lines, plateaus."""
+
+import math
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+
+from curvestep import calibrate
+from curvestep.calibration.pilot import LEAST_FRACTION, LONGEST, MOST_FRACTION, Trial, lowest
+from curvestep.smoothness.replay import Replay
+
+
+class Noisy(nn.Module):
+    """A quadratic whose batches pull to targets of their own: noise around a common one."""
+
+    def __init__(self, distance, size=12):
+        super().__init__()
+        self.x = nn.Parameter(torch.full((size,), distance))
+
+    def forward(self, target):
+        return 0.5 * (self.x - target).square().sum()
+
+
+def targets(noise, count=32, size=12):
+    return [noise * torch.randn(size) for _ in range(count)]
+
+
+OPTIMIZERS = [{}, {"momentum": 0.9}, {"optimizer": "AdamW"}, {"optimizer": "NormalizedSGD"}]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_signal_far_above_the_noise_leaves_curvature_the_limit(options):
+    model = Noisy(3.0)
+    cal = calibrate(model, model, targets(0.1), **options)
+    assert cal.limit == "curvature"
+    assert "noise" not in str(cal)
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_start_at_the_optimum_gets_a_small_step_and_says_why(options):
+    model = Noisy(0.0)
+    cal = calibrate(model, model, targets(1.0), **options)
+    whole = calibrate(model, model, targets(1.0)[:1], **options)
+    assert cal.limit in ("noise", "unknown")
+    assert cal.lr <= MOST_FRACTION * whole.lr * 1.3
+    assert "noise, not curvature" in str(cal) or "cannot tell" in str(cal)
+    assert cal.lr_interval[0] < cal.lr < cal.lr_interval[1]
+    assert cal.num_gradients <= 40
+    assert torch.equal(model.x, torch.zeros(12))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_training_near_an_optimum_does_not_raise_the_loss(seed):
+    torch.manual_seed(seed)
+    model, batches = Noisy(0.15), targets(1.0, count=232)
+    cal = calibrate(model, model, batches[:32])
+    start = 0.5 * model.x.detach().square().sum().item()
+    opt = torch.optim.SGD(model.parameters(), lr=cal.lr)
+    ends = []
+    for batch in batches[32:]:
+        opt.zero_grad()
+        model(batch).backward()
+        opt.step()
+        ends.append(0.5 * model.x.detach().square().sum().item())
+    # What curvature allows, lr 1, would end at half of the squared noise: 6.
+    assert sum(ends[-50:]) / 50 < max(1.5 * start, 0.4)
+
+
+def test_scale_of_the_loss_does_not_matter_where_noise_is_the_limit():
+    model, batches = Noisy(0.1), targets(1.0)
+    cal = calibrate(model, model, batches)
+    scaled = calibrate(model, lambda b: 1024.0 * model(b) - 3.0, batches)
+    assert cal.limit == scaled.limit != "curvature"
+    assert math.isclose(scaled.lr, cal.lr / 1024.0, rel_tol=1e-6)
+
+
+def test_noise_is_found_with_losses_that_run_backward_themselves():
+    model, batches = Noisy(0.0), targets(1.0)
+
+    def loss(batch):
+        found = model(batch)
+        found.backward()
+        return found.item()
+
+    assert calibrate(model, loss, batches).lr == calibrate(model, model, batches).lr
+    assert model.x.grad is None
+
+
+def test_few_batches_never_step_and_judge_on_the_same_one():
+    model = Noisy(0.0)
+    for count in (2, 3):
+        cal = calibrate(model, model, targets(1.0, count=count))
+        assert cal.limit != "curvature" or len(cal.curve) == count
+
+
+@given(a=st.floats(0.01, 3.0), b=st.floats(0.01, 3.0))
+def test_lowest_point_is_that_of_the_parabola_within_its_bounds(a, b):
+    found = lowest(-0.25 * a + b / 16, -a + b)
+    assert math.isclose(found, min(max(a / (2 * b), LEAST_FRACTION), MOST_FRACTION), rel_tol=1e-6)
+
+
+def test_loss_that_rises_everywhere_asks_for_the_smallest_fraction():
+    assert lowest(1.0, 5.0) == LEAST_FRACTION
+
+
+# Straight lines
+
+
+class Ridge(nn.Module):
+    """A straight slope along the first axis, beside which another gradient grows at once."""
+
+    def __init__(self, growth):
+        super().__init__()
+        self.growth = growth
+        self.x = nn.Parameter(torch.tensor([0.5, 0.0]))
+
+    def forward(self, scale):
+        along, across = self.x
+        return scale * (-along + self.growth * (0.5 - along) * across + 5e-3 * (along - 0.5) ** 2)
+
+
+def test_step_whose_loss_falls_straight_is_doubled_though_the_gradient_turns():
+    # Along -g = (1, 0) the gradient across grows by `growth` per unit: kappa is 1 at a step of 1/2.
+    model = Ridge(2.0)
+    cal = calibrate(model, model, [1.0] * 4)
+    assert math.isclose(cal.curve[0].safe_step, 0.5, rel_tol=0.01)
+    assert [batch.stretch for batch in cal.curve] == [LONGEST] * 3
+    assert math.isclose(cal.lr, 2 * median_step(cal), rel_tol=1e-9)
+    assert "falls straight on" in str(cal)
+
+
+def median_step(cal):
+    return sorted(batch.safe_step for batch in cal.curve)[len(cal.curve) // 2]
+
+
+def test_quadratic_is_not_stretched():
+    model = Noisy(2.0)
+    cal = calibrate(model, model, targets(0.1))
+    assert {batch.stretch for batch in cal.curve} == {1.0}
+    assert "falls straight on" not in str(cal)
+
+
+# Plateaus
+
+
+def sigmoids(depth):
+    torch.manual_seed(0)
+    layers = [part for _ in range(depth) for part in (nn.Linear(16, 16), nn.Sigmoid())]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize(("depth", "warned"), [(1, False), (6, True)])
+def test_gradient_that_vanishes_on_its_way_is_named(depth, warned):
+    model = sigmoids(depth)
+    batches = [(torch.randn(32, 16), torch.randint(4, (32,))) for _ in range(4)]
+    cal = calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches)
+    assert ("A plateau is likely" in str(cal)) == warned
+
+
+# Trials
+
+
+@pytest.mark.parametrize("optimizer", ["ClippedSGD", "NormalizedSGD", "AdamW", "Adam"])
+def test_trial_is_training_and_is_put_back(optimizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    batches = [torch.randn(16, 3) for _ in range(6)]
+    closures = [lambda b=b: (model(b) - b.sum(1, keepdim=True)).square().mean() for b in batches]
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    trial = Trial(model, closures[:4], closures[4:], optimizer, 10.0, 0.0, 0.0)
+    change, error = trial.run(0.02, 8)
+    assert change < 0
+    assert error > 0
+    after = (*model.parameters(), *model.buffers())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_trial_of_plain_steps_is_gradient_descent_on_the_batches_in_turn():
+    model, batches = Noisy(1.0), targets(0.5, count=3)
+    closures = [lambda b=b: model(b) for b in batches]
+    trial = Trial(model, closures[:2], closures[2:], "ClippedSGD", math.inf, 0.0, 0.0)
+    change, _ = trial.run(0.25, 4)
+    x = model.x.detach().clone()
+    for step in range(4):
+        x -= 0.25 * (x - batches[step % 2])
+    expected = 0.5 * ((x - batches[2]).square().sum() - (model.x - batches[2]).square().sum())
+    assert math.isclose(change, expected.item(), rel_tol=1e-12)
+
+
+def test_forward_pass_of_a_replay_is_its_loss_without_a_graph():
+    model = Noisy(1.0)
+    seen = []
+
+    def closure():
+        seen.append(torch.is_grad_enabled())
+        return model(torch.zeros(12))
+
+    with Replay(model, closure) as replay:
+        assert replay.loss().item() == replay.gradient().loss.item() == 6.0
+    assert seen == [False, True]
+
+
+def test_batches_beyond_those_measured_are_read_only_where_noise_asks_for_them():
+    for distance, noise, most in ((3.0, 0.1, 3), (0.0, 1.0, 32)):
+        model, stream = Noisy(distance), iter(targets(noise, count=64))
+        calibrate(model, model, stream)
+        assert 64 - len(list(islice(stream, 64))) <= most
