@@ -205,7 +205,9 @@ def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
     runs, advice = task.runs, task.advice
     missing = []
     for view in runs:
-        if view.status == "diverged" and len(runs) > 1:
+        if view.status == "diverged" and len(runs) == 1:
+            break  # that it has too few rows is no reason to train it longer
+        if view.status == "diverged":
             reason = view.facts.get("message", "no reason is on record")
             missing.append(f"{view.name}: diverged with {view.setting}; {reason}.")
         elif len(runs) > 1:

@@ -16,7 +16,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from curvestep.lab.report.charts import Axis, Chart, Grid, Series
+from curvestep.lab.report.charts import Chart, Grid, Series
 from curvestep.lab.report.views import visible
 
 # Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
@@ -84,7 +84,17 @@ TEMPLATE: dict[str, Any] = {
 
 def to_plotly(chart: Chart) -> dict[str, Any]:
     """The chart as plotly's ``data`` and ``layout``; under ``scales`` what changes with the kind of axis."""
-    axes = {"xaxis": _plotly_axis(chart, "x"), "yaxis": _plotly_axis(chart, "y")}
+    axes = {}
+    for name, axis in (("x", chart.x), ("y", chart.y)):
+        axes[f"{name}axis"] = {"title": {"text": _plain(axis.label), "standoff": 8}}
+        if chart.grid is None:
+            axes[f"{name}axis"] |= _scale(chart, name, log=axis.log)
+        else:
+            names = chart.grid.down if name == "y" else chart.grid.across
+            axes[f"{name}axis"]["type"] = "category" if names and isinstance(names[0], str) else "linear"
+    data = [_plotly_grid(chart.grid, chart)] if chart.grid is not None else []
+    for number, series in enumerate(chart.series):
+        data += _plotly_series(series, number)
     layout: dict[str, Any] = {
         **axes,
         "showlegend": chart.grid is None and len(chart.series) <= 2 * len(COLOURS),
@@ -93,7 +103,7 @@ def to_plotly(chart: Chart) -> dict[str, Any]:
         low, high = chart.span
         upright = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": high, "y0": 0, "y1": 1}
         layout["shapes"] = [{**upright, "fillcolor": "var(--soft)", "opacity": 0.2, "line": {"width": 0}}]
-    drawn = {"kind": chart.kind, "data": _plotly_data(chart), "layout": layout}
+    drawn = {"kind": chart.kind, "data": data, "layout": layout}
     if chart.switch:
         drawn["scales"] = {
             scale: {f"{name}axis": _scale(chart, name, log=scale == "log") for name in chart.switch}
@@ -109,29 +119,22 @@ def rounded(values: Sequence[Any] | np.ndarray) -> list[Any]:
         >>> rounded(np.array([0.123456789, 20.0, np.nan]))
         [0.12346, 20, None]
     """
-    return [_rounded(value) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, str):
-        return _plain(value)
-    if not math.isfinite(value):
-        return None
-    return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
+    found: list[Any] = []
+    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+        if isinstance(value, str):
+            found.append(_plain(value))
+        elif not math.isfinite(value):
+            found.append(None)
+        else:
+            found.append(
+                int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
+            )
+    return found
 
 
 def _plain(text: str) -> str:
     """Text that plotly, which reads a little markup, shows as it is."""
     return html.escape(visible(text), quote=False)
-
-
-def _plotly_axis(chart: Chart, name: str) -> dict[str, Any]:
-    axis: Axis = getattr(chart, name)
-    found: dict[str, Any] = {"title": {"text": _plain(axis.label), "standoff": 8}}
-    if chart.grid is not None:
-        names = chart.grid.down if name == "y" else chart.grid.across
-        return {**found, "type": "category" if names and isinstance(names[0], str) else "linear"}
-    return {**found, **_scale(chart, name, log=axis.log)}
 
 
 def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
@@ -184,12 +187,6 @@ def _power(value: float) -> str:
         return f"{value:g}"
     digits, _, power = f"{value:e}".partition("e")
     return ("" if float(digits) == 1 else f"{float(digits):g}·") + f"10<sup>{int(power)}</sup>"
-
-
-def _plotly_data(chart: Chart) -> list[dict[str, Any]]:
-    if chart.grid is not None:
-        return [_plotly_grid(chart.grid, chart)]
-    return [trace for number, series in enumerate(chart.series) for trace in _plotly_series(series, number)]
 
 
 def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:

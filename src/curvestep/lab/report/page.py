@@ -116,7 +116,10 @@ def render_page(
             )
         drawn |= own
         trials = [(view.fields, view.final_loss, view.status) for view in task.runs if view.fields]
-        if trials and _is_sweep(sweep := heat_map(trials)):
+        sweep = heat_map(trials) if trials else None
+        cells = [text for row in sweep.grid.text for text in row] if sweep and sweep.grid else []
+        # Two fields vary over a grid; runs that share nothing would leave most cells empty.
+        if sweep and sweep.grid and len(sweep.grid.down) > 1 and 2 * cells.count(NOT_RUN) <= len(cells):
             drawn[f"task-{number}-heat"] = sweep
     environment = Environment(
         loader=PackageLoader("curvestep.lab.report", "template"),
@@ -132,6 +135,7 @@ def render_page(
         name: environment.loader.get_source(environment, file)[0]
         for name, file in (("css", "page.css"), ("js", "page.js"))
     }
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
     return environment.get_template("page.html.j2").render(
         title=title or captions.page_title(views, reproduction=claims is not None),
@@ -143,18 +147,11 @@ def render_page(
         sweeps={key: chart for key, chart in drawn.items() if chart.kind == "heat"},
         runs=runs,
         captions=captions,
-        made_by=_made_by(),
+        made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
         plotly=pack(get_plotlyjs()),
         data=pack(json.dumps(specs, allow_nan=False, separators=(",", ":"))),
         **sources,
     )
-
-
-def _is_sweep(chart: Chart) -> bool:
-    """Whether two fields vary over a grid; runs that share nothing would leave most cells empty."""
-    assert chart.grid is not None
-    cells = [text for row in chart.grid.text for text in row]
-    return len(chart.grid.down) > 1 and 2 * cells.count(NOT_RUN) <= len(cells)
 
 
 def pack(text: str) -> str:
@@ -250,9 +247,3 @@ def file_name(name: str) -> str:
         'sweep_lr=3,max_norm=inf'
     """
     return re.sub(r"[^\w.,=-]+", "_", name).strip(".") or "run"
-
-
-def _made_by() -> str:
-    names = ("torch", "numpy", "scipy", "plotly")
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-    return f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}."

@@ -126,18 +126,16 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
     groups: dict[str, list[RunView]] = {}
     for view in views:
         groups.setdefault(view.task or view.name, []).append(view)
-    return [_task(runs) for runs in groups.values()]
-
-
-def _task(runs: Sequence[RunView]) -> Task:
-    known = [view.fit or view.trace for view in runs if view.trace is not None and len(view.trace)]
-    found = [one for one in known if one is not None]
-    advice = runs[0].advice if len(runs) == 1 else None
-    if advice is None and found:
-        advice = advise(*found)
-    header = runs[0].header.get("model")
-    name = str(runs[0].fields.get("name") or (header if len(runs) > 1 and header else runs[0].name))
-    return Task(name=name, runs=tuple(runs), advice=advice)
+    tasks = []
+    for runs in groups.values():
+        fits = [view.fit or view.trace for view in runs if view.trace is not None and len(view.trace)]
+        advice = runs[0].advice if len(runs) == 1 else None
+        if advice is None and fits:
+            advice = advise(*(fit for fit in fits if fit is not None))
+        model = runs[0].header.get("model") if len(runs) > 1 else None
+        name = str(runs[0].fields.get("name") or model or runs[0].name)
+        tasks.append(Task(name=name, runs=tuple(runs), advice=advice))
+    return tasks
 
 
 def find_views(paths: Iterable[str | Path], *, loaded: Iterable[Run] = ()) -> list[RunView]:
@@ -160,18 +158,13 @@ def find_views(paths: Iterable[str | Path], *, loaded: Iterable[Run] = ()) -> li
         return []
     if not sources:
         raise ValueError("`paths` must name at least one run folder or trace file, got none.")
-    names = short_names([_place(source) for source in sources])
+    # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
+    files = [source.folder if isinstance(source, Run) else source for source in sources]
+    names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
     return [
         _run_view(source, name) if isinstance(source, Run) else _trace_view(source, name)
         for source, name in zip(sources, names, strict=True)
     ]
-
-
-def _place(source: Run | Path) -> Path:
-    """What a run is named after: its folder, or a trace file that is not just called ``trace.jsonl``."""
-    if isinstance(source, Run):
-        return source.folder
-    return source.resolve().parent if source.name == TRACE else source
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -196,7 +189,10 @@ def _sources(path: Path) -> list[Run | Path]:
         raise ValueError(f"There is no {path}. Name run folders, folders of runs, or trace files.")
     if (path / CONFIG).exists():
         return [Run.load(path)]
-    runs = sorted(find_runs(path), key=lambda run: _by_number(run.folder))
+    runs = find_runs(path)
+    # ``run2`` comes before ``run10``.
+    parts = {run.folder: re.split(r"([0-9]+)", str(run.folder)) for run in runs}
+    runs.sort(key=lambda run: [int(part) if part.isdigit() else part for part in parts[run.folder]])
     inside = {run.folder for run in runs}
     traces = [file for file in sorted(path.rglob("*.jsonl")) if file.parent not in inside and _is_trace(file)]
     if not (runs or traces) and not (path / CLAIMS).exists():
@@ -209,15 +205,12 @@ def _is_trace(file: Path) -> bool:
         return f'"format": "{FORMAT}"'.encode() in opened.readline(10_000)
 
 
-def _by_number(path: Path) -> list[str | int]:
-    """A key that sorts ``run2`` before ``run10``."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
-
-
 def _run_view(run: Run, name: str) -> RunView:
     notes: list[str] = []
     with _noted(notes):
-        train, held_out = _train_columns(run), _held_out(run)
+        train = _train_columns(run)
+        evaluations = [run.column("loss", split) for split in ("valid", "test")]
+        steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
         measurement = _measurement(run, notes) if run.trace_path.exists() else {}
     if not measurement and not notes:
@@ -231,7 +224,7 @@ def _run_view(run: Run, name: str) -> RunView:
         status=str(status.get("status", "")),
         step=int(status.get("step") or 0),
         train=train,
-        held_out=held_out,
+        held_out={"step": steps.astype(float), "loss": losses},
         max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf"),
         fields=to_dict(run.recipe),
         facts={key: status[key] for key in facts if status.get(key)},
@@ -261,6 +254,11 @@ def _trace_view(path: Path, name: str) -> RunView:
             warnings.simplefilter("ignore")  # rows written by hand have no checksum
             rows = [row for chunk in read_rows(file, beside) for row in chunk]
     held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
+    clipped = measurement["measured"]["clip_norm"]
+    clipped = clipped[np.isfinite(clipped)]
+    same = len(clipped) and np.ptp(clipped) <= 1e-3 * np.median(
+        clipped
+    )  # one threshold, or a line means nothing
     told = [
         str(trace.header[key]) for key in ("model", "num_parameters", "measured_on") if key in trace.header
     ]
@@ -270,7 +268,7 @@ def _trace_view(path: Path, name: str) -> RunView:
         task=", ".join(told),
         status="diverged" if len(trace) and trace[-1]["status"] == NONFINITE else "",
         step=int(trace.column("step")[-1]) if len(trace) else 0,
-        max_norm=_threshold(measurement["measured"]),
+        max_norm=float(np.median(clipped)) if same else float("inf"),
         held_out={key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")},
         calibration=calibration,
         final_loss=final_loss(trace.column("step"), trace.column("loss")) if len(trace) else float("nan"),
@@ -322,13 +320,6 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _threshold(measured: Columns) -> float:
-    """The norm at which steps were clipped, if it was one and the same."""
-    found = measured["clip_norm"][np.isfinite(measured["clip_norm"])]
-    same = len(found) and np.ptp(found) <= 1e-3 * np.median(found)
-    return float(np.median(found)) if same else float("inf")
-
-
 def _train_columns(run: Run) -> Columns:
     rows = run.rows("train")
     rows = [rows[index] for index in thinned(np.arange(len(rows)))]
@@ -336,14 +327,6 @@ def _train_columns(run: Run) -> Columns:
     columns = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
     columns["clip_norm"] = clip_norms(columns.pop("coefficient"), columns["grad_norm"])
     return columns
-
-
-def _held_out(run: Run) -> Columns:
-    for split in ("valid", "test"):
-        steps, losses = run.column("loss", split)
-        if len(steps):
-            return {"step": steps.astype(float), "loss": losses}
-    return {}
 
 
 def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
