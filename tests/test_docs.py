@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curvestep.cli.commands import COMMANDS
-from curvestep.cli.fields import HELP
+from curvestep.lab.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -98,7 +98,8 @@ def test_every_command_in_the_docs_exists():
 
 def test_every_option_in_the_docs_exists():
     source = (ROOT / "src" / "curvestep" / "cli" / "options.py").read_text()
-    known = {name.replace("_", "-") for name in (*HELP, *re.findall(r"^    (\w+):", source, re.MULTILINE))}
+    fields = {name for recipe in RECIPES.values() for name in recipe.__dataclass_fields__}
+    known = {name.replace("_", "-") for name in (*fields, *re.findall(r"^    (\w+):", source, re.MULTILINE))}
     known |= {"help", "version", "debug"}
     for page, (program, *rest) in commands():
         if program == "curvestep":

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("tyro")
 pytest.importorskip("lightning_fabric")
 
 from curvestep.lab.calibration import read_calibration

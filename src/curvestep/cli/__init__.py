@@ -12,7 +12,7 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 # What the extra `lab` brings, by the names under which it is imported.
 LAB = (
-    "tyro", "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
+    "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
 )  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def _run(args: list[str]) -> int:
         print(f"curvestep {__version__}")
         return 0
     from curvestep.cli.commands import COMMANDS
-    from curvestep.cli.parse import UsageError, nearest
+    from curvestep.cli.options import UsageError
+    from curvestep.lab.recipes import nearest
 
     if not args or args[0] in ("--help", "-h", "help"):
         print(_usage({name: words for name, (_, words) in COMMANDS.items()}))

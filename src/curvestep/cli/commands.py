@@ -10,23 +10,25 @@ import sys
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from curvestep.cli import options
-from curvestep.cli.parse import UsageError, nearest, parse
+from curvestep.cli.options import UsageError, choose_recipe, read_options
+from curvestep.lab.recipes import Recipe, nearest, recipe_names, with_fields
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
+Options = TypeVar("Options")
 AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
 
 
 def reproduce(args: list[str]) -> int:
     """``curvestep reproduce``: runs, figures, claims, and the page about them."""
-    chosen = parse(options.Reproduce, args, prog="curvestep reproduce")
+    chosen, _ = read_options(options.Reproduce, args, prog="curvestep reproduce")
     from curvestep.lab.paper.reproduction import reproduce as library
 
     result = library(
         chosen.folder,
-        figures=chosen.figures or None,
+        figures=chosen.FIGURE or None,
         scale=chosen.scale,
         progress=not chosen.quiet,
         offline=chosen.offline,
@@ -42,8 +44,7 @@ def reproduce(args: list[str]) -> int:
 
 def train(args: list[str]) -> int:
     """``curvestep train``: one run."""
-    chosen, recipe = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
-    measured = [name for name in AUTO if getattr(chosen, name) == "auto"]
+    chosen, recipe, measured = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
     if chosen.dry_run:
         from curvestep.lab.run.cost import dry_run
 
@@ -72,20 +73,11 @@ def train(args: list[str]) -> int:
 
 def sweep(args: list[str]) -> int:
     """``curvestep sweep``: a grid of runs."""
-    from curvestep.cli.fields import LEFT_OUT, chosen_recipe, with_recipe_fields
-
     if _wants_help(args):
         return _help(options.Sweep, "curvestep sweep")
-    recipe, rest = chosen_recipe(args, prog="curvestep sweep")
+    recipe, rest = choose_recipe(args, prog="curvestep sweep")
     prog = f"curvestep sweep {recipe.name}"
-    chosen: Any = parse(with_recipe_fields(options.Sweep, recipe, many=True), rest, prog=prog)
-    given = {
-        item.name: values
-        for item in dataclasses.fields(recipe)
-        if item.name not in LEFT_OUT
-        and (values := getattr(chosen, item.name, None)) is not None
-        and values != (getattr(recipe, item.name),)
-    }
+    chosen, given = read_options(options.Sweep, rest, prog=prog, recipe=recipe, many=True)
     grid = {name: values for name, values in given.items() if len(values) > 1}
     if not grid:
         raise UsageError(
@@ -110,12 +102,12 @@ def sweep(args: list[str]) -> int:
 
 def report(args: list[str]) -> int:
     """``curvestep report``: runs as one page."""
-    chosen = parse(options.Report, args, prog="curvestep report")
-    if not chosen.runs:
+    chosen, _ = read_options(options.Report, args, prog="curvestep report")
+    if not chosen.RUN:
         raise UsageError("curvestep report: name a run folder or a trace file. See curvestep report --help.")
     from curvestep.lab.report.page import write_page
 
-    page = write_page(chosen.runs, chosen.output, title=chosen.title)
+    page = write_page(chosen.RUN, chosen.output, title=chosen.title)
     if chosen.figures:
         from curvestep.lab.report.page import save_figures
 
@@ -135,14 +127,14 @@ def report(args: list[str]) -> int:
 
 def advise(args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
-    chosen = parse(options.Advise, args, prog="curvestep advise")
-    if not chosen.traces:
+    chosen, _ = read_options(options.Advise, args, prog="curvestep advise")
+    if not chosen.TRACE:
         raise UsageError("curvestep advise: name a trace file or a run folder. See curvestep advise --help.")
     from curvestep.advice.advice import advise as library
     from curvestep.fit.fit import fit_smoothness
     from curvestep.smoothness.trace import Trace
 
-    traces = [Trace.load(_trace_file(path)) for path in chosen.traces]
+    traces = [Trace.load(_trace_file(path)) for path in chosen.TRACE]
     advice = library(*traces)
     if chosen.json:
         _print_json(advice)
@@ -155,7 +147,7 @@ def advise(args: list[str]) -> int:
 
 def calibrate(args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
-    chosen, recipe = _with_recipe(options.Calibrate, args, prog="curvestep calibrate")
+    chosen, recipe, _ = _with_recipe(options.Calibrate, args, prog="curvestep calibrate")
     from curvestep.lab.run.auto import calibrate_recipe
 
     _, found = calibrate_recipe(
@@ -175,10 +167,10 @@ def data(args: list[str]) -> int:
     if args[:1] != ["get"]:
         hint = nearest(args[0], ["get"]) if args else ""
         raise UsageError(f"curvestep data: name an action: curvestep data get ptb cifar10.{hint}")
-    chosen = parse(options.Data, args[1:], prog="curvestep data get")
+    chosen, _ = read_options(options.Data, args[1:], prog="curvestep data get")
     from curvestep.lab.data import NAMES, get
 
-    for name, source in get(chosen.names or NAMES, offline=chosen.offline, progress=not chosen.quiet).items():
+    for name, source in get(chosen.NAME or NAMES, offline=chosen.offline, progress=not chosen.quiet).items():
         print(f"{name}: {source}")
     return OK
 
@@ -211,23 +203,22 @@ def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
     return recipe
 
 
-def _with_recipe(kind: type, args: list[str], *, prog: str, auto: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """The command's options and the recipe with the fields that were given, but for those ``auto``."""
-    from curvestep.cli.fields import chosen_recipe, given_fields, with_recipe_fields
-
+def _with_recipe(
+    kind: type[Options], args: list[str], *, prog: str, auto: tuple[str, ...] = ()
+) -> tuple[Options, Recipe, list[str]]:
+    """The command's options, the recipe with the fields that were given, and which fields are ``auto``."""
     if _wants_help(args):
         raise SystemExit(_help(kind, prog))
-    recipe, rest = chosen_recipe(args, prog=prog)
+    recipe, rest = choose_recipe(args, prog=prog)
     prog = f"{prog} {recipe.name}"
-    chosen = parse(with_recipe_fields(kind, recipe, auto=auto), rest, prog=prog)
-    given = given_fields(chosen, recipe)
-    return chosen, _changed(recipe, {name: value for name, value in given.items() if value != "auto"}, prog)
+    chosen, given = read_options(kind, rest, prog=prog, recipe=recipe, auto=auto)
+    measured = [name for name in auto if given.get(name) == "auto"]
+    fixed = {name: value for name, value in given.items() if name not in measured}
+    return chosen, _changed(recipe, fixed, prog), measured
 
 
-def _changed(recipe: Any, fields: dict[str, Any], prog: str) -> Any:
+def _changed(recipe: Recipe, fields: dict[str, Any], prog: str) -> Recipe:
     """The recipe with these fields; a value that it refuses is a wrong command line."""
-    from curvestep.lab.recipes import with_fields
-
     try:
         return with_fields(recipe, **fields)
     except (TypeError, ValueError) as error:
@@ -242,12 +233,11 @@ def _wants_help(args: list[str]) -> bool:
 def _help(kind: type, prog: str) -> int:
     """The command's own options, and where those of its recipes are."""
     try:
-        parse(kind, ["--help"], prog=prog if kind is options.Data else f"{prog} RECIPE")
+        read_options(kind, ["--help"], prog=prog if kind is options.Data else f"{prog} RECIPE")
     except SystemExit:
         if kind is not options.Data:
-            from curvestep.cli.fields import NAMES
-
-            print(f"Recipes: {', '.join(NAMES)}.\nEvery field is an option too: {prog} {NAMES[0]} --help")
+            names = recipe_names()
+            print(f"\nRecipes: {', '.join(names)}.\nEvery field is an option too: {prog} {names[0]} --help")
     return OK
 
 

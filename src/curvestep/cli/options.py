@@ -1,15 +1,35 @@
-"""What each command can be told: one dataclass a command, one option a field."""
+"""What each command can be told: one dataclass a command, one option a field, read by argparse.
+
+A recipe's fields are options too. Names, types, choices, defaults and help come from the dataclasses and
+their docstrings, so nothing is written twice.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import argparse
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
-from tyro.conf import Positional, arg
+from curvestep.lab.recipes import SCALES, Recipe, Scale, choices_of, get_recipe, nearest, recipe_names
 
+Options = TypeVar("Options")
 Figure = Literal["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"]
-Scale = Literal["laptop", "longer", "paper"]
 Engine = Literal["joblib", "ray"]
+NOT_OPTIONS = ("name", "figures", "scale")  # fields of a recipe: its name and scale choose it
+# What other programs call our options.
+ALIASES = {
+    "--learning-rate": "--lr", "--learnrate": "--lr", "--clip": "--max-norm", "--clip-norm": "--max-norm",
+    "--clip-grad-norm": "--max-norm", "--wd": "--weight-decay", "--batch": "--batch-size",
+    "--output-dir": "--folder", "--out": "--folder", "--dir": "--folder", "--gpus": "--devices",
+}  # fmt: skip
+
+
+class UsageError(Exception):
+    """A command line that cannot be run: one line for the user, exit code 2."""
 
 
 @dataclass(kw_only=True)
@@ -17,27 +37,28 @@ class Reproduce:
     """Every figure and table of the paper, and one HTML report.
 
     Example: curvestep reproduce fig2 fig8 --folder reproduction
+
+    Args:
+        FIGURE: fig1 to fig8; none: all.
+        folder: Folder for runs, figures, claims.md and report.html.
+        scale: laptop: minutes on two cores; longer: hours; paper: days on a GPU.
+        engine: Processes here, or a Ray cluster.
+        workers: Runs at a time.
+        address: Of a Ray cluster, such as 10.0.0.1:6379; none starts one here.
+        offline: Use no network; stand-ins replace data that are not here.
+        quiet: Show no progress.
+        no_open: Do not show the report in a browser at the end.
     """
 
-    figures: Annotated[
-        Positional[tuple[Figure, ...]], arg(help="fig1 to fig8; none: all", metavar="FIGURE")
-    ] = ()
+    FIGURE: tuple[Figure, ...] = ()
     folder: str = "reproduction"
-    """Folder for runs, figures, claims.md and report.html."""
     scale: Scale = "laptop"
-    """laptop: minutes on two cores; paper: days on a GPU."""
     engine: Engine = "joblib"
-    """Processes here, or a Ray cluster."""
     workers: int = 2
-    """Runs at a time."""
     address: str = ""
-    """Of a Ray cluster, such as 10.0.0.1:6379; '' starts one here."""
     offline: bool = False
-    """Use no network; stand-ins replace data that are not here."""
     quiet: bool = False
-    """Show no progress."""
     no_open: bool = False
-    """Do not show the report in a browser at the end."""
 
 
 @dataclass(kw_only=True)
@@ -45,32 +66,34 @@ class Train:
     """Train one recipe and keep everything in a run folder.
 
     Example: curvestep train ptb-lstm --lr auto --max-norm auto
+
+    Args:
+        folder: Run folder; none: runs/<recipe>-<setting>.
+        scale: Which sizes the other defaults have.
+        resume: Go on where the folder's checkpoint stands.
+        dry_run: Only print what would run, and its cost in seconds.
+        devices: Processes that share each batch.
+        accelerator: Where to train.
+        strategy: How several devices work together.
+        loggers: Besides the run's own files.
+        checkpoint_seconds: Seconds between two checkpoints.
+        threads: Torch threads of each process; 0: torch decides.
+        offline: Use no network for the data.
+        quiet: Show no progress.
     """
 
     folder: str = ""
-    """Run folder; '' is runs/<recipe>-<setting>."""
     scale: Scale = "laptop"
-    """Which sizes the other defaults have."""
     resume: bool = False
-    """Go on where the folder's checkpoint stands."""
     dry_run: bool = False
-    """Only print what would run, and its cost in seconds."""
     devices: int = 1
-    """Processes that share each batch."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How several devices work together."""
     loggers: tuple[Literal["csv", "tensorboard"], ...] = ()
-    """Besides the run's own files."""
     checkpoint_seconds: float = 60.0
-    """Seconds between two checkpoints."""
     threads: int = 0
-    """Torch threads of each process; 0: torch decides."""
     offline: bool = False
-    """Use no network for the data."""
     quiet: bool = False
-    """Show no progress."""
 
 
 @dataclass(kw_only=True)
@@ -78,24 +101,26 @@ class Sweep:
     """Train one recipe at every point of a grid; give fields several values.
 
     Example: curvestep sweep ptb-lstm --lr 3 10 30 --max-norm inf 0.25
+
+    Args:
+        folder: Folder of the sweep; none: runs/sweep-<recipe>.
+        scale: Which sizes the other defaults have.
+        engine: Processes here, or a Ray cluster.
+        workers: Trials at a time.
+        address: Of a Ray cluster, such as 10.0.0.1:6379; none starts one here.
+        checkpoint_seconds: Seconds between two checkpoints of a trial.
+        offline: Use no network for the data.
+        quiet: Show no progress.
     """
 
     folder: str = ""
-    """Folder of the sweep; '' is runs/sweep-<recipe>."""
     scale: Scale = "laptop"
-    """Which sizes the other defaults have."""
     engine: Engine = "joblib"
-    """Processes here, or a Ray cluster."""
     workers: int = 2
-    """Trials at a time."""
     address: str = ""
-    """Of a Ray cluster, such as 10.0.0.1:6379; '' starts one here."""
     checkpoint_seconds: float = 60.0
-    """Seconds between two checkpoints of a trial."""
     offline: bool = False
-    """Use no network for the data."""
     quiet: bool = False
-    """Show no progress."""
 
 
 @dataclass(kw_only=True)
@@ -103,21 +128,22 @@ class Report:
     """One self-contained HTML page about runs, sweeps, or traces of your own loop.
 
     Example: curvestep report runs/mine runs/other --output report.html
+
+    Args:
+        RUN: Run folders, folders of runs, trace files.
+        output: HTML file to write.
+        title: Heading of the page; none: what was found.
+        figures: Folder for each figure as PNG and SVG; none writes none.
+        json: Print the verdict as JSON instead of words.
+        open: Open the page in a browser.
     """
 
-    runs: Annotated[
-        Positional[tuple[str, ...]], arg(help="run folders, folders of runs, trace files", metavar="RUN")
-    ]
+    RUN: tuple[str, ...] = ()
     output: str = "report.html"
-    """HTML file to write."""
     title: str = ""
-    """Heading of the page; '' is what was found."""
     figures: str = ""
-    """Folder for each figure as PNG and SVG; '' writes none."""
     json: bool = False
-    """Print the verdict as JSON instead of words."""
     open: bool = False
-    """Open the page in a browser."""
 
 
 @dataclass(kw_only=True)
@@ -125,13 +151,14 @@ class Advise:
     """What (L0, L1) a run saw, which lr and max_norm follow, and why.
 
     Example: curvestep advise runs/mine/trace.jsonl
+
+    Args:
+        TRACE: Trace files or run folders, of one task.
+        json: Print JSON instead of words.
     """
 
-    traces: Annotated[
-        Positional[tuple[str, ...]], arg(help="trace files or run folders, of one task", metavar="TRACE")
-    ]
+    TRACE: tuple[str, ...] = ()
     json: bool = False
-    """Print JSON instead of words."""
 
 
 @dataclass(kw_only=True)
@@ -139,18 +166,20 @@ class Calibrate:
     """lr and max_norm for a recipe, measured before training from a few gradients.
 
     Example: curvestep calibrate ptb-lstm --batch-size 40
+
+    Args:
+        scale: Which sizes the other defaults have.
+        num_batches: Batches to measure at least.
+        max_gradients: Gradients to evaluate at most.
+        offline: Use no network for the data.
+        json: Print JSON instead of words.
     """
 
     scale: Scale = "laptop"
-    """Which sizes the other defaults have."""
     num_batches: int = 3
-    """Batches to measure at least."""
     max_gradients: int = 40
-    """Gradients to evaluate at most."""
     offline: bool = False
-    """Use no network for the data."""
     json: bool = False
-    """Print JSON instead of words."""
 
 
 @dataclass(kw_only=True)
@@ -158,12 +187,202 @@ class Data:
     """Fetch data sets, verify them, and keep them in the cache.
 
     Example: curvestep data get ptb cifar10
+
+    Args:
+        NAME: Data sets; none: all.
+        offline: Only check what is here already.
+        quiet: Show no progress.
     """
 
-    names: Annotated[
-        Positional[tuple[Literal["ptb", "cifar10"], ...]], arg(help="data sets; none: all", metavar="NAME")
-    ] = ()
+    NAME: tuple[Literal["ptb", "cifar10"], ...] = ()
     offline: bool = False
-    """Only check what is here already."""
     quiet: bool = False
-    """Show no progress."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with the nearest option for an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise :class:`UsageError`."""
+        raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}. See {self.prog} --help.")
+
+    def read(self, args: Sequence[str]) -> dict[str, Any]:
+        """The options that were given, by field."""
+        found, unknown = self.parse_known_args(list(args))
+        if not unknown:
+            return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"there is no use for {name}")
+        names = [action.option_strings[0] for action in self._actions[1:] if action.option_strings]
+        alias = ALIASES.get(name.lower())
+        hint = f" Did you mean {alias}?" if alias in names else nearest(name, names)
+        raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {', '.join(names)}.")
+
+
+def read_options(
+    kind: type[Options],
+    args: Sequence[str],
+    *,
+    prog: str,
+    recipe: Recipe | None = None,
+    many: bool = False,
+    auto: Sequence[str] = (),
+) -> tuple[Options, dict[str, Any]]:
+    """The options of a command, and the fields of its recipe that were given.
+
+    Args:
+        kind: The command's dataclass.
+        args: The command line after the command and the recipe.
+        prog: The command as it was typed, for usage and hints.
+        recipe: Its fields become options too.
+        many: Fields of the recipe take several values, for a grid.
+        auto: Fields of the recipe that may be ``auto``.
+
+    Raises:
+        UsageError: with one line that names the option and what it needs.
+        SystemExit: after ``--help``.
+    """
+    text = inspect.cleandoc(kind.__doc__ or "").partition("\n\nArgs:")[0]
+    if recipe is not None:
+        lrs = {"--lr 3 10 30": "--lr 0.1 1 5"} if "resnet" in recipe.name else {}
+        for old, new in {**lrs, "ptb-lstm": recipe.name}.items():
+            text = text.replace(old, new)
+    own = fields(kind)  # pyright: ignore[reportArgumentType] (a dataclass)
+    positional = [item.name for item in own if item.name.isupper()]
+    parser = Parser(
+        prog=prog,
+        usage=" ".join([prog, "[-h] [OPTIONS]", *(f"[{name} ...]" for name in positional)]),
+        description=text,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=30, width=80
+        ),
+        allow_abbrev=False,
+    )
+    for item in own:
+        add_option(parser, kind, item.name, item.default)
+    if recipe is not None:
+        for item in fields(recipe):
+            is_tuple = isinstance(getattr(recipe, item.name), tuple)
+            if item.name not in NOT_OPTIONS and not (many and is_tuple):
+                default = getattr(recipe, item.name)
+                add_option(
+                    parser,
+                    type(recipe),
+                    item.name,
+                    default,
+                    many=many,
+                    auto=item.name in auto,
+                    given_only=True,
+                )
+    found = parser.read(args)
+    names = {item.name for item in own}
+    options = kind(**{name: value for name, value in found.items() if name in names})
+    return options, {name: value for name, value in found.items() if name not in names}
+
+
+def add_option(
+    parser: argparse.ArgumentParser,
+    kind: type,
+    name: str,
+    default: Any,
+    *,
+    many: bool = False,
+    auto: bool = False,
+    given_only: bool = False,
+) -> None:
+    """Make an option of a field: type and choices from its annotation, help from its class's docstring."""
+    hint = get_type_hints(kind)[name]
+    several = many or (hint not in (bool, int, float, str) and not choices_of(hint))
+    kept = argparse.SUPPRESS if given_only else default
+    flag = f"--{name.replace('_', '-')}"
+    text = help_texts(kind)[name].rstrip(".").replace("%", "%%")
+    if hint is bool and not many:
+        if default:
+            flag, text = f"--no-{name.replace('_', '-')}", f"No {text[:1].lower()}{text[1:]}"
+        action = "store_false" if default else "store_true"
+        parser.add_argument(flag, action=action, dest=name, default=kept, help=f"{text} (default: off)")
+        return
+    values = default if isinstance(default, tuple) else (default,)
+    shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values).strip() or "none"
+    item = hint if many or not several else get_args(hint)[0]
+    choices = choices_of(item)
+    if auto:
+        text += "; auto: measured at the start"
+    metavar = "{" + ",".join(choices) + "}" if choices else "auto|X" if auto else item.__name__.upper()
+    if many and choices:  # argparse would list them twice
+        text, metavar = f"{text}; of {', '.join(choices)}", "NAME"
+    settings: dict[str, Any] = {
+        "type": reader_of(item, auto=auto),
+        "default": kept,
+        "help": f"{text} (default: {shown})",
+        "metavar": metavar,
+    }
+    if several:
+        settings["nargs"] = "+" if many else "*"
+    if name.isupper():
+        settings["metavar"] = name
+        parser.add_argument(name, **settings)
+    else:
+        parser.add_argument(flag, dest=name, **settings)
+
+
+def reader_of(hint: Any, *, auto: bool = False) -> Callable[[str], Any]:
+    """A function that reads one value of a type; its error says what is needed."""
+    choices = choices_of(hint)
+    if hint is bool:
+        choices = ("true", "false")
+    needed = (
+        f"one of {', '.join(choices)}" if choices else {int: "a whole number", float: "a number"}.get(hint)
+    )
+
+    def read(word: str) -> Any:
+        if auto and word == "auto":
+            return word
+        try:
+            if choices and word not in choices:
+                raise ValueError
+            return word if choices else hint(word)
+        except ValueError:
+            or_auto = " or auto" if auto else ""
+            raise argparse.ArgumentTypeError(f"needs {needed}{or_auto}, got {word!r}") from None
+
+    return read
+
+
+def help_texts(kind: type) -> dict[str, str]:
+    """The help of each field: the first sentence about it in the ``Args`` of its class, or of a base class.
+
+    Example:
+        >>> help_texts(Data)["offline"]
+        'Only check what is here already.'
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        listed = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")[2]
+        for entry in re.split(r"\n(?=    \w+: )", "\n" + listed):
+            name, _, text = " ".join(entry.split()).partition(": ")
+            found[name] = re.split(r"(?<=\.) ", text.replace("``", ""))[0]
+    return found
+
+
+def choose_recipe(args: Sequence[str], *, prog: str) -> tuple[Recipe, list[str]]:
+    """The recipe that a command line names first, at the scale it names anywhere; and the other words."""
+    names = recipe_names()
+    if not args or args[0].startswith("-"):
+        raise UsageError(f"{prog}: name a recipe first, one of {', '.join(names)}. See {prog} --help.")
+    name, *rest = args
+    if name not in names:
+        raise UsageError(
+            f"{prog}: there is no recipe {name}.{nearest(name, names)} Recipes: {', '.join(names)}."
+        )
+    scale = "laptop"
+    for word, following in itertools.pairwise([*rest, ""]):
+        if word.partition("=")[0] == "--scale":
+            scale = word.partition("=")[2] or following
+    if scale not in SCALES:
+        raise UsageError(f"{prog}: --scale must be one of {', '.join(SCALES)}, got {scale}.")
+    try:
+        return get_recipe(name, scale), rest
+    except ValueError as error:
+        raise UsageError(f"{prog}: {error}") from None

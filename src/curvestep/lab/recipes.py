@@ -11,16 +11,21 @@ import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
 from curvestep.steps import check_threshold
 
-SCALES = ("laptop", "longer", "paper")
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
-OPTIMIZERS = ("clipped", "normalized")
+Scale = Literal["laptop", "longer", "paper"]
+SCALES: tuple[str, ...] = get_args(Scale)
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The choices of a ``Literal`` type; none of any other type."""
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +38,10 @@ class Recipe(ABC):
         scale: ``laptop`` (minutes), ``longer`` (hours on two cores) or ``paper`` (days).
         seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
             the same start and the same batches.
-        optimizer: ``clipped``, :math:`h = \min\{\eta, \gamma\eta/g\}`, or ``normalized``,
-            :math:`h = \eta/(g+\beta)`.
-        lr: Learning rate :math:`\eta`.
-        max_norm: Gradient norm :math:`\gamma` at which clipping starts; ``inf`` is plain SGD.
-        offset: :math:`\beta` of the normalized step.
+        optimizer: Step rule: ``clipped``, h = min{η, γη/g}, or ``normalized``, h = η/(g + β).
+        lr: Learning rate η.
+        max_norm: Gradient norm γ at which clipping starts; ``inf`` is plain SGD.
+        offset: Gradient norm β added in the normalized step.
         momentum: Momentum of the optimizer.
         weight_decay: Coefficient of the L2 penalty. The losses in the records are without it.
         lr_drops: Shares of the run after which ``lr`` is divided by ten.
@@ -58,9 +62,9 @@ class Recipe(ABC):
 
     name: str
     figures: tuple[str, ...] = ()
-    scale: str = "laptop"
+    scale: Scale = "laptop"
     seed: int = 0
-    optimizer: str = "clipped"
+    optimizer: Literal["clipped", "normalized"] = "clipped"
     lr: float = 1.0
     max_norm: float = math.inf
     offset: float = 1.0
@@ -78,12 +82,12 @@ class Recipe(ABC):
     eval_size: int = 0
     log_every: int = 1
     diverged_above: float = 3.0
-    precision: str = "32-true"
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
 
     def __post_init__(self) -> None:
-        check_choice("scale", self.scale, SCALES)
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        check_choice("precision", self.precision, PRECISIONS)
+        for name, hint in get_type_hints(type(self)).items():
+            if choices := choices_of(hint):
+                check_choice(name, getattr(self, name), choices)
         check_positive("lr", self.lr)
         check_threshold("max_norm", self.max_norm)
         check_positive("offset", self.offset)
@@ -158,7 +162,7 @@ class LanguageRecipe(Recipe):
             fine-tuning stage of Merity et al.
     """
 
-    model: str = "lstm"
+    model: Literal["lstm", "awd-lstm"] = "lstm"
     corpus: str = "ptb"
     num_words: int = 0
     vocabulary: int = 0
@@ -174,16 +178,14 @@ class LanguageRecipe(Recipe):
     temporal_penalty: float = 0.0
     bptt: int = 35
     variable_bptt: bool = False
-    averaging: str = "never"
+    averaging: Literal["never", "triggered", "always"] = "never"
     patience: int = 5
     start_from: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("model", self.model, ("lstm", "awd-lstm"))
         for name in ("embedding", "hidden", "layers", "bptt"):
             check_count(name, getattr(self, name))
-        check_choice("averaging", self.averaging, ("never", "triggered", "always"))
         check_count("patience", self.patience)
         check_count("num_words", self.num_words, least=0)
         if self.vocabulary:
@@ -213,16 +215,14 @@ class ImageRecipe(Recipe):
         pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 
-    model: str = "resnet20"
-    images: str = "cifar10-subset"
+    model: Literal["resnet20", "resnet18"] = "resnet20"
+    images: Literal["cifar10", "cifar10-subset", "digits"] = "cifar10-subset"
     augmented: bool = True
     num_images: int = 0
     pooling: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("model", self.model, ("resnet20", "resnet18"))
-        check_choice("images", self.images, ("cifar10", "cifar10-subset", "digits"))
         check_count("num_images", self.num_images, least=0)
         if self.pooling not in (1, 2, 4):
             raise ValueError(f"`pooling` must be 1, 2 or 4 pixels a side, got {self.pooling!r}.")
@@ -335,9 +335,9 @@ def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
         Traceback (most recent call last):
         ValueError: Recipe ptb-lstm has no field `learning_rate`. ...
     """
-    names = tuple(dict.fromkeys(name for name, _ in RECIPES))
+    names = recipe_names()
     if name not in names:
-        raise ValueError(f"There is no recipe {name!r}.{_nearest(name, names)} Recipes: {', '.join(names)}.")
+        raise ValueError(f"There is no recipe {name!r}.{nearest(name, names)} Recipes: {', '.join(names)}.")
     check_choice("scale", scale, SCALES)
     if (name, scale) not in RECIPES:
         scales = ", ".join(there for other, there in RECIPES if other == name)
@@ -358,7 +358,7 @@ def with_fields(recipe: AnyRecipe, **overrides: Any) -> AnyRecipe:
     valid = tuple(field.name for field in fields(recipe))
     for name in overrides:
         if name not in valid:
-            hint = f"{_nearest(name, valid)} Fields: {', '.join(valid)}."
+            hint = f"{nearest(name, valid)} Fields: {', '.join(valid)}."
             raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
     changes = {name: _coerce(name, value, hints[name]) for name, value in overrides.items()}
     if "steps" in changes and "epochs" not in changes and changes["steps"]:
@@ -410,7 +410,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             if isinstance(value, bool):
                 raise ValueError
             return float(value)
-        if hint is str:
+        if hint is str or choices_of(hint):
             return str(value)
         inner = float if hint == tuple[float, ...] else str
         return tuple(inner(item) for item in ([value] if isinstance(value, (str, float, int)) else value))
@@ -427,6 +427,17 @@ def _as_bool(value: Any) -> bool:
     return value
 
 
-def _nearest(name: str, names: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean `{close[0]}`?" if close else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the one of ``names`` that is closest to a mistyped one; empty if none is.
+
+    Example:
+        >>> nearest("max_nrom", ["lr", "max_norm"])
+        ' Did you mean max_norm?'
+    """
+    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The names of all recipes."""
+    return tuple(dict.fromkeys(name for name, _ in RECIPES))
