@@ -127,6 +127,14 @@ def test_noise_raises_the_threshold_and_can_be_the_whole_story():
     assert any("gradient noise is 50" in reason for reason in drowned.reasons)
 
 
+def test_a_threshold_below_five_times_the_noise_is_named():
+    clipped = advise(run(lr=0.3, max_norm=0.5, tau=0.4))
+    assert any("The run's max_norm, 0.5, is below five times" in warning for warning in clipped.warnings)
+    assert any("below about 0.32" in warning for warning in clipped.warnings)  # 0.4²/0.5
+    for quiet in (run(lr=0.3, max_norm=0.5, tau=0.05), run(lr=0.3, max_norm=0.5), run(lr=0.3, tau=0.4)):
+        assert not any("five times the gradient noise" in warning for warning in advise(quiet).warnings)
+
+
 def test_line_through_the_origin_still_gives_a_step_cap():
     advice = advise(run(L0=0.0))
     g = run(L0=0.0).column("grad_norm")

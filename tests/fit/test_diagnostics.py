@@ -85,6 +85,13 @@ def test_a_norm_that_wanders_is_worth_few_rows():
         assert share_of(few, scenario) <= 0.1
 
 
+def test_bad_batches_are_named():
+    assert share_of(diagnostics.far_row, bad_batches) >= 0.9
+    assert share_of(diagnostics.far_row, heavy_tails) <= 0.4  # a few such rows set the slope there as well
+    for scenario in (plain, grows_with_g, falls_together, sharpens):
+        assert share_of(diagnostics.far_row, scenario) == 0
+
+
 def test_noise_in_the_gradient_norm_is_named_where_it_was_measured():
     g, ell = plain(np.random.default_rng(0))
     noisy = diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g)))

@@ -4,8 +4,11 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from torch import nn
 
+import curvestep as cs
 from curvestep.fit.correlation import Correlations
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
@@ -280,14 +283,14 @@ def test_a_few_rows_without_step_length_leave_the_control_to_the_others():
 
 
 def test_noise_scale_is_the_quotient_of_means():
-    g = np.array([2.0, 4.0] * 20)
-    noise = np.array([1.0, 3.0] * 20)
-    fit = fit_smoothness(make_trace(g, np.ones(40), noise=noise, batch_size=8), control=False)
-    assert fit.noise_scale == pytest.approx(8 * 5 / (10 - 5))  # means of noise² and of g² - noise²
+    g, ell = simulated(np.random.default_rng(0), num=40)
+    columns = {"grad_variance": [8.0, 72.0] * 20, "grad_signal": [-1.0, 11.0] * 20}
+    fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
+    assert fit.noise_scale == pytest.approx(40 / 5)
     assert "noise scale" in str(fit)
-    assert fit_smoothness(make_trace(g, np.ones(40), noise=noise), control=False).noise_scale is None
-    drowned = fit_smoothness(make_trace(g, np.ones(40), noise=2 * g, batch_size=8), control=False)
-    assert drowned.noise_scale == math.inf
+    assert fit_smoothness(make_trace(g, ell), control=False).noise_scale is None
+    columns["grad_signal"] = [-1.0, 0.5] * 20
+    assert fit_smoothness(make_trace(g, ell, **columns), control=False).noise_scale == math.inf
 
 
 def test_narrow_range_few_points_and_noise_floor_are_named():
@@ -449,3 +452,33 @@ def test_long_runs_are_fitted_in_seconds():
     long = fit_smoothness(make_trace(np.tile(g, 20), np.tile(ell, 20)), control=False)
     assert long.num_points == 6000
     assert long.L1 == pytest.approx(fit_smoothness(make_trace(g, ell), control=False).L1, rel=1e-6)
+
+
+@pytest.mark.parametrize("classify", [True, False])
+def test_a_probed_run_decides_inside_its_steps(classify):
+    """Logistic regression has a Hessian that falls with the gradient; linear regression a constant one."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1, bias=False)
+    inputs = torch.randn(256, 8)
+    clean = inputs @ torch.linspace(-2, 2, 8)[:, None]
+    targets = (clean > 0).float() if classify else clean
+    optimizer = torch.optim.SGD(model.parameters(), lr=20.0 if classify else 0.3)
+    probe = cs.SmoothnessProbe(model, every=1)
+    for _ in range(60):
+        chosen = torch.randint(0, 256, (32,))
+
+        def loss_fn(chosen=chosen):
+            out = model(inputs[chosen])
+            if classify:
+                return nn.functional.binary_cross_entropy_with_logits(out, targets[chosen])
+            return ((out - targets[chosen]) ** 2).mean() / 2
+
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        with probe(loss_fn, loss=loss):
+            optimizer.step()
+    fit = fit_smoothness(probe.trace)
+    assert fit.within.num_rows > 20 or not classify
+    assert fit.grows is classify
+    assert ("Clipping pays" in cs.advise(fit).verdict) <= classify

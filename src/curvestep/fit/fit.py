@@ -250,7 +250,7 @@ def fit_samples(
     rng = np.random.default_rng(seed)
     few = evenly_spaced(len(g), most=_MOST_POINTS)
     correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
-    recorded = samples.secants.size > 0 and samples.secants.shape == samples.grad_norms.shape
+    recorded = np.isfinite(samples.secants).any() and np.isfinite(samples.grad_norms).any()
     within = within_steps(
         secants=samples.secants if recorded else None,
         grad_norm=g,

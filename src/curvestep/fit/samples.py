@@ -58,8 +58,9 @@ class Samples:
     noise: np.ndarray
     clip_norm: np.ndarray  # as :func:`clip_norms` gives it
     spectral: np.ndarray  # spectral smoothness where it had converged
-    batch_size: np.ndarray
-    secants: np.ndarray  # shape (rows, fractions); without columns where no row has any
+    grad_variance: np.ndarray  # tr Σ of the gradient of one sample
+    grad_signal: np.ndarray  # ‖G‖², without the noise
+    secants: np.ndarray  # shape (rows, fractions)
     grad_norms: np.ndarray  # gradient norm on the same batch at each fraction, likewise
     fractions: tuple[float, ...]
     skipped: int
@@ -91,17 +92,15 @@ class Samples:
         r"""Gradient noise scale :math:`\operatorname{tr}\Sigma/\lVert G\rVert^2`, in samples of a batch.
 
         :math:`\Sigma` is the covariance of the gradient of one sample, G the full gradient: batches below
-        this size are mostly noise (McCandlish et al., 2018). With the noise :math:`\tau` of the gradient g
-        of a batch of size B, :math:`B\tau^2` estimates the numerator and :math:`\lVert g\rVert^2 - \tau^2`
-        the denominator; each is averaged over the rows by itself, since a mean of ratios is far too large.
-        None where the noise or the batch size was not recorded; inf where nothing but noise is left.
+        this size are mostly noise (McCandlish et al., 2018). Numerator and denominator are averaged over the
+        rows each by itself, since a mean of ratios is far too large. None where they were not recorded; inf
+        where nothing but noise is left.
         """
-        known = np.isfinite(self.noise) & np.isfinite(self.batch_size)
+        known = np.isfinite(self.grad_variance) & np.isfinite(self.grad_signal)
         if not known.any():
             return None
-        variance = self.noise[known] ** 2
-        signal = float(np.mean(self.grad_norm[known] ** 2 - variance))
-        return float(np.mean(self.batch_size[known] * variance)) / signal if signal > 0 else math.inf
+        signal = float(self.grad_signal[known].mean())
+        return float(self.grad_variance[known].mean()) / signal if signal > 0 else math.inf
 
     @property
     def stride(self) -> int:
@@ -127,7 +126,6 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     column = {name: trace.column(name)[order] for name in ("step", "loss", "step_norm", "lr", "coefficient")}
     g, ell = grad_norm[order], smoothness[order]
     kappa = trace.column("kappa")[order]
-    noise = trace.column("noise")[order] if "noise" in trace.names else np.full(len(order), np.nan)
     spectral = trace.column("spectral_smoothness")
     dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
     return Samples(
@@ -135,13 +133,14 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         grad_norm=g,
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
-        noise=noise,
+        noise=trace.column("noise")[order],
         clip_norm=clip_norms(column["coefficient"], g, step_norm=column["step_norm"], lr=column["lr"]),
         spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
-        batch_size=trace.column("batch_size")[order],
-        secants=_by_fraction(trace, "secants")[order],
-        grad_norms=_by_fraction(trace, "grad_norms")[order],
-        fractions=tuple(trace.header.get("fractions", ())),
+        grad_variance=trace.column("grad_variance")[order],
+        grad_signal=trace.column("grad_signal")[order],
+        secants=trace.column("secants")[order],
+        grad_norms=trace.column("grad_norms")[order],
+        fractions=trace.fractions,
         skipped=len(trace) - len(order),
         # The header knows the parameters' type but not autocast's.
         eps=_typical(trace.column("eps")[order], missing=_EPS.get(dtype, _EPS["float32"])),
@@ -271,15 +270,6 @@ def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
     if flag not in trace.names:
         return np.zeros(len(trace), dtype=bool)
     return (trace.column(flag) == 0) & np.isfinite(trace.column(estimator))
-
-
-def _by_fraction(trace: Trace, name: str) -> np.ndarray:
-    """A column with one number a fraction of the step, shape (rows, fractions)."""
-    if name not in trace.names:
-        return np.empty((len(trace), 0))
-    cells = trace.column(name)
-    width = max((len(cell) for cell in cells if cell is not None), default=0)
-    return np.array([[np.nan] * width if cell is None else cell for cell in cells], dtype=float)
 
 
 def _typical(values: np.ndarray, *, missing: float) -> float:
