@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep import vectors
-from curvestep.vectors import PIECE, cpu_norm, difference, distance, global_norm
+from curvestep.vectors import PIECE, cpu_norm, difference, distance, dot_of_changes, global_norm
 from tests.reference import reference_norm
 
 
@@ -174,3 +174,26 @@ def test_distance_neither_overflows_nor_hides_what_is_not_finite():
     assert distance(huge, -huge).item() == pytest.approx(2e30 * math.sqrt(2 * PIECE), rel=1e-6)
     huge[-1] = math.nan
     assert math.isnan(distance(huge, torch.zeros_like(huge)).item())
+
+
+@given(
+    sizes=st.sampled_from([(0,), (7,), (40_000,), (130, 170), ()]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64]),
+    given_=st.sampled_from([(True, True), (True, False), (False, True), (False, False)]),
+    kind=st.sampled_from(["plain", "transposed", "sparse"]),
+    seed=st.integers(0, 100),
+)
+def test_dot_of_changes_is_the_inner_product_of_both_differences(sizes, dtype, given_, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(sizes, dtype=torch.float64, generator=generator).to(dtype) for _ in range(4)]
+    a, b, c, d = (t.t() if kind == "transposed" and t.dim() == 2 else t for t in drawn)
+    if kind == "sparse" and sizes and not dtype.is_complex:
+        c, d = c.to_sparse(), d.to_sparse()
+    found = dot_of_changes(a, b, c if given_[0] else None, d if given_[1] else None)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    x, y, z, w = (t.to_dense().to(wide) for t in (a, b, c, d))
+    other = given_[0] * z - given_[1] * w
+    exact = ((x - y).conj() * other).sum().real.item()
+    scale = (x - y).norm().item() * other.norm().item()
+    tolerance = {torch.float64: 1e-13, torch.bfloat16: 1e-2}.get(dtype, 1e-5)
+    assert found.item() == pytest.approx(exact, abs=tolerance * scale)

@@ -210,10 +210,11 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         tensors, sign = [new.detach(), old.detach(), other.detach()], -1.0 if other_new is None else 1.0
     else:
         tensors, sign = [t.detach() for t in (new, old, other_new, other_old)], 1.0
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     if (
-        new.dtype in (torch.float32, torch.float64)
+        tensors[0].dtype in (torch.float32, torch.float64)
         and _homogeneous_cpu(tensors)
-        and all(t.shape == new.shape and t.is_contiguous() for t in tensors)
+        and all(t.shape == tensors[0].shape and t.is_contiguous() for t in tensors)
     ):
         # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
         pieces = zip(*(t.view(-1).split(SMALL) for t in tensors), strict=True)

@@ -92,3 +92,44 @@ def test_two_processes_measure_what_one_does_and_agree_when(tmp_path):
     assert steps == other_steps
     assert len(steps) >= 2
     assert torch.get_default_dtype() == torch.float64
+
+
+def noisy(rank, bucket_view):
+    """Rows and gradients of two ranks with halves of the same batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+    wrapped = model if rank is None else DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0)
+    probe = SmoothnessProbe(wrapped, every=2)
+    for step in range(5):
+        x, y = torch.randn(8, 5), torch.randn(8, 3)
+        share = slice(None) if rank is None else slice(rank * 4, rank * 4 + 4)
+
+        def loss_of(part, x=x, y=y):
+            return lambda: (wrapped(x[part]) - y[part]).square().mean()
+
+        halves = (loss_of(slice(4)), loss_of(slice(4, 8))) if rank is None else None
+        factor = 1024.0 if step == 4 else 1.0
+        (factor * loss_of(share)()).backward()
+        for p in model.parameters():
+            p.grad.div_(factor)  # as a loss scaler does
+        with probe(loss_of(share), halves=halves):
+            optimizer.step()
+        optimizer.zero_grad()
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    return [dict(row) for row in probe.trace], [p.detach().clone() for p in model.parameters()], hooks
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ranks_give_the_noise_that_halves_give_for_nothing(bucket_view):
+    expected, weights, _ = noisy(None, bucket_view)
+    for rows, trained, hooks in run_on_processes(noisy, bucket_view):
+        torch.testing.assert_close(trained, weights)
+        assert hooks == 0
+        for row, other in zip(rows[:2], expected[:2], strict=True):
+            for name in ("noise", "grad_signal", "grad_variance"):
+                assert row[name] == pytest.approx(other[name], rel=1e-9)
+        assert rows[2]["noise"] is None  # scaled: what the ranks averaged is not what is in `.grad`
+        assert rows[2]["status"] == "ok"

@@ -22,6 +22,7 @@ from curvestep._checks import check_choice, check_count
 from curvestep.distributed import (
     any_rank,
     from_rank_zero,
+    is_sharded,
     is_writer,
     over_ranks,
     spans_ranks,
@@ -31,6 +32,7 @@ from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
 from curvestep.smoothness.observer import (
     ForwardCalls,
+    RankGradients,
     StepObserver,
     StepRecord,
     autocast_precision,
@@ -121,6 +123,8 @@ class SmoothnessProbe:
         self._warned: set[str] = set()
         self._start, self._gradients = Workspace(), Workspace()
         self._record = StepRecord()
+        # DDP averages whole gradients; FSDP2 never holds one.
+        self._averages = spans_ranks(model) and not any(map(is_sharded, self.parameters))
         self._handle = observe_forward(model, self._record_forward)
 
     @contextmanager
@@ -141,7 +145,8 @@ class SmoothnessProbe:
             batch_size: For the row. Default: the length of the model's first input, over all calls.
             halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
                 :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`, and the two parts of the gradient noise scale,
-                ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch.
+                ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch. Under DDP the
+                ranks' own gradients give them without it, unless a loss scaler or several passes hide them.
         """
         if self.step == 0 and not self._closed:
             self._check_fresh()
@@ -158,6 +163,8 @@ class SmoothnessProbe:
         routine = self.self_test is not None
         try:
             before: Measurement | None = self._attempt(row, lambda: self._measure_before(closure, row))
+            if halves is not None:  # before the step: after it the batch's halves are no longer independent
+                row.update(self._attempt(row, partial(self._noise, halves)) or {})
             self._record.spent += self._now() - started
             self._record.in_block = True
             with observe_steps(self.parameters, clock=self._now) as steps:
@@ -165,8 +172,6 @@ class SmoothnessProbe:
             self._record.in_block = False
             resumed = self._now()
             self._record.spent += steps.seconds
-            if halves is not None:
-                row.update(self._attempt(row, partial(self._noise, halves)) or {})
             if before is not None:
                 self._attempt(row, partial(self._measure_after, closure, before, steps, row))
             if row.get("noise") is not None and row["batch_size"] is not None:
@@ -210,7 +215,7 @@ class SmoothnessProbe:
         self._measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
-        self._record = StepRecord()
+        self._forget_step()
 
     def _check_fresh(self) -> None:
         """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
@@ -242,6 +247,9 @@ class SmoothnessProbe:
                 "`zero_grad()` after it."
             )
         raw_norm = global_norm(gradients).item()
+        if self._record.ranks is not None:
+            self._record.ranks.remove()
+            row.update(self._record.ranks.noise(raw_norm, self.model))
         own = self.oracle is None  # else training's passes do not matter
         if self.self_test is None or (own and any_rank(self._test.is_due(self._record), self.model)):
             with self._replaying(self.oracle or closure) as replay:
@@ -330,6 +338,8 @@ class SmoothnessProbe:
         started = self.schedule.clock()
         if self._record.state is None:
             self._record.state = PassState(self.model)
+        if self._record.ranks is None and self.oracle is None and self._averages:
+            self._record.ranks = RankGradients(self.parameters)
         self._record.eps = autocast_precision(self.parameters[0])
         self._record.trained.record(args, kwargs, with_inputs=self.self_test is None)
         self._record.spent += self.schedule.clock() - started
@@ -370,6 +380,11 @@ class SmoothnessProbe:
                 assert self.schedule.next is not None
                 self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        if self._record.ranks is not None:
+            self._record.ranks.remove()
         self._record = StepRecord()
 
     def _takes(self, name: str) -> bool:

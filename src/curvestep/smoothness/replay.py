@@ -184,8 +184,9 @@ class Replay:
             there = self.gradient()
             for i, new in enumerate(there.gradients):
                 look(i, new)
+            grad_norm = size.value()  # before the gradient is overwritten
             parts = difference(there.gradients, old, overwrite=True)
-            return Change(there.loss, parts, size.value(), total())
+            return Change(there.loss, parts, grad_norm, total())
         parts: list[Tensor | None] = [None] * len(self.parameters)
         times = [0] * len(parts)
 

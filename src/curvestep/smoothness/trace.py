@@ -115,7 +115,7 @@ FIELDS: dict[str, Field] = {
         "number",
         "loss/x",
         "gradient noise",
-        "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g.",
+        "‖g₁ − g₂‖/2 of the halves of the batch (DDP: of the ranks): standard deviation of g.",
     ),
     "grad_variance": Field(
         "number",
