@@ -1,7 +1,8 @@
 """The within-step elasticity of networks, clipped and not: python benchmarks/within_real.py [--help].
 
 Short runs of an LSTM and a GELU transformer on Penn Treebank (2,000 words) and of ResNet20 on CIFAR-10, by
-SGD in float32, every fourth step measured. One line a run in the rows file; a run that is there is not repeated.
+SGD in float32, every fourth step measured. One line a run in the rows file; a run that is there is not
+repeated.
 """
 
 from __future__ import annotations
