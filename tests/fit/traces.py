@@ -54,12 +54,16 @@ def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3, 
 
 
 def inside_steps(g, ell, *, elasticity=0.8, kappa=0.5):
-    """Columns of steps that shorten the gradient by ``kappa``, inside which smoothness grows as told."""
+    """Columns of steps that shorten the gradient by ``kappa`` at most, inside which smoothness grows as told.
+
+    No two steps are alike: the within-step test compares them with each other.
+    """
+    kappa = kappa * (0.5 + 0.5 * (0.618 * np.arange(len(g)) % 1))
     half, full = 1 - kappa / 2, 1 - kappa
     ratio = ((1 + 2 * half + full) / 4 / ((1 + half) / 2)) ** elasticity
     return {
         "kappa": kappa,
-        "secants": [[float(s) / ratio, float(s)] for s in ell],
-        "grad_norms": [[float(n) * half, float(n) * full] for n in g],
+        "secants": np.column_stack([ell / ratio, ell]).tolist(),
+        "grad_norms": np.column_stack([g * half, g * full]).tolist(),
         "header": {"fractions": [0.5, 1.0], "dtype": "float64"},
     }
