@@ -76,7 +76,7 @@ def scatter(
         raise ValueError("`runs` must be at least one run folder, got none.")
     scales = [log] * len(found) if isinstance(log, bool) else list(log)
     with styled():
-        figure, axes = panels(1, len(found), height=4.3)
+        figure, axes = panels(1, len(found), height=5.4)
         for panel, run, scale in zip(axes, found, scales, strict=True):
             scatter_panel(panel, run, log=scale)
         for panel, note in zip(axes, notes, strict=False):

@@ -7,7 +7,7 @@ r"""The paper's synthetic experiment, and two that it lacks; numbers into a fold
 
 from __future__ import annotations
 
-import json
+import io
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from curvestep._checks import check_count, check_positive
+from curvestep._files import write_atomically
 from curvestep.lab.progress import show_progress
+from curvestep.lab.run.folder import read_json, write_json
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory import (
     ClippedStep,
@@ -166,9 +168,11 @@ def run_synthetic(
             numbers |= stage(config)
             shown.update(count, name)
     result = summarize(config, numbers)
-    _write(folder / CONFIG, json.dumps(asdict(config), indent=2))
-    _write_numbers(folder / NUMBERS, numbers)
-    _write(folder / SUMMARY, json.dumps(asdict(result), indent=2))
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, **numbers)  # pyright: ignore[reportArgumentType]  # no key is allow_pickle
+    write_json(folder / CONFIG, asdict(config))
+    write_atomically(folder / NUMBERS, arrays.getvalue())
+    write_json(folder / SUMMARY, asdict(result))
     return result
 
 
@@ -180,7 +184,7 @@ def load_synthetic(folder: Path) -> tuple[SyntheticResult, dict[str, Array]]:
         raise FileNotFoundError(
             f"`folder` {folder} lacks {', '.join(missing)}. Call `run_synthetic` on it first."
         )
-    saved = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    saved = read_json(folder / SUMMARY)
     saved["config"] = SyntheticConfig(**saved["config"])
     saved["table"] = tuple(ComparisonRow(**row) for row in saved["table"])
     for name in ("jittered_range", "fixed_range"):
@@ -346,15 +350,3 @@ def _best(finals: Array) -> int:
 
 def _slope(x: Array, y: Array) -> float:
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def _write_numbers(path: Path, numbers: dict[str, Array]) -> None:
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez_compressed(temporary, **numbers)  # pyright: ignore[reportArgumentType]  # no key is allow_pickle
-    temporary.replace(path)
