@@ -2,13 +2,15 @@ r"""The step-size rules of the paper: gradient norm in, step size out.
 
 Every rule is a pure function of the gradient norm :math:`g = \lVert \nabla f(x) \rVert`, given as a float,
 a numpy array or a tensor, and returns step sizes of the same kind and shape. Zero norm, infinite norm and
-``max_norm=inf`` give the limit of the formula, never NaN; a norm that is NaN stays NaN. Torch is not
-imported here.
+``max_norm=inf`` give the limit of the formula, never NaN; a norm that is NaN stays NaN. With arrays the
+parameters may be arrays too, one number for each point. Torch is not imported here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     Norm = TypeVar("Norm", float, np.ndarray, Tensor)
 else:
     Norm = TypeVar("Norm")
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+Parameter = float | np.ndarray
+# No norm of a gradient is larger: beside an array it stands for infinity, of which the ratio would be NaN.
+_LARGEST = np.finfo(np.float64).max
 
 
 class ClippedParameters(TypedDict):
@@ -37,7 +44,36 @@ class NormalizedParameters(TypedDict):
     offset: float
 
 
-def fixed_step(grad_norm: Norm, *, lr: float) -> Norm:
+def step_rule(formula: Rule) -> Rule:
+    """The formula behind a check of its arguments; ``formula.__wrapped__`` is the formula alone."""
+
+    @wraps(formula)
+    def checked(grad_norm: Any, **parameters: Any) -> Any:
+        for name, value in parameters.items():
+            if type(value) is float and 0.0 < value < math.inf:
+                continue  # at once: this runs in every step of an optimizer
+            check = _CHECKS.get(name, check_positive)
+            if isinstance(value, np.ndarray):  # what its least and largest number pass, all pass
+                for number in (value.min(), value.max()):
+                    check(name, number)
+                parameters[name] = np.minimum(value, _LARGEST)
+            else:
+                check(name, value)
+        if isinstance(grad_norm, np.ndarray):
+            if (grad_norm < 0).any():
+                raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm.min()!r}.")
+            with np.errstate(divide="ignore", over="ignore"):  # infinite steps, huge norms
+                return formula(grad_norm, **parameters)
+        # Tensors are not read: they may live on a device.
+        if not hasattr(grad_norm, "clamp") and grad_norm < 0:
+            raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
+        return formula(grad_norm, **parameters)
+
+    return checked  # pyright: ignore[reportReturnType]  # of the formula's own signature
+
+
+@step_rule
+def fixed_step(grad_norm: Norm, *, lr: Parameter) -> Norm:
     r"""Step size of plain gradient descent: :math:`h(g) = \eta`, whatever the gradient.
 
     Args:
@@ -48,11 +84,11 @@ def fixed_step(grad_norm: Norm, *, lr: float) -> Norm:
         >>> fixed_step(np.array([0.0, 1.0, np.inf]), lr=0.1)
         array([0.1, 0.1, 0.1])
     """
-    check_positive("lr", lr)
-    return _constant(_checked(grad_norm), lr)
+    return _constant(grad_norm, lr)
 
 
-def clipped_step(grad_norm: Norm, *, lr: float, max_norm: float) -> Norm:
+@step_rule
+def clipped_step(grad_norm: Norm, *, lr: Parameter, max_norm: Parameter) -> Norm:
     r"""Step size of gradient descent with norm clipping.
 
     .. math::
@@ -75,14 +111,16 @@ def clipped_step(grad_norm: Norm, *, lr: float, max_norm: float) -> Norm:
         >>> clipped_step(4.0, lr=0.1, max_norm=float("inf"))
         0.1
     """
-    check_positive("lr", lr)
-    if check_threshold("max_norm", max_norm) == math.inf:
-        return _constant(_checked(grad_norm), lr)
+    if isinstance(max_norm, np.ndarray):
+        return lr * (max_norm / np.maximum(grad_norm, max_norm))  # pyright: ignore[reportReturnType]  # an array only beside arrays
+    if max_norm == math.inf:
+        return _constant(grad_norm, lr)
     # No epsilon: the larger of g and γ is never zero, and γ/γ is exactly 1.
-    return lr * (max_norm / _at_least(_checked(grad_norm), max_norm))
+    return lr * (max_norm / _at_least(grad_norm, max_norm))
 
 
-def normalized_step(grad_norm: Norm, *, lr: float, offset: float) -> Norm:
+@step_rule
+def normalized_step(grad_norm: Norm, *, lr: Parameter, offset: Parameter) -> Norm:
     r"""Step size of normalized gradient descent.
 
     .. math::
@@ -107,12 +145,11 @@ def normalized_step(grad_norm: Norm, *, lr: float, offset: float) -> Norm:
         >>> normalized_step(np.array([0.0, 1.0, 3.0]), lr=0.1, offset=1.0)
         array([0.1  , 0.05 , 0.025])
     """
-    check_positive("lr", lr)
-    check_positive("offset", offset)
-    return lr / (_checked(grad_norm) + offset)
+    return lr / (grad_norm + offset)  # pyright: ignore[reportReturnType]  # an array only beside arrays
 
 
-def smooth_clipped_step(grad_norm: Norm, *, L0: float, L1: float) -> Norm:
+@step_rule
+def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Norm:
     r"""Step size that an (L0, L1)-smooth function allows, with no threshold to choose.
 
     .. math::
@@ -133,14 +170,18 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: float, L1: float) -> Norm:
         >>> smooth_clipped_step(np.array([0.0, 1.0, 4.0]), L0=2.0, L1=2.0)
         array([0.5  , 0.2  , 0.0714...])
     """
-    check_nonnegative("L0", L0)
-    if check_nonnegative("L1", L1) == 0:
+    if isinstance(L0, np.ndarray) or isinstance(L1, np.ndarray):
+        # Where L1 is zero the gradient does not count, however large.
+        # Finite, so that it does not count where L1 is zero.
+        g = np.minimum(grad_norm, _LARGEST)
+        return 1.0 / (L0 + 1.5 * L1 * g)  # pyright: ignore[reportReturnType]  # an array only beside arrays
+    if L1 == 0:
         if L0 == 0:
             raise ValueError("`L0` and `L1` must not both be zero: no curvature bounds no step.")
-        return _constant(_checked(grad_norm), 1.0 / L0)
+        return _constant(grad_norm, 1.0 / L0)
     if L0 == 0:
-        return _reciprocal(1.5 * L1 * _checked(grad_norm))
-    return 1.0 / (L0 + 1.5 * L1 * _checked(grad_norm))
+        return _reciprocal(1.5 * L1 * grad_norm)
+    return 1.0 / (L0 + 1.5 * L1 * grad_norm)
 
 
 def step_cap(*, lr: float, max_norm: float) -> float:
@@ -199,22 +240,24 @@ def check_threshold(name: str, value: float) -> float:
     return value if value == math.inf else check_positive(name, value)
 
 
-def _checked(grad_norm: Any) -> Any:
-    """The norm itself; a negative number is no norm. Tensors are not read: they may live on a device."""
-    if type(grad_norm) is float and grad_norm >= 0:
-        return grad_norm
-    if isinstance(grad_norm, np.ndarray):
-        if (grad_norm < 0).any():
-            raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm.min()!r}.")
-    elif not hasattr(grad_norm, "clamp") and grad_norm < 0:
-        raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
-    return grad_norm
+# What a parameter of this name may be; any other must be positive and finite.
+_CHECKS = {
+    "max_norm": check_threshold,
+    "cap": check_threshold,
+    "L0": check_nonnegative,
+    "L1": check_nonnegative,
+    "shift": check_nonnegative,
+}
 
 
-def _constant(like: Any, value: float) -> Any:
+def _constant(like: Any, value: Parameter) -> Any:
     if hasattr(like, "new_full"):
         return like.new_full(like.shape, value)
-    return np.full(like.shape, value) if isinstance(like, np.ndarray) else value
+    if isinstance(value, np.ndarray) and value.shape == np.shape(like):
+        return value
+    if isinstance(like, np.ndarray) or isinstance(value, np.ndarray):
+        return np.full(np.broadcast_shapes(np.shape(like), np.shape(value)), value)
+    return value
 
 
 def _at_least(x: Any, floor: float) -> Any:
@@ -226,7 +269,4 @@ def _at_least(x: Any, floor: float) -> Any:
 
 
 def _reciprocal(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        with np.errstate(divide="ignore"):
-            return 1.0 / x
     return math.inf if isinstance(x, float) and x == 0 else 1.0 / x

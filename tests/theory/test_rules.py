@@ -33,7 +33,7 @@ def test_rules_are_those_of_steps(g, a, b):
     b=positive,
     c=positive,
 )
-def test_stepping_in_place_is_the_formula_one_by_one(g, a, b, c):
+def test_stepping_many_points_is_the_formula_one_by_one(g, a, b, c):
     norms, many = np.array(g), np.array(a)
     for rule in (
         FixedStep(lr=many),
@@ -45,9 +45,24 @@ def test_stepping_in_place_is_the_formula_one_by_one(g, a, b, c):
         LogarithmicStep(L0=many, L1=b),
         ShiftedClippedStep(lr=many, cap=b, shift=c),
     ):
-        with np.errstate(divide="ignore"):
-            in_place = rule.stepper(norms.shape)(norms.copy())
-        np.testing.assert_allclose(in_place, rule(norms), rtol=1e-12)
+        points = zip(norms, *np.broadcast_arrays(*rule.parameters.values(), norms)[:-1], strict=True)
+        one_by_one = [
+            float(rule.function(float(norm), **dict(zip(rule.parameters, map(float, values), strict=True))))
+            for norm, *values in points
+        ]
+        np.testing.assert_allclose(rule.stepper(norms.shape)(norms.copy()), one_by_one, rtol=1e-12)
+        np.testing.assert_allclose(rule(norms), one_by_one, rtol=1e-12)
+
+
+def test_shifted_clipping_is_its_formula_and_an_infinite_threshold_never_clips():
+    g = np.array([0.0, 1.0, 9.0, 1e300, np.inf])
+    h = ShiftedClippedStep(lr=0.5, cap=1.0, shift=1.0)(g)
+    np.testing.assert_allclose(h, np.minimum(0.5, 1.0 / (g + 1.0)), rtol=1e-15)
+    assert ShiftedClippedStep(lr=0.5, cap=1.0, shift=0.0)(0.0) == 0.5
+    thresholds = np.array([1.0, np.inf])
+    for rule in (ClippedStep(lr=0.5, max_norm=thresholds), ShiftedClippedStep(0.5, thresholds, 0.0)):
+        assert rule(np.array([1e308, 1e308]))[1] == 0.5
+        assert rule.stepper((2,))(np.array([1e308, 1e308]))[1] == 0.5
 
 
 @given(g=positive, L0=positive, L1=positive, factor=st.floats(0.5, 2.0))

@@ -268,9 +268,9 @@ def test_theorem4_corrected_numbers():
     assert guarantee.bound == pytest.approx(5 * 50 * 12 / (8 * 0.01 * math.log(1 + 125)))
 
 
-@given(share=st.floats(1e-3, 1.0), L0=positive, L1=positive, kappa=st.floats(1.0, 1e4))
-def test_theorem4_sharp_is_above_corrected_and_below_four_times_it(share, L0, L1, kappa):
-    M = kappa * L0 / L1
+@given(share=st.floats(1e-3, 1.0), L0=positive, L1=positive, growth=st.floats(1.0, 1e4))
+def test_theorem4_sharp_is_above_corrected_and_below_four_times_it(share, L0, L1, growth):
+    M = growth * L0 / L1
     eps = share * min(L0 / 3, M / 2)
     gap = max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) * 1.001
     numbers = dict(L0=L0, L1=L1, M=M, gap=gap, eps=eps)
@@ -424,7 +424,7 @@ def test_noisy_descent_leaves_the_sublevel_set_and_its_M():
 def test_clipping_wins_where_gradients_are_far_above_noise_and_curvature(numbers, verdict):
     answer = when_clipping_wins(**numbers)
     assert answer.verdict == verdict
-    assert answer.kappa == 1 + numbers["L1"] * numbers["M"] / numbers["L0"]
+    assert answer.condition == 1 + numbers["L1"] * numbers["M"] / numbers["L0"]
     assert answer.words.lower().startswith(verdict)
 
 

@@ -12,6 +12,14 @@ from curvestep.theory.complexity import (
     first_hit as first_hit,
     hitting_time as hitting_time,
 )
+from curvestep.theory.inequalities import (
+    SmoothnessCheck as SmoothnessCheck,
+    check_smoothness as check_smoothness,
+    gradient_change_bound as gradient_change_bound,
+    limsup_smoothness as limsup_smoothness,
+    sample_frontier as sample_frontier,
+    value_change_bound as value_change_bound,
+)
 from curvestep.theory.problems import (
     BoundedNoise as BoundedNoise,
     DeepLinear as DeepLinear,
@@ -27,14 +35,8 @@ from curvestep.theory.problems import (
     RotatedWalls as RotatedWalls,
     ScalarProblem as ScalarProblem,
     SlowValley as SlowValley,
-    SmoothnessCheck as SmoothnessCheck,
     StochasticGradient as StochasticGradient,
-    check_smoothness as check_smoothness,
-    gradient_change_bound as gradient_change_bound,
-    limsup_smoothness as limsup_smoothness,
     phi as phi,
-    sample_frontier as sample_frontier,
-    value_change_bound as value_change_bound,
 )
 from curvestep.theory.rules import (
     ClippedStep as ClippedStep,

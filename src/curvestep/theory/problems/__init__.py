@@ -1,13 +1,5 @@
 """Functions whose value, gradient, Hessian norm and (L0, L1) frontier are known exactly."""
 
-from curvestep.theory.inequalities import (
-    SmoothnessCheck as SmoothnessCheck,
-    check_smoothness as check_smoothness,
-    gradient_change_bound as gradient_change_bound,
-    limsup_smoothness as limsup_smoothness,
-    sample_frontier as sample_frontier,
-    value_change_bound as value_change_bound,
-)
 from curvestep.theory.problems.base import (
     Array as Array,
     Problem as Problem,

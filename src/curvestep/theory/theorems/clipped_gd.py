@@ -94,7 +94,7 @@ def descent_constant(rule: StepRule) -> float:
     logs = np.linspace(-12, 12, 24_001)
     g = 10.0**logs
     with np.errstate(divide="ignore"):
-        decrease = guaranteed_decrease(rule.stepper(g.shape)(g.copy()), g, L0=1.0, L1=1.0)
+        decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
         constants = np.where(decrease > 0, g * g / ((1 + g) * decrease), math.inf)
     worst = int(np.argmax(constants))
     if math.isinf(constants[worst]):
@@ -102,7 +102,7 @@ def descent_constant(rule: StepRule) -> float:
 
     def negative(log: float) -> float:
         g = np.array([10.0**log])
-        decrease = guaranteed_decrease(rule.stepper((1,))(g.copy()), g, L0=1.0, L1=1.0)
+        decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
         return -float((g * g / ((1 + g) * decrease)).item())
 
     around = logs[max(0, worst - 1)], logs[min(len(logs) - 1, worst + 1)]
@@ -166,7 +166,7 @@ def theorem3(
         rule, bound, where = _sharp(L0, L1, gap, eps, form)
 
     def decrease(g: Array) -> Array:
-        h = rule.stepper(g.shape)(g.copy())
+        h = rule(g)
         return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
 
     return Guarantee(
@@ -238,7 +238,7 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         bound = gap * (2 * L0 / eps**2 + 3 * L1 / eps)
 
     def decrease(g: Array) -> Array:
-        h = rule.stepper(g.shape)(g.copy())
+        h = rule(g)
         return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
 
     return Guarantee(

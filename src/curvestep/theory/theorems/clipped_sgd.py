@@ -202,7 +202,7 @@ class ClippingVerdict:
     """Whether clipping pays, in words and numbers.
 
     Attributes:
-        kappa: 1 + L1·M/L0: how much curvature, and with it the safe step, differs between start and end.
+        condition: 1 + L1·M/L0: how much curvature, and with it the safe step, differs between start and end.
         threshold: τ + L0/L1, the gradient norm that M has to exceed by far.
         excess: M over that threshold.
         deterministic_gain: Bound of the best fixed step over that of clipping, without noise, as ε → 0.
@@ -211,7 +211,7 @@ class ClippingVerdict:
         words: The verdict with its reasons, in a sentence or two.
     """
 
-    kappa: float
+    condition: float
     threshold: float
     excess: float
     deterministic_gain: float
@@ -226,7 +226,7 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
     Large gradients must come from the landscape, not from noise. The rule compares the leading terms
     :math:`32(L_0 + L_1M)\tau^2\Delta/\varepsilon^4` of Theorem 8 and
     :math:`256(5L_0 + 2L_1\tau)\tau^2\Delta/\varepsilon^4` of Theorem 7 (both sharp) up to constants; without
-    noise it is :math:`\kappa = 1 + L_1M/L_0` against 1.
+    noise it is the condition number :math:`1 + L_1M/L_0` against 1.
 
     Args:
         L0: :math:`L_0 > 0`.
@@ -245,23 +245,23 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
     check_nonnegative("L1", L1)
     check_nonnegative("M", M)
     check_nonnegative("tau", tau)
-    kappa, threshold = 1 + L1 * M / L0, tau + ratio(L0, L1)
+    condition, threshold = 1 + L1 * M / L0, tau + ratio(L0, L1)
     excess = M / threshold
     verdict = "clipping wins" if excess >= 10 else "clipping may help" if excess >= 1 else "no need to clip"
     origin = {
         "clipping wins": (
-            f"so they come from the landscape and the safe step at the start is {kappa:.4g} times smaller "
-            "than at the end."
+            "so they come from the landscape and the safe step at the start is "
+            f"{condition:.4g} times smaller than at the end."
         ),
         "clipping may help": "which is not far above it: expect little.",
         "no need to clip": "which is below it: " + _why_not(M, tau, L0, L1),
     }[verdict]
     reach = f"gradients reach {M:.4g}, {excess:.3g} times τ + L0/L1 = {threshold:.4g}"
     return ClippingVerdict(
-        kappa=kappa,
+        condition=condition,
         threshold=threshold,
         excess=excess,
-        deterministic_gain=2 * kappa / SHARP_CONSTANT,
+        deterministic_gain=2 * condition / SHARP_CONSTANT,
         stochastic_gain=None if tau == 0 else 32 * (L0 + L1 * M) / (256 * (5 * L0 + 2 * L1 * tau)),
         verdict=verdict,
         words=f"{verdict.capitalize()}: {reach}, {origin}",

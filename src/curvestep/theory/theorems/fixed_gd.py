@@ -42,10 +42,10 @@ def wall_height(M: float, *, L0: float, L1: float) -> float:
     check_nonnegative("M", M)
     if L1 == 0:
         return M * M / (2 * L0)
-    kappa = L1 * M / L0
-    if kappa < 1e-4:  # κ - ln(1+κ) loses its digits: its series instead
-        return L0 / L1**2 * kappa**2 * (0.5 - kappa / 3 + kappa**2 / 4)
-    return L0 / L1**2 * (kappa - math.log1p(kappa))
+    growth = L1 * M / L0
+    if growth < 1e-4:  # the difference loses its digits: its series instead
+        return L0 / L1**2 * growth**2 * (0.5 - growth / 3 + growth**2 / 4)
+    return L0 / L1**2 * (growth - math.log1p(growth))
 
 
 def gradient_bound(gap: float, *, L0: float, L1: float, version: str = "sharp") -> float:
@@ -76,7 +76,7 @@ def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> 
     r"""Assumption 4: how large M is, since it is finite anyway.
 
     ``"printed"`` assumes that M is finite and says nothing about it, so ``value`` is ``inf``. The others are
-    those of :func:`gradient_bound`; with either, :math:`\kappa = 1 + L_1M/L_0 \le 1 + O(L_1^2\Delta/L_0)`
+    those of :func:`gradient_bound`; with either, :math:`1 + L_1M/L_0 \le 1 + O(L_1^2\Delta/L_0)`
     (row 14).
 
     Example:
@@ -171,7 +171,7 @@ def theorem4(
     for name, value in (("L1", L1), ("M", M), ("gap", gap), ("eps", eps)):
         check_positive(name, value)
     check_version(version)
-    kappa, height = L1 * M / L0, wall_height(M, L0=L0, L1=L1)
+    growth, height = L1 * M / L0, wall_height(M, L0=L0, L1=L1)
     steepest = Assumption("a fixed step size")
     tall = Assumption(f"gap ≥ ψ(M) = {height:.6g}", gap >= height * (1 - 1e-12))
     if version == "printed":
@@ -179,7 +179,7 @@ def theorem4(
         needs = (Assumption("L0 ≥ 1", L0 >= 1), Assumption("L1 ≥ 1", L1 >= 1), Assumption("M > 1", M > 1))
         needs = (*needs, Assumption("gap ≥ 5·eps/4, where the slope begins", gap >= 1.25 * eps))
     elif version == "corrected":
-        bound = kappa * L0 * gap / (8 * eps**2 * math.log1p(kappa))
+        bound = growth * L0 * gap / (8 * eps**2 * math.log1p(growth))
         needs = (
             Assumption("eps ≤ L0/3", eps <= L0 / 3 * (1 + 1e-12)),
             Assumption("eps ≤ M/2", eps <= M / 2),
@@ -188,8 +188,8 @@ def theorem4(
         )
     else:
         needs = require(Assumption("eps < M", eps < M), tall)
-        bound = _valley_distance(_sharp_shape(L0, M, gap, eps)[0], L0, gap, eps) * kappa * L0
-        bound /= 2 * math.log1p(kappa)
+        bound = _valley_distance(_sharp_shape(L0, M, gap, eps)[0], L0, gap, eps) * growth * L0
+        bound /= 2 * math.log1p(growth)
     return Guarantee(
         theorem="Theorem 4",
         version=version,
@@ -243,7 +243,7 @@ def remark5(
     ``"printed"``: :math:`(L_1M/\ln M + L_0)\Delta/\varepsilon^2`. ``"corrected"`` reads the logarithm as
     :math:`\ln(1 + L_1M/L_0)` (row 17). It is an order, not a bound: constants are left out. Clipped descent
     needs the order :math:`L_0\Delta/\varepsilon^2`, so it is faster by
-    :math:`\kappa/\ln(1+\kappa)`, :math:`\kappa = L_1M/L_0`.
+    :math:`(c-1)/\ln c` with the condition number :math:`c = 1 + L_1M/L_0`.
 
     Example:
         >>> round(remark5(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1).bound)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from curvestep._checks import check_choice
+from curvestep.steps import Parameter
 from curvestep.theory.problems.base import Array
-from curvestep.theory.rules import Parameter, StepRule
+from curvestep.theory.rules import StepRule
 
 VERSIONS = ("printed", "corrected", "sharp")
 
