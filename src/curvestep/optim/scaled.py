@@ -251,14 +251,18 @@ class ScaledSGD(Optimizer, ABC):
     def _norms(self, bundles: list[Bundle]) -> list[Any]:
         """One norm for each bundle; they are all the same if the scope is global."""
         if self.defaults["norm_scope"] == "global" and len(bundles) > 1:
-            return [self._norm([g for bundle in bundles for g in bundle.grads])] * len(bundles)
-        return [self._norm(bundle.grads, bundle.view) for bundle in bundles]
+            one_kind = {b.view.doubles if b.view else None for b in bundles} in ({0}, {1})
+            return [self._norm([g for b in bundles for g in b.grads], one_kind)] * len(bundles)
+        return [self._norm(b.grads, b.view is not None, b.view) for b in bundles]
 
-    def _norm(self, tensors: list[Tensor], view: View | None = None) -> Any:
-        """A float, or a tensor where reading the number would synchronize or lose its gradient."""
+    def _norm(self, tensors: list[Tensor], one_kind: bool, view: View | None = None) -> Any:
+        """A float, or a tensor where reading the number would synchronize or lose its gradient.
+
+        ``one_kind`` says that all are plain CPU tensors of one dtype, ``view`` where they lie.
+        """
         if self.defaults["differentiable"]:
             return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
-        if view is not None:
+        if one_kind:
             return cpu_norm(tensors, view)
         norm = global_norm(tensors)
         if norm.device.type == "meta" and (self.defaults["fused"] or self.defaults["nonfinite"] == "raise"):
@@ -274,13 +278,14 @@ class ScaledSGD(Optimizer, ABC):
         policy = self.defaults["nonfinite"]
         if policy == "propagate":
             return False
-        on_device = [n for n in norms if isinstance(n, Tensor) and not self.defaults["differentiable"]]
-        on_host = norms if policy == "raise" or not on_device else [n for n in norms if type(n) is float]
-        if not all(math.isfinite(n.detach() if isinstance(n, Tensor) else n) for n in on_host):
+        wait = policy == "raise" or self.defaults["differentiable"]
+        on_device = [] if wait else [n for n in norms if type(n) is not float]
+        read = [n.detach() if isinstance(n, Tensor) else n for n in norms if wait or type(n) is float]
+        if not all(map(math.isfinite, read)):
             if policy == "raise":
                 raise FloatingPointError(self._blame())
             return True
-        if policy == "raise" or not on_device:
+        if not on_device:
             return False
         finite = torch.stack([n.to(on_device[0].device).isfinite() for n in on_device])
         return (~finite.all()).to(torch.float32)
