@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lightning_fabric")
 
-from curvestep.lab.calibration import read_calibration
+from curvestep.calibration.result import read_calibration
 from curvestep.lab.run.folder import Run
 from tests.lab.small import write_text
 

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from curvestep.calibration.bracket import PER_OCTAVE, Point
 from curvestep.distributed import over_ranks
+from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable
 from curvestep.smoothness.replay import Replay
 from curvestep.vectors import difference, dot, global_norm
 
 HALF = (torch.float16, torch.bfloat16)
+MAX_REPEAT_ERROR = 0.05  # of a gradient's norm: far below the changes that count
 LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
@@ -129,10 +131,14 @@ class Line:
         self._replay.move(self.direction, -step)
         return losses_of(closures, self._replay, weight_decay=self.weight_decay)
 
-    def repeat_error(self) -> float:
-        """How much the gradient at the start differs from itself, relative to its norm."""
-        _, again = self._gradient(0.0)
-        return global_norm(difference(again, self._gradients, overwrite=True)).item() / self.grad_norm
+    def check_repeatable(self) -> None:
+        """Refuse a loss whose gradient at the start differs from itself; call it before any step."""
+        self.num_gradients += 1
+        try:
+            check_repeatable(self._replay, self.raw_gradients, tolerance=MAX_REPEAT_ERROR)
+        except NonDeterministicError as error:
+            said = str(error).replace("The closure", "`loss_of_batch`").replace("the closure", "it")
+            raise ValueError(said) from None
 
     def rounding_error(self, step: float) -> float:
         """How far from where it should end rounding puts the step, relative to its length."""

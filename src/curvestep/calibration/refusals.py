@@ -16,7 +16,6 @@ from curvestep.calibration.line import Line
 from curvestep.distributed import any_rank
 from curvestep.vectors import global_norm
 
-MAX_REPEAT_ERROR = 0.05
 MOST_UNEVEN = 2000.0  # gradient per size of one weight matrix, relative to that of another
 
 Loss = Callable[[Any], "Tensor | float"]
@@ -99,17 +98,6 @@ def check_start(line: Line) -> None:
         raise ValueError(
             "The gradient at the start is zero, so there is no direction to measure. The parameters may sit "
             "at a saddle (all zeros?), every unit may be dead, or the gradient may vanish in half precision."
-        )
-
-
-def check_repeatable(line: Line) -> None:
-    """Refuse a loss whose gradient differs from itself."""
-    error = line.repeat_error()
-    if not error <= MAX_REPEAT_ERROR:
-        raise ValueError(
-            f"The gradient of one batch differs from itself by {error:.0%} when it is computed again, so "
-            "differences say nothing about the loss. Draw the batch outside `loss_of_batch`, random numbers "
-            "with torch's, numpy's or Python's global generators, which are replayed."
         )
 
 

@@ -1,11 +1,15 @@
-"""What a calibration found: learning rate, threshold, how sure, why, and the steps it was read from."""
+"""What a calibration found: learning rate, threshold, how sure, why, the steps it was read from; its file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 
+from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration.bracket import Point
+
+CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +152,29 @@ def limited(found: Calibration, fraction: float, limit: str) -> Calibration:
         limit=limit,
         warnings=(*found.warnings, words),
     )
+
+
+def write_calibration(folder: str | Path, found: Calibration) -> Path:
+    """Keep ``found`` in the folder of a run, made if it is not there; the file."""
+    path = Path(folder) / CALIBRATION
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, dump_json(asdict(found), indent=2) + "\n")
+    return path
+
+
+def read_calibration(folder: str | Path) -> Calibration | None:
+    """The calibration that the folder of a run keeps; None if its numbers were given by hand."""
+    path = Path(folder) / CALIBRATION
+    if not path.exists():
+        return None
+    try:
+        values = load_json(path.read_text(encoding="utf-8"))
+        curve = []
+        for batch in values.pop("curve"):
+            points = tuple(Point(**point) for point in batch.pop("points"))
+            curve.append(BatchCurve(**batch, points=points))
+        low, high = map(float, values.pop("lr_interval"))
+        warnings = tuple(values.pop("warnings"))
+        return Calibration(**values, lr_interval=(low, high), curve=tuple(curve), warnings=warnings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a calibration of this version: {error}") from None

@@ -59,7 +59,6 @@ from curvestep.calibration.pilot import (
 )
 from curvestep.calibration.refusals import (
     check_arguments,
-    check_repeatable,
     check_start,
     closure_of,
     no_bracket,
@@ -227,7 +226,7 @@ class _Search:
             start = round(PER_OCTAVE * math.log2(step / line.unit))
             start, stride = min(max(start, SMALLEST), LARGEST), SHORT_STRIDE
         else:
-            check_repeatable(line)
+            line.check_repeatable()
             self.faintest = vanishing(line)
         try:
             bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)

@@ -96,20 +96,35 @@ def check_determinism(
             first = replay.gradient().gradients
     except UntrackedParametersError as error:
         raise NonDeterministicError(str(error)) from None
-    size = global_norm(first).item()
     if trained is not None and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
-    error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
-    if size != size or error != error:
+    error = check_repeatable(replay, first, tolerance=tolerance)
+    if error != error:
         return error  # not finite: nothing to compare, and the row will say so
-    if any_rank(error > tolerance, replay.model):
-        raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
     if trained is not None and first is not trained:
+        size = global_norm(first).item()
         gap = global_norm(difference(first, trained)).item() / (size or 1.0)
         if any_rank(gap > tolerance, replay.model):
             raise NonDeterministicError(
                 _why_not_training(replay, first, trained, gap, tolerance, calls, replayed)
             )
+    return error
+
+
+def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> float:
+    """Relative difference between a gradient and its replay; NaN if one is not finite.
+
+    Args:
+        replay: An open replay.
+        first: The gradient where the parameters are.
+        tolerance: Largest difference to pass; beyond it, an error that names the cause.
+    """
+    size = global_norm(first).item()
+    error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
+    if size != size or error != error:
+        return math.nan
+    if any_rank(error > tolerance, replay.model):
+        raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
     return error
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("lightning_fabric")
 
-from curvestep.lab.calibration import CALIBRATION, read_calibration
+from curvestep.calibration.result import CALIBRATION, read_calibration
 from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED
 from curvestep.lab.paper.curves import CALIBRATED
 from curvestep.lab.paper.plan import BY_HAND, Results

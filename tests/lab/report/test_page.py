@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from curvestep.advice.advice import advise
+from curvestep.calibration.result import CALIBRATION, write_calibration
 from curvestep.fit.fit import fit_samples, fit_smoothness
-from curvestep.lab.calibration import CALIBRATION, write_calibration
 from curvestep.lab.paper.claims import Claim, write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from curvestep.lab.calibration import write_calibration
+from curvestep.calibration.result import write_calibration
 from curvestep.lab.report.page import write_page
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_reproduction, make_run

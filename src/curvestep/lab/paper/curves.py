@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from curvestep.advice.settings import best_setting
-from curvestep.lab.calibration import read_calibration
+from curvestep.calibration.result import read_calibration
 from curvestep.lab.grid import SweepResult, trial_in
 from curvestep.lab.paper.claims import (
     CONTRADICTED,

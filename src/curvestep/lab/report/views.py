@@ -15,10 +15,9 @@ import numpy as np
 
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
-from curvestep.calibration.result import Calibration
+from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import clip_norms, final_loss
-from curvestep.lab.calibration import read_calibration
 from curvestep.lab.recipes import to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from curvestep._checks import check_choice
-from curvestep.calibration.result import Calibration
+from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.calibration.search import calibrate
-from curvestep.lab.calibration import read_calibration, write_calibration
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
