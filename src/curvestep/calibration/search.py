@@ -319,7 +319,7 @@ class _Search:
                     self.changes.append((watched.change(PART * step), watched.change(step)))
             self.num_gradients += num_lines
         (part, whole), (error, _) = mean_and_error(self.changes)
-        part += float(stats.t.ppf(0.9, len(self.changes) - 1)) * error  # what the slope is at least
+        part += float(stats.t.ppf(0.95, len(self.changes) - 1)) * error  # what the slope is at least
         fraction = lowest(part, whole) if part < 0 else LEAST_FRACTION
         found = replace(found, num_gradients=self.num_gradients)
         return limited(found, fraction, "noise" if part < 0 else "unknown")
