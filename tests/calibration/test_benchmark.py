@@ -233,3 +233,36 @@ def test_development_and_held_out_tasks_are_apart_and_as_many_kinds_as_promised(
     assert not development & held_out
     assert len(held_out) >= 7
     assert set(TASKS) == development | held_out
+
+
+def case_row(method, loss, *, case="LoRA", seed=1, start=2.0, **more):
+    return {"case": case, "seed": seed, "method": method, "start": start, "loss": loss, "lr": 0.1, **more}
+
+
+def test_table_of_hard_cases_counts_regret_only_where_the_result_is_sure():
+    from benchmarks.calibrate_cases import CASES, table
+
+    assert len(CASES) >= 12
+    sure = {"limit": "curvature", "words": ""}
+    unsure = {"limit": "unknown", "words": "cannot tell: ..."}
+    rows = [
+        case_row("grid", 1.0),
+        case_row("calibrated", 1.2, **sure),
+        case_row("grid", 1.0, seed=2),
+        case_row("calibrated", 2.5, seed=2, **unsure),
+        case_row("calibrated", 1.1, seed=3, **sure),
+    ]
+    said = table(rows)
+    assert "20.0% of 1 runs" in said
+    assert "in 1 of 3: LoRA (2)" in said
+    assert said.count("| yes |") == 1
+
+
+@pytest.mark.slow
+def test_hard_case_near_an_optimum_is_not_made_worse():
+    from benchmarks.calibrate_cases import RAISED, run
+
+    row = run("regression near its optimum, noise 5, batch 8", 0, "calibrated")
+    assert row["loss"] < RAISED * row["start"]
+    assert row["limit"] in ("noise", "unknown")
+    assert row["num_gradients"] <= 40
