@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from scipy.optimize import brentq
 
 from curvestep.theory import (
@@ -405,7 +405,15 @@ def test_theorem8_satisfies_what_its_proof_needs(L0, L1, tau, gap, eps, M):
     V = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2
     assert h * (M + tau) <= 1 / L1 * (1 + 1e-9)
     assert (gap + V / 2) / math.sqrt(T) <= eps**2 / 2 * (1 + 1e-6)
-    assert sharp.bound <= corrected.bound * (1 + 1e-9)
+
+
+@example(
+    1.0, 1.0, 1.0, 7.0, 5.0, 1.0
+)  # gradients below eps from the start: the corrected bound is the lower one
+@given(positive, positive, positive, positive, positive, positive)
+def test_theorem8_sharp_never_loses_where_there_is_something_to_do(L0, L1, tau, gap, eps, M):
+    numbers = dict(L0=L0, L1=L1, gap=gap, eps=min(eps, M), M=M, tau=tau)
+    assert theorem8(**numbers, version="sharp").bound <= theorem8(**numbers).bound * (1 + 1e-9)
 
 
 def test_noisy_descent_leaves_the_sublevel_set_and_its_M():
