@@ -62,7 +62,6 @@ def test_a_sweep_leaves_a_table_and_a_heat_map(on_joblib):
     assert [float(row["train_loss"]) for row in rows] == [t.train_loss for t in on_joblib.trials]
     assert all(float(row["held_out_perplexity"]) > 1 for row in rows)
     assert (on_joblib.folder / "heatmap.png").read_bytes().startswith(b"\x89PNG")
-    assert on_joblib.best.train_loss == min(t.train_loss for t in on_joblib.trials)
     assert str(on_joblib).count("finished") == 12
 
 
@@ -333,6 +332,22 @@ def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", progress=False)
     assert started == ["lr=1"]
+
+
+def test_the_best_trial_is_of_the_setting_that_is_best_over_its_seeds(tmp_path):
+    losses = {(1.0, 0): 2.0, (1.0, 1): 2.2, (3.0, 0): 1.0, (3.0, 1): 3.5, (9.0, 0): 0.5, (9.0, 1): math.nan}
+    trials = []
+    for (lr, seed), loss in losses.items():
+        result = SimpleNamespace(train_loss=loss)
+        fields = {"lr": lr, "seed": seed}
+        trials.append(Trial(fields=fields, folder=tmp_path, status="finished", result=result))
+    best = SweepResult(folder=tmp_path, trials=tuple(trials)).best
+    assert (best.fields, best.train_loss) == (
+        {"lr": 1.0, "seed": 0},
+        2.0,
+    )  # 3 is worse on average, 9 was lost
+    with pytest.raises(ValueError, match=r"No setting of .* finished: there is no best trial"):
+        _ = SweepResult(folder=tmp_path, trials=tuple(trials[-2:])).best
 
 
 def test_lost_trials_are_named_by_what_became_of_them(tmp_path):

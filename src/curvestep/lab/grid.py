@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from curvestep.advice.settings import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Recipe, with_fields
@@ -52,11 +53,16 @@ class SweepResult:
 
     @property
     def best(self) -> Trial:
-        """The finished trial with the lowest training loss."""
-        finished = [trial for trial in self.trials if math.isfinite(trial.train_loss)]
-        if not finished:
-            raise ValueError(f"No trial of {self.folder} finished: there is no best one.")
-        return min(finished, key=lambda trial: trial.train_loss)
+        """The trial with the lowest training loss of the best setting, which is judged over all its seeds."""
+        settings: dict[Any, list[Trial]] = {}
+        for trial in self.trials:
+            setting = tuple(value for name, value in trial.fields.items() if name != "seed")
+            settings.setdefault(setting, []).append(trial)
+        try:
+            best = best_setting({key: [t.train_loss for t in trials] for key, trials in settings.items()})
+        except ValueError:
+            raise ValueError(f"No setting of {self.folder} finished: there is no best trial.") from None
+        return min(settings[best], key=lambda trial: trial.train_loss)
 
     def figure(self, *, title: str = "") -> Figure:
         """The final training loss over the two fields with most values, mean over the others."""

@@ -60,7 +60,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     assert left.status["status"] == "failed"
     assert LIMIT - 1000 < (tmp_path / "run" / fills).stat().st_size <= LIMIT
     assert len(left.rows()) >= load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] > 0
-    assert not list((tmp_path / "run").glob(".*"))  # no part of a file is left behind
+    assert not list((tmp_path / "run").glob(".*.part"))  # no part of a file is left behind
 
     assert run(command).returncode == 0
     train(recipe, tmp_path / "never-full", progress=False, threads=1)

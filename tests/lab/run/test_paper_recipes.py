@@ -23,7 +23,7 @@ def test_paper_scale_takes_two_steps(tmp_path, name):
     stand_in = (
         {"corpus": write_text(tmp_path / "text.txt", lines=200)} if "ptb" in name else {"images": "digits"}
     )
-    size = {} if "ptb" in name else {"batch_size": 16, "eval_size": 16}
+    size = {"batch_size": 4, "eval_size": 100} if "ptb" in name else {"batch_size": 16, "eval_size": 16}
     recipe = get_recipe(name, "paper", steps=2, eval_every=1, log_every=1, probe_data=0, **stand_in, **size)
     result = train(recipe, tmp_path / "run", progress=False)
     assert (result.status, result.step) == ("finished", 2)
