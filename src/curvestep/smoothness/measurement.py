@@ -220,11 +220,11 @@ def layer_groups(
         return groups
     chosen = {name: list(tensors) for name, tensors in layers.items()}
     for name, tensors in chosen.items():
-        strangers = sum(id(p) not in index for p in tensors)
-        if strangers or not tensors:
+        foreign = sum(id(p) not in index for p in tensors)
+        if foreign or not tensors:
             raise ValueError(
                 f"`layers[{name!r}]` must be trainable parameters of the model, at least one; "
-                f"{strangers} of {len(tensors)} are not."
+                f"{foreign} of {len(tensors)} are not."
             )
     return {name: [index[id(p)] for p in tensors] for name, tensors in chosen.items()}
 
