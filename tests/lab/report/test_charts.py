@@ -152,18 +152,19 @@ def test_ticks_of_log_axes_are_few_and_do_not_repeat():
 
 
 def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
-    # f = eˣ, whose Hessian is its gradient: inside every step both change alike.
+    # f = eˣ, whose Hessian is its gradient: inside every step, long or short, both change alike.
     with Trace(tmp_path / "trace.jsonl", header={"fractions": [0.5, 1.0], "dtype": "float64"}) as trace:
         for step, x in enumerate(np.linspace(3, 1, 40)):
-            start, ends = math.exp(x), np.exp(x - np.array([0.05, 0.1]))
-            secants = ((start - ends) / [0.05, 0.1]).tolist()
+            length = 0.2 + 0.05 * (step % 5)
+            start, ends = math.exp(x), np.exp(x - np.array([length / 2, length]))
+            secants = ((start - ends) / [length / 2, length]).tolist()
             row = {
                 "grad_norm": start,
                 "grad_norms": ends.tolist(),
                 "secants": secants,
                 "smoothness": max(secants),
             }
-            trace.append({"step": step, "loss": start, "step_norm": 0.1, "status": "ok", **row})
+            trace.append({"step": step, "loss": start, "step_norm": length, "status": "ok", **row})
     (view,) = find_views([tmp_path])
     assert view.fit.within.elasticity == pytest.approx(1.0, abs=1e-3)
     points, slope, level = within(view).series

@@ -114,7 +114,7 @@ def decide(measured: str, *margins: Spread) -> Evidence:
         >>> decide("", Spread(values=(1.0, 1.1, 0.9))).verdict
         'supported'
         >>> print(decide("", Spread(values=(1.0, 2.0, -0.5))).settle)
-        about 7 seeds, if mean and spread stay
+        about 9 seeds, if mean and spread stay
     """
     intervals = [margin.interval for margin in margins]
     if all(low > 0 for low, _ in intervals):
@@ -132,7 +132,7 @@ def seeds_to_tell(margin: Spread) -> float:
 
     Example:
         >>> seeds_to_tell(Spread(values=(1.0, 2.0, -0.5)))
-        7
+        9
     """
     if len(margin.values) < 2 or not all(map(math.isfinite, margin.values)) or margin.mean == 0:
         return math.inf
