@@ -109,6 +109,7 @@ WRONG = {
     "train ptb-lstm --learning-rate 3": "there is no option --learning-rate. Did you mean --lr? Options: ",
     "train ptb-lstm --hiden 3": "Did you mean --hidden? Options: --folder, ",
     "train ptb-lstm --lr fast": "--lr: needs a number or auto, got 'fast'",
+    "train ptb-lstm --batch_size x": "--batch-size: needs a whole number, got 'x'",
     "train ptb-lstm --seed x": "--seed: needs a whole number, got 'x'",
     "train ptb-lstm --steps 2.5": "--steps: needs a whole number, got '2.5'",
     "train PTB-LSTM": "Did you mean ptb-lstm?",

@@ -208,7 +208,9 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, args: Sequence[str]) -> dict[str, Any]:
         """The options that were given, by field."""
-        found, unknown = self.parse_known_args(list(args))
+        # --batch_size is --batch-size.
+        words = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) for word in args]
+        found, unknown = self.parse_known_args(words)
         if not unknown:
             return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
         name = unknown[0].partition("=")[0]

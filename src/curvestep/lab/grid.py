@@ -69,7 +69,11 @@ class SweepResult:
         from curvestep.lab.report.charts import heat_map
         from curvestep.lab.report.drawing import figure_of
 
-        chart = heat_map([(trial.fields, trial.train_loss, trial.status) for trial in self.trials])
+        cells = []
+        for trial in self.trials:  # of a path only its name
+            fields = {k: short(v) if isinstance(v, str) else v for k, v in trial.fields.items()}
+            cells.append((fields, trial.train_loss, trial.status))
+        chart = heat_map(cells)
         return figure_of([chart], title=title)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,6 @@ def _end_with_parent(parent: int | None) -> Iterator[None]:
     if parent is None:
         yield
         return
-    if os.getppid() != parent:
-        os._exit(1)  # this job came out of the queue of a dead process
 
     def end_if_orphaned() -> bool:
         orphaned = os.getppid() != parent
@@ -124,6 +123,8 @@ def _end_with_parent(parent: int | None) -> Iterator[None]:
 
     with _twice_a_second(end_if_orphaned):
         yield
+    if os.getppid() != parent:
+        os._exit(1)  # else this process would wait for another job for ever
 
 
 def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outcome]:
@@ -133,7 +134,9 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
         return
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     waiting, attempts = list(jobs), Counter[str]()
-    idle = [ProcessPoolExecutor(max_workers=1, env=variables) for _ in range(min(workers, len(jobs)))]
+    # With a time after which idle processes end, should we be killed.
+    start = partial(ProcessPoolExecutor, max_workers=1, timeout=60, env=variables)
+    idle = [start() for _ in range(min(workers, len(jobs)))]
     running: dict[Future[Outcome], tuple[Job, ProcessPoolExecutor]] = {}
     try:
         while waiting or running:
@@ -149,7 +152,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
                     yield future.result()
                     continue
                 executor.shutdown(kill_workers=True)
-                idle.append(ProcessPoolExecutor(max_workers=1, env=variables))
+                idle.append(start())
                 if attempts[job.name] < ATTEMPTS:
                     waiting.append(job)
                     continue
