@@ -172,8 +172,9 @@ def test_trial_is_training_and_is_put_back(optimizer):
     closures = [lambda b=b: (model(b) - b.sum(1, keepdim=True)).square().mean() for b in batches]
     before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     trial = Trial(model, closures[:4], closures[4:], optimizer, 10.0, 0.0, 0.0)
-    change, error = trial.run(0.02, 8)
+    change, error, taken = trial.run(0.02, 8)
     assert change < 0
+    assert taken == 8
     assert error > 0
     after = (*model.parameters(), *model.buffers())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -184,7 +185,7 @@ def test_trial_of_plain_steps_is_gradient_descent_on_the_batches_in_turn():
     model, batches = Noisy(1.0), targets(0.5, count=3)
     closures = [lambda b=b: model(b) for b in batches]
     trial = Trial(model, closures[:2], closures[2:], "ClippedSGD", math.inf, 0.0, 0.0)
-    change, _ = trial.run(0.25, 4)
+    change, _, _ = trial.run(0.25, 4)
     x = model.x.detach().clone()
     for step in range(4):
         x -= 0.25 * (x - batches[step % 2])
@@ -210,3 +211,12 @@ def test_batches_beyond_those_measured_are_read_only_where_noise_asks_for_them()
         model, stream = Noisy(distance), iter(targets(noise, count=64))
         calibrate(model, model, stream)
         assert 64 - len(list(islice(stream, 64))) <= most
+
+
+def test_trial_ends_once_the_loss_is_clearly_lower():
+    model, batches = Noisy(3.0), targets(0.1, count=8)
+    closures = [lambda b=b: model(b) for b in batches]
+    trial = Trial(model, closures[:4], closures[4:], "ClippedSGD", math.inf, 0.0, 0.0)
+    change, error, taken = trial.run(0.1, 24)
+    assert taken == 8
+    assert change + 2 * error < 0

@@ -264,11 +264,11 @@ class _Search:
 
     @property
     def noisy(self) -> bool:
-        """Whether the other batches' loss may be higher after the step than before it or after part of it."""
+        """Whether the other batches' loss may rise over the step, or is lower after part of it."""
         if len(self.changes) < 2:
             return False
         (part, whole), (_, error) = mean_and_error(self.changes)
-        return not whole + error <= min(0.0, part)
+        return not (whole + error <= 0.0 and whole <= part)
 
     def tried(
         self,
@@ -292,7 +292,9 @@ class _Search:
         )
         num_lines = min(len(self.curve), max(0, self.left - FEWEST))
         num_steps = min(MOST_STEPS, self.left - num_lines)
-        change, error = trial.run(found.lr, num_steps) if num_steps >= FEWEST else (math.inf, 0.0)
+        change, error = math.inf, 0.0
+        if num_steps >= FEWEST:
+            change, error, num_steps = trial.run(found.lr, num_steps)
         self.num_gradients += num_steps
         if change + error < 0:
             words = f"{RISES}, but {num_steps} trial steps lower it. A third of this lr is worth a try."
