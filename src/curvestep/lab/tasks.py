@@ -16,29 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvestep.lab.data import (
-    Corpus,
-    Images,
-    augment,
-    batchify,
-    load_cifar10,
-    load_corpus,
-    load_digits,
-    load_ptb,
-    load_topics,
-    normalise,
-)
-from curvestep.lab.models import (
-    AWDLSTM,
-    GlobalBatchNorm2d,
-    LSTMModel,
-    ResNet18,
-    ResNet20,
-    activation_penalty,
-    detach_state,
-    random_bptt_length,
-)
+from curvestep.lab.data.cifar10 import load_cifar10
+from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
+from curvestep.lab.data.images import Images, augment, load_digits, normalise
+from curvestep.lab.data.ptb import load_ptb
+from curvestep.lab.models.awd_lstm import AWDLSTM, activation_penalty, random_bptt_length
+from curvestep.lab.models.lstm import LSTMModel
+from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet18, ResNet20
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+from curvestep.smoothness.snapshot import detach_state
 
 EVAL_STREAMS = 10  # streams of text, side by side, in an evaluation
 EVAL_IMAGES = 500

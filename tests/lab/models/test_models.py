@@ -14,12 +14,12 @@ from curvestep.lab.models import (
     ResNet18,
     ResNet20,
     activation_penalty,
-    detach_state,
     num_parameters,
     random_bptt_length,
 )
 from curvestep.lab.models.awd_lstm import locked_dropout
 from curvestep.lab.models.resnet import Block
+from curvestep.smoothness.snapshot import detach_state
 
 NO_DROPOUT = {
     "dropout": 0.0,

@@ -9,7 +9,6 @@ from curvestep.lab.models.awd_lstm import (
 from curvestep.lab.models.lstm import (
     LSTMModel as LSTMModel,
     State as State,
-    detach_state as detach_state,
     num_parameters as num_parameters,
 )
 from curvestep.lab.models.resnet import (

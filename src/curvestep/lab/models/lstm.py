@@ -13,11 +13,6 @@ from curvestep._checks import check_count
 State = tuple[tuple[Tensor, Tensor], ...]
 
 
-def detach_state(state: State) -> State:
-    """The same numbers without their history: where truncated backpropagation is truncated."""
-    return tuple((h.detach(), c.detach()) for h, c in state)
-
-
 def num_parameters(model: nn.Module) -> int:
     """Number of trained numbers; a tied weight counts once.
 
@@ -41,8 +36,6 @@ class RecurrentModel(nn.Module):
     With ``tied`` weights the last layer has the width of the embedding, as in AWD-LSTM: the softmax then
     needs no projection and no weights of its own, only a bias.
     """
-
-    detach_state = staticmethod(detach_state)
 
     def __init__(self, vocab_size: int, *, embedding: int, hidden: int, layers: int, tied: bool) -> None:
         super().__init__()
