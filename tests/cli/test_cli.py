@@ -338,7 +338,7 @@ def test_reproduce_leaves_a_report_with_claims(capsys, tmp_path):
     assert f"report: {tmp_path / 'all' / 'report.html'}" in out
     page = (tmp_path / "all" / "report.html").read_text()
     claims = json.loads((tmp_path / "all" / "claims.json").read_text())["claims"]
-    assert page.count("<td>fig7</td>") == len(claims) > 0
+    assert page.count(">fig7</td>") == len(claims) > 0
     assert "data:image/png;base64," in page
 
 
@@ -396,7 +396,7 @@ sys.exit(main({args!r}))
 @pytest.mark.parametrize(
     ("blocked", "args"),
     [
-        (("rich", "lightning_fabric"), ["report", "runs"]),
+        (("rich",), ["train", "ptb-lstm"]),
         (("rich",), ["data", "get", "ptb", "--offline"]),
         (("lightning_fabric",), ["train", "ptb-lstm"]),
         (("plotly",), ["report", "runs"]),
