@@ -156,6 +156,7 @@ class Replay:
         self._prepare()
         loss = self._forward(differentiable=self._runs_backward).detach()
         self._drop_gradients()
+        self._reshard()  # without a backward pass FSDP2 keeps its outermost module whole
         return loss
 
     def change(self, old: Gradients, *, start: Sequence[Tensor] | None = None) -> Change:
@@ -309,6 +310,9 @@ class Replay:
         (self._start or self._end).restore()
         self._drop_gradients()
         torch.clear_autocast_cache()  # it may hold casts of parameters from before the move
+        self._reshard()
+
+    def _reshard(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
