@@ -147,7 +147,10 @@ TRAPS = [
 def print_traps(runs: int) -> None:
     """Coverage of the pooled line's truth, and of the effect itself, beside how often the fit warns."""
     print(f"\nWhere assumptions fail, {runs} traces, 95 % line; warnings that name the trouble")
-    print("| scenario | rank corr. | L0 | L1 | the effect itself | warns |\n|" + " --- |" * 6)
+    print(
+        "| scenario | rank corr. covered | L0 covered | L1 covered | the effect itself | warns |\n|"
+        + " --- |" * 6
+    )
     for name, num, law, effect in TRAPS:
         pooled = [law(np.random.default_rng([seed, 1]), num) for seed in range(2000)]
         g, ell = (np.concatenate(part) for part in zip(*pooled, strict=True))
@@ -202,7 +205,10 @@ def advice_coverage(num: int, phi: float, L0: float, L1: float, *, runs: int) ->
 
 def print_advice(runs: int) -> None:
     print(f"\nThe same for advise, {runs} traces, 75 % line")
-    print("| rows | neighbours | L0 | L1 | lr | max_norm | step_cap |\n|" + " --- |" * 7)
+    print(
+        "| rows | neighbours | true L0 | true L1 | lr covered | max_norm covered | step_cap covered |\n|"
+        + " --- |" * 7
+    )
     for num, phi, L0, L1, quantile in SCENARIOS:
         if quantile == 0.95:
             share = advice_coverage(num, phi, L0, L1, runs=runs)
@@ -213,7 +219,10 @@ def print_advice(runs: int) -> None:
 if __name__ == "__main__":
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     print(f"Share of {runs} traces whose 90 % interval covers the truth")
-    print("| rows | neighbours | L0 | L1 | line | rank corr. | L0 | L1 |\n|" + " --- |" * 8)
+    print(
+        "| rows | neighbours | true L0 | true L1 | line | rank corr. covered | L0 covered | L1 covered |\n|"
+        + " --- |" * 8
+    )
     for num, phi, L0, L1, quantile in SCENARIOS:
         share = coverage(num, phi, L0, L1, quantile, runs=runs)
         cells = [num, phi, f"{L0:g}", f"{L1:g}", quantile, *(f"{value:.1%}" for value in share.values())]

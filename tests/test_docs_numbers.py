@@ -20,7 +20,7 @@ def words(page):
 
 
 def results(name):
-    return json.loads((DOCS / "results" / name).read_text())
+    return json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
 
 
 def tables():
@@ -49,25 +49,92 @@ def test_a_changed_result_changes_the_table(tmp_path):
 def test_the_page_on_trust_tells_what_its_script_found():
     found, page = results("trust.json"), words(DOCS / "trust.md")
     slopes = [round(found[f"L1_at_step_length_{length}"]) for length in ("0.1", "0.05", "0.025")]
+    relu = [found[f"smoothness_of_ReLU_at_lr_{rate}"] for rate in ("0.1", "0.02", "0.003")]
+    largest = round(found["largest_smoothness_of_ReLU"])
+    full, noisy = (
+        f"L0 = {found[f'L0_of_{kind}_gradients']:.2f}{{}}L1 = {found[f'L1_of_{kind}_gradients']:.2f}"
+        for kind in ("full", "noisy")
+    )
     for said in (
         f"everywhere this gives L1 = {found['L1_of_two_batches']:.0f}.",
         f"the points rise steeply, L1 = {found['L1_of_two_batches']:.0f}.",
         f"with a rank correlation of {found['spearman_of_constant_hessian']:.2f}, and the control allows "
         f"up to {found['highest_control_of_constant_hessian']:.0f}.",
         f"rank correlation {found['spearman_of_following_smoothness']:.2f}, control below zero",
+        f"lies on u = 0, elasticity {abs(found['elasticity_of_constant_hessian']):.2f}.",
+        f"long ones on u = v, elasticity {found['elasticity_of_cosh']:.2f}.",
         f"step lengths 0.1, 0.05 and 0.025: L1 is {slopes[0]}, {slopes[1]} and {slopes[2]}.",
+        f"The line of all rows has L1 = {found['L1_of_time']:.1f}.",
+        f"the line of all rows has L1 = {found['L1_of_time']:.1f}. Right: the rank correlation is "
+        f"{found['spearman_of_time']:.2f} for all rows, and {found['spearman_of_its_parts']:.2f} in the mean",
+        f"the median is {relu[0]:.1f} at lr 0.1, {relu[1]:.1f} at lr 0.02 and {relu[2]:.0f} at lr 0.003, and "
+        f"single steps show up to {largest}.",
+        f"as steps get shorter, from {relu[0]:.1f} up to {largest}, that of GELU and tanh does not",
+        f"With GELU the medians stay between {found['least_smoothness_of_GELU']:.2f} and "
+        f"{found['most_smoothness_of_GELU']:.2f} from lr 0.1 to 3e-6, with tanh between "
+        f"{found['least_smoothness_of_tanh']:.2f} and {found['most_smoothness_of_tanh']:.2f}.",
+        f"its median is {found['local_smoothness_of_ReLU']:.2f} for the same ReLU network",
+        f"the fit of this run has {full.format(' and ')}, against the batch's {noisy.format(' and ')}:",
+        f"the full gradient: {full.format(', ')}. Right,",
+        f"no norm below 0.8: {noisy.format(', ')}.]",
+        f"L0 is too small: here {found['L0_of_scatter']:.2f}, where the truth at gradient norm 0 is 1.",
+        f"The fitted line, {found['L0_of_scatter']:.2f} + {found['L1_of_scatter']:.2f} g,",
+        f"rank correlation is {found['spearman_of_batches']:.2f}. Its interval begins at "
+        f"{found['lowest_spearman_of_batches']:.2f}, and the quadratics of the control reach "
+        f"−{-found['highest_control_of_batches']:.2f} at most",
+        f"L1 = {found['L1_of_batches']:.1f}, rank correlation {found['spearman_of_batches']:.2f}. Right",
     ):
         assert said in page
     assert found["highest_control_of_following_smoothness"] < 0
     assert abs(found["L1_of_the_same_batch"]) < 1e-9
+    assert abs(found["elasticity_of_constant_hessian"]) < 1e-9
     assert f"show L1 = {found['L1_of_two_batches']:.0f} on a quadratic" in words(ROOT / "README.md")
+
+
+def test_the_page_on_trust_quotes_the_fit_word_for_word():
+    page = (DOCS / "trust.md").read_text(encoding="utf-8")
+    quoted = [
+        " ".join(line.removeprefix("> ") for line in quote.splitlines())
+        for quote in re.findall(r"(?:^> .*\n)+", page, re.MULTILINE)
+    ]
+    assert sorted(quoted) == sorted(said for said in results("trust.json").values() if isinstance(said, str))
+    assert len(quoted) == 9
+
+
+def test_kappa_at_the_edge_is_one_number_everywhere():
+    found = results("trust.json")
+    for length in ("0.1", "0.05", "0.025"):
+        assert found[f"kappa_at_step_length_{length}"] == pytest.approx(2, abs=0.05)
+    assert "so κ is near 2, whatever the gradient" in words(DOCS / "trust.md")
+    assert "the relative change of the gradient, sits near 2)" in words(DOCS / "measure.md")
+
+
+def test_the_page_on_trust_repeats_its_tables_rightly():
+    text, page = (DOCS / "trust.md").read_text(encoding="utf-8"), words(DOCS / "trust.md")
+    rows = {cells[0]: cells for line in text.splitlines() if len(cells := line.strip("| ").split(" | ")) == 6}
+    names = rows["scenario"]
+    share = {
+        scenario: {name: cell.strip("% ") for name, cell in zip(names, cells, strict=True)}
+        for scenario, cells in rows.items()
+    }
+    warned, reverse = share["time confounds"]["warns"], share["sharpening"]["warns"]
+    assert f"It warned in {warned} % of such simulated runs, and in {reverse} % of the reverse ones" in page
+    covered = share["scatter grows with g"]["L0 covered"]
+    assert f"90 % interval of L0 covers in {covered} % of such traces" in page
+    printed = (ROOT / "benchmarks" / "coverage.py").read_text(encoding="utf-8")
+    headers = re.findall(r"^\| (?:rows|scenario) \|.*\|$", text, re.MULTILINE)
+    assert len(headers) == 3
+    assert all(header in printed for header in headers)
 
 
 @pytest.mark.slow
 def test_the_script_of_the_page_on_trust_still_finds_its_numbers(tmp_path):
     run_script("docs/trust_figures.py", tmp_path)
-    found = json.loads((tmp_path / "trust.json").read_text())
-    assert found == pytest.approx(results("trust.json"), rel=1e-3, abs=1e-9)
+    found, kept = json.loads((tmp_path / "trust.json").read_text(encoding="utf-8")), results("trust.json")
+    said = {name: value for name, value in kept.items() if isinstance(value, str)}
+    assert {name: found.pop(name) for name in said} == said
+    numbers = {name: value for name, value in kept.items() if name not in said}
+    assert found == pytest.approx(numbers, rel=1e-3, abs=1e-9)
 
 
 def test_the_story_tells_what_its_script_found():
