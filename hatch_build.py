@@ -36,7 +36,7 @@ def compiled(source: Path, library: Path) -> bool:
     compiler = os.environ.get("CC") or "cc"
     fresh = library.with_name(f".{library.name}.{os.getpid()}")
     for extra in EXTRAS:
-        command = [*compiler.split(), *FLAGS, *extra, "-o", str(fresh), str(source)]
+        command = [*compiler.split(), *FLAGS, *extra, "-o", str(fresh), str(source), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired):

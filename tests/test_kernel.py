@@ -17,7 +17,7 @@ from torch import nn
 import curvestep as cs
 from curvestep import _kernel as _native
 from curvestep._kernel import LIBRARY, Kernel, native
-from curvestep.optim._update import Rule, update_loop
+from curvestep.optim._update import SGDRule, update_loop
 from curvestep.vectors import cpu_distance, distance
 from tests.reference import reference_norm
 
@@ -142,7 +142,7 @@ def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, d
     params, grads, buffers = (tensors_of(sizes, dtype) for _ in range(3))
     buffers = buffers if momentum else []
     expected = [(p.clone(), buffers[i].clone() if momentum else None) for i, p in enumerate(params)]
-    rule = Rule(
+    rule = SGDRule(
         lr=0.1, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=decay,
         maximize=sign < 0,
     )  # fmt: skip

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.calibration.result import Calibration as Calibration
     from curvestep.calibration.search import calibrate as calibrate
     from curvestep.fit.fit import fit_smoothness as fit_smoothness
+    from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
     from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
     from curvestep.optim.scaled import ScaledSGD as ScaledSGD
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "": ("steps", "theory"),
     "optim.clipped": ("ClippedSGD",),
+    "optim.adamw": ("ClippedAdamW",),
     "optim.normalized": ("NormalizedSGD",),
     "optim.scaled": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),

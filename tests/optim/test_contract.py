@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from curvestep import ClippedSGD, NormalizedSGD, vectors
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, vectors
 from curvestep.optim import _update, scaled
 from curvestep.vectors import device_norm
 from tests.reference import ReferenceSGD
@@ -19,6 +19,7 @@ from tests.reference import ReferenceSGD
 OPTIMIZERS = {
     "clipped": lambda params, **o: ClippedSGD(params, **({"lr": 0.1, "max_norm": 1.0} | o)),
     "normalized": lambda params, **o: NormalizedSGD(params, **({"lr": 0.1, "offset": 1.0} | o)),
+    "adamw": lambda params, momentum=None, **o: ClippedAdamW(params, **({"lr": 0.1, "max_norm": 1.0} | o)),
 }
 MODES = {
     "default": {},
@@ -33,7 +34,19 @@ MODES = {
     "tensor scope": {"norm_scope": "tensor"},
     "maximize": {"maximize": True, "weight_decay": 0.1},
 }
+ADAMW_MODES = {
+    **{name: MODES[name] for name in ("default", "loop", "foreach", "fused", "tensor scope", "maximize")},
+    "amsgrad": {"amsgrad": True, "betas": (0.8, 0.99)},
+}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+every_optimizer_in_every_mode = pytest.mark.parametrize(
+    ("make", "mode"),
+    [
+        pytest.param(make, mode, id=f"{name}-{named}")
+        for name, make in OPTIMIZERS.items()
+        for named, mode in (ADAMW_MODES if name == "adamw" else MODES).items()
+    ],
+)
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
@@ -53,8 +66,7 @@ def assert_same(before, after):
         assert torch.equal(a, b)
 
 
-@every_optimizer
-@every_mode
+@every_optimizer_in_every_mode
 def test_gradients_are_bit_identical_after_the_step(make, mode):
     params = parameters((3, 4), (5,), (1,))
     opt = make(params, **mode)
@@ -64,8 +76,7 @@ def test_gradients_are_bit_identical_after_the_step(make, mode):
         assert_same(before, [p.grad for p in params])
 
 
-@every_optimizer
-@every_mode
+@every_optimizer_in_every_mode
 def test_zero_gradient_moves_nothing(make, mode):
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.zeros(3)
@@ -96,8 +107,7 @@ def test_no_gradient_at_all_is_no_step(make):
 # --- non-finite gradients -------------------------------------------------------------------------
 
 
-@every_optimizer
-@every_mode
+@every_optimizer_in_every_mode
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_raise_names_the_parameter_and_changes_nothing(make, mode, bad):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -121,8 +131,7 @@ def test_raise_counts_unnamed_parameters():
         ClippedSGD(params, lr=0.1, max_norm=1.0).step()
 
 
-@every_optimizer
-@every_mode
+@every_optimizer_in_every_mode
 def test_skip_changes_nothing_and_counts(make, mode):
     params = parameters((2, 2), (3,))
     opt = make(params, nonfinite="skip", **mode)
@@ -184,7 +193,7 @@ def test_strides_of_parameters_and_gradients_do_not_matter(param, grad, mode):
 def test_channels_last_uses_the_kernel_and_is_right():
     p = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
     p.grad = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    assert _update._kernel_accepts(p, p.grad, None)
+    assert _update._kernel_accepts(p, p.grad)
     expected = p.detach() - 0.1 * p.grad / p.grad.norm()
     ClippedSGD([p], lr=0.1, max_norm=1.0).step()
     torch.testing.assert_close(p.detach(), expected)
@@ -266,8 +275,7 @@ def test_steps_scale_with_the_gradient_until_clipped(exponent):
 # --- torch's conventions --------------------------------------------------------------------------
 
 
-@every_optimizer
-@every_mode
+@every_optimizer_in_every_mode
 def test_state_dict_round_trip_continues_exactly(make, mode):
     torch.manual_seed(3)
     net = nn.Linear(3, 2)
@@ -510,7 +518,7 @@ def without_kernel(monkeypatch, without_native):
 @pytest.fixture
 def numbers_stay_on_device(monkeypatch, without_native):
     """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(scaled.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
+    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
 
 
 @every_mode

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvestep import ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.vectors import global_norm
 from tests.processes import run_on_processes
 
@@ -21,6 +21,8 @@ OPTIONS = [
     {"momentum": 0.9, "nesterov": True, "foreach": True},
     {"momentum": 0.9, "clip": "momentum"},
     {"norm_scope": "tensor"},
+    {"amsgrad": False},
+    {"amsgrad": True, "foreach": True},
 ]
 
 
@@ -33,7 +35,8 @@ def problem():
 
 def optimizers(params, options):
     params = list(params)
-    return ClippedSGD(params, lr=0.1, max_norm=0.6, **options)
+    optimizer = ClippedAdamW if "amsgrad" in options else ClippedSGD
+    return optimizer(params, lr=0.1, max_norm=0.6, **options)
 
 
 def train(model, opt, batches, rows):

@@ -122,7 +122,7 @@ def no_kernel(monkeypatch):
 @pytest.fixture
 def on_device(monkeypatch, no_kernel):
     """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(scaled.ScaledSGD, "_norm", lambda self, tensors, *_: device_norm(tensors))
+    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_clip_stats_waits_once(scope, on_device, waits):
 def test_parameters_on_two_devices_with_a_norm_each(scope, policy, monkeypatch, no_kernel):
     # The norm of the three numbers stays on its device, that of the two is a float.
     monkeypatch.setattr(
-        scaled.ScaledSGD,
+        scaled.ScaledOptimizer,
         "_norm",
         lambda self, tensors, *_: device_norm(tensors) if len(tensors[0]) == 3 else cpu_norm(tensors),
     )

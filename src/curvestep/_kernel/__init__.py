@@ -23,7 +23,7 @@ from torch import Tensor
 LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
 DTYPES = (torch.float32, torch.float64)
 
-_RULE = Struct("dddddq")  # as in kernel.c
+_RULE, _ADAM_RULE = Struct("dddddq"), Struct("dddddd")  # as in kernel.c
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN = {Tensor, torch.nn.Parameter}
 # What curvestep_view returns if it is not -1: flags for float64 and for tensors of one element.
@@ -63,6 +63,9 @@ class Kernel:
         self._update = loaded.curvestep_update
         self._update.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
         self._update.restype = None
+        self._adamw = loaded.curvestep_adamw
+        self._adamw.argtypes = [*self._update.argtypes, _pointer, flag]
+        self._adamw.restype = None
 
     def view(self, tensors: list[Tensor], *others: list[Tensor]) -> View | None:
         """Where ``tensors`` lie, or None if the kernel cannot take them.
@@ -119,8 +122,29 @@ class Kernel:
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order.
         """
         self._update(
-            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists == 3,
+            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
+        )  # fmt: skip
+
+    def adamw(
+        self,
+        x: View,
+        steps: View,
+        *,
+        scale: float,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """The formula of ``optim/adamw.py`` on all tensors at once.
+
+        ``x`` is the view of gradients, parameters, first moments, second moments and, for ``amsgrad``, the
+        largest second moments, in this order; ``steps`` that of the steps taken, which it counts on.
+        """
+        self._adamw(
+            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists,
+            _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
         )  # fmt: skip
 
 
@@ -206,4 +230,13 @@ def _follows_formula(kernel: Kernel) -> bool:
         )
         if not (torch.allclose(b, expected_b) and torch.allclose(p, expected_p)):
             return False
+        # The first step of AdamW from zero moments is one of length lr by the sign of the gradient.
+        p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
+        view, steps = kernel.view([g], [p], [m], [v]), kernel.view([step])
+        if view is None or steps is None:
+            return False
+        kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
+        for found, expected in ((p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)):
+            if not torch.allclose(found, torch.full_like(found, expected)):
+                return False
     return True

@@ -10,6 +10,7 @@
 
 #ifndef REAL
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #ifdef _OPENMP
@@ -34,16 +35,24 @@ typedef struct {
     int64_t nesterov;
 } Rule;
 
+typedef struct {
+    double scale, lr, beta1, beta2, eps, weight_decay;
+} AdamRule;
+
 #define REAL float
 #define NAMED(f) f##_float
+#define SQRT sqrtf
 #include "kernel.c"
 #undef REAL
 #undef NAMED
+#undef SQRT
 #define REAL double
 #define NAMED(f) f##_double
+#define SQRT sqrt
 #include "kernel.c"
 #undef REAL
 #undef NAMED
+#undef SQRT
 
 /* The part [first, last) of all elements that this thread takes: a block belongs to whoever owns its first element. */
 static void share(int64_t all, int64_t *first, int64_t *last)
@@ -93,28 +102,85 @@ double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t co
     return sum;
 }
 
-/* The addresses of all gradients come first, then those of all parameters, then, with momentum, those of all buffers. */
-void curvestep_update(void *const *addresses, const int64_t *sizes, int64_t count, int doubles, int threads,
-                     int momentum, const Rule *rule)
+/* An update as a job, which is handed one block after another: elements [at, at + n) of tensor i. In `lists` the
+   addresses of all gradients come first, then those of all parameters, then those of each list of buffers. */
+typedef struct {
+    void *const *lists;
+    int64_t count;
+    int doubles;
+    int num_lists;
+    const void *rule;
+    void *const *steps;
+    int steps_are_doubles;
+} Job;
+typedef void (*Block)(const Job *job, int64_t i, int64_t at, int64_t n);
+
+static void backwards(const Job *job, Block block, const int64_t *sizes, int threads)
 {
-    void *const *g = addresses, *const *p = addresses + count, *const *b = momentum ? addresses + 2 * count : 0;
-    const int64_t all = sum_of(sizes, count);
+    const int64_t all = sum_of(sizes, job->count);
 #pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE)
     {
         int64_t first, last, begin = all;
         share(all, &first, &last);
-        for (int64_t i = count - 1; i >= 0; i--) {
+        for (int64_t i = job->count - 1; i >= 0; i--) {
             begin -= sizes[i];
             for (int64_t at = (sizes[i] - 1) / BLOCK * BLOCK; at >= 0 && sizes[i] > 0; at -= BLOCK)
-                if (first <= begin + at && begin + at < last) {
-                    const int64_t n = block_length(sizes[i], at);
-                    if (doubles)
-                        update_double((double *)p[i] + at, (const double *)g[i] + at, b ? (double *)b[i] + at : 0, n, rule);
-                    else
-                        update_float((float *)p[i] + at, (const float *)g[i] + at, b ? (float *)b[i] + at : 0, n, rule);
-                }
+                if (first <= begin + at && begin + at < last)
+                    block(job, i, at, block_length(sizes[i], at));
         }
     }
+}
+
+/* Where element `at` of tensor i of a list lies, 0 if there is no such list. */
+static void *element(const Job *job, int list, int64_t i, int64_t at)
+{
+    if (list >= job->num_lists)
+        return 0;
+    return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
+}
+
+static void update_block(const Job *job, int64_t i, int64_t at, int64_t n)
+{
+    void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *b = element(job, 2, i, at);
+    if (job->doubles)
+        update_double(p, g, b, n, job->rule);
+    else
+        update_float(p, g, b, n, job->rule);
+}
+
+/* Gradients, parameters and, with momentum, buffers. */
+void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
+                     const Rule *rule)
+{
+    const Job job = {lists, count, doubles, num_lists, rule, 0, 0};
+    backwards(&job, update_block, sizes, threads);
+}
+
+static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
+{
+    const AdamRule *rule = job->rule;
+    const double step = 1 + (job->steps_are_doubles ? *(double *)job->steps[i] : *(float *)job->steps[i]);
+    const double size = rule->lr / (1 - pow(rule->beta1, step)), root = sqrt(1 - pow(rule->beta2, step));
+    void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *m = element(job, 2, i, at);
+    void *v = element(job, 3, i, at), *largest = element(job, 4, i, at);
+    if (job->doubles)
+        adamw_double(p, g, m, v, largest, n, rule, size, root);
+    else
+        adamw_float(p, g, m, v, largest, n, rule, size, root);
+}
+
+/* Gradients, parameters, first and second moments and, with amsgrad, the largest second moments; and the number of
+   steps that each parameter has made, which is one more afterwards. */
+void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
+                    const AdamRule *rule, void *const *steps, int steps_are_doubles)
+{
+    const Job job = {lists, count, doubles, num_lists, rule, steps, steps_are_doubles};
+    backwards(&job, adamw_block, sizes, threads);
+    for (int64_t i = 0; i < count; i++)
+        if (steps_are_doubles)
+            *(double *)steps[i] += 1;
+        else
+            *(float *)steps[i] += 1;
 }
 
 /* A tensor as DLPack describes it, and the function of torch's exchange interface that fills it in: a stable binary
@@ -283,6 +349,31 @@ static void NAMED(update)(REAL *restrict p, const REAL *restrict g, REAL *restri
         for (int64_t i = 0; i < n; i++) {
             b[i] = mu * b[i] + k * (c * g[i] + w * p[i]);
             p[i] -= lr * b[i];
+        }
+}
+
+/* m <- b1 m + (1 - b1) c g,  v <- b2 v + (1 - b2) (c g)^2,  p <- (1 - lr w) p - size m/(sqrt(v)/root + eps), where
+   size and root hold the corrections for the first steps. With amsgrad x is the largest v so far, and used for v. */
+FOR_EACH_CPU
+static void NAMED(adamw)(REAL *restrict p, const REAL *restrict g, REAL *restrict m, REAL *restrict v, REAL *restrict x,
+                         int64_t n, const AdamRule *rule, double size, double root)
+{
+    const REAL c = rule->scale, b1 = rule->beta1, b2 = rule->beta2, k1 = 1 - rule->beta1, k2 = 1 - rule->beta2;
+    const REAL keep = 1 - rule->lr * rule->weight_decay, h = size, r = 1 / root, eps = rule->eps;
+    if (x)
+        for (int64_t i = 0; i < n; i++) {
+            const REAL d = c * g[i];
+            m[i] = b1 * m[i] + k1 * d;
+            v[i] = b2 * v[i] + k2 * (d * d);
+            x[i] = x[i] > v[i] ? x[i] : v[i];
+            p[i] = keep * p[i] - h * m[i] / (SQRT(x[i]) * r + eps);
+        }
+    else
+        for (int64_t i = 0; i < n; i++) {
+            const REAL d = c * g[i];
+            m[i] = b1 * m[i] + k1 * d;
+            v[i] = b2 * v[i] + k2 * (d * d);
+            p[i] = keep * p[i] - h * m[i] / (SQRT(v[i]) * r + eps);
         }
 }
 

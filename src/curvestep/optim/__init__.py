@@ -1,5 +1,6 @@
-"""The optimizers of the paper, as torch.optim.Optimizer subclasses."""
+"""The optimizers of the paper, and AdamW with the same clipping, as torch.optim.Optimizer subclasses."""
 
+from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD as ClippedSGD
 from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
 from curvestep.optim.scaled import ClipStats as ClipStats, ScaledSGD as ScaledSGD

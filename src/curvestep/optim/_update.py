@@ -1,6 +1,7 @@
 r"""One update of many parameters, with the factor on the gradient folded in.
 
-All paths compute, for every parameter :math:`p` with gradient :math:`g` and buffer :math:`b`,
+Which tensors go together and which path they take is decided here for every :class:`Rule`. All paths of
+:class:`SGDRule` compute, for every parameter :math:`p` with gradient :math:`g` and buffer :math:`b`,
 
 .. math::
     d = \pm c\,g + w\,p, \qquad b \leftarrow \mu b + (1-\delta)\,d, \qquad
@@ -16,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,21 +33,55 @@ from curvestep.distributed import is_sharded
 _SMALLEST_FOLDED = 1e-6
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
 _LARGE = 1 << 19
-_BUFFER = "momentum_buffer"  # the name that torch.optim.SGD uses, so that state dicts can be exchanged
 
 _grad, _shape = attrgetter("grad"), attrgetter("shape")
 _dtype, _device, _layout = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
 
 
-class Rule(NamedTuple):
-    """The constants of an update, all but the factor on the gradient."""
+class Rule(Protocol):
+    """What an update does with the scaled gradient, by each of the paths of :func:`choose_path`.
 
-    lr: Any  # float or one-element tensor
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
+    Attributes:
+        lr: Learning rate, a float or a one-element tensor.
+        weight_decay: Weight decay.
+        buffer_names: The entries of a parameter's state that have its shape, in the order of ``buffers``.
+        counts_steps: Whether the state also has the number of its steps, ``step``.
+        sparse_error: Why a sparse gradient is refused, empty if it is not.
+    """
+
+    @property
+    def lr(self) -> Any: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def buffer_names(self) -> tuple[str, ...]: ...
+    @property
+    def counts_steps(self) -> bool: ...
+    @property
+    def sparse_error(self) -> str: ...
+    def first(self) -> Rule:
+        """The rule for a parameter whose buffers are new."""
+        ...
+
+    def has_fused(self, scale: Any) -> bool:
+        """Whether torch has a fused kernel for this rule that is right with the factor ``scale``."""
+        ...
+
+    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+        """Update by our own kernel."""
+        ...
+
+    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+        """Update by torch's fused kernel, which leaves all as it is where ``skip`` is 1."""
+        ...
+
+    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+        """Update by torch's functions for lists of tensors."""
+        ...
+
+    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+        """Update one parameter at a time: the formula."""
+        ...
 
 
 @dataclass
@@ -53,20 +89,28 @@ class Bundle:
     """Parameters under one clipping decision, with their gradients; once sorted, what one call updates.
 
     After :func:`sort` everything is real and local (complex tensors are pairs of real numbers, sharded ones
-    this rank's part) and of one dtype and device, and every parameter has a buffer if there is momentum.
+    this rank's part) and of one dtype and device, and every parameter has the buffers that its rule names.
     """
 
     group: dict[str, Any]
-    rule: Rule
+    rule: Any  # a Rule
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    buffers: list[Any] = field(default_factory=list)  # empty without momentum, None where one is missing
+    buffers: list[list[Any]] = field(default_factory=list)  # a list for each name; None where one is missing
+    steps: list[Any] = field(default_factory=list)  # the step of each parameter, if the rule counts them
     wholes: list[Tensor] = field(default_factory=list)  # the parameters that `params` are the local parts of
     view: View | None = None  # where gradients, parameters and buffers lie, if our kernel can walk them all
+    steps_view: View | None = None  # where the steps lie, if it can
     alike: bool = False  # whether each gradient and buffer has dtype, device and strides of its parameter
 
 
-def collect(groups: list[dict[str, Any]], state: Mapping[Tensor, Any], *, per_tensor: bool) -> list[Bundle]:
+def collect(
+    groups: list[dict[str, Any]],
+    state: Mapping[Tensor, Any],
+    rule_of: Callable[[dict[str, Any]], Rule],
+    *,
+    per_tensor: bool,
+) -> list[Bundle]:
     """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
     bundles: list[Bundle] = []
     for group in groups:
@@ -75,53 +119,57 @@ def collect(groups: list[dict[str, Any]], state: Mapping[Tensor, Any], *, per_te
         if type(None) in set(map(type, grads)):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             grads = [g for g in grads if g is not None]
-        rule = Rule(
-            lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
-            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
-        )  # fmt: skip
+        rule = rule_of(group)
         pieces = [(params, grads)] if params else []
         if per_tensor:
             pieces = [([p], [g]) for p, g in zip(params, grads, strict=True)]
         for some, theirs in pieces:
-            buffers = _existing_buffers(some, state) if rule.momentum else []
-            view = _view(theirs, some, buffers)
-            bundles.append(Bundle(group, rule, some, theirs, buffers, some, view, view is not None))
+            buffers, steps = _existing(some, state, rule)
+            view, steps_view = _view(theirs, some, *buffers), _view(steps) if steps else None
+            if view is None and rule.sparse_error and any(g.layout != torch.strided for g in theirs):
+                raise RuntimeError(rule.sparse_error)
+            alike = view is not None and (steps_view is not None or not steps)
+            bundles.append(Bundle(group, rule, some, theirs, buffers, steps, some, view, steps_view, alike))
     return bundles
 
 
 def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
-    """The bundle in parts that one call can update, each parameter with a buffer if there is momentum."""
+    """The bundle in parts that one call can update, each parameter with the buffers that its rule names."""
     if bundle.alike or _kernel_accepts_all(bundle):
         bundle.alike = True
         return [bundle]
     parts: dict[tuple, Bundle] = {}
+    names = bundle.rule.buffer_names
     for whole, g in zip(bundle.params, bundle.grads, strict=True):
-        buffer, undamped = None, False
-        if bundle.rule.momentum:
-            buffer = state[whole].get(_BUFFER)
-            if buffer is None:
-                buffer = torch.zeros_like(whole, memory_format=torch.preserve_format)
-                state[whole][_BUFFER] = buffer
-                undamped = bundle.rule.dampening != 0  # as torch: not the first gradient that a buffer sees
-            elif buffer.shape != whole.shape:
+        rule = bundle.rule
+        of_tensor = state[whole] if names else {}
+        for name in names:
+            if of_tensor.get(name) is None:
+                of_tensor[name] = torch.zeros_like(whole, memory_format=torch.preserve_format)
+                rule = bundle.rule.first()
+            elif of_tensor[name].shape != whole.shape:
                 raise ValueError(
-                    f"A momentum buffer, {tuple(buffer.shape)}, does not have the shape of its parameter, "
+                    f"`{name}`, {tuple(of_tensor[name].shape)}, does not have the shape of its parameter, "
                     f"{tuple(whole.shape)}. Load the state of the same model."
                 )
-        p, g, buffer = _local_and_real(whole, g, buffer)
-        alike = _kernel_accepts(p, g, buffer)
-        key = (p.dtype, p.device, g.layout, alike, undamped)
+        p, g, *buffers = _local_and_real(whole, g, *(of_tensor[name] for name in names))
+        if rule.counts_steps:
+            of_tensor["step"] = _step_of(of_tensor.get("step"), p)
+        alike = _kernel_accepts(p, g, *buffers)
+        key = (p.dtype, p.device, g.layout, alike, rule is not bundle.rule)
         if key not in parts:
-            rule = bundle.rule._replace(dampening=0.0) if undamped else bundle.rule
-            parts[key] = Bundle(bundle.group, rule, alike=alike)
+            parts[key] = Bundle(bundle.group, rule, buffers=[[] for _ in names], alike=alike)
         part = parts[key]
         part.params.append(p)
         part.grads.append(g)
         part.wholes.append(whole)
-        if buffer is not None:
-            part.buffers.append(buffer)
+        for listed, buffer in zip(part.buffers, buffers, strict=True):
+            listed.append(buffer)
+        if rule.counts_steps:
+            part.steps.append(of_tensor["step"])
     for part in parts.values():
-        part.view = _view(part.grads, part.params, part.buffers) if part.alike else None
+        part.view = _view(part.grads, part.params, *part.buffers) if part.alike else None
+        part.steps_view = _view(part.steps) if part.view and part.steps else None
     return list(parts.values())
 
 
@@ -136,15 +184,15 @@ def average_(bundle: Bundle, *, skip: Tensor | bool = False) -> Bundle:
     skip = _moved(skip, bundle.params[0].device)
     if not isinstance(skip, Tensor) and skip:
         return bundle
-    before = [b.clone() for b in bundle.buffers] if isinstance(skip, Tensor) else []
-    for g, buffer in zip(bundle.grads, bundle.buffers, strict=True):
+    (directions,) = bundle.buffers
+    before = [b.clone() for b in directions] if isinstance(skip, Tensor) else []
+    for g, buffer in zip(bundle.grads, directions, strict=True):
         buffer.mul_(rule.momentum).add_(g, alpha=1 - rule.dampening)
     if isinstance(skip, Tensor):
-        _restore_(bundle.buffers, before, skip)
-    directions = bundle.buffers
+        _restore_(directions, before, skip)
     if rule.nesterov:
         directions = [torch.add(rule.momentum * b, g) for g, b in zip(bundle.grads, directions, strict=True)]
-    view = _view(directions, bundle.params, []) if bundle.alike else None
+    view = _view(directions, bundle.params) if bundle.alike else None
     rule = rule._replace(momentum=0.0, dampening=0.0, nesterov=False)
     return replace(bundle, rule=rule, grads=directions, buffers=[], view=view)
 
@@ -162,18 +210,20 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
     path = choose_path(bundle, scale)
     # Only torch's kernel can leave the decision on the device by itself.
     undoes = isinstance(skip, Tensor) and path != "fused"
-    before = [t.clone() for t in (*bundle.params, *bundle.buffers)] if undoes else []
+    changed = [*bundle.params, *chain(*bundle.buffers), *bundle.steps] if undoes else []
+    before = [t.clone() for t in changed]
     if path == "kernel":
-        _update_by_kernel(bundle, float(scale))
+        bundle.rule.by_kernel(bundle, float(scale))
+        # torch must know that the values changed, or it would not notice a stale graph.
+        torch.autograd.graph.increment_version(bundle.params)
     elif path == "fused":
-        _update_fused(bundle, scale, skip if isinstance(skip, Tensor) else None)
+        bundle.rule.by_fused(bundle, scale, skip if isinstance(skip, Tensor) else None)
     elif path == "foreach":
-        _update_foreach(bundle, scale)
+        bundle.rule.by_foreach(bundle, scale)
     else:
-        for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
-            update_loop(p, g, bundle.buffers[i] if bundle.buffers else None, bundle.rule, scale)
+        bundle.rule.by_loop(bundle, scale)
     if undoes:
-        _restore_((*bundle.params, *bundle.buffers), before, skip)
+        _restore_(changed, before, skip)
 
 
 def choose_path(bundle: Bundle, scale: Any) -> str:
@@ -190,19 +240,121 @@ def choose_path(bundle: Bundle, scale: Any) -> str:
         and not (bundle.buffers or rule.weight_decay)
         and sum(map(Tensor.numel, bundle.params)) > _LARGE * len(bundle.params)
     )
-    if bundle.view is not None and not group["fused"]:
+    walks = bundle.view is not None and (bundle.steps_view is not None or not bundle.steps)
+    if walks and not group["fused"]:
         return "foreach" if streams and torch.get_num_threads() == 1 else "kernel"
-    if fused_sgd() is None or first.device.type not in _get_fused_kernels_supported_devices():
+    if streams and not isinstance(scale, Tensor):
         return "foreach"
-    if isinstance(scale, Tensor):
-        return "fused"
-    # A number is folded into the constants of torch's kernel, where they have the precision for it.
-    decay = rule.weight_decay
-    folds = not decay or (scale > _SMALLEST_FOLDED and decay / scale < 1e6 and not rule.nesterov)
-    return "fused" if folds and not streams else "foreach"
+    supported = first.device.type in _get_fused_kernels_supported_devices()
+    return "fused" if supported and rule.has_fused(scale) else "foreach"
 
 
-def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: Rule, scale: Any) -> None:
+class SGDRule(NamedTuple):
+    """The constants of an update with or without momentum, all but the factor on the gradient."""
+
+    lr: Any  # float or one-element tensor
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    counts_steps = False
+    sparse_error = ""
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """The name that torch.optim.SGD uses, so that state dicts can be exchanged."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def first(self) -> SGDRule:
+        """As torch: the first gradient that a buffer sees is not damped."""
+        return self._replace(dampening=0.0) if self.dampening != 0 else self
+
+    def has_fused(self, scale: Any) -> bool:
+        """A number is folded into the constants of torch's kernel, where they have the precision for it."""
+        if fused_sgd() is None:
+            return False
+        if isinstance(scale, Tensor) or not self.weight_decay:
+            return True
+        return scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1e6 and not self.nesterov
+
+    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+        """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
+        kernel = native()
+        assert kernel is not None  # there is a view only where there is a kernel
+        assert bundle.view is not None
+        kernel.update(
+            bundle.view, scale=-scale if self.maximize else scale, weight_decay=self.weight_decay,
+            momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
+        )  # fmt: skip
+
+    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+        """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
+
+        c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
+        lr, with momentum into 1 - dampening. Only lr can be a device scalar; the others then need a scaled
+        copy.
+        """
+        params, grads, buffers = bundle.params, bundle.grads, bundle.buffers[0] if bundle.buffers else []
+        lr, decay = self.lr, self.weight_decay
+        if isinstance(scale, Tensor):
+            if buffers or decay:
+                grads = torch._foreach_mul(grads, scale)
+            else:
+                lr = lr * scale
+            if isinstance(lr, Tensor):
+                lr = lr.to(params[0].device, torch.float32)
+            _fused_call(
+                params, grads, buffers, lr=lr, weight_decay=decay, momentum=self.momentum,
+                dampening=self.dampening, nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
+            )  # fmt: skip
+            return
+        lr, decay = float(lr), decay / scale if decay else 0.0
+        if not buffers:
+            _fused_call(
+                params, grads, [], lr=lr * scale, weight_decay=decay, maximize=self.maximize, found_inf=skip
+            )
+            return
+        # Nesterov: p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
+        _fused_call(
+            params, grads, buffers, lr=lr * self.momentum if self.nesterov else lr, weight_decay=decay,
+            momentum=self.momentum, dampening=1 - scale * (1 - self.dampening), maximize=self.maximize,
+            found_inf=skip,
+        )  # fmt: skip
+        if self.nesterov:
+            _fused_call(params, grads, [], lr=lr * scale, maximize=self.maximize, found_inf=skip)
+
+    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+        """A handful of calls over all parameters at once."""
+        # Last tensor first: what the norm read last is still in the cache.
+        params, grads = bundle.params[::-1], bundle.grads[::-1]
+        factor = -scale if self.maximize else scale
+        if isinstance(scale, Tensor) or self.weight_decay or self.nesterov:
+            grads = torch._foreach_mul(grads, factor)
+            factor = 1.0
+        if self.weight_decay:
+            torch._foreach_add_(grads, params, alpha=self.weight_decay)
+        if bundle.buffers:
+            buffers = bundle.buffers[0][::-1]
+            torch._foreach_mul_(buffers, self.momentum)
+            torch._foreach_add_(buffers, grads, alpha=factor * (1 - self.dampening))
+            if self.nesterov:
+                torch._foreach_add_(grads, buffers, alpha=self.momentum)
+            else:
+                grads, factor = buffers, 1.0
+        if isinstance(self.lr, Tensor) and self.lr.device.type != "cpu":
+            torch._foreach_add_(params, torch._foreach_mul(grads, -factor * self.lr))
+        else:
+            torch._foreach_add_(params, grads, alpha=-float(self.lr) * factor)
+
+    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+        """:func:`update_loop` for each parameter."""
+        for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
+            update_loop(p, g, bundle.buffers[0][i] if bundle.buffers else None, self, scale)
+
+
+def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scale: Any) -> None:
     """The formula for one parameter; the gradient may be sparse."""
     d = g * (-scale if rule.maximize else scale)
     if rule.weight_decay:
@@ -215,55 +367,6 @@ def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: Rule, scale: 
         p.add_(d * -rule.lr.to(p.device))
     else:
         p.add_(d, alpha=-rule.lr)
-
-
-def _update_by_kernel(bundle: Bundle, scale: float) -> None:
-    """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
-    kernel, rule = native(), bundle.rule
-    assert kernel is not None  # there is a view only where there is a kernel
-    assert bundle.view is not None
-    kernel.update(
-        bundle.view, scale=-scale if rule.maximize else scale, weight_decay=rule.weight_decay,
-        momentum=rule.momentum, dampening=rule.dampening, lr=float(rule.lr), nesterov=rule.nesterov,
-    )  # fmt: skip
-    # torch must know that the values changed, or it would not notice a stale graph.
-    torch.autograd.graph.increment_version(bundle.params)
-
-
-def _update_fused(bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
-    """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
-
-    c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
-    lr, with momentum into 1 - dampening. Only lr can be a device scalar; the others then need a scaled copy.
-    """
-    params, grads, buffers, rule = bundle.params, bundle.grads, bundle.buffers, bundle.rule
-    lr, decay = rule.lr, rule.weight_decay
-    if isinstance(scale, Tensor):
-        if buffers or decay:
-            grads = torch._foreach_mul(grads, scale)
-        else:
-            lr = lr * scale
-        if isinstance(lr, Tensor):
-            lr = lr.to(params[0].device, torch.float32)
-        _fused_call(
-            params, grads, buffers, lr=lr, weight_decay=decay, momentum=rule.momentum,
-            dampening=rule.dampening, nesterov=rule.nesterov, maximize=rule.maximize, found_inf=skip,
-        )  # fmt: skip
-        return
-    lr, decay = float(lr), decay / scale if decay else 0.0
-    if not buffers:
-        _fused_call(
-            params, grads, [], lr=lr * scale, weight_decay=decay, maximize=rule.maximize, found_inf=skip
-        )
-        return
-    # Nesterov: p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
-    _fused_call(
-        params, grads, buffers, lr=lr * rule.momentum if rule.nesterov else lr, weight_decay=decay,
-        momentum=rule.momentum, dampening=1 - scale * (1 - rule.dampening), maximize=rule.maximize,
-        found_inf=skip,
-    )  # fmt: skip
-    if rule.nesterov:
-        _fused_call(params, grads, [], lr=lr * scale, maximize=rule.maximize, found_inf=skip)
 
 
 def _fused_call(
@@ -279,29 +382,6 @@ def _fused_call(
     )
 
 
-def _update_foreach(bundle: Bundle, scale: Any) -> None:
-    """A handful of calls over all parameters at once."""
-    # Last tensor first: what the norm read last is still in the cache.
-    params, grads, buffers = bundle.params[::-1], bundle.grads[::-1], bundle.buffers[::-1]
-    rule, factor = bundle.rule, -scale if bundle.rule.maximize else scale
-    if isinstance(scale, Tensor) or rule.weight_decay or rule.nesterov:
-        grads = torch._foreach_mul(grads, factor)
-        factor = 1.0
-    if rule.weight_decay:
-        torch._foreach_add_(grads, params, alpha=rule.weight_decay)
-    if buffers:
-        torch._foreach_mul_(buffers, rule.momentum)
-        torch._foreach_add_(buffers, grads, alpha=factor * (1 - rule.dampening))
-        if rule.nesterov:
-            torch._foreach_add_(grads, buffers, alpha=rule.momentum)
-        else:
-            grads, factor = buffers, 1.0
-    if isinstance(rule.lr, Tensor) and rule.lr.device.type != "cpu":
-        torch._foreach_add_(params, torch._foreach_mul(grads, -factor * rule.lr))
-    else:
-        torch._foreach_add_(params, grads, alpha=-float(rule.lr) * factor)
-
-
 def _moved(number: Any, device: torch.device) -> Any:
     """A device scalar where the parameters are. Those on CPU have to wait for it, and get a float."""
     if not isinstance(number, Tensor) or number.device == device:
@@ -315,48 +395,69 @@ def _restore_(tensors: Iterable[Tensor], before: Iterable[Tensor], skip: Any) ->
         t.copy_(torch.where(skip > 0, old, t))
 
 
-def _view(grads: list[Tensor], params: list[Tensor], buffers: list[Any]) -> View | None:
+def _view(tensors: list[Tensor], *others: list[Any]) -> View | None:
     kernel = native()
-    return None if kernel is None else kernel.view(*filter(None, (grads, params, buffers)))
+    return None if kernel is None else kernel.view(tensors, *others)
 
 
-def _existing_buffers(params: list[Tensor], state: Mapping[Tensor, Any]) -> list[Any]:
-    """The momentum of each parameter, None where there is none yet."""
+def _existing(
+    params: list[Tensor], state: Mapping[Tensor, Any], rule: Rule
+) -> tuple[list[list[Any]], list[Any]]:
+    """Buffers and steps of the parameters, None where there is none yet."""
+    if not rule.buffer_names:
+        return [], []
     if len(state) == len(params) and all(map(is_, state, params)):  # the same tensors in the same order,
-        return [of_tensor.get(_BUFFER) for of_tensor in state.values()]  # and no hash to compute
-    return [state.get(p, {}).get(_BUFFER) for p in params]
+        found = list(state.values())  # and no hash to compute
+    else:
+        found = [state.get(p, {}) for p in params]
+    buffers = [[of_tensor.get(name) for of_tensor in found] for name in rule.buffer_names]
+    return buffers, [of_tensor.get("step") for of_tensor in found] if rule.counts_steps else []
 
 
-def _local_and_real(p: Tensor, g: Any, buffer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _is_step_for(device: torch.device, step: Any) -> bool:
+    """Whether the number of steps is kept so that torch's kernel can read it where the parameter is."""
+    return type(step) is Tensor and step.device == device and (step.is_cpu or step.dtype is torch.float32)
+
+
+def _step_of(step: Any, p: Tensor) -> Tensor:
+    """The number of steps as torch keeps it, where the parameter is; nothing is read."""
+    if _is_step_for(p.device, step):
+        return step
+    double = p.is_cpu and torch.get_default_dtype() == torch.float64
+    dtype = torch.float64 if double else torch.float32
+    return torch.as_tensor(0.0 if step is None else step, dtype=dtype, device=p.device)
+
+
+def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:
     """The parts of sharded tensors that lie here, complex numbers as pairs, a single number as a vector."""
+    if is_sharded(p) and g.placements != p.placements:
+        g = g.redistribute(p.device_mesh, p.placements)
+    tensors = [p, g, *buffers]
     if is_sharded(p):
-        if g.placements != p.placements:
-            g = g.redistribute(p.device_mesh, p.placements)
-        p, g = p.to_local(), g.to_local()
-        buffer = None if buffer is None else buffer.to_local()
+        tensors = [t.to_local() for t in tensors]
     if p.is_complex():
-        p, g = torch.view_as_real(p), torch.view_as_real(g)
-        buffer = None if buffer is None else torch.view_as_real(buffer)
-    if p.dim() == 0 and g.layout == torch.strided:
+        tensors = [torch.view_as_real(t) for t in tensors]
+    if tensors[0].dim() == 0 and g.layout == torch.strided:
         # torch gives a product of two tensors without dimensions the wider dtype, here that of the scale.
-        p, g = p.view(1), g.view(1)
-        buffer = None if buffer is None else buffer.view(1)
-    return p, g, buffer
+        tensors = [t.view(1) for t in tensors]
+    return tensors
 
 
 def _kernel_accepts_all(bundle: Bundle) -> bool:
     """:func:`_kernel_accepts` for many tensors in the common case: a quick yes, or ask one by one."""
-    lists = [bundle.params, bundle.grads, *filter(None, [bundle.buffers])]
+    lists = [bundle.params, bundle.grads, *bundle.buffers]
     if not all(set(map(type, tensors)) <= {Tensor, Parameter} for tensors in lists):
         return False  # a buffer that is missing, or something that torch must take apart first
     every = [t for tensors in lists for t in tensors]
     dtypes, devices = set(map(_dtype, every)), set(map(_device, every))
     if len(dtypes) > 1 or len(devices) > 1 or set(map(_layout, every)) != {torch.strided}:
         return False
-    dtype, shapes = dtypes.pop(), list(map(_shape, bundle.params))
+    dtype, device, shapes = dtypes.pop(), devices.pop(), list(map(_shape, bundle.params))
+    if not all(_is_step_for(device, step) for step in bundle.steps):
+        return False
     return (
         all(list(map(_shape, tensors)) == shapes for tensors in lists)
-        and (dtype in DTYPES if devices.pop().type == "cpu" else dtype.is_floating_point)
+        and (dtype in DTYPES if device.type == "cpu" else dtype.is_floating_point)
         and all(map(Tensor.is_contiguous, every))
         and all(map(Tensor.dim, bundle.params))
         and not any(map(Tensor.is_neg, bundle.grads))
@@ -364,7 +465,7 @@ def _kernel_accepts_all(bundle: Bundle) -> bool:
     )
 
 
-def _kernel_accepts(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
+def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     """A kernel walks memory: unequal strides give wrong values; on CPU there is none for half precision.
 
     Nor must a mark say that the numbers in memory are to be negated, or that they are zeros without memory.
@@ -374,7 +475,7 @@ def _kernel_accepts(p: Tensor, g: Tensor, buffer: Tensor | None) -> bool:
         and not (g.is_neg() or g._is_zerotensor())
         and is_non_overlapping_and_dense(p)
         and same_layout(g, p)
-        and (buffer is None or same_layout(buffer, p))
+        and all(same_layout(buffer, p) for buffer in buffers)
     )
 
 

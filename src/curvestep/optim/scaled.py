@@ -1,10 +1,10 @@
-"""SGD whose gradient is scaled by a function of its norm: what all optimizers of the package share."""
+"""A gradient scaled by a function of its norm, inside the step: what all optimizers of the package share."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from curvestep._checks import check_choice
 from curvestep._kernel import View
 from curvestep.distributed import as_sharded
-from curvestep.optim._update import Bundle, average_, collect, fused_sgd, sort, update
+from curvestep.optim._update import Bundle, Rule, SGDRule, average_, collect, fused_sgd, sort, update
 from curvestep.vectors import cpu_norm, global_norm
 
 if TYPE_CHECKING:
@@ -53,14 +53,9 @@ class ClipStats(TypedDict):
     skipped: int
 
 
-class SGDOptions(TypedDict, total=False):
+class ScaledOptions(TypedDict, total=False):
     """The options that every optimizer of the package takes, as :class:`ClippedSGD` describes them."""
 
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    clip: str
     norm_scope: str
     nonfinite: str
     maximize: bool
@@ -69,24 +64,38 @@ class SGDOptions(TypedDict, total=False):
     differentiable: bool
 
 
-_DEFAULTS: SGDOptions = {
-    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
+class SGDOptions(ScaledOptions, total=False):
+    """The options of the optimizers without a second moment, as :class:`ClippedSGD` describes them."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    clip: str
+
+
+_DEFAULTS: ScaledOptions = {
     "norm_scope": "global", "nonfinite": "raise", "maximize": False, "foreach": None, "fused": None,
     "differentiable": False,
 }  # fmt: skip
+_SGD_DEFAULTS: SGDOptions = {
+    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
+}  # fmt: skip
 
 
-class ScaledSGD(Optimizer, ABC):
-    r"""SGD with the step size of a rule: :math:`x_{k+1} = x_k - h(\lVert g_k \rVert)\, g_k`.
+class ScaledOptimizer(Optimizer, ABC):
+    """An optimizer that scales the gradient by a function of its norm before it uses it.
 
-    A subclass names the group entry at which the rule bends (``threshold``) and gives the factor on the
-    gradient (:meth:`coefficient`). Momentum, weight decay, the fast paths, sharded and sparse gradients,
-    :meth:`clip_stats` and checkpoints are the same for all.
+    A subclass names the group entry at which the rule bends (``threshold``), gives the factor on the
+    gradient (:meth:`coefficient`) and says what is done with the scaled gradient (:meth:`rule`). Norms and
+    their scopes, gradients that are not finite, counters, sharded tensors and checkpoints are the same for
+    all.
 
     Args:
         params: Parameters, named parameters or parameter groups, as for every torch optimizer.
-        rule: ``lr`` and the parameters of the rule; a group may have its own.
-        options: Those of :class:`ClippedSGD`.
+        values: ``lr`` and what else a group may have of its own.
+        defaults: The options that there are beyond those of every optimizer, with their defaults.
+        options: Options by name.
 
     Attributes:
         threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
@@ -94,13 +103,15 @@ class ScaledSGD(Optimizer, ABC):
 
     threshold: str
 
-    def __init__(self, params: ParamsT, rule: dict[str, Any], **options: Unpack[SGDOptions]) -> None:
-        if unknown := options.keys() - _DEFAULTS.keys():
+    def __init__(
+        self, params: ParamsT, values: dict[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        known: dict[str, Any] = {**defaults, **_DEFAULTS}
+        if unknown := options.keys() - known.keys():
             raise TypeError(
-                f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(_DEFAULTS)}."
+                f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(known)}."
             )
-        settings: Any = _DEFAULTS | options
-        check_choice("clip", settings["clip"], ("gradient", "momentum"))
+        settings = known | dict(options)
         check_choice("norm_scope", settings["norm_scope"], ("global", "group", "tensor"))
         check_choice("nonfinite", settings["nonfinite"], ("raise", "skip", "propagate"))
         fused, foreach = settings["fused"], settings["foreach"]
@@ -110,9 +121,11 @@ class ScaledSGD(Optimizer, ABC):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         if foreach and settings["differentiable"]:
             raise RuntimeError("`foreach` does not support `differentiable`")
-        if fused and fused_sgd() is None:
-            raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        super().__init__(params, rule | settings)
+        super().__init__(params, values | settings)
+
+    @abstractmethod
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """What a step does with the scaled gradients of a group."""
 
     @abstractmethod
     def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
@@ -136,22 +149,17 @@ class ScaledSGD(Optimizer, ABC):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"  # reading it would synchronize
-        if not on_device and not 0.0 <= _number("lr", lr) < math.inf:
+        if not on_device and not 0.0 <= checked_number("lr", lr) < math.inf:
             raise ValueError(f"Invalid learning rate: {lr}")
-        for name in ("momentum", "weight_decay"):
-            if not 0.0 <= _number(name, group[name]) < math.inf:
-                raise ValueError(f"Invalid {name} value: {group[name]}")
-        if not math.isfinite(_number("dampening", group["dampening"])):
-            raise ValueError(f"Invalid dampening value: {group['dampening']}")
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        if not 0.0 <= checked_number("weight_decay", group["weight_decay"]) < math.inf:
+            raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
         self.coefficient(0.0, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with values of its own where it names them."""
         if isinstance(param_group, dict):
             for name in _SHARED:
-                if param_group.get(name, self.defaults[name]) != self.defaults[name]:
+                if name in param_group and param_group[name] != self.defaults.get(name):
                     raise ValueError(
                         f"`{name}` holds for all groups: set it for the optimizer, not for one group."
                     )
@@ -168,7 +176,7 @@ class ScaledSGD(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
-        if type(self).step is ScaledSGD.step and _is_observed(self):
+        if type(self).step is ScaledOptimizer.step and _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
 
@@ -202,7 +210,7 @@ class ScaledSGD(Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A state dict of an older version, or of torch.optim.SGD, lacks some entries.
+        # A state dict of an older version, or of torch's optimizer, lacks some entries.
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -222,7 +230,7 @@ class ScaledSGD(Optimizer, ABC):
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             per_tensor = self.defaults["norm_scope"] == "tensor"
-            bundles = collect(self.param_groups, self.state, per_tensor=per_tensor)
+            bundles = collect(self.param_groups, self.state, self.rule, per_tensor=per_tensor)
             if bundles:
                 self._step(bundles)
         return loss
@@ -238,7 +246,7 @@ class ScaledSGD(Optimizer, ABC):
             return
         parts = [sort(bundle, self.state) for bundle in bundles]
         seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
-        if self.defaults["clip"] == "momentum":
+        if self.defaults.get("clip") == "momentum":
             parts = [[average_(part, skip=skip) for part in of_bundle] for of_bundle in parts]
             seen = self._norms([_joined(of_bundle) for of_bundle in parts])
         coefficients = [self.coefficient(n, bundle.group) for n, bundle in zip(seen, bundles, strict=True)]
@@ -343,7 +351,47 @@ class ScaledSGD(Optimizer, ABC):
         return plain | {"recent": numbers[len(names) :], "steps": steps, "skipped": skipped}
 
 
-_observed_step = Optimizer.profile_hook_step(ScaledSGD._unobserved_step)
+class ScaledSGD(ScaledOptimizer):
+    r"""SGD with the step size of a rule: :math:`x_{k+1} = x_k - h(\lVert g_k \rVert)\, g_k`.
+
+    A subclass names the group entry at which the rule bends (``threshold``) and gives the factor on the
+    gradient (:meth:`coefficient`). Momentum, weight decay, the fast paths, sharded and sparse gradients,
+    :meth:`clip_stats` and checkpoints are the same for all.
+
+    Args:
+        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
+        rule: ``lr`` and the parameters of the rule; a group may have its own.
+        options: Those of :class:`ClippedSGD`.
+
+    Attributes:
+        threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
+    """
+
+    def __init__(self, params: ParamsT, rule: dict[str, Any], **options: Unpack[SGDOptions]) -> None:
+        check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
+        if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
+            raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
+        super().__init__(params, rule, _SGD_DEFAULTS, options)
+
+    def rule(self, group: dict[str, Any]) -> SGDRule:
+        """Momentum, weight decay and ascent of a group."""
+        return SGDRule(
+            lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
+            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
+        )  # fmt: skip
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise where the values of a group make no sense."""
+        if not 0.0 <= checked_number("momentum", group["momentum"]) < math.inf:
+            raise ValueError(f"Invalid momentum value: {group['momentum']}")
+        if not math.isfinite(checked_number("dampening", group["dampening"])):
+            raise ValueError(f"Invalid dampening value: {group['dampening']}")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        super().check_group(group)
+
+
+_observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
 
 
 def _is_observed(optimizer: Optimizer) -> bool:
@@ -398,7 +446,8 @@ def _stacked(values: list[Any]) -> Tensor | None:
     )
 
 
-def _number(name: str, value: Any) -> float:
+def checked_number(name: str, value: Any) -> float:
+    """``value`` as it is, if it is a number."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
     return value

@@ -1,0 +1,274 @@
+"""AdamW with norm clipping."""
+# pyright: reportPrivateImportUsage=false
+# torch names its functions for lists of tensors with an underscore.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from curvestep._kernel import native
+from curvestep.optim._update import Bundle
+from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
+from curvestep.steps import clipped_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AdamWOptions(ScaledOptions, total=False):
+    """The options of :class:`ClippedAdamW`, as it describes them."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    capturable: bool
+
+
+_DEFAULTS: AdamWOptions = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
+
+
+class ClippedAdamW(ScaledOptimizer):
+    r"""AdamW that clips the norm of the gradient inside the step, before both moments.
+
+    .. math::
+        \hat g_k = \min\{1,\ \gamma / \lVert g_k \rVert\}\, g_k, \qquad
+        m_k = \beta_1 m_{k-1} + (1 - \beta_1)\, \hat g_k, \qquad
+        v_k = \beta_2 v_{k-1} + (1 - \beta_2)\, \hat g_k^2,
+
+    .. math::
+        x_{k+1} = (1 - \eta w)\, x_k
+        - \eta\, \frac{m_k / (1 - \beta_1^k)}{\sqrt{v_k / (1 - \beta_2^k)} + \epsilon}
+
+    The same as ``clip_grad_norm_`` followed by ``torch.optim.AdamW``, but without the 1e-6 that the former
+    adds to the norm, with no second call to forget, ``.grad`` left as it is, and :meth:`clip_stats` to see
+    how often clipping fires. The state of a parameter is that of ``torch.optim.AdamW`` (``step``,
+    ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``), and state dicts of the one load into the other.
+
+    Args:
+        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
+        lr: Learning rate :math:`\eta`; a float or a one-element tensor, one for each group if wanted.
+        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for plain AdamW; groups may have
+            their own.
+        betas: Decay rates :math:`\beta_1, \beta_2` of the two moments.
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: Decoupled weight decay :math:`w`; it is never clipped.
+        amsgrad: Divide by the largest second moment so far.
+        norm_scope: As for :class:`ClippedSGD`.
+        nonfinite: As for :class:`ClippedSGD`: on an accelerator ``"raise"`` waits for the norm in every step,
+            ``"skip"`` and ``"propagate"`` never wait unless some of the parameters are on CPU. There the
+            clipped gradients are a copy while the step lasts, because torch's kernel would scale ``.grad``
+            itself; with ``"skip"`` the paths other than the default and ``fused`` also copy parameters and
+            state.
+        maximize: Ascend instead of descend.
+        foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
+            CPU the package's own kernel, if it was built.
+        fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
+            and float64), other tensors fall back to ``foreach``.
+        differentiable: Let gradients flow through the step.
+        capturable: Not supported: leave it at False.
+
+    Example:
+        >>> import torch
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> opt = ClippedAdamW([w], lr=0.5, max_norm=1.0, weight_decay=0.0)
+        >>> (0.5 * w**2).sum().backward()  # the gradient is w, of norm 5
+        >>> opt.step()
+        >>> w.data  # the first step of Adam has the length lr in each coordinate
+        tensor([2.5000, 3.5000])
+        >>> opt.clip_stats()["coefficient"], opt.state[w]["exp_avg"]
+        (0.2, tensor([0.0600, 0.0800]))
+    """
+
+    threshold = "max_norm"
+
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor, max_norm: float, **options: Unpack[AdamWOptions]
+    ) -> None:
+        if options.pop("capturable", False):
+            raise ValueError(
+                "ClippedAdamW does not support `capturable=True`: it cannot be recorded in a CUDA graph. "
+                "Leave it out, or use clip_grad_norm_ with torch.optim.AdamW(capturable=True)."
+            )
+        if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
+            raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
+        super().__init__(params, {"lr": lr, "max_norm": max_norm}, _DEFAULTS, options)
+
+    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+        r""":math:`\min\{1, \gamma/g\}`."""
+        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
+
+    def rule(self, group: dict[str, Any]) -> AdamWRule:
+        """Moments, weight decay and ascent of a group."""
+        return AdamWRule(
+            lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
+            amsgrad=group["amsgrad"], maximize=group["maximize"],
+        )  # fmt: skip
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise where the values of a group make no sense."""
+        if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
+            raise TypeError(f"`betas` must be two numbers, got {group['betas']!r}.")
+        for i, beta in enumerate(group["betas"]):
+            if not 0.0 <= checked_number("betas", beta) < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not 0.0 <= checked_number("eps", group["eps"]):
+            raise ValueError(f"Invalid epsilon value: {group['eps']}")
+        super().check_group(group)
+
+
+class AdamWRule(NamedTuple):
+    """The constants of an update by AdamW, all but the factor on the gradient."""
+
+    lr: Any  # float or one-element tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+
+    counts_steps = True
+    sparse_error = (
+        "ClippedAdamW does not support sparse gradients. Use ClippedSGD, or torch.optim.SparseAdam for them."
+    )
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """The names that torch.optim.AdamW uses, so that state dicts can be exchanged."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def first(self) -> AdamWRule:
+        """The same: the corrections take care of moments that are new."""
+        return self
+
+    def has_fused(self, scale: Any) -> bool:
+        """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
+        return fused_adamw() is not None
+
+    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+        """Our own kernel: every tensor once through memory, 28 bytes a parameter, 36 with amsgrad."""
+        kernel = native()
+        assert kernel is not None  # there are views only where there is a kernel
+        assert bundle.view is not None
+        assert bundle.steps_view is not None
+        kernel.adamw(
+            bundle.view, bundle.steps_view, scale=-scale if self.maximize else scale, lr=float(self.lr),
+            betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
+        )  # fmt: skip
+
+    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+        """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`."""
+        kernel = fused_adamw()
+        assert kernel is not None  # this path is chosen only where there is one
+        grads = _scaled(bundle.grads, scale)
+        exp_avgs, exp_avg_sqs, *largest = bundle.buffers
+        torch._foreach_add_(bundle.steps, 1)
+        kernel(
+            bundle.params, grads, exp_avgs, exp_avg_sqs, *(largest or [[]]), bundle.steps,
+            lr=self._lr(bundle.params[0]), beta1=self.betas[0], beta2=self.betas[1],
+            weight_decay=self.weight_decay, eps=self.eps, amsgrad=self.amsgrad, maximize=self.maximize,
+            grad_scale=None, found_inf=skip,
+        )  # fmt: skip
+        if skip is not None:
+            torch._foreach_sub_(bundle.steps, [skip] * len(bundle.steps))
+
+    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+        """A handful of calls over all parameters at once."""
+        params, (beta1, beta2) = bundle.params, self.betas
+        exp_avgs, exp_avg_sqs, *largest = bundle.buffers
+        grads = _scaled(bundle.grads, -scale if self.maximize else scale)
+        torch._foreach_add_(bundle.steps, 1)
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        for maxima in largest:
+            torch._foreach_maximum_(maxima, exp_avg_sqs)
+        sizes, roots = zip(*(self._corrected(step, params[0]) for step in bundle.steps), strict=True)
+        denominators = torch._foreach_sqrt(largest[0] if largest else exp_avg_sqs)
+        torch._foreach_div_(denominators, list(roots))
+        torch._foreach_add_(denominators, self.eps)
+        if self.weight_decay:
+            torch._foreach_mul_(params, 1 - self._lr(params[0]) * self.weight_decay)
+        if isinstance(sizes[0], Tensor):
+            torch._foreach_div_(denominators, [-size for size in sizes])
+            torch._foreach_addcdiv_(params, exp_avgs, denominators)
+        else:
+            torch._foreach_addcdiv_(params, exp_avgs, denominators, [-size for size in sizes])
+
+    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+        """The formula for each parameter; what a gradient through the step needs is not overwritten."""
+        beta1, beta2 = self.betas
+        keeps = torch.is_grad_enabled()
+        for p, g, step, *buffers in zip(
+            bundle.params, bundle.grads, bundle.steps, *bundle.buffers, strict=True
+        ):
+            d = g * (-scale if self.maximize else scale)
+            exp_avg, exp_avg_sq, *largest = buffers
+            step.add_(1)
+            exp_avg.lerp_(d, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(d, d, value=1 - beta2)
+            second = exp_avg_sq.clone() if keeps else exp_avg_sq
+            for maximum in largest:
+                second = torch.maximum(maximum.clone() if keeps else maximum, second)
+                maximum.copy_(second)
+            size, root = self._corrected(step, p, lr=self.lr if keeps else None)
+            direction = (exp_avg.clone() if keeps else exp_avg) / (second.sqrt() / root + self.eps)
+            if self.weight_decay:
+                p.mul_(1 - (self.lr if keeps else self._lr(p)) * self.weight_decay)
+            p.sub_(direction * size)
+
+    def _lr(self, p: Tensor) -> Any:
+        """A number, or a device scalar where reading it would synchronize."""
+        if not isinstance(self.lr, Tensor) or (self.lr.is_cpu and p.is_cpu):
+            return float(self.lr)
+        return self.lr.to(p.device, torch.float32).view(())
+
+    def _corrected(self, step: Tensor, p: Tensor, lr: Any = None) -> tuple[Any, Any]:
+        """lr/(1 - b1^k) and the root of 1 - b2^k; device scalars where ``step`` is one, which is not read."""
+        lr = self._lr(p) if lr is None else lr
+        if step.is_cpu:
+            count: Any = step.item()
+            return lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
+        count = step if step.device.type == "mps" else step.double()
+        size, root = lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return size.to(dtype), root.to(dtype)
+
+
+def _scaled(grads: list[Tensor], scale: Any) -> Any:
+    """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
+    return grads if not isinstance(scale, Tensor) and scale == 1 else torch._foreach_mul(grads, scale)
+
+
+@cache
+def fused_adamw() -> Callable[..., None] | None:
+    """``torch._fused_adamw_`` if it is there and computes AdamW.
+
+    torch promises nothing about a function with an underscore, so it is tried on a small case first.
+    """
+    kernel = getattr(torch, "_fused_adamw_", None)
+    return kernel if kernel is not None and _computes_adamw(kernel) else None
+
+
+def _computes_adamw(kernel: Callable[..., None]) -> bool:
+    """Try the second step, in which both moments and both corrections count, on five numbers."""
+    p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
+    m, v = torch.ones(5, dtype=torch.float64), torch.full((5,), 3.0, dtype=torch.float64)
+    expected = (1 - 0.25 * 0.5) * p - 0.25 * (1.25 / (1 - 0.75**2)) / ((3.5 / (1 - 0.5**2)) ** 0.5 + 0.125)
+    try:
+        kernel(
+            [p], [g], [m], [v], [], [torch.tensor(2.0)], lr=0.25, beta1=0.75, beta2=0.5, weight_decay=0.5,
+            eps=0.125, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+    except (RuntimeError, TypeError):
+        return False
+    return all(
+        torch.allclose(found, torch.as_tensor(right, dtype=torch.float64))
+        for found, right in ((p, expected), (m, 1.25), (v, 3.5))
+    )

@@ -1,0 +1,524 @@
+"""ClippedAdamW against clip_grad_norm_ + torch.optim.AdamW, and against the formula."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from curvestep import ClippedAdamW, vectors
+from curvestep._kernel import native
+from curvestep.optim import _update, adamw, scaled
+from curvestep.vectors import device_norm
+from tests.reference import ReferenceAdamW, reference_norm
+
+STEPS = 50
+# So large that the 1e-6 that clip_grad_norm_ adds to a norm is lost, and Adam does not see the scale.
+LARGE = 1e7
+SHAPES = [(6, 5), (7,), (), (0,), (1,), (2, 3, 4)]
+OPTIONS = {
+    "default": {},
+    "betas": {"betas": (0.5, 0.9)},
+    "no momentum": {"betas": (0.0, 0.99)},
+    "eps": {"eps": 1e-2},
+    "decay": {"weight_decay": 0.5},
+    "no decay": {"weight_decay": 0.0},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+    "amsgrad maximize": {"amsgrad": True, "maximize": True, "weight_decay": 0.1},
+}
+PATHS = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+    "fused": {"fused": True},
+    "tensor lr": {},
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+every_path = pytest.mark.parametrize("path", PATHS)
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    for module in (_update, vectors, adamw):
+        monkeypatch.setattr(module, "native", lambda: None)
+
+
+@pytest.fixture(params=["kernel", "no kernel"])
+def kernel(request):
+    if request.param == "no kernel":
+        request.getfixturevalue("without_native")
+    return request.param
+
+
+@pytest.fixture
+def without_fused(monkeypatch, without_native):
+    monkeypatch.setattr(adamw, "fused_adamw", lambda: None)
+
+
+@pytest.fixture
+def on_device(monkeypatch, without_native):
+    """As on an accelerator: the norm is a tensor that is not read."""
+    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
+
+
+@pytest.fixture
+def paths(monkeypatch):
+    """The paths that updates took."""
+    taken, choose = [], _update.choose_path
+
+    def spy(*args):
+        taken.append(choose(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(_update, "choose_path", spy)
+    return taken
+
+
+def twins(shapes, dtype=torch.float64, count=2):
+    params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in shapes]
+    return [params, *(copy.deepcopy(params) for _ in range(count - 1))]
+
+
+def set_gradients(k, *lists, scale=1.0):
+    """The same random gradients for each list; every other step ten times as large."""
+    generator = torch.Generator().manual_seed(k)
+    for i, p in enumerate(lists[0]):
+        g = scale * 10 ** (k % 2) * (1 + i) * torch.randn(p.shape, dtype=p.dtype, generator=generator)
+        for params in lists:
+            params[i].grad = g.to(params[i].dtype, copy=True)
+
+
+def assert_close(params, others, tolerance):
+    """Relative to all numbers together: a single one may be close to zero."""
+    apart = reference_norm([p.detach() - q.detach() for p, q in zip(params, others, strict=True)])
+    assert apart <= tolerance * reference_norm(others)
+
+
+def lr_for(path):
+    return torch.tensor(0.02) if path == "tensor lr" else 0.02
+
+
+# --- the same numbers as torch and as the formula ---------------------------------------------------
+
+
+@every_dtype
+@every_path
+@every_option
+def test_fifty_steps_equal_clip_grad_norm_and_adamw(options, path, dtype, kernel):
+    ours, theirs = twins(SHAPES, dtype)
+    max_norm = 50 * LARGE
+    opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=max_norm, **options, **PATHS[path])
+    torch_opt = torch.optim.AdamW(theirs, lr=0.02, **options, **PATHS[path])
+    for k in range(STEPS):
+        set_gradients(k, ours, theirs, scale=LARGE)
+        before = [p.grad.clone() for p in ours]
+        opt.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours, before, strict=True))
+        clip_grad_norm_(theirs, max_norm)
+        torch_opt.step()
+    assert_close(ours, theirs, TOLERANCE[dtype])
+    for p, q in zip(ours, theirs, strict=True):
+        mine, other = opt.state[p], torch_opt.state[q]
+        assert mine.keys() == other.keys()
+        assert mine["step"].item() == other["step"].item() == STEPS
+        names = mine.keys() - {"step"}
+        assert_close([mine[n] for n in names], [other[n] for n in names], 10 * TOLERANCE[dtype])
+    assert opt.clip_stats()["clipped_fraction"] == 0.5
+
+
+@every_dtype
+@every_path
+@every_option
+def test_fifty_steps_equal_the_formula(options, path, dtype, kernel):
+    ours, theirs = twins(SHAPES, dtype)
+    opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=30.0, **options, **PATHS[path])
+    reference = ReferenceAdamW(theirs, 0.02, 30.0, **options)
+    for k in range(STEPS):
+        set_gradients(k, ours, theirs)
+        opt.step()
+        reference.step()
+    assert_close(ours, theirs, TOLERANCE[dtype])
+    assert 0 < opt.clip_stats()["clipped_fraction"] < 1
+
+
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+def test_infinite_max_norm_is_plain_adamw(path, kernel):
+    ours, theirs = twins(SHAPES)
+    opt = ClippedAdamW(ours, lr=0.02, max_norm=math.inf, **PATHS[path])
+    torch_opt = torch.optim.AdamW(theirs, lr=0.02, **PATHS[path])
+    for k in range(STEPS):
+        set_gradients(k, ours, theirs)
+        opt.step()
+        torch_opt.step()
+    assert_close(ours, theirs, 1e-12)
+    assert opt.clip_stats()["clipped_fraction"] == 0
+
+
+@every_path
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+def test_norm_scopes_and_groups_with_values_of_their_own(scope, path, kernel):
+    ours, theirs = twins(SHAPES)
+    values = [
+        {"lr": 0.05, "betas": (0.5, 0.9), "weight_decay": 0.3},
+        {"lr": 0.01, "eps": 1e-3, "amsgrad": True},
+        {},
+    ]
+
+    def groups(params):
+        return [{"params": params[2 * i : 2 * i + 2]} | values[i] for i in range(3)]
+
+    max_norm = 30 * LARGE
+    opt = ClippedAdamW(groups(ours), lr=lr_for(path), max_norm=max_norm, norm_scope=scope, **PATHS[path])
+    torch_opt = torch.optim.AdamW(groups(theirs), lr=0.02, **PATHS[path])
+    decisions = {
+        "global": [theirs],
+        "group": [theirs[:2], theirs[2:4], theirs[4:]],
+        "tensor": [[p] for p in theirs],
+    }
+    for k in range(STEPS):
+        set_gradients(k, ours, theirs, scale=LARGE)
+        opt.step()
+        for params in decisions[scope]:
+            clip_grad_norm_(params, max_norm)
+        torch_opt.step()
+    assert_close(ours, theirs, 1e-12)
+    assert 0 < opt.clip_stats()["clipped_fraction"] < 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@every_dtype
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_tensors_of_several_blocks(amsgrad, dtype, threads, paths):
+    ours, theirs = twins([(3, 50_001), (17,), (131_072,), (65_537,)], dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        opt = ClippedAdamW(ours, lr=0.02, max_norm=1.0, amsgrad=amsgrad)
+        reference = ReferenceAdamW(theirs, 0.02, 1.0, amsgrad=amsgrad)
+        for k in range(5):
+            set_gradients(k, ours, theirs)
+            opt.step()
+            reference.step()
+    finally:
+        torch.set_num_threads(before)
+    assert_close(ours, theirs, TOLERANCE[dtype])
+    assert set(paths) == {"kernel" if native() else "fused"}
+
+
+@every_path
+def test_parameters_that_join_later_and_miss_steps_count_for_themselves(path, kernel):
+    ours, theirs = twins([(4,), (5,), (2, 2)])
+    opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=3.0, **PATHS[path])
+    reference = ReferenceAdamW(theirs, 0.02, 3.0)
+    for k in range(12):
+        set_gradients(k, ours, theirs)
+        absent = 1 if k < 4 else 2 if k % 3 == 0 else None
+        if absent is not None:
+            ours[absent].grad = theirs[absent].grad = None
+        opt.step()
+        reference.step()
+    assert_close(ours, theirs, 1e-12)
+    assert [opt.state[p]["step"].item() for p in ours] == [reference.steps[q] for q in theirs] == [12, 8, 10]
+
+
+@every_path
+def test_a_zero_gradient_only_decays(path, kernel):
+    (ours,) = twins([(3,), ()], count=1)
+    before = [p.detach().clone() for p in ours]
+    opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=1.0, weight_decay=0.5, **PATHS[path])
+    for p in ours:
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert_close(ours, [0.99 * b for b in before], 1e-15 if path != "tensor lr" else 1e-8)
+
+
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_strides_complex_and_channels_last(path, amsgrad, kernel):
+    base = torch.randn(6, 8)
+    images = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    tensors = [base.T, base.clone()[:, ::2], images, torch.randn(3, dtype=torch.complex128)]
+    ours = [nn.Parameter(t.detach()) for t in tensors]
+    theirs = [nn.Parameter(t.detach().clone(memory_format=torch.contiguous_format)) for t in tensors]
+    opt = ClippedAdamW(ours, lr=0.02, max_norm=2 * LARGE, amsgrad=amsgrad, **PATHS[path])
+    torch_opt = torch.optim.AdamW(theirs, lr=0.02, amsgrad=amsgrad, foreach=False)
+    for k in range(5):
+        torch.manual_seed(k)
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = LARGE * torch.randn(q.shape, dtype=q.dtype)
+            p.grad = q.grad.clone()
+        opt.step()
+        clip_grad_norm_(theirs, 2 * LARGE)
+        torch_opt.step()
+    assert_close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_torch(dtype):
+    ours, theirs = twins([(50,), (3, 4)], dtype)
+    opt = ClippedAdamW(ours, lr=0.125, max_norm=8.0, eps=1e-3)
+    torch_opt = torch.optim.AdamW(theirs, lr=0.125, eps=1e-3, foreach=True)
+    for k in range(4):
+        set_gradients(k, ours, theirs, scale=0.5)
+        opt.step()
+        clip_grad_norm_(theirs, 8.0)
+        torch_opt.step()
+    assert_close(ours, theirs, 4 * torch.finfo(dtype).eps)
+
+
+def test_float32_steps_are_counted_as_well_as_float64_ones(paths):
+    before = torch.get_default_dtype()
+    for default in (torch.float32, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            ours, theirs = twins([(5,), (2, 3)], torch.float64)
+            opt, reference = ClippedAdamW(ours, lr=0.02, max_norm=1.0), ReferenceAdamW(theirs, 0.02, 1.0)
+            for k in range(4):
+                set_gradients(k, ours, theirs)
+                opt.step()
+                reference.step()
+        finally:
+            torch.set_default_dtype(before)
+        assert_close(ours, theirs, 1e-12)
+        assert {opt.state[p]["step"].dtype for p in ours} == {default}
+    assert set(paths) == {"kernel" if native() else "fused"}
+
+
+# --- paths and worlds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "with_kernel", "without"),
+    [("default", "kernel", "fused"), ("foreach", "foreach", "foreach"), ("loop", "loop", "loop"),
+     ("fused", "fused", "fused"), ("tensor lr", "kernel", "fused")],
+)  # fmt: skip
+def test_options_choose_the_path(path, with_kernel, without, kernel, paths):
+    (params,) = twins([(3,), (2, 2), ()], count=1)
+    opt = ClippedAdamW(params, lr=lr_for(path), max_norm=1.0, **PATHS[path])
+    for k in range(3):
+        set_gradients(k, params)
+        opt.step()
+    expected = with_kernel if kernel == "kernel" and native() is not None else without
+    assert set(paths) == {expected}
+
+
+@every_option
+@pytest.mark.parametrize("world", ["without_native", "without_fused", "on_device"])
+@pytest.mark.parametrize("path", ["default", "foreach", "loop"])
+def test_every_world_gives_the_same_steps(world, path, options, request):
+    ours, theirs = twins(SHAPES)
+    reference = ClippedAdamW(theirs, lr=0.02, max_norm=30.0, **options)
+    for k in range(6):
+        set_gradients(k, theirs)
+        reference.step()
+    expected = reference.clip_stats()
+    request.getfixturevalue(world)
+    opt = ClippedAdamW(ours, lr=0.02, max_norm=30.0, nonfinite="skip", **options, **PATHS[path])
+    for k in range(6):
+        set_gradients(k, ours)
+        opt.step()
+    assert_close(ours, theirs, 1e-9)
+    assert opt.clip_stats() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_skipping_on_the_device_changes_nothing(path, amsgrad, on_device):
+    (params,) = twins([(2, 2), (3,)], count=1)
+    opt = ClippedAdamW(params, lr=0.1, max_norm=1.0, nonfinite="skip", amsgrad=amsgrad, **PATHS[path])
+    set_gradients(0, params)
+    opt.step()
+    before, state = [p.detach().clone() for p in params], copy.deepcopy(opt.state_dict()["state"])
+    params[0].grad[0, 0] = math.nan
+    opt.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    torch.testing.assert_close(opt.state_dict()["state"], state, rtol=0, atol=0)
+    assert (opt.clip_stats()["steps"], opt.clip_stats()["skipped"]) == (1, 1)
+
+
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+def test_nothing_is_read_from_the_device_in_a_step(policy, monkeypatch, on_device):
+    (params,) = twins([(2, 2), (3,)], count=1)
+    opt = ClippedAdamW(params, lr=0.1, max_norm=1.0, nonfinite=policy)
+    set_gradients(0, params)
+    opt.step()
+
+    def refuse(*_args):
+        raise AssertionError("the step waited for the device")
+
+    for name in ("item", "__float__", "__bool__", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    opt.step()
+
+
+def test_capability_check_refuses_a_kernel_that_computes_something_else(without_fused):
+    def adds(params, grads, *_lists, **_constants):
+        params[0].add_(grads[0])
+
+    def changed(*_args, **_kwargs):
+        raise TypeError("another signature")
+
+    assert not adamw._computes_adamw(adds)
+    assert not adamw._computes_adamw(changed)
+    assert adamw._computes_adamw(torch._fused_adamw_)
+    with pytest.raises(RuntimeError, match=r"needs torch\._fused_adamw_"):
+        ClippedAdamW(twins([(2,)], count=1)[0], lr=0.1, max_norm=1.0, fused=True)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_gradients_flow_through_differentiable_steps(amsgrad):
+    def after(start, lr):
+        p = start.clone()
+        opt = ClippedAdamW([p], lr=0.1, max_norm=1.0, differentiable=True, amsgrad=amsgrad, eps=0.1)
+        opt.param_groups[0]["lr"] = lr
+        for scale in (2.0, 0.1):
+            p.grad = scale * start**2
+            opt.step()
+        return p
+
+    start, lr = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor(0.3, requires_grad=True)
+    assert torch.autograd.gradcheck(after, (start, lr))
+
+
+# --- gradients that are not finite ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_propagate_does_what_torch_does(bad, path, amsgrad, kernel):
+    ours, theirs = twins([(3,)])
+    opt = ClippedAdamW(ours, lr=0.1, max_norm=1.0, nonfinite="propagate", amsgrad=amsgrad, **PATHS[path])
+    torch_opt = torch.optim.AdamW(theirs, lr=0.1, amsgrad=amsgrad, **PATHS[path])
+    for gradient in ([1.0, bad, 1.0], [1e7, 2e7, 0.0]):
+        for (p,) in (ours, theirs):
+            p.grad = torch.tensor(gradient)
+        opt.step()
+        clip_grad_norm_(theirs, 1.0)
+        torch_opt.step()
+        torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), equal_nan=True)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("direction", ["from torch", "to torch"])
+def test_state_dicts_are_exchanged_with_torch(direction, amsgrad, path):
+    first, second = twins([(4, 3), (5,), ()])
+
+    def ours(params):
+        return ClippedAdamW(params, lr=0.02, max_norm=math.inf, amsgrad=amsgrad, **PATHS[path])
+
+    def theirs(params):
+        return torch.optim.AdamW(params, lr=0.02, amsgrad=amsgrad, **PATHS[path])
+
+    make_a, make_b = (theirs, ours) if direction == "from torch" else (ours, theirs)
+    a, b = make_a(first), make_b(second)
+    for k in range(10):
+        if k == 5:
+            b.load_state_dict(saved_and_loaded(a.state_dict()))
+            for p, q in zip(first, second, strict=True):
+                q.data.copy_(p.data)
+        set_gradients(k, first, second)
+        a.step()
+        if k >= 5:
+            b.step()
+    assert_close(first, second, 1e-13)
+    assert all(b.state[q]["step"].item() == 10 for q in second)
+
+
+def test_steps_that_an_old_checkpoint_has_as_numbers_are_taken():
+    ours, theirs = twins([(4,)])
+    opt, twin = (ClippedAdamW(params, lr=0.02, max_norm=1.0) for params in (ours, theirs))
+    for k in range(6):
+        set_gradients(k, ours, theirs)
+        if k == 3:
+            state = saved_and_loaded(opt.state_dict())
+            state["state"][0]["step"] = 3.0
+            opt.load_state_dict(state)
+        opt.step()
+        twin.step()
+    assert_close(ours, theirs, 0)
+    assert opt.state[ours[0]]["step"].item() == 6
+
+
+def test_a_state_of_another_shape_is_refused():
+    (params,) = twins([(4,)], count=1)
+    opt = ClippedAdamW(params, lr=0.02, max_norm=1.0)
+    set_gradients(0, params)
+    opt.step()
+    opt.state[params[0]]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"`exp_avg_sq`, \(3,\), does not have the shape .* \(4,\)"):
+        opt.step()
+
+
+def test_amsgrad_can_be_switched_on_later():
+    ours, theirs = twins([(4,)])
+    opt, torch_opt = ClippedAdamW(ours, lr=0.02, max_norm=math.inf), torch.optim.AdamW(theirs, lr=0.02)
+    for k in range(6):
+        set_gradients(k, ours, theirs)
+        if k == 3:
+            opt.param_groups[0]["amsgrad"] = torch_opt.param_groups[0]["amsgrad"] = True
+            torch_opt.state[theirs[0]]["max_exp_avg_sq"] = torch.zeros_like(theirs[0])
+        opt.step()
+        torch_opt.step()
+    assert_close(ours, theirs, 1e-13)
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+def test_sparse_gradients_are_refused_before_anything_changes():
+    embedding, dense = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(3))
+    opt = ClippedAdamW([dense, embedding.weight], lr=0.1, max_norm=1.0)
+    (embedding(torch.tensor([1])).sum() + dense.sum()).backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        opt.step()
+    assert torch.equal(dense.detach(), torch.ones(3))
+    assert not opt.state
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"max_norm": 0}, ValueError, "`max_norm`.*got 0"),
+        ({"max_norm": math.nan}, ValueError, "`max_norm`.*got nan"),
+        ({"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": 0.9}, TypeError, "`betas` must be two numbers, got 0.9"),
+        ({"betas": ("a", 0.9)}, TypeError, "`betas` must be a number, got 'a'"),
+        ({"eps": -1e-8}, ValueError, "Invalid epsilon value: -1e-08"),
+        ({"eps": math.nan}, ValueError, "Invalid epsilon value: nan"),
+        ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay value: -0.1"),
+        ({"capturable": True}, ValueError, "does not support `capturable=True`"),
+        ({"momentum": 0.9}, TypeError, "ClippedAdamW has no option `momentum`"),
+        ({"clip": "momentum"}, TypeError, "ClippedAdamW has no option `clip`"),
+        ({"foreach": True, "fused": True}, RuntimeError, "cannot be `True` together"),
+        ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        ClippedAdamW([nn.Parameter(torch.ones(2))], **({"lr": 0.1, "max_norm": 1.0} | options))
+
+
+def test_capturable_false_is_what_there_is():
+    opt = ClippedAdamW([nn.Parameter(torch.ones(2))], lr=0.1, max_norm=1.0, capturable=False)
+    with pytest.raises(ValueError, match="`nonfinite` holds for all groups"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "nonfinite": "skip"})
