@@ -1,6 +1,6 @@
-"""The optimizer phase alone: curvestep against clip_grad_norm_ + SGD.
+"""The optimizer phase alone: curvestep against clip_grad_norm_ + SGD, or + AdamW.
 
-    python benchmarks/step.py [--rounds 40] [--threads 1 2] [--json PATH] [--page PATH]
+    python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--json PATH] [--page PATH]
 
 All variants share parameters and gradients and take turns in one process, in a new order each round, so that
 a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from curvestep import ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
 
 LR, MAX_NORM = 1e-4, 0.25
@@ -56,14 +56,23 @@ BYTES = {
     "ClippedSGD(foreach)": {False: 4 + 12, True: 4 + 32},
     "NormalizedSGD": {False: 4 + 12, True: 4 + 20},
 }
+# Decay, both moments, root, corrections and step are passes of their own where they are not fused.
+ADAMW_BYTES = {
+    "clip_grad_norm_ + AdamW": 4 + 8 + 80,
+    "clip_grad_norm_ + AdamW(foreach)": 4 + 8 + 80,
+    "clip_grad_norm_ + AdamW(fused)": 4 + 8 + 28,
+    "ClippedAdamW": 4 + 28,
+    "ClippedAdamW(foreach)": 4 + 8 + 80,
+    "ClippedAdamW(fused)": 4 + 8 + 28,
+}
 
 
-def torch_step(params, **options):
-    sgd = torch.optim.SGD(params, lr=LR, **options)
+def torch_step(params, optimizer=torch.optim.SGD, **options):
+    opt = optimizer(params, lr=LR, **options)
 
     def step():
         torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-        sgd.step()
+        opt.step()
 
     return step
 
@@ -80,12 +89,24 @@ def variants(params, momentum):
     }
 
 
-def measure(shapes, momentum, rounds, clock):
+def adamw_variants(params):
+    torch_adamw, options = torch.optim.AdamW, {"lr": LR, "max_norm": MAX_NORM}
+    return {
+        "clip_grad_norm_ + AdamW": torch_step(params, torch_adamw),
+        "clip_grad_norm_ + AdamW(foreach)": torch_step(params, torch_adamw, foreach=True),
+        "clip_grad_norm_ + AdamW(fused)": torch_step(params, torch_adamw, fused=True),
+        "ClippedAdamW": ClippedAdamW(params, **options).step,
+        "ClippedAdamW(foreach)": ClippedAdamW(params, foreach=True, **options).step,
+        "ClippedAdamW(fused)": ClippedAdamW(params, fused=True, **options).step,
+    }
+
+
+def measure(shapes, variants_of, rounds, clock):
     params = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
     gradients = [torch.randn(s) for s in shapes]
     for p in params:
         p.grad = torch.empty_like(p)
-    steps = variants(params, momentum)
+    steps = variants_of(params)
     flat = [torch.zeros(sum(g.numel() for g in gradients)) for _ in range(2)]
     steps["add_"] = lambda: flat[0].add_(flat[1], alpha=1e-3)
     times = {name: [] for name in steps}
@@ -102,29 +123,31 @@ def measure(shapes, momentum, rounds, clock):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def table(title, medians, momentum, num_params):
-    base = medians["clip_grad_norm_ + SGD"]
+def table(title, medians, bytes_of, num_params):
+    base = medians[next(iter(bytes_of))]
+    fastest = min(seconds for name, seconds in medians.items() if name.startswith("clip_grad_norm_"))
     add = 12 * num_params / medians["add_"]
     rows = []
     print(f"\n{title}")
-    print(f"{'':34}{'ms':>9}{'speed-up':>10}{'B/param':>9}{'GB/s':>7}{'of add_':>9}")
+    print(f"{'':34}{'ms':>9}{'speed-up':>10}{'fastest':>9}{'B/param':>9}{'GB/s':>7}{'of add_':>9}")
     for name, seconds in medians.items():
         if name == "add_":
             continue
-        moved = BYTES[name][momentum]
+        moved = bytes_of[name]
         bandwidth = moved * num_params / seconds
         rows.append(
             {
                 "variant": name,
                 "milliseconds": 1e3 * seconds,
                 "speed_up": base / seconds,
+                "speed_up_on_fastest_of_torch": fastest / seconds,
                 "bytes_per_parameter": moved,
                 "gigabytes_per_second": bandwidth / 1e9,
                 "fraction_of_add_": bandwidth / add,
             }
         )
         print(
-            f"{name:34}{1e3 * seconds:9.3f}{base / seconds:9.2f}x{moved:9d}"
+            f"{name:34}{1e3 * seconds:9.3f}{base / seconds:9.2f}x{fastest / seconds:8.2f}x{moved:9d}"
             f"{bandwidth / 1e9:7.1f}{bandwidth / add:9.0%}"
         )
     return rows
@@ -173,11 +196,14 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="which (default sgd)")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls of each variant (default 40)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--page", type=Path, help="also write the speed-ups as a page to this file")
     options = parser.parse_args()
+    if options.page and options.optimizer != "sgd":
+        parser.error("--page is for --optimizer sgd")
     torch.manual_seed(0)
     results = []
     for threads in options.threads:
@@ -186,10 +212,17 @@ def main():
         for name, shapes in SHAPES.items():
             num_params = sum(torch.Size(s).numel() for s in shapes)
             rounds = options.rounds if num_params > 1e6 else 5 * options.rounds
+            ending = f"{threads} thread{'s' if threads > 1 else ''}"
+            if options.optimizer == "adamw":
+                medians = measure(shapes, adamw_variants, rounds, clock)
+                rows = table(f"{name} tensors, AdamW, {ending}", medians, ADAMW_BYTES, num_params)
+                results.append({"shape": name, "threads": threads, "variants": rows})
+                continue
             for momentum in (False, True):
                 kind = "momentum 0.9" if momentum else "plain"
-                title = f"{name} tensors, {kind}, {threads} thread{'s' if threads > 1 else ''}"
-                rows = table(title, measure(shapes, momentum, rounds, clock), momentum, num_params)
+                bytes_of = {variant: moved[momentum] for variant, moved in BYTES.items()}
+                medians = measure(shapes, lambda params, m=momentum: variants(params, m), rounds, clock)
+                rows = table(f"{name} tensors, {kind}, {ending}", medians, bytes_of, num_params)
                 results.append({"shape": name, "momentum": momentum, "threads": threads, "variants": rows})
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
