@@ -33,7 +33,8 @@ def write_trace(path, alpha, *, seed, fractions=FRACTIONS, factor=1.0, rows=40):
     rng = np.random.default_rng(seed)
     trace = Trace(path, header={"fractions": list(fractions)})
     for row, g in enumerate(rng.lognormal(sigma=0.5, size=rows)):
-        ends = [float(g * (1 - 0.3 * fraction)) for fraction in fractions]
+        fall = 0.2 + 0.05 * (row % 5)  # no two neighbours alike: the within-step test compares steps
+        ends = [float(g * (1 - fall * fraction)) for fraction in fractions]
         means = [(g + end) / 2 for end in ends]
         secants = [float(2 * factor * mean**alpha) for mean in means]
         trace.append(
@@ -45,7 +46,7 @@ def write_trace(path, alpha, *, seed, fractions=FRACTIONS, factor=1.0, rows=40):
                 "secants": secants,
                 "grad_norms": ends,
                 "step_norm": 0.1,
-                "kappa": 0.3,
+                "kappa": fall,
                 "lr": 1.0,
                 "coefficient": 1.0,
             }
