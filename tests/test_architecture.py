@@ -12,7 +12,7 @@ MOST_MODULES = 12
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # private helpers at the root may be used by all.
 HELPERS = {"_checks", "_files", "_kernel"}
-THEORY = {f"theory{name}" for name in ("", ".problems", ".inequalities", ".rules", ".theorems", ".complexity")}
+THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {"steps", *THEORY, "vectors", "distributed", "optim", "smoothness", "fit", "advice", "calibration"}
 LAB = {"lab.recipes", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
 USES = {
@@ -59,7 +59,7 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports_of(path):
-    """Modules of the package that a file imports anywhere, inside functions too; for type checkers alone not."""
+    """Modules of the package that a file imports, inside functions too; not those for type checkers alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)
