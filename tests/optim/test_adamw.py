@@ -357,6 +357,40 @@ def test_nothing_is_read_from_the_device_in_a_step(policy, monkeypatch, on_devic
     opt.step()
 
 
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+@pytest.mark.parametrize("path", ["default", "foreach", "loop"])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor([0.1])], ids=["number", "tensor"])
+def test_no_path_reads_a_number_where_tensors_have_none(lr, path, policy):
+    # On the meta device every read of a value raises.
+    params = [nn.Parameter(torch.empty(s, device="meta")) for s in ((2, 2), ())]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    opt = ClippedAdamW(params, lr=lr, max_norm=1.0, nonfinite=policy, amsgrad=True, **PATHS[path])
+    opt.step()
+    opt.step()
+    kept = {name: value.device.type for name, value in opt.state[params[1]].items()}
+    assert kept == dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "meta")
+
+
+@every_option
+@pytest.mark.parametrize("path", ["foreach", "loop"])
+def test_corrections_that_stay_on_a_device_give_the_same_steps(path, options, monkeypatch):
+    plain = adamw.AdamWRule._corrected
+
+    def on_device(*args, **kwargs):
+        return tuple(map(torch.as_tensor, plain(*args, **kwargs)))
+
+    monkeypatch.setattr(adamw.AdamWRule, "_corrected", on_device)
+    ours, theirs = twins(SHAPES)
+    opt = ClippedAdamW(ours, lr=0.02, max_norm=30.0, **options, **PATHS[path])
+    reference = ReferenceAdamW(theirs, 0.02, 30.0, **options)
+    for k in range(6):
+        set_gradients(k, ours, theirs)
+        opt.step()
+        reference.step()
+    assert_close(ours, theirs, 1e-12)
+
+
 def test_capability_check_refuses_a_kernel_that_computes_something_else(without_fused):
     def adds(params, grads, *_lists, **_constants):
         params[0].add_(grads[0])
