@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from curvestep.lab.progress import Progress
 from curvestep.lab.recipes import Recipe, get_recipe, with_fields
 from curvestep.lab.run.devices import make_fabric
 from curvestep.lab.run.folder import open_run
-from curvestep.lab.run.loop import _Clock, _loop
+from curvestep.lab.run.loop import _loop, _StatusFile
 from curvestep.lab.run.session import Session, make_optimizer
 from curvestep.lab.tasks import Task, make_task
 
@@ -59,19 +60,20 @@ def our_loop(recipe: Recipe, task: Task, folder: Path) -> Callable[[int], None]:
     fabric = make_fabric(recipe, folder, accelerator="cpu")
     fabric.launch()
     session = Session(fabric, run_folder, task)
-    clock = _Clock(run_folder, session, 60.0)
+    status_file = _StatusFile(run_folder, session, 60.0)
 
     def run(steps: int) -> None:
         # One step more would evaluate and save, as at the end of a run: that is not the loop's cost.
         stop = threading.Event()
         target = session.step + steps
 
-        def report(step: int, **numbers: float) -> None:
-            if step == target:
-                stop.set()
+        class StopAtTarget(Progress):
+            def update(self, done: float, **numbers: float) -> None:
+                if done == target:
+                    stop.set()
 
         session.save = lambda: None  # pyright: ignore[reportAttributeAccessIssue] (nothing to resume here)
-        _loop(session, 10**6, clock, stop, report)
+        _loop(session, 10**6, status_file, stop, StopAtTarget("", 10**6, shown=False))
 
     return run
 

@@ -26,8 +26,9 @@ from curvestep.lab.data.cifar10 import load_cifar10
 from curvestep.lab.data.corpus import Corpus, batchify
 from curvestep.lab.data.images import augment, normalise
 from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import LSTMModel, detach_state
+from curvestep.lab.models.lstm import LSTMModel
 from curvestep.lab.models.resnet import ResNet20
+from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
 
 ROWS = Path(__file__).parents[1] / "docs/results/within.jsonl"

@@ -1,5 +1,7 @@
 """Every example runs as a stranger would run it."""
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -40,3 +42,16 @@ def test_pictures_of_the_page_on_trust_are_drawn(tmp_path):
     shown = re.findall(r"!\[[^\]]+\]\(images/([\w-]+\.png)\)", page)
     assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(shown)
     assert len(shown) == 9
+
+
+SCRIPTS = sorted(p for folder in ("benchmarks", "docs", "examples") for p in (ROOT / folder).glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_from_the_package_is_there(script):
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "curvestep":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")
