@@ -249,7 +249,7 @@ _PTB_LSTM_PAPER = replace(
 _PTB_LSTM_LONGER = replace(
     _PTB_LSTM_PAPER,
     scale="longer",
-    probe_every=20,
+    probe_every=40,
     probe_data=0.01,
     fractions=(0.1, 0.5, 1.0),
     eval_every=332,
@@ -301,7 +301,7 @@ _RESNET20_PAPER = replace(
 )  # fmt: skip
 # Ten epochs of the 10,000 images, measured past the first one.
 _RESNET20_LONGER = replace(
-    _RESNET20, scale="longer", steps=0, epochs=10, lr_drops=(0.5, 0.75), probe_every=10, probe_from=80,
+    _RESNET20, scale="longer", steps=0, epochs=10, lr_drops=(0.5, 0.75), probe_every=20, probe_from=80,
     probe_data=0.05, fractions=(0.1, 0.5, 1.0), eval_every=78,
 )  # fmt: skip
 
