@@ -13,7 +13,7 @@ help:  ## this list
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep/_kernel/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[lab,ray,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[all,dev]"
 	@touch $@
 
 test: $(READY)  ## everything that CI runs, on two cores

@@ -13,7 +13,10 @@ import pytest
 import curvestep
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = "lightning_fabric pooch rich tyro joblib matplotlib plotly sklearn pandas ray jinja2 PIL".split()
+EXTRAS = (
+    "lightning lightning_fabric pytorch_lightning transformers accelerate wandb mlflow tensorboard "
+    "pooch rich tyro joblib matplotlib plotly sklearn pandas ray jinja2 PIL"
+).split()
 
 
 def run(code, *, blocked=()):
