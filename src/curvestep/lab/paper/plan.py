@@ -332,15 +332,29 @@ def cost_of(recipe: Recipe) -> float:
         # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
         scale = ((outputs + 8 * recipe.hidden * (recipe.embedding + recipe.hidden)) / 259_000) ** 0.75
         step, gradient = scale * _LANGUAGE_STEP, scale * _LANGUAGE_GRADIENT
-        size = (recipe.num_words or 929_589) / 700
     else:
         pooling = recipe.pooling if isinstance(recipe, ImageRecipe) else 1
         scale = 4 / pooling**2 * recipe.batch_size / 64
         step, gradient = scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
-        size = 10_000 / recipe.batch_size
-    steps = recipe.steps or round(recipe.epochs * size)
+    steps = steps_of(recipe)
     rows = (steps - recipe.probe_from) // recipe.probe_every if recipe.probe_every else 0
     gradients = len(recipe.fractions)
     if recipe.probe_data:
-        gradients = (gradients + 1) * max(1, round(recipe.probe_data * size))
+        gradients = (gradients + 1) * max(1, round(recipe.probe_data * _epoch(recipe)))
     return steps * step + rows * gradients * gradient
+
+
+def steps_of(recipe: Recipe) -> int:
+    """Steps of a run, known without its data: those given, or about those of its epochs.
+
+    Example:
+        >>> steps_of(language_runs("longer", ["lm-lr2"])[0].recipe)
+        1328
+    """
+    return recipe.steps or round(recipe.epochs * _epoch(recipe))
+
+
+def _epoch(recipe: Recipe) -> float:
+    if isinstance(recipe, LanguageRecipe):
+        return (recipe.num_words or 929_589) / (recipe.batch_size * recipe.bptt)
+    return 10_000 / recipe.batch_size

@@ -26,7 +26,7 @@ from curvestep.lab.paper.curves import FIG4
 from curvestep.lab.paper.data_fraction import FIG6
 from curvestep.lab.paper.equivalence import EQUIVALENCE
 from curvestep.lab.paper.lstm_gd import FIG8
-from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs
+from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
 from curvestep.lab.paper.scatter import FIG1, FIG2, FIG3, FIG5
 from curvestep.lab.paper.style import save
 from curvestep.lab.paper.synthetic_figures import FIG7
@@ -250,7 +250,7 @@ def run_all(
                 "progress": False,
                 "offline": True,
             },
-            total=run.recipe.steps,
+            total=steps_of(run.recipe),
         )
         for run in left
     ]
