@@ -76,7 +76,7 @@ class Recipe(ABC):
     epochs: int = 0
     probe_every: int = 5
     probe_from: int = 0
-    fractions: tuple[float, ...] = (1.0,)
+    fractions: tuple[float, ...] = (0.5, 1.0)
     probe_data: float = 0.0
     eval_every: int = 0
     eval_size: int = 0
