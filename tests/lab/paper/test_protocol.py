@@ -1,14 +1,22 @@
 """The statistics that decide figures 2, 3, 6 and the equivalence, on runs written by hand."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from curvestep.lab.paper.claims import CANNOT_TELL, CONTRADICTED, NOT_TESTABLE, SUPPORTED, NotPlanned
+from curvestep.lab.paper.claims import (
+    CANNOT_TELL,
+    CONTRADICTED,
+    NOT_TESTABLE,
+    SUPPORTED,
+    NotPlanned,
+    Spread,
+)
 from curvestep.lab.paper.data_fraction import SHARES, judge_shares
 from curvestep.lab.paper.equivalence import NORMALIZED, judge_equivalence, step_ratio
-from curvestep.lab.paper.plan import BY_HAND, FRACTIONS, Results
+from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, THREE, Results
 from curvestep.lab.paper.reproduction import make_claims, make_plan
 from curvestep.lab.paper.scatter import (
     absent,
@@ -22,7 +30,7 @@ from curvestep.smoothness.trace import Trace
 from tests.lab.paper.test_reproduction import fake_runs
 
 
-def planned(figure, *settings, seeds=(0, 1, 2)):
+def planned(figure, *settings, seeds=THREE):
     plan = make_plan("laptop", (figure,))
     chosen = [run for run in plan.runs if run.setting in settings and run.recipe.seed in seeds]
     return replace(plan, runs=tuple(chosen))
@@ -71,7 +79,7 @@ def test_the_difference_of_exponents_decides(tmp_path, large, spread, verdict):
     plan = planned("fig2", BY_HAND, "lm-lr2")
 
     def alpha_of(setting, seed):
-        return large + spread * (seed - 1) if setting == BY_HAND else 0.0
+        return large + spread * (seed - THREE[1]) if setting == BY_HAND else 0.0
 
     results = results_with(tmp_path, plan, alpha_of)
     for run in results.of(BY_HAND):
@@ -84,16 +92,54 @@ def test_the_difference_of_exponents_decides(tmp_path, large, spread, verdict):
         assert words in found.measured
 
 
+def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_path, monkeypatch):
+    plan = planned("fig2", ALWAYS_CLIPPED, BY_HAND)
+    alphas = {ALWAYS_CLIPPED: 1.0, BY_HAND: 0.5}
+    results = results_with(tmp_path, plan, lambda setting, seed: alphas[setting] + 0.01 * seed)
+    assert "beyond" not in contrast(ALWAYS_CLIPPED, BY_HAND)(results).measured
+    assert contrast(ALWAYS_CLIPPED, BY_HAND)(results).verdict == SUPPORTED
+
+    # Constant Hessians show 0.9 where every step is clipped, and nothing elsewhere.
+    controls = {run.folder.name: replace(run.fit.control, exponent=0.0) for run in results.runs}
+    for name, control in controls.items():
+        value, limits = (0.9, (0.7, 0.95)) if name.startswith(ALWAYS_CLIPPED) else (0.0, (0.0, 0.1))
+        controls[name] = replace(control, exponent=value, exponent_interval=limits)
+    for run in results.runs:
+        monkeypatch.setitem(vars(run), "fit", replace(run.fit, control=controls[run.folder.name]))
+    shares = {ALWAYS_CLIPPED: 1.0, BY_HAND: 0.3}
+    monkeypatch.setattr(
+        sys.modules["curvestep.lab.paper.scatter"],  # the package has a function of this name, too
+        "clipped_share",
+        lambda run: shares[run.folder.name.rpartition("-seed")[0]],
+    )
+    found = contrast(ALWAYS_CLIPPED, BY_HAND)(results)
+    one, other = ([exponent(run) for run in results.of(name)] for name in (ALWAYS_CLIPPED, BY_HAND))
+    assert "exponent beyond its control" in found.measured
+    assert found.verdict == CONTRADICTED
+    assert "control 0.9), " in found.measured
+    assert "inside steps, where no control is needed" in found.measured
+    gain = Spread(values=tuple(a - 0.9 - b for a, b in zip(one, other, strict=True)), doubt=(0.05, 0.3))
+    assert f": {gain} higher; at 0.1 of the step" in found.measured
+
+    # A control with wide limits leaves nothing to decide, however many seeds there are.
+    for run in results.of(ALWAYS_CLIPPED):
+        wide = replace(run.fit.control, exponent_interval=(0.0, 1.0))
+        monkeypatch.setitem(vars(run), "fit", replace(run.fit, control=wide))
+    found = contrast(ALWAYS_CLIPPED, BY_HAND)(results)
+    assert found.verdict == CANNOT_TELL
+    assert "no number of seeds helps" in found.settle
+
+
 def test_seeds_that_both_settings_have_are_compared(tmp_path):
-    plan = planned("fig2", BY_HAND, "lm-lr2clip0.25", seeds=(0, 1, 2, 3, 4))
-    results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if seed < 3 else 9.0)
+    plan = planned("fig2", BY_HAND, "lm-lr2clip0.25", seeds=FIVE)
+    results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if seed in THREE else 9.0)
     one, other = results.paired(BY_HAND, "lm-lr2clip0.25")
-    assert [run.recipe.seed for run in one] == [run.recipe.seed for run in other] == [0, 1, 2]
+    assert [run.recipe.seed for run in one] == [run.recipe.seed for run in other] == list(THREE)
 
 
 @pytest.mark.slow
 def test_growth_beyond_the_control_and_inside_steps_is_told_from_none(tmp_path):
-    plan = planned("fig2", BY_HAND, "lm-lr2", seeds=(0, 1))
+    plan = planned("fig2", BY_HAND, "lm-lr2")
     results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if setting == BY_HAND else 0.0)
     assert beyond_control(BY_HAND)(results).verdict == SUPPORTED
     assert grows_inside_steps(BY_HAND)(results).verdict == SUPPORTED
@@ -110,14 +156,14 @@ def test_no_correlation_is_one_below_a_fifth(tmp_path, alpha, verdict):
     ("factor", "verdict"), [(1.05, SUPPORTED), (1.5, CONTRADICTED), ("mixed", CANNOT_TELL)]
 )
 def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_path, factor, verdict):
-    plan = planned("fig6", *SHARES, seeds=(1,))
+    plan = planned("fig6", *SHARES, seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 120))
     for run in plan.runs:
         path = tmp_path / "runs" / run.name / "trace.jsonl"
         own = 1.05 if factor == "mixed" else factor
         write_trace(path, 1.0, seed=0, fractions=(0.5,), factor=own if run.setting == "lm-share0.1" else 1.0)
     if factor == "mixed":
-        path = tmp_path / "runs" / "lm-share0.1-seed1" / "trace.jsonl"
+        path = tmp_path / "runs" / f"lm-share0.1-seed{THREE[0]}" / "trace.jsonl"
         rows = list(Trace.load(path))
         path.unlink()
         trace = Trace(path, header={"fractions": [0.5]})
@@ -159,13 +205,13 @@ def test_what_a_scale_does_not_plan_is_left_out_of_its_table(tmp_path):
 
 
 def test_the_share_of_clipped_steps_counts_training_steps(tmp_path):
-    plan = planned("fig2", BY_HAND, seeds=(0,))
+    plan = planned("fig2", BY_HAND, seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0), coefficients=[0.5, 1.0] * 4)
     assert clipped_share(Results(plan, tmp_path).of(BY_HAND)[0]) == 0.5
 
 
 def test_a_run_with_few_rows_decides_nothing(tmp_path):
-    plan = planned("fig3", "cifar-momentum", "cifar-lr5clip0.25", seeds=(0,))
+    plan = planned("fig3", "cifar-momentum", "cifar-lr5clip0.25", seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0))
     for run in plan.runs:
         write_trace(tmp_path / "runs" / run.name / "trace.jsonl", 1.0, seed=0, rows=4)

@@ -1,4 +1,15 @@
-"""Claims of the paper: four verdicts, the rule that decides between them, and the table."""
+"""Claims of the paper: four verdicts, the rule that decides between them, and the table.
+
+The rule, for a claim that says that something is positive, such as a difference of two settings:
+
+1. Take it seed by seed, both settings with the same start and the same batches, and form the mean over the
+   seeds with its 90 % interval (Student's t).
+2. Where a control was subtracted that is itself known only within limits, widen the interval by those.
+3. Supported if the interval lies above zero, contradicted if below, cannot tell if across. Not testable at
+   this scale if the runs are missing.
+
+What is compared in figures 2 and 3 is said in :mod:`curvestep.lab.paper.scatter`.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +74,16 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Mean over seeds with its 90 % interval (Student's t), and the values."""
+    """Mean over seeds with its 90 % interval (Student's t), and the values.
+
+    Args:
+        values: One a seed.
+        doubt: How much lower, and how much higher, all of them alike may be: the limits of a control that
+            was subtracted. More seeds do not lessen it.
+    """
 
     values: tuple[float, ...]
+    doubt: tuple[float, float] = (0.0, 0.0)
 
     @property
     def mean(self) -> float:
@@ -74,24 +92,30 @@ class Spread:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Student's t interval of the mean; unbounded for a single seed.
+        """Student's t interval of the mean, widened by the doubt; unbounded for a single seed.
 
         Example:
             >>> low, high = Spread(values=(1.0, 2.0, 3.0)).interval
             >>> round(low, 3), round(high, 3)
             (0.314, 3.686)
+            >>> low, high = Spread(values=(1.0, 2.0, 3.0), doubt=(0.3, 0.0)).interval
+            >>> round(low, 3), round(high, 3)
+            (0.014, 3.686)
         """
         count = len(self.values)
         if count < 2:
             return -math.inf, math.inf
         if not all(map(math.isfinite, self.values)):
             return math.nan, math.nan
-        half = stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1) * np.std(self.values, ddof=1) / math.sqrt(count)
-        return self.mean - float(half), self.mean + float(half)
+        half = _half_width(float(np.std(self.values, ddof=1)), count)
+        return self.mean - half - self.doubt[0], self.mean + half + self.doubt[1]
 
     def __sub__(self, other: Spread) -> Spread:
         """Differences, seed by seed."""
-        return Spread(values=tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+        return Spread(
+            values=tuple(a - b for a, b in zip(self.values, other.values, strict=True)),
+            doubt=(self.doubt[0] + other.doubt[1], self.doubt[1] + other.doubt[0]),
+        )
 
     def __str__(self) -> str:
         if len(self.values) == 1:
@@ -104,7 +128,7 @@ def decide(measured: str, *margins: Spread) -> Evidence:
     """The verdict on a claim that holds if every margin is positive.
 
     Supported if the interval of every margin lies above zero, contradicted if that of one lies below;
-    between the two it cannot be told, and the evidence says how many seeds would tell.
+    between the two it cannot be told, and the evidence says how many seeds would tell, or that none would.
 
     Args:
         measured: The numbers in words.
@@ -122,9 +146,13 @@ def decide(measured: str, *margins: Spread) -> Evidence:
     if any(high < 0 for _, high in intervals):
         return Evidence(measured=measured, verdict=CONTRADICTED)
     unsure = [margin for margin, (low, _) in zip(margins, intervals, strict=True) if not low > 0]
-    return Evidence(
-        measured=measured, verdict=CANNOT_TELL, settle=_seeds_words(max(map(seeds_to_tell, unsure)))
-    )
+    count = max(map(seeds_to_tell, unsure))
+    settle = "more seeds, longer runs"
+    if count < math.inf:
+        settle = f"about {count} seeds, if mean and spread stay"
+    elif any(any(margin.doubt) and _distance(margin) <= 0 for margin in unsure):
+        settle = "a closer control: the spectrum of the run is not known, and no number of seeds helps"
+    return Evidence(measured=measured, verdict=CANNOT_TELL, settle=settle)
 
 
 def seeds_to_tell(margin: Spread) -> float:
@@ -136,17 +164,18 @@ def seeds_to_tell(margin: Spread) -> float:
     """
     if len(margin.values) < 2 or not all(map(math.isfinite, margin.values)) or margin.mean == 0:
         return math.inf
-    deviation = float(np.std(margin.values, ddof=1))
-    counts = (n for n in range(2, 101) if _half_width(deviation, n) < abs(margin.mean))
+    deviation, distance = float(np.std(margin.values, ddof=1)), _distance(margin)
+    counts = (n for n in range(2, 101) if _half_width(deviation, n) < distance)
     return next(counts, math.inf)
+
+
+def _distance(margin: Spread) -> float:
+    """How far the mean lies from zero beyond its doubt."""
+    return abs(margin.mean) - margin.doubt[0 if margin.mean > 0 else 1]
 
 
 def _half_width(deviation: float, count: int) -> float:
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1)) * deviation / math.sqrt(count)
-
-
-def _seeds_words(count: float) -> str:
-    return f"about {count} seeds, if mean and spread stay" if count < math.inf else "more seeds, longer runs"
 
 
 def write_claims(
@@ -166,7 +195,8 @@ def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence
     lines += [f"- {note}" for note in notes]
     lines += [
         f"- Numbers are means over seeds with {CONFIDENCE:.0%} intervals of the mean (Student's t). "
-        "Supported: the interval lies on the claim's side; contradicted: on the other; cannot tell: across.",
+        "Supported: the interval lies on the claim's side; contradicted: on the other; cannot tell: across. "
+        "Intervals of exponents beyond a control include how far the control itself is known.",
         "",
         "| figure | the paper says | measured here | verdict | what would settle it |",
         "| --- | --- | --- | --- | --- |",

@@ -15,7 +15,7 @@ from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, FINISHED, STATUS, Run
 
-SHOWN_SEED = 1  # of the scatter plots
+SHOWN_SEED = 5  # where there is room for one run, at laptop scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +199,18 @@ class Results:
 
 
 # THE PROTOCOL. Fixed before the seeds that decide are run; what chose it were development seeds from 90 on.
+# The rule of the verdicts is at the top of claims.py, what figures 2 and 3 compare at the top of
+# scatter.py. An earlier rule compared exponents without a control where all steps are clipped; it was judged
+# on seeds 0 to 4 of the laptop scale, so this one has new seeds there, 5 to 9. Of the longer runs, with seeds
+# 0 to 2, nothing had been looked at when this rule was written.
 #
 # laptop: LSTM 64/100, tied, on PTB cut to its 2,000 most frequent words, 20 streams of 35; 400 steps,
 # measured every 10 on a fixed oracle of 8 batches (5,600 words), at 0.1, 1/2 and 1 of each step. ResNet20 on
 # the 10,000 images averaged to 16 x 16, batches of 64; 300 steps, measured every 12 from step 60 on, on 256
 # images.
 # longer: the paper's two-layer LSTM 200/512 on all of PTB for an epoch; ResNet20 for ten epochs.
-FIVE, THREE = (0, 1, 2, 3, 4), (0, 1, 2)
+FIVE, THREE = (5, 6, 7, 8, 9), (5, 6, 7)
+LONGER, LONGER_IMAGES = (0, 1, 2), (0, 1)
 FRACTIONS = (0.1, 0.5, 1.0)
 SMALL_LSTM: dict[str, Any] = {"embedding": 64, "hidden": 100, "vocabulary": 2000}
 _LANGUAGE: dict[str, Any] = {
@@ -254,11 +259,11 @@ class Setting:
 
 
 LANGUAGE = {
-    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=10, longer=THREE),
+    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=10, longer=LONGER),
     "lm-lr10clip0.25": Setting(lr=10.0, max_norm=0.25, probe_every=20),
-    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=10, longer=THREE),
-    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=10, longer=THREE),
-    "lm-lr4": Setting(lr=4.0, seeds=FIVE),
+    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=20, longer=LONGER),
+    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=10, longer=LONGER),
+    "lm-lr4": Setting(lr=4.0),
     "lm-lr10": Setting(lr=10.0),
     "lm-lr30": Setting(lr=30.0),
 }
@@ -266,9 +271,9 @@ BY_HAND = "lm-lr30clip0.25"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
 _EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, probe_every=20)}
 IMAGES = {
-    "cifar-momentum": Setting(lr=0.1, momentum=0.9, seeds=FIVE, probe_every=12, longer=(0, 1)),
+    "cifar-momentum": Setting(lr=0.1, momentum=0.9, seeds=FIVE, probe_every=12, longer=LONGER_IMAGES),
     "cifar-lr1": Setting(lr=1.0, seeds=(SHOWN_SEED,), probe_every=12),
-    "cifar-lr5clip0.25": Setting(lr=5.0, max_norm=0.25, seeds=FIVE, probe_every=12, longer=(0, 1)),
+    "cifar-lr5clip0.25": Setting(lr=5.0, max_norm=0.25, seeds=FIVE, probe_every=12, longer=LONGER_IMAGES),
 }
 _DROPS: dict[str, Any] = {"lr_drops": (0.5, 0.75)}
 # The same under a schedule, at laptop scale; the longer and the paper's runs have drops anyway.
