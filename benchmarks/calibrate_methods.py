@@ -20,7 +20,7 @@ from benchmarks.calibrate_data import Batch, Task
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep import ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.vectors import global_norm
 
 
@@ -244,7 +244,7 @@ def calibrated(run: Run) -> Trainer:
     params, momentum = run.model.parameters(), options.get("momentum", 0.0)
     max_norm = cal.max_norm if clip else math.inf
     if kind == "AdamW":
-        opt: Optimizer = torch.optim.AdamW(params, lr=cal.lr)
+        opt: Optimizer = ClippedAdamW(params, lr=cal.lr, max_norm=max_norm, nonfinite=NONFINITE)
     elif kind == "NormalizedSGD":
         opt = NormalizedSGD(params, lr=cal.lr, offset=cal.max_norm, nonfinite=NONFINITE)
     else:

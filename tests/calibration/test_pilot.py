@@ -3,6 +3,7 @@
 import math
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from curvestep import calibrate
-from curvestep.calibration.pilot import LEAST_FRACTION, LONGEST, MOST_FRACTION, Trial, lowest
+from curvestep.calibration.method import method_of
+from curvestep.calibration.pilot import LEAST_FRACTION, LONGEST, MOST_FRACTION, Trial, fly, lowest
 from curvestep.smoothness.replay import Replay
 
 
@@ -171,11 +173,11 @@ def test_trial_is_training_and_is_put_back(optimizer):
     batches = [torch.randn(16, 3) for _ in range(6)]
     closures = [lambda b=b: (model(b) - b.sum(1, keepdim=True)).square().mean() for b in batches]
     before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-    trial = Trial(model, closures[:4], closures[4:], optimizer, 10.0, 0.0, 0.0)
-    change, error, taken = trial.run(0.02, 8)
-    assert change < 0
+    trial = Trial(model, method_of(optimizer, model), 10.0, closures[:4], closures[4:])
+    changes, taken = trial.run([0.02] * 8)
+    assert changes.mean() < 0
     assert taken == 8
-    assert error > 0
+    assert len(changes) == 2
     after = (*model.parameters(), *model.buffers())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -184,8 +186,8 @@ def test_trial_is_training_and_is_put_back(optimizer):
 def test_trial_of_plain_steps_is_gradient_descent_on_the_batches_in_turn():
     model, batches = Noisy(1.0), targets(0.5, count=3)
     closures = [lambda b=b: model(b) for b in batches]
-    trial = Trial(model, closures[:2], closures[2:], "ClippedSGD", math.inf, 0.0, 0.0)
-    change, _, _ = trial.run(0.25, 4)
+    trial = Trial(model, method_of("ClippedSGD", model), math.inf, closures[:2], closures[2:])
+    (change,), _ = trial.run([0.25] * 4)
     x = model.x.detach().clone()
     for step in range(4):
         x -= 0.25 * (x - batches[step % 2])
@@ -216,7 +218,86 @@ def test_batches_beyond_those_measured_are_read_only_where_noise_asks_for_them()
 def test_trial_ends_once_the_loss_is_clearly_lower():
     model, batches = Noisy(3.0), targets(0.1, count=8)
     closures = [lambda b=b: model(b) for b in batches]
-    trial = Trial(model, closures[:4], closures[4:], "ClippedSGD", math.inf, 0.0, 0.0)
-    change, error, taken = trial.run(0.1, 24)
+    trial = Trial(model, method_of("ClippedSGD", model), math.inf, closures[:4], closures[4:])
+    changes, taken = trial.run([0.1] * 24, look_every=8)
     assert taken == 8
-    assert change + 2 * error < 0
+    assert changes.max() < 0
+
+
+def test_every_step_of_a_trial_has_its_own_dropout_mask():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+    masks = []
+
+    def closure():
+        out = model[0](torch.ones(64))
+        if torch.is_grad_enabled():
+            masks.append(tuple(out.tolist()))
+        return model[1](out).sum()
+
+    Trial(model, method_of("SGD", model), math.inf, [closure], [closure]).run([0.1] * 5)
+    assert len(set(masks)) == 5
+
+
+# Pilots
+
+
+@pytest.mark.parametrize(("start", "expected"), [(1.0, 1.0), (1 / 27, 1.0), (27.0, 1.0)])
+def test_pilot_finds_the_best_peak_and_goes_on_where_it_is_at_an_end(start, expected):
+    class Race(Trial):
+        def run(self, rates, **_):
+            peak = max(rates)
+            return -1.0 + 0.1 * math.log(peak / expected, 3) ** 2 + np.array([-0.01, 0.01]), len(rates)
+
+    model = Noisy(1.0)
+    flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), start, 20)
+    best = expected if start == 1.0 else start * (9.0 if start < 1 else 1 / 9)
+    assert math.isclose(flown.lr, expected if start == 1.0 else best * 3 ** (1 if start < 1 else -1))
+    assert flown.num_gradients == 20 * len(flown.rates)
+    assert len(flown.rates) == (3 if start == 1.0 else 5)
+
+
+def test_pilots_that_cannot_be_told_apart_decide_nothing():
+    class Race(Trial):
+        def run(self, rates, **_):
+            return np.array([-1.0, 1.0]) * max(rates) - 1.0, len(rates)
+
+    model = Noisy(1.0)
+    assert fly(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20).lr is None
+
+
+def test_pilot_that_diverges_counts_as_its_start():
+    class Race(Trial):
+        def run(self, rates, **_):
+            end = -1.0 if max(rates) < 0.2 else math.nan if max(rates) < 0.4 else 7.0
+            return np.array([end, end]), len(rates)
+
+    model = Noisy(1.0)
+    flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20)
+    assert [change for lr, change in zip(flown.rates, flown.changes, strict=True) if lr > 0.2] == [0.0]
+    assert flown.lr < 0.1
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS[:3])
+def test_pilot_moves_the_learning_rate_half_way_and_puts_everything_back(options):
+    model, batches = Noisy(1.0), targets(0.1, count=28)
+    plain = calibrate(model, model, batches, schedule="warmup-decay", **options)
+    cal = calibrate(model, model, batches, schedule="warmup-decay", pilot=20, **options)
+    method = method_of(options.get("optimizer", "SGD"), model, momentum=options.get("momentum"))
+    closures = [lambda b=b: model(b) for b in batches]
+    trial = Trial(model, method, plain.max_norm, closures[8:], closures[:8])
+    assert math.isclose(cal.lr, math.sqrt(plain.lr * fly(trial, plain.lr, 20).lr), rel_tol=1e-9)
+    assert all(change <= 0.0 for _, change in cal.pilot)
+    assert cal.num_gradients <= 40 + 20 * len(cal.pilot)
+    assert "Pilots of the whole schedule" in str(cal)
+    assert torch.equal(model.x, torch.ones(12))
+
+
+def test_pilot_needs_a_schedule_and_a_batch_to_judge_by():
+    model = Noisy(1.0)
+    with pytest.raises(ValueError, match="needs schedule='warmup-decay'"):
+        calibrate(model, model, targets(0.1), pilot=50)
+    with pytest.raises(ValueError, match="`pilot` is 5"):
+        calibrate(model, model, targets(0.1), schedule="warmup-decay", pilot=5)
+    with pytest.raises(ValueError, match="two batches at least"):
+        calibrate(model, model, targets(0.1, count=1), schedule="warmup-decay", pilot=20)

@@ -188,7 +188,7 @@ def test_one_batch_is_measured_with_a_warning():
     ("options", "words"),
     [
         ({"optimizer": torch.optim.Rprop}, "`optimizer` must be one of.*Rprop"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "as a class or a name, got a SGD itself"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "1 parameters that are not in `model`"),
         ({"optimizer": "sgd"}, "`optimizer` must be one of.*'sgd'"),
         ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\)"),
         ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvestep import ClippedSGD, NormalizedSGD, calibrate
-from curvestep.calibration.search import ADAM_SHARE, CLIP_AT
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate
+from curvestep.calibration.search import ADAM_CLIP_AT, ADAM_SHARE, CLIP_AT
 from curvestep.vectors import global_norm
 
 
@@ -153,24 +153,31 @@ def test_normalized_sgd_takes_the_same_step_at_small_gradients():
     assert math.isclose(normal.step_cap, plain.step_cap, rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, "AdamW"])
-def test_adam_goes_along_the_signs_to_where_the_slope_ends(optimizer):
-    # f = 1/2 sum L_i x_i^2 along sign(x): the slope ends at h = sum |L_i x_i| / sum L_i.
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, ClippedAdamW, "AdamW"])
+def test_adam_goes_along_the_signs_to_where_the_gradient_has_changed_by_itself(optimizer):
+    # f = 1/2 sum L_i x_i^2 along sign(x): sum |L_i h| is sum |L_i x_i| at h = sum |L_i x_i| / sum L_i.
     model, L = Vector([3.0, -4.0]), torch.tensor([1.0, 2.0])
     cal = calibrate(model, lambda b: 0.5 * (L * model.x.square()).sum(), [0] * 4, optimizer=optimizer)
     assert math.isclose(cal.lr, ADAM_SHARE * (3.0 + 8.0) / 3.0, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
-def test_adam_gets_no_threshold_and_words_of_its_own(optimizer):
+def test_adam_gets_a_threshold_and_words_of_its_own(optimizer):
     model, loss, batches = mlp()
     cal = calibrate(model, loss, batches, optimizer=optimizer)
-    assert cal.max_norm == cal.step_cap == math.inf
-    assert "max_norm" not in str(cal)
+    assert math.isclose(cal.max_norm, ADAM_CLIP_AT[0] * cal.grad_norm)
+    assert cal.step_cap == math.inf
     assert "step_cap" not in str(cal)
-    assert "the slope of a batch's loss along it" in str(cal)
-    with pytest.raises(ValueError, match="`clip_at` is for SGD"):
-        calibrate(model, loss, batches, optimizer=optimizer, clip_at=0.7)
+    assert "along the signs of the gradient" in str(cal)
+    narrow = calibrate(model, loss, batches, optimizer=optimizer, clip_at=0.7)
+    assert math.isclose(narrow.max_norm, 0.7 * cal.grad_norm)
+
+
+def test_change_along_signs_counts_coordinates_that_the_slope_cannot_see():
+    # Along sign(g) = (1, 1): L = (3, -1) makes the slope fall by 2h only, and the gradient change by 4h.
+    model, L = Vector([1.0, -1.0]), torch.tensor([3.0, -1.0])
+    cal = calibrate(model, lambda b: 0.5 * (L * model.x.square()).sum(), [0] * 4, optimizer="AdamW")
+    assert math.isclose(cal.lr, ADAM_SHARE * 4.0 / 4.0, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize(("optimizer", "enters"), [("Adam", True), ("AdamW", False)])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from curvestep.calibration.bracket import PER_OCTAVE, Point
+from curvestep.calibration.method import Method
 from curvestep.distributed import over_ranks
 from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable
 from curvestep.smoothness.replay import Replay
@@ -31,12 +32,16 @@ LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 class Line:
     r"""A batch's loss and gradient along :math:`x - h\,d`; use it as a context.
 
-    The relative change of the gradient is, along the gradient itself and along its signs,
+    The relative change of the gradient is taken in the norm dual to that of the step: the Euclidean one along
+    the gradient, the sum of absolute values along its signs, whose largest entry is the length of the step,
 
     .. math::
         \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert}{\lVert \nabla f(x) \rVert}
         = h\,\hat L(h), \qquad
-        \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
+        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert_1}{\lVert \nabla f(x) \rVert_1} .
+
+    Groups whose learning rates are shares :math:`r` of the largest take :math:`d = r g`; the norms are then
+    those of :math:`\sqrt r\,\nabla f`, or of :math:`r\,\nabla f` along signs.
 
     A step is safe if that is at most :math:`\kappa_{\max}` and if the loss falls by a tenth of what its slope
     promises (on a quadratic a step with :math:`\kappa(h) \le 1` makes it fall by a half at least),
@@ -51,8 +56,7 @@ class Line:
         model: Its parameters are moved, and put back at the end.
         closure: Returns the loss.
         max_kappa: Largest safe :math:`\kappa`.
-        signs: Walk along the signs of the gradient.
-        weight_decay: :math:`\lambda` of a penalty :math:`\lambda\lVert x\rVert^2/2` that belongs to the loss.
+        method: The optimizer: which way it steps, and the penalty that belongs to its loss.
     """
 
     def __init__(
@@ -61,10 +65,9 @@ class Line:
         closure: Callable[[], Any],
         *,
         max_kappa: float,
-        signs: bool,
-        weight_decay: float,
+        method: Method,
     ) -> None:
-        self.model, self.max_kappa, self.signs, self.weight_decay = model, max_kappa, signs, weight_decay
+        self.model, self.max_kappa, self.method = model, max_kappa, method
         self.points: list[Point] = []
         self.num_gradients = 0
         self._replay = Replay(model, closure)
@@ -88,8 +91,13 @@ class Line:
         single = any(p.dtype != torch.float64 for p in parameters)
         self._longest = torch.finfo(torch.float32 if single else torch.float64).max
         self.loss, self._gradients = self._gradient(None)
+        self._shares = [self.method.share(p) for p in parameters]
         self.grad_norm = global_norm(self._gradients).item()
-        d = self.direction = [None if g is None else g.sign() if self.signs else g for g in self._gradients]
+        if not any(share and g is not None for share, g in zip(self._shares, self._gradients, strict=True)):
+            raise ValueError(
+                "`optimizer` trains no parameter that the loss depends on, or with an lr of zero."
+            )
+        d = self.direction = self._weighted(self._gradients)
         self._slope = dot(self._gradients, d)
         # Along d, the length of x measures steps; a start at the origin has the loss to measure them by.
         moved = [p for p, part in zip(parameters, d, strict=True) if part is not None]
@@ -129,7 +137,7 @@ class Line:
     def losses_of(self, closures: Sequence[Callable[[], Any]], step: float) -> np.ndarray:
         """Losses of other batches after a step along this line; forward passes only."""
         self._replay.move(self.direction, -step)
-        return losses_of(closures, self._replay, weight_decay=self.weight_decay)
+        return losses_of(closures, self._replay, self.method)
 
     def check_repeatable(self) -> None:
         """Refuse a loss whose gradient at the start differs from itself; call it before any step."""
@@ -163,30 +171,49 @@ class Line:
         ]
         if fraction is None:  # the optimizer clips before it adds the penalty
             self.raw_gradients, self.raw_norm = gradients, global_norm(gradients).item()
-        if self.weight_decay:
-            decay, parameters = self.weight_decay, self._replay.parameters
+        penalties = [self.method.penalty(p) for p in replay.parameters]
+        if any(penalties):
             with torch.no_grad():
                 gradients = [
-                    (torch.zeros_like(p) if g is None else g).add(p, alpha=decay)
-                    for p, g in zip(parameters, gradients, strict=True)
+                    (torch.zeros_like(p) if g is None else g).add(p, alpha=decay) if decay else g
+                    for p, g, decay in zip(replay.parameters, gradients, penalties, strict=True)
                 ]
-            loss += 0.5 * decay * global_norm(parameters).item() ** 2
+            loss += penalty_of(replay, self.method)
         return loss, gradients
 
+    def _weighted(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The way that a step goes by a gradient."""
+        signs = self.method.along_signs
+        return [
+            None
+            if g is None or not r
+            else (g.sign() if signs else g)
+            if r == 1
+            else r * (g.sign() if signs else g)
+            for g, r in zip(gradients, self._shares, strict=True)
+        ]
+
     def _change(self, gradients: list[Tensor | None]) -> float:
-        if self.signs:
-            return 1.0 - dot(gradients, self.direction) / self._slope
-        return global_norm(difference(gradients, self._gradients, overwrite=True)).item() / self.grad_norm
+        changes = difference(gradients, self._gradients, overwrite=True)
+        if self.method.along_signs or set(self._shares) != {1.0}:
+            squared = dot(changes, self._weighted(changes)) / self._slope
+            return squared if self.method.along_signs else math.sqrt(squared)
+        return global_norm(changes).item() / self.grad_norm
 
 
-def losses_of(closures: Sequence[Callable[[], Any]], replay: Replay, *, weight_decay: float) -> np.ndarray:
+def penalty_of(replay: Replay, method: Method) -> float:
+    """What weight decay adds to the loss where the parameters are."""
+    weights = [(p, method.penalty(p)) for p in replay.parameters]
+    return sum(0.5 * decay * global_norm([p]).item() ** 2 for p, decay in weights if decay)
+
+
+def losses_of(closures: Sequence[Callable[[], Any]], replay: Replay, method: Method) -> np.ndarray:
     """Losses of several batches where the parameters are, with the penalty; forward passes only."""
     own, losses = replay.closure, []
     for replay.closure in closures:
         losses.append(over_ranks(replay.loss().item(), replay.model, mean=True))
     replay.closure = own
-    penalty = 0.5 * weight_decay * global_norm(replay.parameters).item() ** 2 if weight_decay else 0.0
-    return np.array(losses) + penalty
+    return np.array(losses) + penalty_of(replay, method)
 
 
 class Agreement:

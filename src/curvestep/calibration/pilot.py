@@ -1,4 +1,4 @@
-r"""What the other batches say of a step: their loss after it, and after a few trial steps of training.
+r"""What the other batches say: of a step, of a few trial steps, of short runs of the whole schedule.
 
 A batch's own loss says how far its gradient may be followed. Whether that lowers the loss of training is
 said by batches that had no part in the step. Along the gradient :math:`g_A` of one batch, their mean loss is
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from curvestep.calibration.line import Line, losses_of
+from curvestep.calibration.method import Method, warmup_decay
 from curvestep.smoothness.replay import Replay
 from curvestep.vectors import global_norm
 
@@ -38,6 +40,8 @@ MOST_STEPS = 24  # of a trial
 MOST_JUDGES = 8
 LOOK_EVERY = 8  # steps of a trial
 MOST_OTHERS = 16  # batches whose loss is watched along a line, where noise is the limit
+SPREAD = 3.0  # between the peaks of pilots
+MOST_PEAKS = 5
 
 
 class Others:
@@ -78,17 +82,17 @@ class Others:
         return reached
 
 
-def mean_and_error(rows: Any) -> tuple[list[float], list[float]]:
-    """Mean of each column, and its standard error; NaN and infinite values stay what they are.
+def mean_and_error(values: Any) -> tuple[float, float]:
+    """Mean and its standard error, zero for a single value; NaN and infinite values stay what they are.
 
     Example:
-        >>> mean_and_error([(1.0, 2.0), (3.0, 2.0)])
-        ([2.0, 2.0], [1.0, 0.0])
+        >>> mean_and_error([1.0, 3.0])
+        (2.0, 1.0)
     """
+    values = np.asarray(values, dtype=float)
     with np.errstate(invalid="ignore"):
-        values = np.asarray(rows, dtype=float)
-        spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-    return values.mean(axis=0).tolist(), (spread / len(values) ** 0.5).tolist()
+        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return float(values.mean()), spread / len(values) ** 0.5
 
 
 def lowest(part: float, whole: float) -> float:
@@ -110,64 +114,105 @@ def lowest(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """A few steps of training that are put back.
+    """Training for some steps, which are put back.
+
+    The judges' loss is read with the same randomness every time, so that its changes are paired.
 
     Args:
         model: The model.
-        steps: Batches to step on, one after another.
-        judges: Batches whose mean loss is watched.
-        optimizer: The optimizer's name.
+        method: The optimizer.
         max_norm: Its threshold, or offset.
-        momentum: Its momentum.
-        weight_decay: Its weight decay.
+        steps: Batches to step on, one after another, then from the first again.
+        judges: Batches whose loss is watched.
     """
 
     model: nn.Module
+    method: Method
+    max_norm: float
     steps: Sequence[Closure]
     judges: Sequence[Closure]
-    optimizer: str
-    max_norm: float
-    momentum: float
-    weight_decay: float
 
-    def run(self, lr: float, num_steps: int) -> tuple[float, float, int]:
-        """Change of the judges' loss, its standard error, and the steps taken.
+    def run(self, rates: Sequence[float], *, window: int = 1, look_every: int = 0) -> tuple[np.ndarray, int]:
+        """Change of each judge's loss, averaged over the last steps, and the steps taken.
 
-        The change is averaged over the last quarter of the steps; the trial ends early, after every eighth
-        step, once the loss is lower by twice its error.
+        Args:
+            rates: The learning rate of each step.
+            window: Number of last steps after which the judges are asked.
+            look_every: End after such a multiple of steps once their loss is lower by twice its error.
         """
+        changes = []
         with Replay(self.model, self.steps[0]) as replay:
             replay.keep_home()
-            decay = self.weight_decay
-            if self.optimizer in ("Adam", "AdamW"):
-                kind: Any = getattr(torch.optim, self.optimizer)
-                optimizer = kind(replay.parameters, lr=lr, weight_decay=decay)
-            else:
-                optimizer = torch.optim.SGD(
-                    replay.parameters, lr=lr, momentum=self.momentum, weight_decay=decay
-                )
-            start, changes = np.zeros(len(self.judges)), []
-            for step in range(num_steps):
-                replay.closure = self.steps[step % len(self.steps)]
+            start = np.zeros(len(self.judges))
+            optimizer = self.method.build(replay.parameters, rates[0] or 1.0)
+            shares = [group["lr"] / (rates[0] or 1.0) for group in optimizer.param_groups]
+            for taken, lr in enumerate(rates, 1):
+                replay.closure = partial(_reseeded, self.steps[(taken - 1) % len(self.steps)], taken)
                 gradients = replay.gradient().gradients
-                if step == 0:
-                    start = losses_of(self.judges, replay, weight_decay=decay)
-                coefficient = self._coefficient(global_norm(gradients).item())
+                if taken == 1:  # after a gradient the replay knows whether closures run backward() themselves
+                    start = losses_of(self.judges, replay, self.method)
+                coefficient = self.method.coefficient(global_norm(gradients).item(), self.max_norm)
                 for p, g in zip(replay.parameters, gradients, strict=True):
                     p.grad = None if g is None else (g.to_dense() if g.is_sparse else g).mul_(coefficient)
+                for group, share in zip(optimizer.param_groups, shares, strict=True):
+                    group["lr"] = lr * share
                 optimizer.step()
-                taken = step + 1
-                if 4 * taken > 3 * num_steps:
-                    changes.append(losses_of(self.judges, replay, weight_decay=decay) - start)
-                elif taken % LOOK_EVERY == 0:
-                    now = losses_of(self.judges, replay, weight_decay=decay) - start
-                    (change,), (error,) = mean_and_error(now[:, None])
-                    if change + 2.0 * error < 0:
-                        return change, error, taken
-        (change,), (error,) = mean_and_error(np.mean(changes, axis=0)[:, None])
-        return change, error, num_steps
+                if taken > len(rates) - window or (look_every and taken % look_every == 0):
+                    changes.append(losses_of(self.judges, replay, self.method) - start)
+                    change, error = mean_and_error(changes[-1])
+                    if taken <= len(rates) - window and change + 2.0 * error < 0:
+                        return changes[-1], taken
+        return np.mean(changes[-window:], axis=0), len(rates)
 
-    def _coefficient(self, norm: float) -> float:
-        if self.optimizer == "NormalizedSGD":
-            return 1.0 / (norm + self.max_norm)
-        return min(1.0, self.max_norm / norm) if norm > 0 else 1.0
+
+def _reseeded(closure: Closure, seed: int) -> Any:
+    """The closure with randomness of its own: a replay would give every step the same dropout masks."""
+    torch.manual_seed(seed)
+    return closure()
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """Short runs of the whole schedule at several peaks.
+
+    Args:
+        rates: The peaks, ascending.
+        changes: Change of the judges' mean loss over each run; zero for one that ends above its start.
+        lr: The peak at which a parabola through the best three is lowest; None if they cannot be told apart.
+        num_gradients: Gradients evaluated.
+    """
+
+    rates: tuple[float, ...]
+    changes: tuple[float, ...]
+    lr: float | None
+    num_gradients: int
+
+
+def fly(trial: Trial, lr: float, num_steps: int) -> Pilot:
+    """Run the schedule, compressed to ``num_steps``, at peaks three times apart around ``lr``.
+
+    It begins with three peaks and adds further ones while the best is at an end, five at most.
+    """
+    shape, found = warmup_decay(num_steps), dict[float, np.ndarray]()
+    multiples = [1 / SPREAD, 1.0, SPREAD]
+    while True:
+        for multiple in multiples:
+            if multiple not in found:
+                changes, _ = trial.run([multiple * lr * share for share in shape])
+                found[multiple] = np.where(np.isfinite(changes), np.minimum(changes, 0.0), 0.0)
+        multiples = sorted(found)
+        means = [float(found[multiple].mean()) for multiple in multiples]
+        best = int(np.argmin(means))
+        if 0 < best < len(means) - 1 or len(means) == MOST_PEAKS:
+            break
+        multiples = [multiples[0] / SPREAD if best == 0 else multiples[-1] * SPREAD]
+    gain, error = mean_and_error(found[multiples[best]] - found[multiples[int(np.argmax(means))]])
+    peak = None
+    if gain + 2.0 * error < 0:
+        middle = min(max(best, 1), len(means) - 2)
+        below, here, above = means[middle - 1 : middle + 2]
+        bend = below - 2.0 * here + above
+        shift = 0.5 * (below - above) / bend if bend > 0 else float(best - middle)
+        peak = lr * multiples[middle] * SPREAD ** min(max(shift, -1.0), 1.0)
+    rates = tuple(lr * multiple for multiple in multiples)
+    return Pilot(rates, tuple(means), peak, len(means) * num_steps)

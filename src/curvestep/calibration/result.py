@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration.bracket import Point
+from curvestep.calibration.method import ALONG_SIGNS, flattened, peak_lr, rescale
 
 CALIBRATION = "calibration.json"
 
@@ -37,11 +41,10 @@ class Calibration:
 
     Args:
         optimizer: The optimizer they are for.
-        lr: Learning rate :math:`\eta`; the peak of a warm-up or decay schedule.
-        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``; infinite
-            for Adam and AdamW.
+        lr: Learning rate :math:`\eta` for ``schedule``; the largest one if groups differ.
+        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``.
         step_cap: Longest step a clipped run can take, :math:`\eta\gamma/(1-\beta)` with momentum
-            :math:`\beta`.
+            :math:`\beta`; infinite for Adam, whose steps do not follow the gradient's length.
         lr_interval: 90 % interval of ``lr`` from the spread of the batches; NaN for a single batch.
         grad_norm: Median gradient norm at the start.
         num_gradients: Gradients evaluated.
@@ -52,6 +55,9 @@ class Calibration:
             loss of batches that it was not taken on.
         curve: The measured steps, batch by batch.
         warnings: What to know before relying on the numbers.
+        schedule: ``"constant"``, or ``"warmup-decay"``, of which ``lr`` is the peak.
+        momentum: The momentum that the numbers are for.
+        pilot: Peaks that a pilot tried, and the change of the loss over each of its runs.
     """
 
     optimizer: str
@@ -67,6 +73,9 @@ class Calibration:
     curve: tuple[BatchCurve, ...]
     limit: str = "curvature"
     warnings: tuple[str, ...] = ()
+    schedule: str = "constant"
+    momentum: float = 0.0
+    pilot: tuple[tuple[float, float], ...] = ()
 
     @property
     def offset(self) -> float:
@@ -76,13 +85,11 @@ class Calibration:
     @property
     def along_signs(self) -> bool:
         """Whether steps were measured along the signs of the gradient, as Adam takes them."""
-        return self.optimizer in ("Adam", "AdamW")
+        return self.optimizer in ALONG_SIGNS
 
     @property
     def threshold(self) -> str:
-        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line; empty for Adam."""
-        if self.along_signs:
-            return ""
+        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line."""
         return f", {'offset' if self.optimizer == 'NormalizedSGD' else 'max_norm'} {self.max_norm:.3g}"
 
     @property
@@ -90,12 +97,20 @@ class Calibration:
         """Why these numbers, in two sentences."""
         step = median(batch.safe_step for batch in self.curve)
         falls = "lowers its loss by at least a tenth of what the slope promises"
+        norm = f"The gradient norm at the start is {self.grad_norm:.3g}"
+        clipped = f"; clipping at {self.clip_at:.2g} times that"
         if self.along_signs:
+            peak = self.schedule != "constant"
             return (
-                f"A step of {step:.3g} along the signs of the gradient, and no longer one, lowers the slope "
-                f"of a batch's loss along it by at most {self.max_kappa:g} times itself and {falls}.",
-                f"The learning rate is {self.lr / step:.2g} of that, which leaves room for momentum; a "
-                "threshold is not part of it.",
+                f"A step of {step:.3g} along the signs of the gradient, and no longer one, changes a batch's "
+                f"gradient by at most {self.max_kappa:g} times itself (sums of absolute values) and {falls}; "
+                f"lr is {self.lr / step:.2g} of that.",
+                f"{norm}{clipped} keeps single gradients out of both moments"
+                + (
+                    ". Warm up over a tenth of the steps or so: without it this lr is too large."
+                    if peak
+                    else "."
+                ),
             )
         measured = (
             f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
@@ -104,28 +119,105 @@ class Calibration:
         stretch = median(batch.stretch for batch in self.curve)
         if stretch > 1.0:
             measured += f" The loss of other batches falls straight on to {stretch:.2g} times that step."
-        agree = ""
-        if len(self.curve) > 1:
-            agree = f" and the mean cosine between batches {self.agreement:.2f}"
+        agree = f" and the mean cosine between batches {self.agreement:.2f}" if len(self.curve) > 1 else ""
+        longest = self.step_cap / (step * self.grad_norm)
         return measured, (
-            f"The gradient norm at the start is {self.grad_norm:.3g}{agree}; clipping at {self.clip_at:.2g} "
-            f"times that keeps every step within {self.clip_at:.2g} times the length that was measured to be "
-            "safe."
+            f"{norm}{agree}{clipped} keeps every step within {longest:.2g} times the length that was "
+            "measured to be safe."
         )
 
     def __str__(self) -> str:
         low, high = self.lr_interval
         count = len(self.curve)
         sure = f" (90 % interval {low:.3g} to {high:.3g})" if count > 1 else ""
+        peak = "" if self.schedule == "constant" else ", the peak of a warm-up and decay"
         batches = "1 batch" if count == 1 else f"{count} batches"
         cap = "" if self.along_signs else f", step_cap {self.step_cap:.3g}"
         lines = [
-            f"{self.optimizer}: lr {self.lr:.3g}{sure}{self.threshold}{cap}; from {self.num_gradients} "
-            f"gradients of {batches}",
+            f"{self.optimizer}: lr {self.lr:.3g}{sure}{peak}{self.threshold}{cap}; from "
+            f"{self.num_gradients} gradients of {batches}",
             *self.reasons,
+            *([self._flown] if self.pilot else []),
             *(f"Warning: {words}" for words in self.warnings),
         ]
         return "\n".join(lines)
+
+    @property
+    def _flown(self) -> str:
+        runs = ", ".join(f"{change:+.3g} at {lr:.2g}" for lr, change in self.pilot)
+        return f"Pilots of the whole schedule changed the loss by {runs}; lr is between their best and h."
+
+    def times(self, factor: float) -> Calibration:
+        """The same with another ``lr``."""
+        low, high = self.lr_interval
+        return replace(
+            self,
+            lr=factor * self.lr,
+            step_cap=factor * self.step_cap,
+            lr_interval=(factor * low, factor * high),
+        )
+
+    def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
+        """Set the learning rate and the threshold of an optimizer, and of its schedules.
+
+        The largest peak of its groups becomes ``lr``; every other learning rate is multiplied by the same
+        factor, so that groups keep their ratios and schedules their shape: ``initial_lr``, the schedulers'
+        ``base_lrs``, their floors (``eta_min``, ``min_lrs``) and, wherever the schedule stands, the ``lr`` of
+        this step. ``max_norm`` (or ``offset``) is set in the groups of an optimizer that clips by itself;
+        for others use ``curvestep.clip`` or ``clip_grad_norm_``.
+
+        Args:
+            optimizer: Of the kind that was calibrated for.
+            schedulers: Every scheduler of the optimizer.
+
+        Raises:
+            ValueError: the optimizer is another one, or has a scheduler that was not given.
+
+        Example:
+            >>> import torch
+            >>> from curvestep import calibrate
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> opt = torch.optim.SGD(model.parameters(), lr=1.0)
+            >>> warmup = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=10)
+            >>> loss = lambda scale: scale * model.weight.square().sum()
+            >>> cal = calibrate(model, loss, [2.0] * 4, optimizer=opt)
+            >>> cal.apply(opt, warmup)
+            >>> round(opt.param_groups[0]["initial_lr"], 6), round(opt.param_groups[0]["lr"], 6)
+            (0.25, 0.125)
+        """
+        kinds = {c.__name__ for c in type(optimizer).__mro__}
+        names = set(ALONG_SIGNS if self.along_signs else ("SGD", "ClippedSGD"))
+        if not kinds & (names if self.optimizer in names else {self.optimizer}):
+            raise ValueError(
+                f"This was measured for {self.optimizer}, got a {type(optimizer).__name__}. Calibrate with "
+                "`optimizer=` the one that trains."
+            )
+        momenta = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
+        if not self.along_signs and momenta != {self.momentum}:
+            raise ValueError(
+                f"This was measured for momentum {self.momentum:g}, got {sorted(momenta)}. Calibrate with "
+                "`optimizer=` the one that trains."
+            )
+        scope = optimizer.defaults.get("norm_scope", "global")
+        if scope != "global":
+            raise ValueError(
+                f"max_norm is for the norm of all parameters, and this optimizer clips each {scope}. Make it "
+                "with norm_scope='global'."
+            )
+        every = flattened(schedulers)
+        for scheduler in every:
+            if scheduler.optimizer is not optimizer:
+                raise ValueError(f"The {type(scheduler).__name__} belongs to another optimizer.")
+        if not every and any("initial_lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                "`optimizer` has a scheduler, which would set its own learning rate again at its next step. "
+                "Give it too: `apply(optimizer, scheduler)`."
+            )
+        rescale(optimizer, every, self.lr / peak_lr(optimizer, every))
+        name = "offset" if self.optimizer == "NormalizedSGD" else "max_norm"
+        for group in optimizer.param_groups:
+            if name in group:
+                group[name] = self.max_norm
 
 
 RISES = "the safe step of one batch raises the loss of the others"
@@ -144,14 +236,12 @@ def limited(found: Calibration, fraction: float, limit: str) -> Calibration:
             f"optimum, up to noise. lr is {fraction:.2g} of what curvature allows, which should do no harm. "
             "Larger batches say more."
         )
-    return replace(
-        found,
-        lr=fraction * found.lr,
-        step_cap=fraction * found.step_cap,
-        lr_interval=(fraction * found.lr_interval[0], fraction * found.lr_interval[1]),
-        limit=limit,
-        warnings=(*found.warnings, words),
-    )
+    return replace(found.times(fraction), limit=limit, warnings=(*found.warnings, words))
+
+
+def scheduled(found: Calibration, factor: float, schedule: str) -> Calibration:
+    """``found`` for the peak of a schedule."""
+    return replace(found.times(factor), schedule=schedule)
 
 
 def write_calibration(folder: str | Path, found: Calibration) -> Path:
@@ -175,6 +265,9 @@ def read_calibration(folder: str | Path) -> Calibration | None:
             curve.append(BatchCurve(**batch, points=points))
         low, high = map(float, values.pop("lr_interval"))
         warnings = tuple(values.pop("warnings"))
-        return Calibration(**values, lr_interval=(low, high), curve=tuple(curve), warnings=warnings)
+        pilot = tuple((float(lr), float(change)) for lr, change in values.pop("pilot", ()))
+        return Calibration(
+            **values, lr_interval=(low, high), curve=tuple(curve), warnings=warnings, pilot=pilot
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a calibration of this version: {error}") from None

@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.calibration.bracket import (
     LARGEST,
     LONG_STRIDE,
@@ -44,9 +45,11 @@ from curvestep.calibration.bracket import (
     find_bracket,
 )
 from curvestep.calibration.line import Agreement, Line
+from curvestep.calibration.method import SCHEDULES, Method, method_of
 from curvestep.calibration.pilot import (
     LEAST_FRACTION,
     LONGEST,
+    LOOK_EVERY,
     MOST_JUDGES,
     MOST_OTHERS,
     MOST_STEPS,
@@ -54,6 +57,7 @@ from curvestep.calibration.pilot import (
     Closure,
     Others,
     Trial,
+    fly,
     lowest,
     mean_and_error,
 )
@@ -65,25 +69,28 @@ from curvestep.calibration.refusals import (
     shared,
     vanishing,
 )
-from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited
+from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited, scheduled
 from curvestep.smoothness.snapshot import RandomState
 
-# Chosen on the development tasks of `benchmarks/calibrate.py`; the evidence is in docs/calibrate.md.
+# Chosen on the development tasks of `benchmarks/calibrate.py` and `benchmarks/schedules.py`; the evidence is
+# in docs/calibrate.md.
 MAX_KAPPA = 1.0
 CLIP_AT = (0.6, 1.75)
-ADAM_SHARE = 1 / 5
+ADAM_CLIP_AT = (1.0, 1.0)
+ADAM_SHARE = 0.75  # of the safe step along signs, for a constant learning rate
+# The peak of a schedule with warm-up and decay, in units of the best constant learning rate.
+SCHEDULED = {"signs": 2.4, "momentum": 3.0, "plain": 1.0}
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
 SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
 FEWEST = 6  # gradients that one more batch is likely to take
+FEWEST_PILOT = 20  # steps, of which two are warm-up
 DISAGREEMENT = 10.0
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
 
 # Where the evidence of the benchmark is weaker than for clipped SGD, the result says so.
-WEAKER = ("Adam", "AdamW", "NormalizedSGD")
-
-_ALONG_SIGNS = {"Adam": True, "AdamW": True, "SGD": False, "ClippedSGD": False, "NormalizedSGD": False}
+WEAKER = ("Adam", "AdamW", "ClippedAdamW", "NormalizedSGD")
 
 
 def calibrate(
@@ -91,11 +98,13 @@ def calibrate(
     loss_of_batch: Callable[[Any], Tensor | float],
     batches: Iterable[Any],
     *,
-    optimizer: str | type = "ClippedSGD",
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    optimizer: str | type | Optimizer = "ClippedSGD",
+    momentum: float | None = None,
+    weight_decay: float | None = None,
+    schedule: str = "constant",
+    pilot: int = 0,
     max_kappa: float = MAX_KAPPA,
-    clip_at: float | tuple[float, float] | list[float] = CLIP_AT,
+    clip_at: float | tuple[float, float] | list[float] | None = None,
     num_batches: int = 3,
     max_gradients: int = 40,
 ) -> Calibration:
@@ -114,15 +123,23 @@ def calibrate(
         loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
             micro-batches and returns the loss as a number.
         batches: At least one batch, better eight; a data loader will do.
-        optimizer: ``ClippedSGD``, ``NormalizedSGD``, torch's ``SGD``, ``Adam`` or ``AdamW``: class or name.
+        optimizer: ``ClippedSGD``, ``ClippedAdamW``, ``NormalizedSGD``, torch's ``SGD``, ``Adam``, ``AdamW``:
+            a name, a class, or the instance that will train. An instance says itself what its momentum, betas
+            and decay are; of its learning rates only the ratios of the groups count, and they are kept.
         momentum: :math:`\beta` of SGD; the effective step is :math:`\eta/(1-\beta)`, so ``lr`` is
-            :math:`(1-\beta)h`.
+            :math:`(1-\beta)h`, three times that as the peak of a schedule.
         weight_decay: :math:`\lambda` of the L2 penalty of SGD or Adam, which belongs to the loss that is
             measured. AdamW's decay is apart from the gradient and does not enter.
+        schedule: ``"constant"``, or ``"warmup-decay"``: ``lr`` is then the peak of a warm-up over about a
+            tenth of the steps and a decay to zero, and larger.
+        pilot: Steps of a pilot, say 100; 0 for none. Copies of the model run the whole schedule in that many
+            steps at three to five peaks, three times apart, and ``lr`` becomes the geometric mean of the best
+            of them and the measured one. It costs that many gradients for each peak and reads that many
+            batches.
         max_kappa: Largest safe :math:`\kappa`, the change of the gradient relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
-            gradients have nothing in common and for batches that agree. Not for Adam and AdamW: there is no
-            evidence for a threshold, so ``max_norm`` is infinite.
+            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, 1 for
+            Adam.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
@@ -141,25 +158,25 @@ def calibrate(
         (0.25, 1.75)
     """
     check_arguments(model, loss_of_batch, batches)
-    name = _optimizer_name(optimizer)
     check_positive("max_kappa", max_kappa)
-    ends = _ends(clip_at)
-    check_nonnegative("weight_decay", weight_decay)
     check_count("num_batches", num_batches)
     check_count("max_gradients", max_gradients, least=20)
-    if check_nonnegative("momentum", momentum) >= 1:
-        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
-    signs = _ALONG_SIGNS[name]
-    if signs and momentum:
+    check_choice("schedule", schedule, SCHEDULES)
+    if check_count("pilot", pilot, least=0) and (schedule == "constant" or pilot < FEWEST_PILOT):
         raise ValueError(
-            f"`momentum` is SGD's, and {name} has betas instead: leave it at 0, got {momentum!r}."
+            f"`pilot` is {pilot}: it needs schedule='warmup-decay', which it runs in that many steps, and at "
+            f"least {FEWEST_PILOT} of them."
         )
-    if signs and ends != CLIP_AT:
-        raise ValueError(
-            f"`clip_at` is for SGD, and {name}'s steps are not clipped: leave it, got {clip_at!r}."
-        )
-    search = _Search(max_kappa, max_gradients, share=ADAM_SHARE if signs else min(1.0, ends[0]))
-    decay = 0.0 if name == "AdamW" else weight_decay
+    method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
+    if clip_at is None:
+        clip_at = ADAM_CLIP_AT if method.along_signs else CLIP_AT
+    ends = tuple(clip_at) if isinstance(clip_at, (tuple, list)) else (clip_at, clip_at)
+    if len(ends) != 2:
+        raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
+    for end in ends:
+        check_positive("clip_at", end)
+    share = ADAM_SHARE if method.along_signs else min(1.0, ends[0])
+    search = _Search(model, method, max_kappa, max_gradients, share=share)
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
         stream = (closure_of(loss_of_batch, batch, model) for batch in shared(batches, model))
@@ -168,19 +185,28 @@ def calibrate(
             known += islice(stream, max(0, i + 1 - len(known)))
             if i == len(known):
                 break
-            with Line(model, known[i], max_kappa=max_kappa, signs=signs, weight_decay=decay) as line:
+            with Line(model, known[i], max_kappa=max_kappa, method=method) as line:
                 if search.add(line):
                     search.look_at(line, known[:i] + known[i + 1 :])
             enough = len(search.curve) >= num_batches and (search.half_width <= SURE or search.noisy)
             if enough or search.left < FEWEST:
                 break
-        found = search.result(name, momentum=momentum, clip_at=ends, signs=signs, num_batches=num_batches)
+        found = search.result(clip_at=ends, num_batches=num_batches)
         if search.noisy:
             known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
-            found = search.tried(found, model, known, momentum=momentum, weight_decay=weight_decay)
+            found = search.tried(found, known)
+        if schedule != "constant":
+            found = scheduled(found, SCHEDULED[_kind(method)], schedule)
+        if pilot:
+            known += islice(stream, max(0, MOST_JUDGES + pilot - len(known)))
+            found = search.piloted(found, known, pilot)
     finally:
         before.restore()
     return found
+
+
+def _kind(method: Method) -> str:
+    return "signs" if method.along_signs else "momentum" if method.momentum else "plain"
 
 
 def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
@@ -202,9 +228,12 @@ def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
 class _Search:
     """Safe steps of one batch after another, each search starting at the answer before it."""
 
-    def __init__(self, max_kappa: float, max_gradients: int, *, share: float) -> None:
+    def __init__(
+        self, model: nn.Module, method: Method, max_kappa: float, max_gradients: int, *, share: float
+    ) -> None:
+        self.model, self.method = model, method
         self.max_kappa, self.max_gradients, self.share = max_kappa, max_gradients, share
-        self.num_gradients = self.num_losses = 0
+        self.num_gradients = 0
         self.num_fitted = 0  # batches whose loss ends before their gradient changes too much
         self.curve: list[BatchCurve] = []
         self.changes: list[tuple[float, float]] = []  # of other batches' loss, over part of the step and all
@@ -257,44 +286,51 @@ class _Search:
         others, step = Others(line, closures), self.curve[-1].safe_step
         part, whole = others.change(PART * self.share * step), others.change(self.share * step)
         self.changes.append((part, whole))
-        if not line.signs:  # along signs it is the slope that ends the safe steps
+        if not line.method.along_signs:  # along signs no straight line was found to matter
             stretch = others.straight(step, -part / (PART * self.share * step))
             self.curve[-1] = replace(self.curve[-1], stretch=stretch)
-        self.num_losses += others.num_losses
 
     @property
     def noisy(self) -> bool:
         """Whether the other batches' loss may rise over the step, or is lower after part of it."""
         if len(self.changes) < 2:
             return False
-        (part, whole), (_, error) = mean_and_error(self.changes)
+        part = np.mean([part for part, _ in self.changes])
+        whole, error = mean_and_error([whole for _, whole in self.changes])
         return not (whole + error <= 0.0 and whole <= part)
 
-    def tried(
-        self,
-        found: Calibration,
-        model: nn.Module,
-        closures: list[Closure],
-        *,
-        momentum: float,
-        weight_decay: float,
-    ) -> Calibration:
-        """``found`` after trial steps, with a smaller ``lr`` if the loss of other batches does not fall."""
+    def trial(self, found: Calibration, closures: list[Closure]) -> Trial:
+        """Training that steps on some of the batches and is judged by the others."""
         num_judges = min((len(closures) + 1) // 2, MOST_JUDGES)
-        trial = Trial(
-            model=model,
-            steps=closures[num_judges:],
-            judges=closures[:num_judges],
-            optimizer=found.optimizer,
-            max_norm=found.max_norm,
-            momentum=momentum,
-            weight_decay=weight_decay,
+        return Trial(
+            self.model, self.method, found.max_norm, steps=closures[num_judges:], judges=closures[:num_judges]
         )
+
+    def piloted(self, found: Calibration, closures: list[Closure], num_steps: int) -> Calibration:
+        """``found`` with the geometric mean of its ``lr`` and that of a pilot."""
+        if len(closures) < 2:
+            raise ValueError("`pilot` needs two batches at least: one to step on and another to judge by.")
+        flown = fly(self.trial(found, closures), found.lr, num_steps)
+        lr = found.lr if flown.lr is None else math.sqrt(found.lr * flown.lr)
+        words = () if flown.lr else ("the pilots cannot be told apart: lr is the measured one.",)
+        return replace(
+            found.times(lr / found.lr),
+            pilot=tuple(zip(flown.rates, flown.changes, strict=True)),
+            num_gradients=found.num_gradients + flown.num_gradients,
+            warnings=(*found.warnings, *words),
+        )
+
+    def tried(self, found: Calibration, closures: list[Closure]) -> Calibration:
+        """``found`` after trial steps, with a smaller ``lr`` if the loss of other batches does not fall."""
+        trial = self.trial(found, closures)
         num_lines = min(len(self.curve), max(0, self.left - FEWEST))
         num_steps = min(MOST_STEPS, self.left - num_lines)
         change, error = math.inf, 0.0
         if num_steps >= FEWEST:
-            change, error, num_steps = trial.run(found.lr, num_steps)
+            changes, num_steps = trial.run(
+                [found.lr] * num_steps, window=max(1, num_steps // 4), look_every=LOOK_EVERY
+            )
+            change, error = mean_and_error(changes)
         self.num_gradients += num_steps
         if change + error < 0:
             words = f"{RISES}, but {num_steps} trial steps lower it. A third of this lr is worth a try."
@@ -311,16 +347,14 @@ class _Search:
         step = self.share * median(batch.safe_step for batch in self.curve)
         if len(closures) > len(self.curve) and num_lines > 1:  # more batches to watch than before
             self.changes = []
-            decay = 0.0 if found.optimizer == "AdamW" else weight_decay
             for i in range(num_lines):
                 others = [*closures[:i], *closures[i + 1 :]][:MOST_OTHERS]
-                with Line(
-                    model, closures[i], max_kappa=self.max_kappa, signs=found.along_signs, weight_decay=decay
-                ) as line:
+                with Line(self.model, closures[i], max_kappa=self.max_kappa, method=self.method) as line:
                     watched = Others(line, others)
                     self.changes.append((watched.change(PART * step), watched.change(step)))
             self.num_gradients += num_lines
-        (part, whole), (error, _) = mean_and_error(self.changes)
+        part, error = mean_and_error([part for part, _ in self.changes])
+        whole = float(np.mean([whole for _, whole in self.changes]))
         part += float(stats.t.ppf(0.95, len(self.changes) - 1)) * error  # what the slope is at least
         fraction = lowest(part, whole) if part < 0 else LEAST_FRACTION
         found = replace(found, num_gradients=self.num_gradients)
@@ -354,10 +388,9 @@ class _Search:
         spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
         return float(stats.t.ppf(0.95, number - 1)) * spread / math.sqrt(number)
 
-    def result(
-        self, name: str, *, momentum: float, clip_at: tuple[float, float], signs: bool, num_batches: int
-    ) -> Calibration:
+    def result(self, *, clip_at: tuple[float, float], num_batches: int) -> Calibration:
         """The medians, as the optimizer takes them."""
+        name, momentum, signs = self.method.name, self.method.momentum, self.method.along_signs
         if not self.curve:
             raise ValueError("`batches` must hold at least one batch, got none. Is it a used-up iterator?")
         steps = [batch.safe_step for batch in self.curve]
@@ -369,7 +402,7 @@ class _Search:
             )
         grad_norm = median(batch.grad_norm for batch in self.curve)
         agreement = self.agreement.cosine
-        multiple = math.inf if signs else threshold_multiple(agreement, clip_at)
+        multiple = threshold_multiple(agreement, clip_at)
         max_norm = multiple * grad_norm
         lr = (
             median(batch.safe_step * batch.stretch for batch in self.curve)
@@ -404,9 +437,10 @@ class _Search:
                 f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
                 "three times it are worth a try."
             )
-        cap = lr if name == "NormalizedSGD" else lr * max_norm
+        cap = math.inf if signs else lr if name == "NormalizedSGD" else lr * max_norm
         return Calibration(
             optimizer=name,
+            momentum=momentum,
             lr=lr,
             max_norm=max_norm,
             step_cap=cap / (1.0 - momentum),
@@ -419,27 +453,3 @@ class _Search:
             curve=tuple(self.curve),
             warnings=tuple(warnings),
         )
-
-
-def _ends(clip_at: float | tuple[float, float] | list[float]) -> tuple[float, float]:
-    """Both ends of the threshold's range."""
-    if not isinstance(clip_at, (tuple, list)):
-        clip_at = (clip_at, clip_at)
-    if len(clip_at) != 2:
-        raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
-    return check_positive("clip_at", clip_at[0]), check_positive("clip_at", clip_at[1])
-
-
-def _optimizer_name(optimizer: str | type) -> str:
-    """The name of a supported optimizer, of a class that derives from it, or as given."""
-    names = (
-        [optimizer] if isinstance(optimizer, str) else [c.__name__ for c in getattr(optimizer, "__mro__", ())]
-    )
-    for name in names:
-        if name in _ALONG_SIGNS:
-            return name
-    got = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__} itself"
-    raise ValueError(
-        f"`optimizer` must be one of {', '.join(_ALONG_SIGNS)}, as a class or a name, got {got}. "
-        "For others there is no evidence that this measurement finds a good learning rate."
-    )
