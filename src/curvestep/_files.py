@@ -52,8 +52,10 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
-def lock(path: Path, *, patience: float = 0.0) -> Iterator[None]:
+def lock(path: Path, *, patience: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold the lock on ``path``; ``TimeoutError`` if another process holds it for ``patience`` seconds.
+
+    ``on_wait`` is called once if it takes more than a second.
 
     ``path`` is a file for nothing else. It is created if need be and stays: a file that is replaced or
     deleted while it is locked can be locked twice. The system releases the lock when the process dies.
@@ -61,7 +63,13 @@ def lock(path: Path, *, patience: float = 0.0) -> Iterator[None]:
     from filelock import FileLock
 
     held = FileLock(path)
-    held.acquire(timeout=-1 if patience == math.inf else patience, poll_interval=0.1)
+    try:
+        held.acquire(timeout=min(1.0, patience), poll_interval=0.1)
+    except TimeoutError:
+        if patience <= 1:
+            raise
+        on_wait()
+        held.acquire(timeout=-1 if patience == math.inf else patience - 1, poll_interval=0.1)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from curvestep._files import dump_json
 from curvestep.cli import options
 from curvestep.cli.options import UsageError, choose_recipe, read_options
 from curvestep.lab.recipes import Recipe, nearest, recipe_names, with_fields
@@ -280,19 +280,17 @@ def _run(view: Any) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+    print(dump_json(_plain(value), indent=2))
 
 
 def _plain(value: Any) -> Any:
-    """``value`` for strict JSON: dataclasses as objects, what is not finite as null or "Infinity"."""
+    """``value`` for JSON: dataclasses as objects, what JSON has no form for in words."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 

@@ -369,11 +369,9 @@ def with_fields(recipe: AnyRecipe, **overrides: Any) -> AnyRecipe:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain JSON values; infinity is the string ``"Infinity"``, as in a trace."""
+    """The recipe as plain values, lists for tuples: what is read back from its file."""
     values = dataclasses.asdict(recipe)
-    plain = {
-        k: "Infinity" if v == math.inf else list(v) if isinstance(v, tuple) else v for k, v in values.items()
-    }
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return {"task": _TASKS[type(recipe)], **plain}
 
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -21,16 +22,15 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import pooch
 import requests
-from filelock import FileLock, Timeout
 
-from curvestep._files import write_atomically
+from curvestep._files import lock, write_atomically
 from curvestep.lab.progress import Progress, print_notice, show_progress
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.
@@ -202,18 +202,14 @@ def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], pr
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        try:
-            lock.acquire(timeout=1)
-        except Timeout:
-            print_notice(f"another process is fetching into {folder}; waiting for it")
-            lock.acquire()
-    try:
+    with ExitStack() as held:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            notice = f"another process is fetching into {folder}; waiting for it"
+            held.enter_context(
+                lock(folder / ".lock", patience=math.inf, on_wait=lambda: print_notice(notice))
+            )
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class SyntheticConfig:
         seed: Seed of the starts.
         L0: L0 of the lower-bound pair.
         L1: L1 of the lower-bound pair.
-        smallest_kappa: Smallest L1·M/L0.
+        smallest_growth: Smallest L1·M/L0.
         num_decades: Decades of M.
         num_M: Values of M.
     """
@@ -67,7 +67,7 @@ class SyntheticConfig:
     seed: int = 0
     L0: float = 1.0
     L1: float = 1.0
-    smallest_kappa: float = 2.0
+    smallest_growth: float = 2.0
     num_decades: float = 3.0
     num_M: int = 13
 
@@ -79,7 +79,7 @@ class SyntheticConfig:
             "jitter",
             "L0",
             "L1",
-            "smallest_kappa",
+            "smallest_growth",
             "num_decades",
         ):
             check_positive(name, getattr(self, name))
@@ -214,8 +214,8 @@ def _rules(config: SyntheticConfig) -> list[tuple[str, Array, Any]]:
 def growth(config: SyntheticConfig) -> dict[str, Array]:
     """Iterations of four step rules on the lower-bound pair, the slower of the two, for growing M."""
     L0, L1 = config.L0, config.L1
-    kappas = config.smallest_kappa * np.logspace(0, config.num_decades, config.num_M)
-    Ms, eps = kappas * L0 / L1, min(L0 / 4, config.smallest_kappa * L0 / L1 / 2)
+    growths = config.smallest_growth * np.logspace(0, config.num_decades, config.num_M)
+    Ms, eps = growths * L0 / L1, min(L0 / 4, config.smallest_growth * L0 / L1 / 2)
     gaps = [max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) for M in Ms]
     numbers: list[dict[str, Any]] = [dict(L0=L0, L1=L1, gap=gap, eps=eps) for gap in gaps]
     pairs = [lower_bound_pair(**n, M=M) for n, M in zip(numbers, Ms, strict=True)]
@@ -262,7 +262,7 @@ def summarize(config: SyntheticConfig, numbers: dict[str, Array]) -> SyntheticRe
     fixed, clipped = numbers["iterations"][:2]
     lrs = {name: float(numbers[f"{name}_lrs"][index]) for name, index in best.items()}
     norms = {name: float(numbers[f"{name}_final"][index]) for name, index in best.items()}
-    kappas = numbers["M"] * config.L1 / config.L0
+    growths = numbers["M"] * config.L1 / config.L0
     return SyntheticResult(
         config=config,
         gd_best_lr=lrs["gd"],
@@ -274,7 +274,7 @@ def summarize(config: SyntheticConfig, numbers: dict[str, Array]) -> SyntheticRe
         jittered_range=(float(ratios.min()), float(ratios.max())),
         fixed_range=(float(np.nanmin(kept)), float(np.nanmax(kept))),
         slope=_slope(numbers["M"], fixed / clipped),
-        slope_theory=_slope(numbers["M"], kappas / np.log1p(kappas)),
+        slope_theory=_slope(numbers["M"], growths / np.log1p(growths)),
         table=_table(config, lrs, norms, float(np.median(ratios)), numbers["gd_points"][:, best["gd"]]),
     )
 
@@ -289,7 +289,7 @@ def _table(
     """The paper's quantitative comparison, with its L1 = 10 and both values of L0."""
     M = 4 * abs(config.x0) ** 3
     L1, printed_L0, true_L0 = 10.0, 0.1, Quartic().frontier(10.0)
-    kappas = [(M * L1 + L0) / L0 for L0 in (printed_L0, true_L0)]
+    conditions = [(M * L1 + L0) / L0 for L0 in (printed_L0, true_L0)]
     half = config.num_steps // 2
     late = np.arange(half, config.num_steps + 1)
     fall = _slope(late, np.abs(4 * path[late] ** 3))
@@ -305,13 +305,13 @@ def _table(
         ComparisonRow(
             quantity="(M L1 + L0) / L0 on x⁴",
             printed="1e5, and inverted",
-            corrected=_short(kappas[0]),
-            measured=f"{_short(kappas[1])} with the true L0 = {true_L0:g}",
+            corrected=_short(conditions[0]),
+            measured=f"{_short(conditions[1])} with the true L0 = {true_L0:g}",
         ),
         ComparisonRow(
             quantity="Gradient norms on x⁴, GD over clipped, by the bounds",
             printed="1e5",
-            corrected=f"√{_short(kappas[0])} = {math.sqrt(kappas[0]):.4g}",
+            corrected=f"√{_short(conditions[0])} = {math.sqrt(conditions[0]):.4g}",
             measured=f"{_short(ratio)}; {_short(jittered_ratio)} over jittered starts",
         ),
         ComparisonRow(

@@ -186,8 +186,8 @@ def growth(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
         left.set(xscale="log", yscale="log", xlabel="largest gradient norm M", ylabel="iterations")
         left.set_title("Iterations to a small gradient, slower of the pair")
         left.legend(loc="upper left")
-        kappas = M * result.config.L1 / result.config.L0
-        ratio, predicted = iterations[0] / iterations[1], kappas / np.log1p(kappas)
+        growths = M * result.config.L1 / result.config.L0
+        ratio, predicted = iterations[0] / iterations[1], growths / np.log1p(growths)
         right.plot(
             M, ratio, "o-", markersize=4, color=COLOURS[2], label=f"measured, slope {result.slope:.2f}"
         )
@@ -196,14 +196,14 @@ def growth(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
             predicted * (ratio[-1] / predicted[-1]),
             color="#000000",
             linestyle="--",
-            label=f"κ / ln(1 + κ), slope {result.slope_theory:.2f}",
+            label=f"r / ln(1 + r), slope {result.slope_theory:.2f}",
         )
         right.set(xscale="log", yscale="log", xlabel="largest gradient norm M")
         right.set_ylabel("best fixed step over clipped")
         right.set_title("What a fixed step loses")
         right.legend(loc="upper left")
         figure.supxlabel(
-            f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0; corrected and sharp bounds; "
+            f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, r = L1·M/L0; corrected and sharp bounds; "
             "the prediction is scaled to the last point",
             fontsize=8,
             color="#555555",

@@ -491,10 +491,7 @@ def _values(trials: Sequence[tuple[Mapping[str, Any], float, str]], name: str) -
 
 def _at(fields: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
     found = [fields.get(name) for name in names]
-    return tuple(
-        math.inf if value == "Infinity" else tuple(value) if isinstance(value, list) else value
-        for value in found
-    )
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
 
 
 def _mean(cell: Sequence[tuple[float, str]]) -> float:
