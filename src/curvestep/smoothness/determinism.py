@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from curvestep.distributed import any_rank, local
 from curvestep.smoothness.observer import ForwardCalls, StepRecord, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
-from curvestep.vectors import difference, global_norm, precision
+from curvestep.vectors import difference, dot, global_norm, precision
 
 
 class NonDeterministicError(RuntimeError):
     """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
+
+
+class Determinism(NamedTuple):
+    """What a self-test found: the error, the replayed gradient, and the precision of its computation."""
+
+    error: float
+    gradients: Gradients
+    eps: float
 
 
 @dataclass
@@ -29,10 +37,12 @@ class SelfTest:
 
     Attributes:
         error: Relative difference of one gradient replayed twice; None until one was finite.
+        eps: Relative precision of the coarsest dtype that the loss was computed in.
         calls: How often training had called the model before the tested step.
     """
 
     error: float | None = None
+    eps: float = 0.0
     calls: int = 0
 
     def is_due(self, record: StepRecord) -> bool:
@@ -41,33 +51,47 @@ class SelfTest:
         changed = state is not None and state.modes_changed()
         return self.error is None or record.trained.calls != self.calls or changed
 
-    def run(self, replay: Replay, trained: Gradients | None, record: StepRecord) -> None:
-        """Test ``replay``; a gradient that is not finite tests nothing.
+    def run(
+        self, replay: Replay, trained: Gradients | None, record: StepRecord, *, clipped: bool = False
+    ) -> Gradients:
+        """Test ``replay``, whose gradient is returned; a gradient that is not finite tests nothing.
 
         A later step that called the model in another way may have run another number of micro-batches, or a
         stray pass may have been taken for training's.
         """
         record.replayed = ForwardCalls()
+        repeat = self.error is None or not clipped
         try:
-            error = check_determinism(
-                replay, trained, calls=record.trained, replayed=record.replayed, eps=record.eps
+            error, gradients, eps = check_determinism(
+                replay,
+                trained,
+                calls=record.trained,
+                replayed=record.replayed,
+                eps=record.eps,
+                clipped=clipped,
+                repeat=repeat,
             )
         except NonDeterministicError as reason:
             if self.error is None:
                 raise
+            if clipped:
+                raise RuntimeError(
+                    "`.grad` is not the gradient of the recorded losses times a factor. Give "
+                    "`probe.record` every loss that is run backward, all of it, and each once."
+                ) from reason
             raise RuntimeError(
                 f"the model was called {record.trained.calls} times since the last step, {self.calls} times "
                 "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
                 "the model under `torch.no_grad()` for anything but training, or `probe.snapshot()` just "
                 "before the loss is computed."
             ) from reason
-        if not math.isfinite(error):
-            return
-        if self.error is None:
-            self.error = error
-        else:
-            record.trained.size = record.replayed.size / 2  # two replays; a stray pass is not among them
-        self.calls = record.trained.calls
+        if math.isfinite(error):
+            if self.error is None:
+                self.error = error
+            else:  # a stray pass is not among the replays
+                record.trained.size = record.replayed.size / (1 + repeat)
+            self.calls, self.eps = record.trained.calls, eps
+        return gradients
 
 
 def check_determinism(
@@ -77,7 +101,9 @@ def check_determinism(
     calls: ForwardCalls | None = None,
     replayed: ForwardCalls | None = None,
     eps: float | None = None,
-) -> float:
+    clipped: bool = False,
+    repeat: bool = True,
+) -> Determinism:
     r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
 
     Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass.
@@ -87,28 +113,45 @@ def check_determinism(
         trained: The gradient that training computed there, if the closure is to give the same.
         calls: What the model was called with in training.
         replayed: Filled by the caller's hook with what it is called with in replays.
-        eps: :math:`\varepsilon`; default: that of the parameters' dtype.
+        eps: :math:`\varepsilon`; default: that of the coarsest dtype that the loss is computed in.
+        clipped: Whether ``trained`` may be clipped or scaled: then only the direction of each parameter's
+            part is compared, up to clipping by value.
+        repeat: Whether to replay twice; if not, the error is zero.
     """
-    tolerance = (precision(replay.parameters) if eps is None else eps) ** 0.5
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     try:
-        with forbid_untracked_parameters(replay.parameters):
+        with forbid_untracked_parameters(replay.parameters) as found:
             first = replay.gradient().gradients
     except UntrackedParametersError as error:
         raise NonDeterministicError(str(error)) from None
-    if trained is not None and not any_rank(not _identical(first, trained), replay.model):
+    eps = max(precision(replay.parameters), eps or 0.0, *found)
+    tolerance = eps**0.5
+    if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
-    error = check_repeatable(replay, first, tolerance=tolerance)
-    if error != error:
-        return error  # not finite: nothing to compare, and the row will say so
-    if trained is not None and first is not trained:
-        size = global_norm(first).item()
-        gap = global_norm(difference(first, trained)).item() / (size or 1.0)
-        if any_rank(gap > tolerance, replay.model):
+    error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
+    if trained is not None and first is not trained and error == error:
+        gap = _turned(first, trained) if clipped else _relative_gap(first, trained)
+        if any_rank(gap > tolerance, replay.model) and not (
+            clipped and _clipped_by_value(first, trained, tolerance)
+        ):
             raise NonDeterministicError(
                 _why_not_training(replay, first, trained, gap, tolerance, calls, replayed)
             )
-    return error
+    return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
+
+
+def _relative_gap(gradients: Gradients, trained: Gradients) -> float:
+    return global_norm(difference(gradients, trained)).item() / (global_norm(gradients).item() or 1.0)
+
+
+def _turned(gradients: Gradients, trained: Gradients) -> float:
+    """Share of ``trained`` that no factor on each parameter's gradient explains."""
+    left = []
+    for g, t in zip(gradients, trained, strict=True):
+        square = dot([g], [g])
+        factor = dot([t], [g]) / square if square else 0.0
+        left.append(global_norm(difference([t], [None if g is None else g * factor])).item())
+    return math.hypot(*left) / (global_norm(trained).item() or 1.0)
 
 
 def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> float:
@@ -186,7 +229,8 @@ def _why_not_training(
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
             "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
-            "an accumulated loss by the number of micro-batches in the closure too."
+            "an accumulated loss by the number of micro-batches in the closure too. Or let "
+            "`probe.watch(optimizer)` measure, which allows for both."
         )
     if _clipped_by_value(replayed, trained, tolerance):
         return what + "it was clipped by value before the block. Clip inside the block."
@@ -221,7 +265,8 @@ def _why_not_training(
     return what + (
         "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`), weight "
         "decay or a penalty added by hand, or the gradient of another loss. Let the closure compute all of "
-        "the loss, and nothing else."
+        "the loss, and nothing else. In float16, give the probe the loss scaler: "
+        "`backward=lambda loss: scaler.scale(loss).backward()`."
     )
 
 
@@ -262,27 +307,30 @@ class UntrackedParametersError(RuntimeError):
 
 
 @contextmanager
-def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
+def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[float]]:
     """Inside, ``loss.backward()`` raises before it changes the gradient of a tensor outside the model.
+
+    Yields a list that gets the relative precision of every loss that is run backward inside.
 
     The closure may call ``backward()`` itself. By then their ``.grad`` has already changed, so
     ``Tensor.backward`` is patched inside the block; a torch function mode would make compiled models compile
     again. The patch is the process's: it is not thread-safe.
     """
     parameters = list(parameters)
-    if any(isinstance(p, DTensor) for p in parameters):  # FSDP2 computes with tensors of its own
-        yield
-        return
+    sharded = any(isinstance(p, DTensor) for p in parameters)  # FSDP2 computes with tensors of its own
     known = {id(p) for p in parameters}
     backward = Tensor.backward
+    precisions: list[float] = []
 
     def checked(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        check_untracked_parameters(self, known)
+        precisions.append(computed_precision(self))
+        if not sharded:
+            check_untracked_parameters(self, known)
         backward(self, *args, **kwargs)
 
     Tensor.backward = checked
     try:
-        yield
+        yield precisions
     finally:
         Tensor.backward = backward
 
@@ -310,14 +358,32 @@ def leaves(loss: Tensor) -> list[Tensor]:
         >>> [leaf is w for leaf in leaves((w * w).sum())]
         [True]
     """
-    found: list[Tensor] = []
-    waiting, seen = [loss.grad_fn], set()
+    return [node.variable for node in _nodes(loss) if type(node).__name__ == "AccumulateGrad"]
+
+
+def computed_precision(loss: Tensor) -> float:
+    """Relative precision of the coarsest dtype on the way from the parameters to ``loss``.
+
+    Frameworks enter autocast anywhere, often inside of the model; its casts are in the graph.
+
+    Example:
+        >>> w = nn.Parameter(torch.ones(2, dtype=torch.float32))
+        >>> computed_precision(w.bfloat16().sum().float()), computed_precision(w.sum()) < 1e-6
+        (0.0078125, True)
+    """
+    seen = [m.dtype for node in _nodes(loss) for m in getattr(node, "_input_metadata", ())]
+    return max(
+        (torch.finfo(dtype).eps for dtype in {loss.dtype, *seen} if dtype.is_floating_point), default=0.0
+    )
+
+
+def _nodes(loss: Tensor) -> list[Any]:
+    """The nodes of the graph behind ``loss``."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: dict[Any, None] = {}
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
-        waiting.extend(after for after, _ in node.next_functions)
-    return found
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting.extend(after for after, _ in node.next_functions)
+    return list(seen)

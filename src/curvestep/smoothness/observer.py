@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.distributed import any_rank, over_ranks
+from curvestep.distributed import any_rank, local, over_ranks
+from curvestep.smoothness.replay import checked_loss
 from curvestep.smoothness.snapshot import PassState
 from curvestep.vectors import SMALL, global_norm
 
@@ -39,6 +39,12 @@ class ForwardCalls:
         self.size += batch_length([*args, *kwargs.values()])
         if with_inputs:
             self.inputs.append(fingerprint((args, kwargs)))
+
+    @classmethod
+    def sum(cls, parts: Sequence[ForwardCalls]) -> ForwardCalls:
+        """The calls of several passes together."""
+        inputs = [mark for part in parts for mark in part.inputs]
+        return cls(sum(part.calls for part in parts), sum(part.size for part in parts), inputs)
 
 
 class RankGradients:
@@ -89,12 +95,94 @@ class RankGradients:
         return {"noise": math.sqrt(variance), "grad_signal": grad_norm**2 - variance}
 
 
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of training.
+
+    Attributes:
+        loss_fn: Its loss function.
+        weight: Its share in the loss of the step, in any unit.
+        state: Random states and buffers that it started from.
+        loss: The loss that training computed.
+        calls: The calls of the model in it.
+        summed: Whether its gradient went into ``.grad``.
+    """
+
+    loss_fn: Callable[[], Any]
+    weight: float = 1.0
+    state: PassState | None = None
+    loss: Any = None
+    calls: ForwardCalls = field(default_factory=ForwardCalls)
+    summed: bool = False
+
+
+class TrainingLoss:
+    r"""The loss of one training step, as the closure of a replay: the weighted mean of its micro-batches.
+
+    .. math::
+        f(x) = \frac{\sum_i w_i f_i(x)}{\sum_i w_i}
+
+    Each pass starts from the state that training's pass started from, so that random numbers which a data
+    loader drew in between make no difference.
+
+    Args:
+        passes: At least one.
+        parameters: Those that get gradients.
+        backward: What to call instead of ``loss.backward()``. A factor that it multiplies the loss by, such
+            as that of a GradScaler, is divided out of the gradient again.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        parameters: Sequence[Tensor],
+        backward: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self._passes = passes
+        self._parameters = parameters
+        self._backward = backward
+        self._total = sum(part.weight for part in passes)
+
+    def mean(self, losses: Sequence[Any]) -> Tensor:
+        """The weighted mean of one loss a pass."""
+        parts = [torch.as_tensor(loss).detach().double().cpu() for loss in losses]
+        return sum(
+            (part * (p.weight / self._total) for part, p in zip(parts, self._passes, strict=True)),
+            torch.zeros((), dtype=torch.float64),
+        )
+
+    def __call__(self) -> Any:
+        """One micro-batch's loss as it is; of several, each is run backward and the mean returned."""
+        if len(self._passes) == 1 and self._backward is None:
+            return self._passes[0].loss_fn()
+        losses, scales = [], []
+        for part in self._passes:
+            if part.state is not None:
+                part.state.restore()
+            loss = checked_loss(part.loss_fn())
+            losses.append(loss.detach())
+            if loss.requires_grad and torch.is_grad_enabled():
+                loss = loss / (self._total / part.weight)  # as loops write it, to the last bit
+                loss.register_hook(scales.append)
+                (self._backward or Tensor.backward)(loss)
+        if scales and scales[-1] != 1:
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.div_(scales[-1].to(p.grad.device))
+        return self.mean(losses)
+
+
 @dataclass
 class StepRecord:
     """Everything about one training step that is forgotten after it.
 
     Attributes:
         state: Random states and buffers that the first training pass started from.
+        passes: The passes that training recorded.
+        loss: The mean of their losses.
+        row: What is measured at this step; None while nothing is.
+        before: What was measured before the step.
+        steps: The optimizers that stepped.
         oracle_state: Those that the first gradient of the oracle started from.
         trained: Training's calls of the model since the step before.
         replayed: The replays' calls of it in the self-test.
@@ -103,9 +191,15 @@ class StepRecord:
         in_block: Whether the optimizer is stepping: it may call the model as often as it likes.
         in_replay: Whether a replay calls the model.
         spent: Seconds of this step that went into measuring.
+        routine: Whether the measurement costs what later ones will; the first one tests itself too.
     """
 
     state: PassState | None = None
+    passes: list[Pass] = field(default_factory=list)
+    loss: Any = None
+    row: dict[str, Any] | None = None
+    before: Any = None
+    steps: StepObserver | None = None
     oracle_state: PassState | None = None
     trained: ForwardCalls = field(default_factory=ForwardCalls)
     replayed: ForwardCalls = field(default_factory=ForwardCalls)
@@ -114,6 +208,38 @@ class StepRecord:
     in_block: bool = False
     in_replay: bool = False
     spent: float = 0.0
+    routine: bool = True
+
+    def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
+        """The loss of one pass of training, which is recorded.
+
+        A GradScaler may skip a step. The passes recorded for it are dropped when the gradient of a later one
+        is not added to theirs.
+        """
+        from_zero = _is_zero(parameters)
+        others, self.trained = self.trained, part.calls
+        self.passes.append(part)
+        try:
+            loss = part.loss_fn()
+        finally:
+            self.trained = others
+        part.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.register_hook(lambda _: self._sum(from_zero=_is_zero(parameters)))
+        else:  # it ran backward() itself
+            self._sum(from_zero=from_zero)
+        return loss
+
+    def _sum(self, *, from_zero: bool) -> None:
+        self.passes = [part for part in self.passes if not (from_zero and part.summed)]
+        for part in self.passes:
+            part.summed = True
+
+
+def _is_zero(parameters: Sequence[Tensor]) -> bool:
+    """Whether no gradient has been summed yet."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return not any(bool(local(g.to_dense() if g.is_sparse else g).any()) for g in gradients)
 
 
 def fingerprint(value: Any) -> list[tuple[Any, ...]]:
@@ -142,15 +268,18 @@ def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolera
 
 
 def batch_length(batch: Any) -> float:
-    """How many samples a batch has: the length of its first tensor, 1 if it has none."""
+    """How many samples a batch has: the length of the first tensor in it, however deep; 1 if it has none."""
+    first = _first_tensor(batch)
+    return float(first.shape[0]) if first is not None and first.dim() else 1.0
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Tensor):
-        return float(batch.shape[0]) if batch.dim() else 1.0
+        return batch
     parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, Mapping) or (isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))):
-        for part in parts:
-            if isinstance(part, Tensor):
-                return batch_length(part)
-    return 1.0
+    if isinstance(parts, (str, bytes)) or not isinstance(batch, (Mapping, Sequence)):
+        return None
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
 
 
 class ForwardHook:
@@ -189,51 +318,73 @@ def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class StepObserver:
-    """The optimizers that stepped, their learning rate, and the gradient norm they were handed."""
+    """The optimizers that step, their learning rate then, and the gradient that they are handed."""
 
     def __init__(self, parameters: Sequence[Tensor], clock: Callable[[], float]) -> None:
         self._parameters = parameters
         self._clock = clock
         self.seconds = 0.0  # that observing took
-        self._ids = {id(p) for p in parameters}
         self.optimizers: list[Optimizer] = []
-        self.grad_norm: Tensor | None = None
+        self.lr: float | None = None
+        self._grad_norm: Tensor | None = None
+        self._handle = register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Called by torch before every optimizer's step."""
-        if any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+        if trains_any(optimizer, self._parameters):
             started = self._clock()
-            self.optimizers.append(optimizer)
+            self.expect(optimizer)
             if not callable(getattr(optimizer, "clip_stats", None)):  # one with statistics needs no norm
-                self.grad_norm = global_norm(p.grad for p in self._parameters)
+                self._grad_norm = global_norm(p.grad for p in self._parameters) / _grad_scale(optimizer)
             self.seconds += self._clock() - started
 
-    @property
-    def lr(self) -> float | None:
-        """The learning rate; of several, the largest."""
+    def expect(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
         rates = [float(g["lr"]) for o in self.optimizers for g in o.param_groups if "lr" in g]
-        return max(rates, default=None)
+        self.lr = max(rates, default=None)
 
-    def coefficient(self, grad_norm: float) -> float | None:
-        """What clipping multiplied the gradient by: as the optimizer reports it, or the ratio of norms."""
+    def stop(self) -> None:
+        """Observe no longer."""
+        self._handle.remove()
+
+    def coefficient(self, gradients: Sequence[Tensor | None] | None, grad_norm: float) -> float | None:
+        """What clipping multiplied the gradient by, before the optimizer and in it.
+
+        Args:
+            gradients: The gradient before any clipping; None if only its norm is known.
+            grad_norm: Its norm.
+        """
         for optimizer in self.optimizers:
-            stats = getattr(optimizer, "clip_stats", None)
-            if callable(stats):
-                return float(stats()["coefficient"])  # pyright: ignore[reportIndexIssue] (any optimizer's own dict)
-        if self.grad_norm is None or not grad_norm > 0:
+            clip_stats: Any = getattr(optimizer, "clip_stats", None)
+            if callable(clip_stats):
+                stats: Any = clip_stats()
+                own, received = float(stats["coefficient"]), stats.get("grad_norm")
+                if gradients is not None:  # it may train a part of the model
+                    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                    pairs = zip(self._parameters, gradients, strict=True)
+                    grad_norm = global_norm(g for p, g in pairs if id(p) in owned).item()
+                return own if received is None or not grad_norm > 0 else own * float(received) / grad_norm
+        if not self.optimizers or not grad_norm > 0:
             return None
-        return self.grad_norm.item() / grad_norm
+        if self._grad_norm is None:  # the step had begun already: `.grad` is still what it was handed
+            if all(p.grad is None for p in self._parameters):
+                return None
+            self._grad_norm = global_norm(p.grad for p in self._parameters)
+        return self._grad_norm.item() / grad_norm
 
 
-@contextmanager
-def observe_steps(parameters: Sequence[Tensor], *, clock: Callable[[], float]) -> Iterator[StepObserver]:
-    """Observe every optimizer that steps any of ``parameters`` inside the block, timed with ``clock``."""
-    observer = StepObserver(parameters, clock)
-    handle = register_optimizer_step_pre_hook(observer)
-    try:
-        yield observer
-    finally:
-        handle.remove()
+def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether the optimizer has any of the parameters."""
+    ids = {id(p) for p in parameters}
+    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+
+
+def _grad_scale(optimizer: Optimizer) -> float:
+    """What a GradScaler multiplied the gradient by, if the optimizer is to divide by it itself."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 
 def autocast_precision(parameter: Tensor) -> float | None:

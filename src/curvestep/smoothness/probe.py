@@ -1,14 +1,15 @@
 r"""One line in a training loop that measures smoothness along it, and changes nothing.
 
 At a measured step the probe keeps :math:`x_k` and the gradient there, lets the optimizer step to
-:math:`x_{k+1}`, replays the batch at points between the two, and writes one row.
+:math:`x_{k+1}`, replays the batch at points between the two, and writes one row. ``with probe(loss_fn)``
+around the step, ``record`` with ``begin`` and ``end``, and ``record`` with ``watch`` do the same.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_count
+from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import (
     any_rank,
     from_rank_zero,
@@ -32,12 +34,14 @@ from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
 from curvestep.smoothness.observer import (
     ForwardCalls,
+    Pass,
     RankGradients,
     StepObserver,
     StepRecord,
+    TrainingLoss,
     autocast_precision,
     observe_forward,
-    observe_steps,
+    trains_any,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.replay import Replay, trainable_parameters
@@ -59,6 +63,13 @@ class SmoothnessProbe:
             with probe(loss_fn):
                 opt.step()
             opt.zero_grad()
+
+    Where the loop is a framework's, or accumulates, scales or clips before the step, hooks do the same:
+
+    .. code-block:: python
+
+        probe = cs.SmoothnessProbe(model, every=50).watch(opt)
+        loss = probe.record(lambda: F.cross_entropy(model(x), y))    # before each backward pass
 
     Any optimizer, and any clipping inside the block. Parameters, buffers, ``.grad``, optimizer state and
     random states end up as they would without the probe, bit for bit. On the training batch one fraction
@@ -85,11 +96,16 @@ class SmoothnessProbe:
             chosen from measured times, never shorter than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
-            step. Either way the step itself is untouched.
+            step, ``"off"`` warns once and measures nothing more, whatever the failure. The step itself is
+            always untouched.
+        keep: Objects that the loss function changes besides the model, such as metrics or a trainer with
+            counters: replays put their attributes back.
+        backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
+            float16, ``lambda loss: scaler.scale(loss).backward()``.
 
     Attributes:
         trace: The rows measured so far.
-        step: How many blocks have run.
+        step: How many steps have been taken.
     """
 
     def __init__(
@@ -104,13 +120,20 @@ class SmoothnessProbe:
         max_overhead: float | None = None,
         layers: bool | Mapping[str, Iterable[Tensor]] = False,
         on_error: str = "mark",
+        keep: Sequence[object] = (),
+        backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.model = model
         self.parameters = trainable_parameters(model)
         self.fractions = check_fractions(fractions)
         self.estimators = check_estimators(estimators)
         self.oracle = check_oracle(oracle)
-        self.on_error = check_choice("on_error", on_error, ("mark", "raise"))
+        self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
+        self.keep = list(keep)
+        for other in self.keep:
+            if not hasattr(other, "__dict__"):
+                raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
+        self.backward = backward
         self.groups = layer_groups(model, self.parameters, layers)
         gradients = len(self.fractions) + (oracle is not None)
         # Two more gradients for the self-test; and whatever is done for the first time takes longer.
@@ -119,13 +142,15 @@ class SmoothnessProbe:
         self.step = 0
         self._measurements = 0
         self._test = SelfTest()
-        self._resumed = self._closed = False
+        self._resumed = self._closed = self._failed = False
         self._warned: set[str] = set()
+        self._listeners: list[Callable[[dict[str, Any]], Any]] = []
         self._start, self._gradients = Workspace(), Workspace()
         self._record = StepRecord()
         # DDP averages whole gradients; FSDP2 never holds one.
         self._averages = spans_ranks(model) and not any(map(is_sharded, self.parameters))
-        self._handle = observe_forward(model, self._record_forward)
+        self._handles: list[Any] = [observe_forward(model, self._record_forward)]
+        self._watched: Optimizer | None = None
 
     @contextmanager
     def __call__(
@@ -148,40 +173,120 @@ class SmoothnessProbe:
                 ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch. Under DDP the
                 ranks' own gradients give them without it, unless a loss scaler or several passes hide them.
         """
-        if self.step == 0 and not self._closed:
-            self._check_fresh()
-        if self.step != self.schedule.next or self._closed:
-            try:
-                yield
-            finally:
-                self._finish_step()
-            return
-        started = self._now()
-        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
-        if loss is not None and self.oracle is None:
-            row["loss"] = self._mean(torch.as_tensor(loss))
-        routine = self.self_test is not None
+        if self.due:
+            self._record.passes = [Pass(closure, state=self._record.state, loss=loss)]
+        self._begin(batch_size=batch_size, halves=halves)
         try:
-            before: Measurement | None = self._attempt(row, lambda: self._measure_before(closure, row))
-            if halves is not None:  # before the step: after it the batch's halves are no longer independent
-                row.update(self._attempt(row, partial(self._noise, halves)) or {})
-            self._record.spent += self._now() - started
-            self._record.in_block = True
-            with observe_steps(self.parameters, clock=self._now) as steps:
-                yield
-            self._record.in_block = False
-            resumed = self._now()
-            self._record.spent += steps.seconds
-            if before is not None:
-                self._attempt(row, partial(self._measure_after, closure, before, steps, row))
+            yield
+        except BaseException:
+            self._finish_step()
+            raise
+        self.end()
+
+    def record(
+        self, loss_fn: Callable[[], Any], weight: float = 1.0, *, batch_size: int | None = None
+    ) -> Any:
+        r"""``loss_fn()``, remembered for the step that comes; call it before each backward pass.
+
+        .. code-block:: python
+
+            for x, y in micro_batches:
+                loss = probe.record(lambda: F.cross_entropy(model(x), y))
+                (loss / len(micro_batches)).backward()
+
+        At a step that is not due this is ``loss_fn()`` and nothing else.
+
+        Args:
+            loss_fn: Computes the loss of this batch, and again in replays: bind the batch's own variables.
+                One that runs ``backward()`` itself will do, and is replayed whole.
+            weight: Share of this micro-batch in the loss of the step, in any unit: of losses averaged over
+                tokens, their number. The loss measured is :math:`\sum w_i f_i / \sum w_i`.
+            batch_size: Samples in it, for the row. Default: the length of the model's first input.
+        """
+        if not self.due:
+            return loss_fn()
+        check_positive("weight", weight)
+        if self._record.row is not None:  # the step that had begun raised
+            self._forget_step()
+        started = self._now()
+        part = Pass(loss_fn, weight, PassState(self.model, self.keep))
+        if self._record.state is None:
+            self._record.state = part.state
+        spent = self._now() - started
+        loss = self._record.run(part, self.parameters)
+        if batch_size is not None:
+            part.calls.size = batch_size
+            part.calls.calls = max(part.calls.calls, 1)
+        self._record.spent += spent
+        return loss
+
+    def begin(self, optimizer: Optimizer | None = None, *, clipped: bool = False) -> None:
+        """Measure before the optimizer's step, if this step is due. Its batches were given to :meth:`record`.
+
+        Args:
+            optimizer: The one that steps, where its ``step`` has begun already, as in a framework's callback.
+            clipped: Whether the gradient may have been clipped or scaled since the backward pass. It is then
+                computed again: one more pass over the batch.
+        """
+        self._begin(optimizer, clipped=clipped)
+
+    def end(self) -> None:
+        """Measure after the optimizer's step, write the row, and count the step."""
+        record, row = self._record, self._record.row
+        if row is None:
+            self._finish_step()
+            return
+        try:
+            resumed, record.in_block = self._now(), False
+            assert record.steps is not None
+            record.steps.stop()
+            record.spent += record.steps.seconds
+            if record.before is not None:
+                self._attempt(row, partial(self._measure_after, record.before, record.steps, row))
             if row.get("noise") is not None and row["batch_size"] is not None:
                 row["grad_variance"] = row["batch_size"] * row["noise"] ** 2
             self._write(row)
-            self._record.spent += self._now() - resumed
+            record.spent += self._now() - resumed
             self._measurements += 1
         finally:
-            before = None
-            self._finish_step(routine=routine)
+            record.before = None
+            self._finish_step()
+
+    def watch(self, optimizer: Optimizer) -> SmoothnessProbe:
+        """Measure around every step of ``optimizer`` that is due, by hooks on it; returns the probe.
+
+        The gradient may be clipped or scaled before the step: at a due step it is computed again, which costs
+        one more pass. A step that a GradScaler skips is no step.
+        """
+        optimizer = unwrapped(optimizer)
+        if not trains_any(optimizer, self.parameters):
+            raise ValueError(
+                "`optimizer` has none of the model's trainable parameters: nothing would be measured."
+            )
+        if self._watched is not None:
+            raise ValueError(
+                "This probe watches an optimizer already. Make a probe for each, with the module that it "
+                "trains, or call `probe.begin()` and `probe.end()` around the steps of all."
+            )
+        self._watched = optimizer
+        self._handles += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self.end()),
+        ]
+        return self
+
+    def listen(self, listener: Callable[[dict[str, Any]], Any]) -> SmoothnessProbe:
+        """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
+
+        A listener that raises is reported once; training goes on.
+        """
+        self._listeners.append(listener)
+        return self
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that comes is measured."""
+        return self.step == self.schedule.next and not self._closed
 
     @property
     def self_test(self) -> float | None:
@@ -194,15 +299,16 @@ class SmoothnessProbe:
         Only needed where the loss draws random numbers before it calls the model, or does not call it as a
         whole: then call this just before the loss is computed.
         """
-        if self.step == self.schedule.next:
+        if self.due:
             started = self._now()
-            self._record.state, self._record.trained = PassState(self.model), ForwardCalls()
+            self._record.state, self._record.trained = PassState(self.model, self.keep), ForwardCalls()
             self._record.spent += self._now() - started
 
     def close(self) -> None:
-        """Stop observing the model and close the trace's file; later blocks measure nothing."""
+        """Stop observing model and optimizer and close the trace's file; later steps are not measured."""
         self._closed = True
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self.trace.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,6 +322,50 @@ class SmoothnessProbe:
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
         self._forget_step()
+
+    def _begin(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        clipped: bool = False,
+        batch_size: int | None = None,
+        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+    ) -> None:
+        if self.step == 0 and not self._closed:
+            self._check_fresh()
+        if not self.due:
+            return
+        record, started = self._record, self._now()
+        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
+        record.routine = self.self_test is not None
+        try:
+            before = self._attempt(row, lambda: self._measure_before(row, clipped=clipped))
+            if halves is not None:  # before the step: after it the batch's halves are no longer independent
+                row.update(self._attempt(row, partial(self._noise, halves)) or {})
+        except BaseException:
+            self._finish_step()
+            raise
+        record.before = None if any_rank(before is None, self.model) else before
+        record.row, record.in_block = row, True
+        record.steps = StepObserver(self.parameters, self._now)
+        if optimizer is not None:
+            record.steps.expect(unwrapped(optimizer))
+        record.spent += self._now() - started
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not self.due or not callable(closure):
+            self._begin(optimizer, clipped=True)
+            return None
+
+        def first_closure() -> Any:
+            loss = closure()
+            if self._record.row is None:
+                self._begin(optimizer, clipped=True)
+            return loss
+
+        return (args[0],), {**kwargs, "closure": first_closure}
 
     def _check_fresh(self) -> None:
         """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
@@ -238,25 +388,43 @@ class SmoothnessProbe:
                 "and give it this one's `state_dict()` to continue the trace."
             )
 
-    def _measure_before(self, closure: Callable[[], Any], row: dict[str, Any]) -> Measurement:
+    def _measure_before(self, row: dict[str, Any], *, clipped: bool) -> Measurement:
         self._check_parameters()
+        record = self._record
+        if not record.passes:
+            raise ValueError(
+                "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
+                "each backward pass."
+            )
+        record.state = record.passes[0].state
+        if record.passes[0].calls.calls:
+            record.trained = ForwardCalls.sum([part.calls for part in record.passes])
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
         if all(g is None for g in gradients):
             raise ValueError(
                 "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
                 "`zero_grad()` after it."
             )
-        raw_norm = global_norm(gradients).item()
-        if self._record.ranks is not None:
-            self._record.ranks.remove()
-            row.update(self._record.ranks.noise(raw_norm, self.model))
+        loss = TrainingLoss(record.passes, self.parameters, self.backward)
+        record.loss = loss
+        if self.oracle is None and all(part.loss is not None for part in record.passes):
+            row["loss"] = self._mean(loss.mean([part.loss for part in record.passes]))
         own = self.oracle is None  # else training's passes do not matter
-        if self.self_test is None or (own and any_rank(self._test.is_due(self._record), self.model)):
-            with self._replaying(self.oracle or closure) as replay:
-                self._test.run(replay, gradients if own else None, self._record)
+        if clipped:
+            with self._replaying(loss) as replay:
+                gradients = list(self._test.run(replay, gradients, record, clipped=True))
+        raw_norm = global_norm(gradients).item()
+        if record.ranks is not None:
+            record.ranks.remove()
+            row.update(record.ranks.noise(raw_norm, self.model))
+        if self.self_test is None or (
+            own and not clipped and any_rank(self._test.is_due(record), self.model)
+        ):
+            with self._replaying(self.oracle or loss) as replay:
+                self._test.run(replay, gradients if own else None, record)
         row["self_test"] = self.self_test
         if self.oracle is None:
-            held = self._gradients.copies(gradients)
+            held = gradients if clipped else self._gradients.copies(gradients)
         else:
             with self._replaying(self.oracle) as replay:
                 first = replay.gradient()
@@ -270,29 +438,26 @@ class SmoothnessProbe:
             groups=self.groups,
         )
 
-    def _measure_after(
-        self,
-        closure: Callable[[], Any],
-        before: Measurement,
-        steps: StepObserver,
-        row: dict[str, Any],
-    ) -> None:
+    def _measure_after(self, before: Measurement, steps: StepObserver, row: dict[str, Any]) -> None:
         if row["batch_size"] is None and self._record.trained.calls:
             row["batch_size"] = round(over_ranks(self._record.trained.size, self.model, mean=False))
         row.update(before.norms(self.parameters))
-        row["eps"] = precision(self.parameters) if self._record.eps is None else self._record.eps
-        row["lr"], row["coefficient"] = steps.lr, steps.coefficient(before.raw_norm)
+        eps = row["eps"] = max(precision(self.parameters), self._record.eps or 0.0, self._test.eps)
+        row["lr"] = steps.lr
+        row["coefficient"] = steps.coefficient(
+            before.gradients if self.oracle is None else None, before.raw_norm
+        )
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
             return
         if row["step_norm"] == 0:
             row["status"] = ZERO_STEP
             return
-        with self._replaying(self.oracle or closure) as replay:
+        with self._replaying(self.oracle or self._record.loss) as replay:
             if self._takes("local_smoothness"):
-                row.update(before.local(replay, row, eps=self._record.eps))
+                row.update(before.local(replay, row, eps=eps))
             if self._takes("spectral_smoothness"):
-                row.update(before.spectral(replay, row, eps=self._record.eps))
+                row.update(before.spectral(replay, row, eps=eps))
             if self._takes("smoothness"):
                 row.update(before.segment(replay, self.fractions, row))
             elif any(map(self._takes, ESTIMATORS)):
@@ -322,22 +487,25 @@ class SmoothnessProbe:
         # The oracle's batches are its own: both of its gradients start from the state of now.
         state = None if closure is self.oracle else self._record.state
         if closure is self.oracle and self._record.oracle_state is None:
-            self._record.oracle_state = PassState(self.model)
+            self._record.oracle_state = PassState(self.model, self.keep)
         try:
-            with Replay(self.model, closure, state=state or self._record.oracle_state) as replay:
+            state = state or self._record.oracle_state
+            with Replay(self.model, closure, state=state, keep=self.keep) as replay:
                 yield replay
         finally:
             self._record.in_replay = False
 
     def _record_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.step != self.schedule.next or self._record.in_block or not torch.is_grad_enabled():
+        if not self.due or self._record.in_block or not torch.is_grad_enabled():
             return
         if self._record.in_replay:
             self._record.replayed.record(args, kwargs, with_inputs=self.self_test is None)
             return
+        if Replay.num_running:  # somebody else's
+            return
         started = self.schedule.clock()
         if self._record.state is None:
-            self._record.state = PassState(self.model)
+            self._record.state = PassState(self.model, self.keep)
         if self._record.ranks is None and self.oracle is None and self._averages:
             self._record.ranks = RankGradients(self.parameters)
         self._record.eps = autocast_precision(self.parameters[0])
@@ -348,11 +516,18 @@ class SmoothnessProbe:
         """``measure()``, its failure noted in the row."""
         try:
             return measure()
-        except NonDeterministicError:
-            raise  # no measurement would mean anything: better now than after the run
         except Exception as error:
+            if isinstance(error, NonDeterministicError) and self.on_error != "off":
+                raise  # no measurement would mean anything: better now than after the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             row["status"] = f"{FAILED}{reason}"
+            if self.on_error == "off":
+                self._failed = True
+                self._warn_once(
+                    "measure",
+                    f"A smoothness measurement failed at step {self.step}: {reason} No more are taken.",
+                )
+                return None
             if self.on_error == "raise":
                 self._write(row)
                 raise
@@ -366,25 +541,36 @@ class SmoothnessProbe:
             if self.on_error == "raise":
                 raise
             self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
+        for listener in self._listeners if is_writer(self.model) else ():
+            try:
+                listener(dict(row))
+            except Exception as error:
+                self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
 
-    def _finish_step(self, *, routine: bool = True) -> None:
-        self.schedule.finished(self.step, spent=self._record.spent, routine=routine)
+    def _finish_step(self) -> None:
+        record = self._record
+        if record.row is not None and self.on_error == "off" and any_rank(self._failed, self.model):
+            self.close()
+        if self.step == self.schedule.next:
+            self._forget_step()
+        self.schedule.finished(self.step, spent=record.spent, routine=record.routine)
         if self.schedule.needs_plan(self.step):
             self.schedule.plan(self.step)
             if self.schedule.max_overhead is not None:
                 assert self.schedule.next is not None
                 self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
-        self._forget_step()
 
     def _forget_step(self) -> None:
         if self._record.ranks is not None:
             self._record.ranks.remove()
+        if self._record.steps is not None:
+            self._record.steps.stop()
         self._record = StepRecord()
 
     def _takes(self, name: str) -> bool:
@@ -412,3 +598,14 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that steps, inside the wrappers of frameworks."""
+    while not isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
+        optimizer, "optimizer"
+    ):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"`optimizer` must be a torch optimizer, got {type(optimizer).__name__}.")
+    return optimizer

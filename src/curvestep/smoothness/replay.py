@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,10 @@ class Replay:
             closure may also call ``backward()`` itself, once for each of several micro-batches; the loss that
             it returns, a number or a tensor, is then only read.
         state: What the training pass saw, taken just before it. Default: the state at the start of the block.
+        keep: Other objects whose attributes are put back, such as a metric that the closure adds to.
+
+    Attributes:
+        num_running: How many replays of this process are computing a loss right now.
 
     Example:
         >>> w = nn.Linear(1, 1, bias=False)
@@ -107,15 +111,23 @@ class Replay:
         (18.0, 12.0, 14.0, 3.0)
     """
 
+    num_running: ClassVar[int] = 0
+
     def __init__(
-        self, model: nn.Module, closure: Callable[[], Any], *, state: PassState | None = None
+        self,
+        model: nn.Module,
+        closure: Callable[[], Any],
+        *,
+        state: PassState | None = None,
+        keep: Sequence[object] = (),
     ) -> None:
         if not callable(closure):
-            raise TypeError(f"`closure` must be a function that returns the loss, got {_kind(closure)}.")
+            raise TypeError(f"`closure` must be a function that returns the loss, got {closure!r}.")
         self.model = model
         self.closure = closure
         self.parameters = trainable_parameters(model)
         self._start = state
+        self._keep = keep
         self._home: list[Tensor] | None = None
         self._aliased = gradients_live_in_buckets(model)
         self._runs_backward = False  # the closure itself, by what it did last
@@ -123,7 +135,7 @@ class Replay:
         self._one_by_one = not communicates(model)
 
     def __enter__(self) -> Replay:
-        self._end = PassState(self.model)
+        self._end = PassState(self.model, self._keep)
         self._saved = [p.grad for p in self.parameters]
         # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
         values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
@@ -293,10 +305,12 @@ class Replay:
         """
         if spans_ranks(self.model):
             raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
+        if self._runs_backward:
+            raise RuntimeError("The closure runs backward() itself. Use central differences.")
         if origin is not None:
             self.move([None] * len(origin), 0.0, origin=origin)
         self._prepare()
-        loss = self._checked(self.closure())
+        loss = self._run()
         gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
         pairs = zip(gradients, direction, strict=True)
         slopes = [(g * d).sum() for g, d in pairs if g is not None and d is not None and g.requires_grad]
@@ -346,7 +360,7 @@ class Replay:
         loss = failure = None
         try:
             with torch.set_grad_enabled(differentiable):
-                loss = self._checked(self.closure())
+                loss = self._run()
         except Exception as error:
             failure = error
         # A rank that failed must not leave the others waiting in backward(). (One that fails before a
@@ -363,20 +377,12 @@ class Replay:
                 "Compute the loss with the model itself, outside `torch.no_grad()`."
             )
 
-    def _checked(self, loss: Any) -> Tensor:
-        if isinstance(loss, Real):
-            return torch.tensor(float(loss))
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"`closure` must return the loss as a scalar tensor, got {_kind(loss)}. "
-                "Return the loss alone: no outputs beside it."
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"`closure` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
-                "Reduce it with `.mean()`."
-            )
-        return loss
+    def _run(self) -> Tensor:
+        Replay.num_running += 1
+        try:
+            return checked_loss(self.closure())
+        finally:
+            Replay.num_running -= 1
 
     def _drop_gradients(self) -> None:
         for p in self.parameters:
@@ -407,10 +413,24 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
+def checked_loss(loss: Any) -> Tensor:
+    """The loss that a closure returned, if it is a scalar."""
+    if isinstance(loss, Real):
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor):
+        kind = "None" if loss is None else f"an object of type {type(loss).__name__}"
+        raise TypeError(
+            f"`closure` must return the loss as a scalar tensor, got {kind}. "
+            "Return the loss alone: no outputs beside it."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"`closure` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
+            "Reduce it with `.mean()`."
+        )
+    return loss
+
+
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views of a tensor, small enough that a copy of one needs no memory to speak of."""
     return tensor.view(-1).split(PIECE) if tensor.is_contiguous() else (tensor,)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"

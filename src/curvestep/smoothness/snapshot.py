@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,17 @@ class PassState:
     A module's own attributes come back too: a counter, a recurrent state carried as ``self.hidden = new``, a
     list or dict that the pass adds to, a plain tensor that it changes in place. What is inside such a list,
     inside other objects, or in a plain tensor of more than a quarter of a million numbers is not copied.
+
+    Args:
+        model: The module that the pass calls.
+        keep: Other objects that the pass changes, such as a metric or a trainer with counters. Their
+            attributes come back, with the contents of lists, dicts and sets however deep.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, keep: Sequence[object] = ()) -> None:
         self.random = RandomState.capture()
         modules = list(model.modules())
+        modules += [m for other in keep if isinstance(other, nn.Module) for m in other.modules()]
         self._modes = [(module, module.training) for module in modules]
         self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
         tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
@@ -67,6 +73,10 @@ class PassState:
         values = [value for _, own in self._attributes for value in own.values()]
         self._tensors = [(t, t._version, t.detach().clone()) for t in values if _may_change_in_place(t)]
         self._contents = [(c, copy.copy(c)) for c in values if type(c) in _CONTAINERS]
+        self._kept = [(vars(other), dict(vars(other))) for other in keep if not isinstance(other, nn.Module)]
+        values = [value for _, own in self._kept for value in _inside(list(own.values()))]
+        self._tensors += [(t, t._version, t.detach().clone()) for t in values if _may_change_in_place(t)]
+        self._contents += [(c, copy.copy(c)) for c in values if isinstance(c, _CONTAINERS)]
 
     def modes_changed(self) -> bool:
         """Whether a module is not in the training mode that it was in then."""
@@ -86,6 +96,9 @@ class PassState:
             for name in _state_of(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
+        for now, then in self._kept:
+            now.clear()
+            now.update(then)
         with torch.no_grad():
             for tensor, version, value in self._tensors:
                 if tensor._version != version:  # else leave it alone: a graph may need it as it is
@@ -106,6 +119,17 @@ def detach_state(state: Any) -> Any:
         parts = [detach_state(part) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
     return state
+
+
+def _inside(value: Any, seen: set[int] | None = None) -> list[Any]:
+    """Everything in nested lists, tuples, dicts and sets, and these themselves, each once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    parts = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, (*_CONTAINERS, tuple))
+    return [value, *(found for part in parts for found in _inside(part, seen))] if nested else [value]
 
 
 def _is_wrapper(module: nn.Module) -> bool:

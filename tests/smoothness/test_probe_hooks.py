@@ -1,0 +1,410 @@
+"""`record`, `begin`, `end` and `watch`: the same measurement in other people's loops, and the same bits."""
+
+import math
+import random
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import curvestep as cs
+from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.probe import SmoothnessProbe
+from tests.processes import run_on_processes
+from tests.smoothness.loops import assert_same_run, tensors_of
+
+SGD, ADAMW, CLIPPED = "SGD", "AdamW", "ClippedSGD"
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.3), nn.Tanh(), nn.Linear(10, 3))
+
+
+def make_optimizer(kind, model):
+    if kind == SGD:
+        return torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
+    if kind == ADAMW:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return cs.ClippedSGD(model.parameters(), lr=0.4, max_norm=0.3)
+
+
+def loop(
+    shape=None, *, kind=SGD, accumulate=1, clip=None, dtype=None, scale=None, wrap=None, steps=7, **options
+):
+    """Train, with a probe in this ``shape``: losses, tensors and random states at the end, and the probe."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    model = net() if dtype is None else net().float()
+    model = model if wrap is None else wrap(model)
+    number = next(model.parameters()).dtype
+    optimizer = make_optimizer(kind, model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    if scaler is not None:
+        options["backward"] = lambda loss: scaler.scale(loss).backward()
+    probe = None if shape is None else SmoothnessProbe(model, every=2, on_error="raise", **options)
+    if shape == "watch":
+        probe.watch(optimizer)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            random.random(), np.random.rand()  # a loader that draws between micro-batches
+            x, y = torch.randn(8, 6, dtype=number), torch.randint(3, (8,))
+
+            def loss_fn(x=x, y=y):
+                with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                    return F.cross_entropy(model(x), y)
+
+            loss = loss_fn() if probe is None else probe.record(loss_fn)
+            losses.append(loss.item())
+            loss = loss / accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None and (clip is not None or shape == "begin"):
+            scaler.unscale_(optimizer)
+        if shape == "begin":
+            probe.begin()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if shape == "begin":
+            probe.end()
+        schedule.step()
+    state = [*model.state_dict().values(), *tensors_of(optimizer.state_dict()["state"])]
+    rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    return losses, [t.detach().clone() for t in state], rng, probe
+
+
+CASES = {
+    "plain": {},
+    "accumulation": {"accumulate": 3},
+    "AdamW": {"kind": ADAMW},
+    "ClippedSGD": {"kind": CLIPPED},
+    "clipped before the step": {"clip": 0.2},
+    "clipped twice, accumulated": {"kind": CLIPPED, "clip": 0.2, "accumulate": 2},
+    "bfloat16": {"dtype": torch.bfloat16, "kind": ADAMW, "clip": 0.2},
+    "float16, scaled": {"dtype": torch.float16, "scale": 1024.0, "accumulate": 2},
+    "float16, scaled, clipped": {"dtype": torch.float16, "scale": 1024.0, "clip": 0.2, "kind": ADAMW},
+    "float16, scaled inside the step": {"dtype": torch.float16, "scale": 1024.0, "kind": CLIPPED},
+}
+
+
+@pytest.mark.parametrize("shape", ["watch", "begin"])
+@pytest.mark.parametrize("case", CASES)
+def test_probed_and_unprobed_runs_are_bit_identical(case, shape):
+    plain, probed = loop(**CASES[case]), loop(shape, **CASES[case])
+    assert_same_run(plain, probed)
+    trace = probed[3].trace
+    assert trace.column("step").tolist() == [0, 2, 4, 6]
+    assert trace.ok.all(), list(trace.column("status"))
+
+
+@pytest.mark.parametrize("shape", ["watch", "begin"])
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].get("kind") != ADAMW])
+def test_rows_hold_lr_coefficient_batch_size_and_precision(case, shape):
+    options = CASES[case]
+    trace = loop(shape, **options)[3].trace
+    for row in trace:
+        assert row["lr"] == pytest.approx(0.4 * 0.9 ** row["step"])
+        assert row["batch_size"] == 8 * options.get("accumulate", 1)
+        eps = torch.finfo(options.get("dtype") or torch.float64).eps
+        assert row["eps"] == eps
+        bound = min(options.get("clip", math.inf), 0.3 if options.get("kind") == CLIPPED else math.inf)
+        expected = min(1.0, bound / row["grad_norm"])
+        assert row["coefficient"] == pytest.approx(expected, rel=1e-4 if eps < 1e-10 else 0.02)
+    if options.get("kind") == CLIPPED:  # no momentum: the step itself says it
+        step = trace.column("lr") * trace.column("coefficient") * trace.column("grad_norm")
+        np.testing.assert_allclose(step, trace.column("step_norm"), rtol=1e-6 if eps < 1e-10 else 0.02)
+
+
+def test_three_shapes_measure_the_same():
+    rows = {shape: loop(shape)[3].trace for shape in ("watch", "begin")}
+    for name in (
+        "loss",
+        "loss_after",
+        "grad_norm",
+        "step_norm",
+        "smoothness",
+        "kappa",
+        "curvature",
+        "cosine",
+    ):
+        np.testing.assert_allclose(
+            rows["watch"].column(name), rows["begin"].column(name), rtol=1e-12, err_msg=name
+        )
+    torch.manual_seed(0)
+    model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
+    state = [p.detach().clone() for p in model.parameters()]
+
+    def measured(shape):
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), state, strict=True):
+                p.copy_(value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        probe = SmoothnessProbe(model, every=1)
+        parts = [slice(0, 4), slice(4, 8)] if shape == "accumulated" else [slice(0, 8)]
+        if shape == "accumulated":
+            probe.watch(optimizer)
+        optimizer.zero_grad()
+        for part in parts:
+
+            def loss_fn(part=part):
+                return F.cross_entropy(model(x[part]), y[part])
+
+            loss = loss_fn() if shape == "block" else probe.record(loss_fn)
+            (loss / len(parts)).backward()
+        if shape == "block":
+            with probe(loss_fn, loss=loss):
+                optimizer.step()
+        else:
+            optimizer.step()
+        return probe.trace[0]
+
+    one, several = measured("block"), measured("accumulated")
+    for name in ("loss", "loss_after", "grad_norm", "smoothness", "kappa", "batch_size", "coefficient"):
+        assert one[name] == pytest.approx(several[name], rel=1e-9), name
+
+
+def test_weights_are_the_shares_of_micro_batches():
+    model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    probe = SmoothnessProbe(model, every=1, on_error="raise")
+    for part in (slice(0, 2), slice(2, 8)):
+        count = part.stop - part.start
+        loss = probe.record(lambda part=part: F.cross_entropy(model(x[part]), y[part]), weight=count)
+        (loss * count / 8).backward()
+    whole = F.cross_entropy(model(x), y)
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+    probe.begin(optimizer)
+    optimizer.step()
+    probe.end()
+    row = probe.trace[0]
+    assert row["loss"] == pytest.approx(whole.item())
+    assert row["grad_norm"] == pytest.approx(cs.vectors.global_norm(expected).item())
+    assert row["self_test"] < 1e-12
+    with pytest.raises(ValueError, match="`weight` must be positive"):
+        probe.record(lambda: whole, weight=0.0)
+
+
+@pytest.mark.parametrize("order", ["zero_grad last", "zero_grad between forward and backward"])
+def test_steps_that_a_scaler_skips_are_no_steps(order):
+    model = net().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+    for step in range(6):
+        x, y = torch.randn(8, 6, dtype=torch.float32), torch.randint(3, (8,))
+        factor = math.inf if step in (0, 1, 3) else 1.0
+        loss = probe.record(lambda x=x, y=y, factor=factor: factor * F.cross_entropy(model(x), y))
+        if order != "zero_grad last":
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if order == "zero_grad last":
+            optimizer.zero_grad()
+    assert probe.trace.column("step").tolist() == [0, 1, 2]
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
+
+
+def test_gradient_clipped_by_value_is_allowed_and_a_foreign_one_is_not():
+    model, x, y = net(), torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    probe.record(lambda: F.cross_entropy(model(x), y)).backward()
+    largest = max(p.grad.abs().max() for p in model.parameters())
+    nn.utils.clip_grad_value_(model.parameters(), largest.item() / 2)
+    optimizer.step()
+    assert probe.trace.ok.all()
+    assert probe.trace[0]["coefficient"] < 1
+    optimizer.zero_grad()
+    loss = probe.record(lambda: F.cross_entropy(model(x), y))
+    (loss + sum(p.square().sum() for p in model.parameters())).backward()  # a penalty that was not recorded
+    with pytest.warns(UserWarning, match="every loss that is run backward, all of it"):
+        optimizer.step()
+    assert not probe.trace.ok[1]
+
+
+def test_step_with_a_closure_is_measured_after_it():
+    model, x, y = net(), torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = probe.record(lambda: F.cross_entropy(model(x), y))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(closure).item() > 0
+    assert probe.trace.ok.all()
+    assert probe.trace.column("lr").tolist() == [0.1] * 3
+    assert probe.trace.column("coefficient").tolist() == pytest.approx([1.0] * 3)
+
+
+class Metric:
+    """What a training loop counts in an object of its own."""
+
+    def __init__(self):
+        self.calls, self.history, self.nested = 0, [], {"train": {"tokens": [0]}}
+
+    def update(self, value):
+        self.calls += 1
+        self.history.append(value)
+        self.nested["train"]["tokens"].append(len(self.history))
+        self.nested["train"][f"at {self.calls}"] = value
+        self.last = value
+
+
+def test_replays_put_back_the_objects_to_keep():
+    def count(keep, probed=True):
+        torch.manual_seed(0)
+        model, metric = net(), Metric()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        probe = SmoothnessProbe(model, every=1, keep=[metric] if keep else []).watch(optimizer)
+        for _ in range(3):
+            x, y = torch.randn(8, 6), torch.randint(3, (8,))
+
+            def loss_fn(x=x, y=y):
+                loss = F.cross_entropy(model(x), y)
+                metric.update(loss.item())
+                return loss
+
+            optimizer.zero_grad()
+            (probe.record(loss_fn) if probed else loss_fn()).backward()
+            if probed:
+                optimizer.step()
+            else:
+                probe.close()
+                optimizer.step()
+        return vars(metric)
+
+    assert count(keep=True) == count(keep=False, probed=False)
+    assert count(keep=False)["calls"] > 3
+    with pytest.raises(TypeError, match="`keep` must hold objects with attributes"):
+        SmoothnessProbe(net(), keep=[3])
+
+
+def test_failing_probe_in_the_mode_off_warns_once_and_ends_nothing():
+    model, x = net(), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, on_error="off").watch(optimizer)
+
+    def loss_fn():  # another batch in every replay
+        return model(x + torch.randn(8, 6, generator=generator)).square().mean()
+
+    generator = torch.Generator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            probe.record(loss_fn).backward()
+            optimizer.step()
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == 1
+    assert "No more are taken" in messages[0]
+    assert "the model's input changes from call to call" in messages[0]
+    assert not probe.due
+    assert not optimizer._optimizer_step_pre_hooks
+    assert probe.trace[0]["status"].startswith("failed")
+    strict = SmoothnessProbe(model, every=1).watch(optimizer)
+    optimizer.zero_grad()
+    strict.record(loss_fn).backward()
+    with pytest.raises(NonDeterministicError):
+        optimizer.step()
+
+
+def test_listeners_get_every_row_and_may_fail():
+    model, x = net(), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = []
+
+    def broken(row):
+        raise ConnectionError("no server")
+
+    probe = SmoothnessProbe(model, every=2).watch(optimizer).listen(rows.append).listen(broken)
+
+    def steps():
+        for _ in range(5):
+            optimizer.zero_grad()
+            probe.record(lambda: model(x).square().mean()).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="A listener of the probe failed at step 0.*no server") as caught:
+        steps()
+    assert len(caught) == 1
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert [row["smoothness"] for row in rows] == probe.trace.column("smoothness").tolist()
+
+
+def test_only_due_steps_are_recorded_and_a_missing_record_is_named():
+    model, x = net(), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=3).watch(optimizer)
+    due = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        due.append(probe.due)
+        (probe.record(lambda: model(x).square().mean()) if probe.step < 3 else model(x).mean()).backward()
+        if probe.step == 3:
+            with pytest.warns(UserWarning, match="no loss was recorded for this step"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert due == [True, False, False, True]
+    assert probe.trace.ok.tolist() == [True, False]
+
+
+def test_what_cannot_be_watched_is_refused():
+    model = net()
+    probe = SmoothnessProbe(model)
+    with pytest.raises(ValueError, match="none of the model's trainable parameters"):
+        probe.watch(torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="must be a torch optimizer, got SimpleNamespace"):
+        probe.watch(types.SimpleNamespace())
+    wrapper = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert probe.watch(wrapper) is probe
+    with pytest.raises(ValueError, match="watches an optimizer already"):
+        probe.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
+def test_compiled_model_is_watched_bit_for_bit():
+    options = {"wrap": lambda m: torch.compile(m, backend="aot_eager"), "clip": 0.2, "accumulate": 2}
+    plain, probed = loop(**options), loop("watch", **options)
+    assert_same_run(plain, probed)
+    assert probed[3].trace.ok.all()
+
+
+def on_ranks(rank):
+    def results(shape, accumulate):
+        *run, probe = loop(
+            shape, wrap=lambda m: DistributedDataParallel(m.eval()), clip=0.2, accumulate=accumulate
+        )
+        return run, None if probe is None else [dict(row) for row in probe.trace]
+
+    return {n: [results(shape, n) for shape in (None, "watch", "begin")] for n in (1, 2)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_are_watched_bit_for_bit():
+    for ranks in run_on_processes(on_ranks):
+        for accumulate, ((plain, _), *probed) in ranks.items():
+            for run, rows in probed:
+                assert_same_run(plain, run)
+                assert [row["status"] for row in rows] == ["ok"] * 4
+                assert [row["batch_size"] for row in rows] == [16 * accumulate] * 4
+                for row in rows:
+                    assert row["coefficient"] == pytest.approx(min(1.0, 0.2 / row["grad_norm"]), rel=1e-4)
