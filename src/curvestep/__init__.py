@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.calibration.search import calibrate as calibrate
     from curvestep.fit.fit import fit_smoothness as fit_smoothness
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
+    from curvestep.optim.clip import clip as clip
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
     from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
     from curvestep.optim.scaled import ScaledSGD as ScaledSGD
@@ -35,6 +36,7 @@ _PUBLIC = {
     "": ("steps", "theory"),
     "optim.clipped": ("ClippedSGD",),
     "optim.adamw": ("ClippedAdamW",),
+    "optim.clip": ("clip",),
     "optim.normalized": ("NormalizedSGD",),
     "optim.scaled": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),

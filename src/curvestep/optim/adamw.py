@@ -66,6 +66,7 @@ class ClippedAdamW(ScaledOptimizer):
             clipped gradients are a copy while the step lasts, because torch's kernel would scale ``.grad``
             itself; with ``"skip"`` the paths other than the default and ``fused`` also copy parameters and
             state.
+        skip_above: As for :class:`ClippedSGD`.
         maximize: Ascend instead of descend.
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.

@@ -44,6 +44,9 @@ class ClippedSGD(ScaledSGD):
             accelerator ``"raise"`` has to wait for the norm in every step; the others never wait, unless some
             of the parameters are on CPU. With ``"skip"``, paths other than the default and ``fused`` keep a
             copy of the parameters during a step there.
+        skip_above: Leave out a step whose gradient norm, over all parameters, is larger than this: a number,
+            or a multiple of the running median such as ``"10x"``. Counted as ``skipped``. The median is that
+            of the last 100 norms, and takes at least ten; an infinite norm is above every bound.
         maximize: Ascend instead of descend.
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.

@@ -35,6 +35,7 @@ class NormalizedSGD(ScaledSGD):
         clip: Normalize the ``"gradient"`` and average, or average and normalize the ``"momentum"``.
         norm_scope: As for :class:`ClippedSGD`.
         nonfinite: As for :class:`ClippedSGD`.
+        skip_above: As for :class:`ClippedSGD`.
         maximize: Ascend instead of descend.
         foreach: As for :class:`ClippedSGD`.
         fused: As for :class:`ClippedSGD`.

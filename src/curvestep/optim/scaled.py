@@ -16,16 +16,24 @@ from curvestep._checks import check_choice
 from curvestep._kernel import View
 from curvestep.distributed import as_sharded
 from curvestep.optim._update import Bundle, Rule, SGDRule, average_, collect, fused_sgd, sort, update
+from curvestep.optim.counters import (
+    COUNTERS,
+    ClipStats,
+    check_skip_above,
+    clip_stats_of,
+    count_step,
+    is_above,
+    joint_norm,
+    new_counters,
+    read_counters,
+)
 from curvestep.vectors import cpu_norm, global_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Steps that `recent_clipped_fraction` looks back on.
-RECENT_STEPS = 100
-_COUNTERS = "clip_stats"
 # Settings that hold for the whole optimizer: a group cannot have its own.
-_SHARED = ("clip", "norm_scope", "nonfinite", "differentiable")
+_SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable")
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _hooks_for_all: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
@@ -33,31 +41,12 @@ _hooks_for_all: Any = tuple(
 )
 
 
-class ClipStats(TypedDict):
-    """What ``clip_stats()`` returns.
-
-    Attributes:
-        grad_norm: Norm of the last gradient, before clipping.
-        coefficient: Factor on the last step, 1 where nothing was clipped; the smallest if there were several.
-        steps: Steps taken, without the skipped ones.
-        clipped_fraction: Share of these steps that were clipped.
-        recent_clipped_fraction: The same over the last 100 steps.
-        skipped: Steps skipped because the gradient was not finite.
-    """
-
-    grad_norm: float
-    coefficient: float
-    steps: int
-    clipped_fraction: float
-    recent_clipped_fraction: float
-    skipped: int
-
-
 class ScaledOptions(TypedDict, total=False):
     """The options that every optimizer of the package takes, as :class:`ClippedSGD` describes them."""
 
     norm_scope: str
     nonfinite: str
+    skip_above: float | str | None
     maximize: bool
     foreach: bool | None
     fused: bool | None
@@ -75,8 +64,8 @@ class SGDOptions(ScaledOptions, total=False):
 
 
 _DEFAULTS: ScaledOptions = {
-    "norm_scope": "global", "nonfinite": "raise", "maximize": False, "foreach": None, "fused": None,
-    "differentiable": False,
+    "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "maximize": False, "foreach": None,
+    "fused": None, "differentiable": False,
 }  # fmt: skip
 _SGD_DEFAULTS: SGDOptions = {
     "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
@@ -114,6 +103,7 @@ class ScaledOptimizer(Optimizer, ABC):
         settings = known | dict(options)
         check_choice("norm_scope", settings["norm_scope"], ("global", "group", "tensor"))
         check_choice("nonfinite", settings["nonfinite"], ("raise", "skip", "propagate"))
+        check_skip_above(settings["skip_above"])
         fused, foreach = settings["fused"], settings["foreach"]
         if fused and settings["differentiable"]:
             raise RuntimeError("`fused` does not support `differentiable`")
@@ -191,21 +181,12 @@ class ScaledOptimizer(Optimizer, ABC):
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
         dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
         """
-        counters = self._read_counters()
-        steps, recent = counters["steps"], counters["recent"]
-        return {
-            "grad_norm": counters["grad_norm"],
-            "coefficient": counters["coefficient"],
-            "steps": steps,
-            "clipped_fraction": counters["clipped"] / steps if steps else 0.0,
-            "recent_clipped_fraction": sum(recent) / len(recent) if recent else 0.0,
-            "skipped": counters["skipped"],
-        }
+        return clip_stats_of(self._counters)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
-        state["param_groups"][0][_COUNTERS] = self._read_counters()
+        state["param_groups"][0][COUNTERS] = read_counters(self._counters)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -216,12 +197,12 @@ class ScaledOptimizer(Optimizer, ABC):
                 group.setdefault(name, value)
 
     def __repr__(self) -> str:
-        counters = self.param_groups[0].pop(_COUNTERS, None)
+        counters = self.param_groups[0].pop(COUNTERS, None)
         try:
             return super().__repr__()
         finally:
             if counters is not None:
-                self.param_groups[0][_COUNTERS] = counters
+                self.param_groups[0][COUNTERS] = counters
 
     def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -238,10 +219,10 @@ class ScaledOptimizer(Optimizer, ABC):
     def _step(self, bundles: list[Bundle]) -> None:
         norms = self._norms(bundles)
         # torch.distributed.checkpoint makes an optimizer create its state by a step that changes nothing.
-        pretended = not self.state and all(map(_is_zero, self.param_groups)) and not any(norms)
-        skip = self._skip(norms)
+        pretended = not self.state and all(map(has_zero_lr, self.param_groups)) and not any(norms)
+        skip = False if pretended else self._skip(norms)
         if skip is True:
-            self._counters["grad_norm"] = _joint_norm(norms, self.defaults["norm_scope"])
+            self._counters["grad_norm"] = joint_norm(norms, self.defaults["norm_scope"])
             self._counters["skipped"] += 1
             return
         parts = [sort(bundle, self.state) for bundle in bundles]
@@ -283,6 +264,16 @@ class ScaledOptimizer(Optimizer, ABC):
 
     def _skip(self, norms: list[Any]) -> Tensor | bool:
         """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted."""
+        skip, bound = self._skip_nonfinite(norms), self.defaults["skip_above"]
+        if bound is None or skip is True:
+            return skip
+        norm = joint_norm(norms, self.defaults["norm_scope"])
+        above = is_above(norm.item() if self.defaults["differentiable"] else norm, bound, self._counters)
+        if not isinstance(skip, Tensor):
+            return above
+        return torch.maximum(skip, torch.as_tensor(above, dtype=skip.dtype, device=skip.device))
+
+    def _skip_nonfinite(self, norms: list[Any]) -> Tensor | bool:
         policy = self.defaults["nonfinite"]
         if policy == "propagate":
             return False
@@ -291,35 +282,19 @@ class ScaledOptimizer(Optimizer, ABC):
         read = [n.detach() if isinstance(n, Tensor) else n for n in norms if wait or type(n) is float]
         if not all(map(math.isfinite, read)):
             if policy == "raise":
-                raise FloatingPointError(self._blame())
+                raise FloatingPointError(nonfinite_gradient(self.param_groups))
             return True
         if not on_device:
             return False
         finite = torch.stack([n.to(on_device[0].device).isfinite() for n in on_device])
         return (~finite.all()).to(torch.float32)
 
-    def _blame(self) -> str:
-        """Which parameter has the first gradient that is not finite."""
-        way_out = (
-            'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
-        )
-        for number, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
-                if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
-                    names = group.get("param_names")
-                    name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
-                    return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
-        return f"All gradients are finite, but their norm overflows. {way_out}"
-
     @property
     def _counters(self) -> dict[str, Any]:
         first = self.param_groups[0]
-        if _COUNTERS not in first:
-            first[_COUNTERS] = {
-                "grad_norm": 0.0, "coefficient": 1.0, "steps": 0, "clipped": 0.0, "recent": [], "skipped": 0,
-            }  # fmt: skip
-        return first[_COUNTERS]
+        if COUNTERS not in first:
+            first[COUNTERS] = new_counters()
+        return first[COUNTERS]
 
     def _count(
         self, groups: list[Any], norms: list[Any], seen: list[Any], coefficients: list[Any], skip: Any
@@ -327,28 +302,8 @@ class ScaledOptimizer(Optimizer, ABC):
         """Add one step. On an accelerator the numbers are device scalars, which are not read here."""
         relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
         fired = [n > g[self.threshold] for n, g in zip(seen, groups, strict=True)]
-        taken = 1 - skip if isinstance(skip, Tensor) else 1
-        clipped = 1.0 * taken * _reduced(fired, lambda values: sum(values) / len(values), torch.mean)
-        counters = self._counters
-        counters["grad_norm"] = _joint_norm(norms, self.defaults["norm_scope"])
-        counters["coefficient"] = _reduced(relative, min, torch.min)
-        counters["steps"] = counters["steps"] + taken
-        counters["skipped"] = counters["skipped"] + (1 - taken)
-        counters["clipped"] = counters["clipped"] + clipped
-        counters["recent"].append(clipped)
-        del counters["recent"][:-RECENT_STEPS]
-
-    def _read_counters(self) -> dict[str, Any]:
-        """The counters as plain numbers: an accelerator is waited for here, once."""
-        counters = self._counters
-        names = [name for name in counters if name != "recent"]
-        numbers = [*(counters[name] for name in names), *counters["recent"]]
-        stacked = _stacked(numbers)
-        if stacked is not None:
-            numbers = stacked.tolist()
-        plain = dict(zip(names, numbers[: len(names)], strict=True))
-        steps, skipped = int(plain["steps"]), int(plain["skipped"])
-        return plain | {"recent": numbers[len(names) :], "steps": steps, "skipped": skipped}
+        norm = joint_norm(norms, self.defaults["norm_scope"])
+        count_step(self._counters, norm, relative, fired, skip)
 
 
 class ScaledSGD(ScaledOptimizer):
@@ -407,7 +362,7 @@ def _is_observed(optimizer: Optimizer) -> bool:
         return True
 
 
-def _is_zero(group: dict[str, Any]) -> bool:
+def has_zero_lr(group: dict[str, Any]) -> bool:
     """Whether the learning rate is known to be zero; on a device it is not read."""
     lr = group["lr"]
     return bool(lr == 0) if not isinstance(lr, Tensor) or lr.is_cpu else False
@@ -421,29 +376,19 @@ def _joined(parts: list[Bundle]) -> Bundle:
     return Bundle(parts[0].group, parts[0].rule, grads=grads)
 
 
-def _joint_norm(norms: list[Any], scope: str) -> Any:
-    """Norm of the whole gradient from the norms of its bundles."""
-    parts = norms[:1] if scope == "global" else norms
-    return _reduced(parts, lambda values: math.hypot(*values), torch.linalg.vector_norm)
-
-
-def _reduced(values: list[Any], on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Any:
-    """One number from several, some of which may be device scalars; then so is the result."""
-    if len(values) == 1:
-        return values[0].detach() if isinstance(values[0], Tensor) else values[0]
-    stacked = _stacked(values)
-    return on_host(values) if stacked is None else on_device(stacked)
-
-
-def _stacked(values: list[Any]) -> Tensor | None:
-    """Numbers, some of them device scalars, as a tensor on that device; None if all are plain."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    if device is None:
-        return None
-    kind: Any = {"device": device, "dtype": torch.float32 if device.type == "mps" else torch.float64}
-    return torch.stack(
-        [v.detach().to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values]
+def nonfinite_gradient(groups: list[dict[str, Any]]) -> str:
+    """Which parameter has the first gradient that is not finite, in words for an error."""
+    way_out = (
+        'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
     )
+    for number, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
+            if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
+                names = group.get("param_names")
+                name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
+                return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
+    return f"All gradients are finite, but their norm overflows. {way_out}"
 
 
 def checked_number(name: str, value: Any) -> float:

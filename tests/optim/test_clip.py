@@ -1,0 +1,494 @@
+"""Clipping inside any optimizer's step: what `clip_grad_norm_` before it gives, and what it does not."""
+
+import copy
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import curvestep as cs
+from curvestep.optim import scaled
+from curvestep.optim.counters import RECENT_STEPS
+from curvestep.vectors import device_norm
+from tests.reference import reference_norm
+
+OPTIMIZERS = {
+    "SGD": lambda params, **o: torch.optim.SGD(params, lr=0.1, momentum=0.9, **o),
+    "AdamW": lambda params, **o: torch.optim.AdamW(params, lr=0.1, **o),
+    "AdamW fused": lambda params, **o: torch.optim.AdamW(params, lr=0.1, fused=True, **o),
+    "Adagrad": lambda params, **o: torch.optim.Adagrad(params, lr=0.1, **o),
+    "RMSprop": lambda params, **o: torch.optim.RMSprop(params, lr=0.1, **o),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def parameters(*shapes, seed=0) -> list[Any]:
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(s)) for s in shapes]
+
+
+def give_gradients(params, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = scale * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def exact_clip_(params, max_norm):
+    """`clip_grad_norm_` without the 1e-6 that it adds to the norm."""
+    norm = reference_norm([p.grad for p in params])
+    for p in params:
+        p.grad *= min(1.0, max_norm / norm)
+    return norm
+
+
+@every_optimizer
+def test_steps_are_those_of_a_gradient_clipped_before(make):
+    ours, theirs = parameters((3, 4), (5,)), parameters((3, 4), (5,))
+    opt, twin = make(ours), make(theirs)
+    handle = cs.clip(opt, max_norm=4.0)
+    norms = []
+    for step in range(12):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        norms.append(exact_clip_(theirs, 4.0))
+        opt.step()
+        twin.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    stats = opt.clip_stats()
+    assert stats == handle.clip_stats()
+    assert stats["grad_norm"] == pytest.approx(norms[-1])
+    assert stats["coefficient"] == pytest.approx(min(1.0, 4.0 / norms[-1]))
+    assert stats["clipped_fraction"] == sum(n > 4.0 for n in norms) / 12
+    assert 0 < stats["clipped_fraction"] < 1
+    assert (stats["steps"], stats["skipped"]) == (12, 0)
+
+
+@given(scale=st.floats(1e-8, 1e8), max_norm=st.floats(1e-6, 1e6))
+def test_the_step_of_sgd_is_never_longer_than_lr_times_max_norm(scale, max_norm):
+    (w,) = parameters((7,))
+    start = w.detach().clone()
+    opt: Any = torch.optim.SGD([w], lr=1.0)
+    cs.clip(opt, max_norm)
+    give_gradients([w], 0, scale)
+    norm = w.grad.norm().item()
+    opt.step()
+    length = (w.detach() - start).norm().item()
+    assert length <= min(norm, max_norm) * (1 + 1e-9) + 1e-15 * start.norm().item() * 10
+
+
+def test_below_the_threshold_gradients_keep_their_bits():
+    params = parameters((3,), (4,))
+    opt: Any = torch.optim.SGD(params, lr=0.1)
+    cs.clip(opt, max_norm=math.inf)
+    give_gradients(params, 1)
+    before = [p.grad.clone() for p in params]
+    opt.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))
+
+
+def test_groups_have_thresholds_and_norms_of_their_own():
+    a, b = parameters((2,), (2,))
+    opt: Any = torch.optim.SGD([{"params": [a], "max_norm": 1.0}, {"params": [b]}], lr=1.0)
+    cs.clip(opt, max_norm=100.0, norm_scope="group")
+    before = [a.detach().clone(), b.detach().clone()]
+    a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])
+    opt.step()
+    torch.testing.assert_close(before[0] - a.detach(), torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(before[1] - b.detach(), torch.tensor([6.0, 8.0]))
+    stats = opt.clip_stats()
+    assert stats["coefficient"] == pytest.approx(0.2)
+    assert stats["clipped_fraction"] == 0.5
+    assert stats["grad_norm"] == pytest.approx(math.hypot(5.0, 10.0))
+
+
+def test_every_tensor_can_be_clipped_alone():
+    a, b = parameters((2,), (2,))
+    opt: Any = torch.optim.SGD([a, b], lr=1.0)
+    cs.clip(opt, max_norm=2.0, norm_scope="tensor")
+    a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.6, 0.8])
+    opt.step()
+    torch.testing.assert_close(a.grad, torch.tensor([1.2, 1.6]))
+    torch.testing.assert_close(b.grad, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_what_a_closure_computes_is_clipped(as_keyword):
+    (w,) = parameters((2,))
+    with torch.no_grad():
+        w.copy_(torch.tensor([3.0, 4.0]))
+    opt: Any = torch.optim.SGD([w], lr=0.5)
+    cs.clip(opt, max_norm=1.0)
+
+    def closure():
+        opt.zero_grad()
+        loss = (0.5 * w**2).sum()
+        loss.backward()
+        return loss
+
+    loss = opt.step(closure=closure) if as_keyword else opt.step(closure)
+    assert loss.item() == 12.5
+    torch.testing.assert_close(w.detach(), torch.tensor([2.7, 3.6]))
+    assert opt.clip_stats()["grad_norm"] == 5.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_comes_after_the_unscaling_of_a_grad_scaler(fused):
+    def run(scaled):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).float()
+        opt: Any = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+        cs.clip(opt, max_norm=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for step in range(6):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
+            loss = net(x).square().mean() * (math.inf if scaled and step == 3 else 1.0)
+            opt.zero_grad()
+            if not scaled and step == 3:
+                continue
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        return [p.detach() for p in net.parameters()], opt.clip_stats()
+
+    plain, stats = run(False)
+    scaled, seen = run(True)
+    for p, q in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert seen["steps"] == stats["steps"] == 5
+    assert seen["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-4)
+    assert seen["clipped_fraction"] == stats["clipped_fraction"] > 0
+
+
+# --- steps that are left out ----------------------------------------------------------------------
+
+
+def state_of(opt):
+    return copy.deepcopy(opt.state_dict()["state"])
+
+
+@every_optimizer
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_left_out_and_counted(make, bad):
+    params = parameters((3,), (2, 2))
+    opt = make(params)
+    cs.clip(opt, max_norm=1.0, nonfinite="skip")
+    give_gradients(params, 0)
+    opt.step()
+    before, state = [p.detach().clone() for p in params], state_of(opt)
+    give_gradients(params, 1)
+    params[1].grad[0, 0] = bad
+    grads = [p.grad for p in params]
+    opt.step()
+    assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
+    torch.testing.assert_close(opt.state_dict()["state"], state, rtol=0, atol=0)
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    stats = opt.clip_stats()
+    assert (stats["steps"], stats["skipped"]) == (1, 1)
+    assert not math.isfinite(stats["grad_norm"])
+
+
+def test_raise_names_the_parameter_and_changes_nothing():
+    net: Any = nn.Linear(2, 2)
+    opt: Any = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    cs.clip(opt, max_norm=1.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    give_gradients(net.parameters(), 0)
+    net.bias.grad[0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"`bias`.*Nothing was changed.*skip"):
+        opt.step()
+    assert all(torch.equal(p.detach(), q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+def test_propagate_does_what_torch_does():
+    (w,) = parameters((3,))
+    opt: Any = torch.optim.SGD([w], lr=0.1)
+    cs.clip(opt, max_norm=1.0, nonfinite="propagate")
+    w.grad = torch.full((3,), math.nan)
+    opt.step()
+    assert w.isnan().all()
+    assert opt.clip_stats()["steps"] == 1
+
+
+MAKE_WITH_SKIP = {
+    "clip": lambda params, **o: (opt := torch.optim.SGD(params, lr=0.1), cs.clip(opt, 1e9, **o))[0],
+    "ClippedSGD": lambda params, **o: cs.ClippedSGD(params, lr=0.1, max_norm=1e9, momentum=0.9, **o),
+    "NormalizedSGD": lambda params, **o: cs.NormalizedSGD(params, lr=0.1, offset=1.0, **o),
+    "ClippedAdamW": lambda params, **o: cs.ClippedAdamW(params, lr=0.1, max_norm=1e9, **o),
+    "tensor scope": lambda params, **o: cs.ClippedSGD(params, lr=0.1, max_norm=1e9, norm_scope="tensor", **o),
+}
+with_skip = pytest.mark.parametrize("make", MAKE_WITH_SKIP.values(), ids=MAKE_WITH_SKIP)
+
+
+def walk(make, norms, **options):
+    """Steps with gradients of these norms; which of them moved the parameters, and the statistics."""
+    w, v = parameters((2,), (1,))
+    opt = make([w, v], **options)
+    moved = []
+    for norm in norms:
+        before = w.detach().clone()
+        w.grad, v.grad = norm * torch.tensor([0.6, 0.0]), norm * torch.tensor([0.8])
+        opt.step()
+        moved.append(not torch.equal(w.detach(), before))
+    return moved, opt
+
+
+@with_skip
+def test_a_norm_above_the_bound_leaves_the_step_out(make):
+    moved, opt = walk(make, [1.0, 5.0, 5.1, 1.0], skip_above=5.0)
+    assert moved == [True, True, False, True]
+    stats = opt.clip_stats()
+    assert (stats["steps"], stats["skipped"]) == (3, 1)
+
+
+def test_a_differentiable_step_can_be_left_out():
+    w = torch.tensor([3.0, 4.0])
+    opt = cs.ClippedSGD([w], lr=0.1, max_norm=1.0, differentiable=True, skip_above=4.0)
+    w.grad = w.clone()
+    opt.step()
+    assert opt.clip_stats()["skipped"] == 1
+    assert torch.equal(w, torch.tensor([3.0, 4.0]))
+
+
+@pytest.mark.parametrize("make", [MAKE_WITH_SKIP["clip"], MAKE_WITH_SKIP["ClippedAdamW"]])
+def test_a_multiple_of_the_running_median_leaves_out_spikes(make):
+    norms = [1.0 + 0.01 * i for i in range(10)]
+    moved, opt = walk(make, [*norms, 9.0, 11.0, 1.0, math.inf, 1.0], skip_above="10x", nonfinite="skip")
+    assert moved == [True] * 11 + [False, True, False, True]
+    assert opt.clip_stats()["skipped"] == 2
+
+
+def test_the_median_needs_ten_norms():
+    moved, _ = walk(MAKE_WITH_SKIP["clip"], [1.0] * 9 + [100.0], skip_above="10x")
+    assert all(moved)
+
+
+@pytest.mark.parametrize("make", [MAKE_WITH_SKIP["clip"], MAKE_WITH_SKIP["ClippedSGD"]])
+def test_gradients_that_grow_for_good_are_taken_again(make):
+    moved, opt = walk(make, [1.0] * RECENT_STEPS + [100.0] * 60, skip_above="10x")
+    assert 0 < opt.clip_stats()["skipped"] <= RECENT_STEPS // 2 + 1
+    assert moved[-1]
+
+
+@pytest.mark.parametrize("make", [MAKE_WITH_SKIP["clip"], MAKE_WITH_SKIP["ClippedAdamW"]])
+def test_a_resumed_run_leaves_out_the_same_steps(make):
+    norms = [1.0] * 12 + [50.0, 1.0, 60.0]
+    moved, whole = walk(make, norms, skip_above="10x")
+    w, v = parameters((2,), (1,))
+    halves, saved = [], None
+    for part in (norms[:11], norms[11:]):
+        opt = make([w, v], skip_above="10x")
+        if saved is not None:
+            opt.load_state_dict(saved)
+        for norm in part:
+            before = w.detach().clone()
+            w.grad, v.grad = norm * torch.tensor([0.6, 0.0]), norm * torch.tensor([0.8])
+            opt.step()
+            halves.append(not torch.equal(w.detach(), before))
+        buffer = io.BytesIO()
+        torch.save(opt.state_dict(), buffer)
+        buffer.seek(0)
+        saved = torch.load(buffer, weights_only=True)
+    assert halves == moved
+    assert opt.clip_stats() == whole.clip_stats()
+
+
+@pytest.mark.parametrize(("skip_above", "left_out"), [(5.0, [11, 13]), ("10x", [13])])
+def test_on_a_device_the_same_steps_are_left_out_without_reading(skip_above, left_out, monkeypatch):
+    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
+    read = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: read.append(t) or t.item() != 0)
+    norms = [*[1.0] * 11, 9.0, 1.0, 11.0]
+    make = MAKE_WITH_SKIP["ClippedAdamW"]
+    moved, opt = walk(make, norms, skip_above=skip_above, nonfinite="propagate", foreach=True)
+    assert [i for i, step in enumerate(moved) if not step] == left_out
+    assert read == []
+    assert opt.clip_stats()["skipped"] == len(left_out)
+
+
+@pytest.mark.parametrize("bad", ["x", "10", "0.5x", "1x", "infx", "ten x"])
+def test_a_multiple_must_be_a_number_above_one(bad):
+    for make in MAKE_WITH_SKIP.values():
+        with pytest.raises(ValueError, match=r'`skip_above`.*"10x", got'):
+            make(parameters((2,)), skip_above=bad)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_bound_must_be_positive(bad):
+    with pytest.raises(ValueError, match="`skip_above` must be positive"):
+        cs.clip(torch.optim.SGD(parameters((2,)), lr=0.1), 1.0, skip_above=bad)
+
+
+# --- the handle, the state dict, and others who clip ----------------------------------------------
+
+
+@every_optimizer
+def test_counters_and_thresholds_survive_a_checkpoint(make):
+    params = parameters((3,))
+    opt = make(params)
+    cs.clip(opt, max_norm=0.5)
+    opt.param_groups[0]["max_norm"] = 0.25
+    for step in range(3):
+        give_gradients(params, step)
+        opt.step()
+    buffer = io.BytesIO()
+    torch.save(opt.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    again = make(parameters((3,)))
+    cs.clip(again, max_norm=0.5)
+    again.load_state_dict(saved)
+    assert again.clip_stats() == opt.clip_stats()
+    assert again.param_groups[0]["max_norm"] == 0.25
+    plain = make(parameters((3,)))
+    plain.load_state_dict(saved)  # without clipping it is ignored
+    give_gradients(plain.param_groups[0]["params"], 0)
+    plain.step()
+
+
+def test_a_state_without_clipping_loads_and_starts_to_count():
+    opt: Any = torch.optim.AdamW(parameters((3,)), lr=0.1)
+    saved = opt.state_dict()
+    cs.clip(opt, max_norm=0.5)
+    give_gradients(opt.param_groups[0]["params"], 0)
+    opt.step()
+    opt.load_state_dict(saved)
+    assert opt.clip_stats()["steps"] == 0
+    assert opt.param_groups[0]["max_norm"] == 0.5
+
+
+def test_the_state_goes_over_to_the_optimizer_that_clips_by_itself():
+    params = parameters((3,))
+    opt: Any = torch.optim.AdamW(params, lr=0.1)
+    cs.clip(opt, max_norm=0.5)
+    give_gradients(params, 0)
+    opt.step()
+    ours = cs.ClippedAdamW(parameters((3,)), lr=0.1, max_norm=9.0)
+    ours.load_state_dict(opt.state_dict())
+    assert ours.clip_stats() == opt.clip_stats()
+    assert ours.param_groups[0]["max_norm"] == 0.5
+
+
+def test_removal_leaves_the_optimizer_as_it_was():
+    params = parameters((2,))
+    opt: Any = torch.optim.SGD(params, lr=1.0)
+    before = {k: v for k, v in opt.state_dict()["param_groups"][0].items()}
+    handle = cs.clip(opt, max_norm=1.0)
+    handle.remove()
+    handle.remove()
+    assert opt.state_dict()["param_groups"][0] == before
+    assert not hasattr(opt, "clip_stats")
+    params[0].grad = torch.tensor([3.0, 4.0])
+    opt.step()
+    assert torch.equal(params[0].grad, torch.tensor([3.0, 4.0]))
+    cs.clip(opt, max_norm=1.0)
+
+
+def test_an_optimizer_that_clips_already_is_refused():
+    for opt in (
+        cs.ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0),
+        torch.optim.SGD(parameters((2,)), lr=1),
+    ):
+        if not hasattr(opt, "clip_stats"):
+            cs.clip(opt, 1.0)
+        with pytest.raises(ValueError, match=r"clips already.*max_norm.*remove"):
+            cs.clip(opt, 1.0)
+
+
+def test_what_is_no_optimizer_is_refused():
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="`optimizer` must be a torch optimizer, got a Linear"):
+        cs.clip(model, 1.0)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
+def test_the_threshold_is_checked(bad):
+    with pytest.raises(ValueError, match="`max_norm`"):
+        cs.clip(torch.optim.SGD(parameters((2,)), lr=0.1), bad)
+
+
+def test_a_step_that_raises_does_not_lose_hidden_gradients():
+    class Raises(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("broken")
+
+    params = parameters((2,))
+    opt: Any = Raises(params, lr=0.1)
+    cs.clip(opt, max_norm=1.0, skip_above=2.0)
+    params[0].grad = grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(KeyError):
+        opt.step()
+    with pytest.raises(KeyError):
+        opt.step()
+    assert opt.clip_stats()["skipped"] == 2  # the second step saw the gradient again
+    assert grad.tolist() == [3.0, 4.0]
+
+
+def loop(opt, params, steps, before_step=lambda: None):
+    for step in range(steps):
+        give_gradients(params, step)
+        before_step()
+        opt.step()
+
+
+def test_somebody_else_who_clips_is_noticed_once():
+    params = parameters((40,), (5,))
+    opt: Any = torch.optim.SGD(params, lr=0.1)
+    cs.clip(opt, max_norm=1.0)
+    with pytest.warns(
+        UserWarning, match=r"gradient norm was 2 at 4 steps.*clip_grad_norm_.*Leave out"
+    ) as seen:
+        loop(opt, params, 20, lambda: clip_grad_norm_(params, 2.0))
+    assert len(seen) == 1
+
+
+def test_equal_norms_of_equal_gradients_are_nobody_clipping():
+    params = parameters((40,))
+    opt: Any = torch.optim.SGD(params, lr=1e-9)
+    cs.clip(opt, max_norm=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):  # the whole batch at a tiny lr
+            params[0].grad = params[0].detach().clone()
+            opt.step()
+        loop(opt, params, 30)
+
+
+def test_sparse_and_half_precision_gradients_are_clipped():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    opt: Any = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    cs.clip(opt, max_norm=0.1)
+    embedding(torch.tensor([1, 1, 4])).square().sum().backward()
+    before = embedding.weight.detach().clone()
+    opt.step()
+    assert (embedding.weight.detach() - before).norm().item() == pytest.approx(0.1)
+    w = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    half: Any = torch.optim.SGD([w], lr=1.0)
+    cs.clip(half, max_norm=1.0)
+    w.grad = torch.full_like(w, 2.0)
+    half.step()
+    assert w.grad.tolist() == [0.5] * 4
+    assert half.clip_stats()["grad_norm"] == 4.0
+
+
+def test_a_pretended_step_does_not_count():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net = nn.Linear(3, 2)
+    opt: Any = torch.optim.AdamW(net.parameters(), lr=0.1)
+    cs.clip(opt, max_norm=1.0)
+    get_optimizer_state_dict(net, opt)
+    assert opt.clip_stats()["steps"] == 0
+
+
+def test_no_gradient_is_no_step():
+    opt: Any = torch.optim.SGD(parameters((2,)), lr=0.1)
+    cs.clip(opt, max_norm=1.0)
+    opt.step()
+    assert opt.clip_stats()["steps"] == 0
