@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.report.page import calibration_figure
 from curvestep.lab.run.auto import calibrate_recipe
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task
@@ -51,7 +50,7 @@ def main() -> None:
         seconds = time.process_time() - start
         if not words:
             words = f"{cal.num_gradients} gradients in {seconds:.2f} CPU seconds.\n\n{cal}"
-            calibration_figure(cal, title="PTB, two-layer LSTM: where the step stops being safe").savefig(
+            cal.plot(title="PTB, two-layer LSTM: where the step stops being safe").savefig(
                 options.out / "calibration-curve.png", dpi=110, metadata={"Software": None}
             )
         first = sum(batch.loss for batch in cal.curve) / len(cal.curve)

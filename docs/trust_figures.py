@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from curvestep import SmoothnessProbe, Trace, fit_smoothness
+from curvestep.display.drawing import COLOURS, FRONTIER, ITERATIONS, LINE, log_axes, panels, styled
 from curvestep.fit.correlation import spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import mean_norms
-from curvestep.lab.report.drawing import COLOURS, FRONTIER, ITERATIONS, LINE, log_axes, panels, styled
 
 FRACTIONS = (0.5, 1.0)
 RATES = tuple(float(f"{rate:.0e}") for rate in np.geomspace(0.1, 3e-6, 7))

@@ -13,13 +13,25 @@ MOST_MODULES = 12
 # private helpers at the root may be used by all.
 HELPERS = {"_checks", "_files", "_kernel"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
-LIBRARY = {"steps", *THEORY, "vectors", "distributed", "optim", "smoothness", "fit", "advice", "calibration"}
+LIBRARY = {
+    "steps",
+    *THEORY,
+    "display",
+    "vectors",
+    "distributed",
+    "optim",
+    "smoothness",
+    "fit",
+    "advice",
+    "calibration",
+}
 LAB = {"lab.recipes", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
 USES = {
     "_checks": set(),
     "_files": set(),
     "_kernel": set(),
     "steps": set(),
+    "display": {"steps"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},
     "theory.rules": {"steps", "theory.problems"},
@@ -30,10 +42,10 @@ USES = {
     "vectors": {"distributed"},
     "distributed": set(),
     "optim": {"steps", "vectors", "distributed"},
-    "smoothness": {"vectors", "distributed"},
-    "fit": {"steps", "theory.inequalities", "smoothness"},
-    "advice": {"steps", "smoothness", "fit"},
-    "calibration": {"vectors", "distributed", "smoothness"},
+    "smoothness": {"display", "vectors", "distributed"},
+    "fit": {"steps", "display", "theory.inequalities", "smoothness"},
+    "advice": {"steps", "display", "smoothness", "fit"},
+    "calibration": {"display", "vectors", "distributed", "smoothness"},
     "integrations": LIBRARY,
     "lab.recipes": {"steps"},
     "lab.progress": set(),

@@ -1,25 +1,48 @@
 """Know how far to step, and how hard to clip: training under (L0, L1)-smoothness.
 
-The public names, and nothing else. They are looked up on first use, so that ``curvestep.theory``
-and ``curvestep.steps`` can be imported where torch is not installed.
+Quick start. ``loss_of_batch`` is your function from a batch to a loss, ``loader`` yields the batches::
+
+    import curvestep as cs
+
+    cal = cs.calibrate(model, loss_of_batch, loader)             # lr and max_norm before training
+    opt = cs.ClippedSGD(model.parameters(), lr=cal.lr, max_norm=cal.max_norm)
+    probe = cs.SmoothnessProbe(model, every=2, trace="runs/mine/trace.jsonl")
+    for batch in loader:
+        loss_fn = lambda: loss_of_batch(batch)
+        loss_fn().backward()
+        with probe(loss_fn):                                     # the one added line; it changes nothing
+            opt.step()
+        opt.zero_grad()
+    print(cs.advise(probe.trace))                                # lr, max_norm, and the reasons
+    cs.report(probe.trace)                                       # one page with charts (extra `lab`)
+
+Results print as words, are tables in a notebook, and have a ``plot()`` (needs matplotlib). Names are looked
+up on first use: ``curvestep.theory`` and ``curvestep.steps`` can be imported where torch is not installed.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
     from curvestep import steps as steps, theory as theory
-    from curvestep.advice.advice import advise as advise
+    from curvestep.advice.advice import Advice as Advice, advise as advise
     from curvestep.calibration.result import Calibration as Calibration
     from curvestep.calibration.search import calibrate as calibrate
-    from curvestep.fit.fit import fit_smoothness as fit_smoothness
+    from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
+    from curvestep.lab.report.page import Page
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
     from curvestep.optim.clip import clip as clip
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
     from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
     from curvestep.optim.scaled import ScaledSGD as ScaledSGD
+    from curvestep.smoothness.determinism import (
+        NonDeterministicError as NonDeterministicError,
+        UntrackedParametersError as UntrackedParametersError,
+    )
     from curvestep.smoothness.estimators import (
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
@@ -33,24 +56,46 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "": ("steps", "theory"),
+    "calibration.search": ("calibrate",),
+    "calibration.result": ("Calibration",),
     "optim.clipped": ("ClippedSGD",),
     "optim.adamw": ("ClippedAdamW",),
     "optim.clip": ("clip",),
     "optim.normalized": ("NormalizedSGD",),
     "optim.scaled": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
+    "smoothness.trace": ("Trace",),
     "smoothness.oracle": ("GradientOracle",),
     "smoothness.replay": ("Replay",),
-    "smoothness.trace": ("Trace",),
+    "smoothness.determinism": ("NonDeterministicError", "UntrackedParametersError"),
     "smoothness.estimators": ("segment_smoothness", "local_smoothness"),
     "smoothness.spectral": ("spectral_smoothness",),
-    "fit.fit": ("fit_smoothness",),
-    "advice.advice": ("advise",),
-    "calibration.search": ("calibrate",),
-    "calibration.result": ("Calibration",),
+    "fit.fit": ("fit_smoothness", "SmoothnessFit"),
+    "advice.advice": ("advise", "Advice"),
+    "": ("steps", "theory"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+__all__ = [*_HOMES, "report"]  # pyright: ignore[reportUnsupportedDunderAll] (the names of the table above)
+__doc__ = f"{__doc__}\n{fill('Public names: ' + ', '.join(__all__), 108)}.\n"
+
+
+def report(
+    *runs: str | Path | Trace, output: str | Path = "report.html", title: str = "", overwrite: bool = False
+) -> Page:
+    """Write one self-contained HTML page about these runs: charts, verdict, warnings. Needs the extra `lab`.
+
+    Args:
+        runs: Traces; trace files; run folders; folders that hold any of these. At least one.
+        output: The HTML file. A page about the same runs is replaced, any other file is not.
+        title: Heading of the page; default: what was found.
+        overwrite: Replace ``output`` whatever it is.
+
+    Returns:
+        Where the page is (``path``), and what it says (``verdicts``, ``runs``).
+    """
+    from curvestep.lab.report.page import write_page
+
+    return write_page(runs, output, title=title, overwrite=overwrite)
 
 
 def __getattr__(name: str) -> Any:
@@ -63,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_HOMES])
+    return sorted(["__version__", *__all__])

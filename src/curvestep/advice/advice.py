@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,13 +12,17 @@ from curvestep._checks import check_count, check_positive
 from curvestep.advice.rule import rule_for
 from curvestep.advice.settings import Setting, best_of, neighbours, next_setting, settings_of
 from curvestep.advice.verdict import is_inert, reasons, reasons_of_settings, verdict_on, verdict_on_settings
+from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit, fit_samples, fit_smoothness
 from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import check_share, check_trace
 from curvestep.smoothness.trace import Trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Advice:
     """What :func:`advise` recommends; ``print`` it for words.
 
@@ -28,6 +31,7 @@ class Advice:
     condition 1 + L1·M/L0 with M the largest gradient norm seen: how much larger a step clipping allows where
     the gradient is small. From several traces the intervals of ``lr`` and ``max_norm`` are the settings tried
     on either side. ``next_setting`` names an ``lr`` and ``max_norm`` worth trying, where there is one.
+    ``fit`` is what the advice rests on; None if it was refused.
     """
 
     lr: float | None = None
@@ -44,6 +48,7 @@ class Advice:
     verdict: str
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    fit: SmoothnessFit | None = field(default=None, repr=False, compare=False)
 
     @property
     def refused(self) -> bool:
@@ -56,12 +61,22 @@ class Advice:
         lines += [f"  - {reason}" for reason in self.reasons]
         return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
 
+    def __repr__(self) -> str:
+        if self.lr is None or self.max_norm is None:
+            return "<Advice: none, for the reasons in .reasons>"
+        return f"<Advice: lr {self.lr:.3g}, max_norm {self.max_norm:.3g}>"
+
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in self._table()
-        )
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*self.reasons, *self.warnings))
-        return f"<p>{html.escape(self.verdict)}</p><table>{rows}</table><ul>{notes}</ul>"
+        return html_table(self.verdict, self._table(), (*self.reasons, *self.warnings))
+
+    def plot(self) -> Figure:
+        """Step sizes as taken, at the edge of stability and as advised; needs matplotlib."""
+        from curvestep.display.drawing import figure_of
+        from curvestep.display.results import advised
+
+        if self.fit is None or self.lr is None or self.max_norm is None:
+            raise ValueError(f"There is no setting to plot. {self.verdict}")
+        return figure_of([advised(self.fit, lr=self.lr, max_norm=self.max_norm)])
 
     def _table(self) -> list[tuple[str, str]]:
         rows = [
@@ -175,6 +190,7 @@ def _from_fit(fit: SmoothnessFit, options: dict[str, Any]) -> Advice:
         verdict=verdict_on(fit, rule),
         reasons=reasons(fit, rule),
         warnings=rule.warnings,
+        fit=fit,
     )
 
 

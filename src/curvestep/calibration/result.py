@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration.bracket import Point
 from curvestep.calibration.method import ALONG_SIGNS, flattened, peak_lr, rescale
+from curvestep.display.markup import html_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CALIBRATION = "calibration.json"
 
@@ -35,7 +39,7 @@ class BatchCurve:
     stretch: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Calibration:
     r"""Learning rate and threshold, and what they were read from.
 
@@ -126,21 +130,42 @@ class Calibration:
             "measured to be safe."
         )
 
-    def __str__(self) -> str:
+    @property
+    def _headline(self) -> str:
         low, high = self.lr_interval
         count = len(self.curve)
         sure = f" (90 % interval {low:.3g} to {high:.3g})" if count > 1 else ""
         peak = "" if self.schedule == "constant" else ", the peak of a warm-up and decay"
         batches = "1 batch" if count == 1 else f"{count} batches"
         cap = "" if self.along_signs else f", step_cap {self.step_cap:.3g}"
-        lines = [
+        return (
             f"{self.optimizer}: lr {self.lr:.3g}{sure}{peak}{self.threshold}{cap}; from "
-            f"{self.num_gradients} gradients of {batches}",
-            *self.reasons,
-            *([self._flown] if self.pilot else []),
-            *(f"Warning: {words}" for words in self.warnings),
+            f"{self.num_gradients} gradients of {batches}"
+        )
+
+    def __str__(self) -> str:
+        warnings = (f"Warning: {words}" for words in self.warnings)
+        return "\n".join([self._headline, *self.reasons, *([self._flown] if self.pilot else []), *warnings])
+
+    def __repr__(self) -> str:
+        return f"<Calibration of {self.optimizer}: lr {self.lr:.3g}{self.threshold}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (str(number + 1), f"{batch.loss:.4g}", f"{batch.grad_norm:.3g}", f"{batch.safe_step:.3g}")
+            for number, batch in enumerate(self.curve)
         ]
-        return "\n".join(lines)
+        names = ("batch", "loss", "gradient norm", "largest safe step")
+        notes = (*self.reasons, *([self._flown] if self.pilot else []), *self.warnings)
+        return html_table(self._headline, [names, *rows], notes)
+
+    def plot(self, *, title: str = "") -> Figure:
+        """Change of the gradient and of the loss over steps of growing length; needs matplotlib."""
+        from curvestep.display.drawing import figure_of
+        from curvestep.display.results import calibration
+
+        note = f"{self.optimizer}: lr {self.lr:.3g}{self.threshold}; {self.num_gradients} gradients"
+        return figure_of(calibration(self), title=title, note=note)
 
     @property
     def _flown(self) -> str:

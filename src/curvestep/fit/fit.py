@@ -9,12 +9,13 @@ depth two or more are not (L0, L1)-smooth, not even on a sublevel set.
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from curvestep._checks import check_count
+from curvestep.display.markup import html_table
 from curvestep.fit.control import Control, control_of
 from curvestep.fit.correlation import Correlations, slope
 from curvestep.fit.diagnostics import fit_warnings, hardly_varies
@@ -30,15 +31,18 @@ from curvestep.fit.samples import (
     unconverged_words,
     usable_samples,
 )
-from curvestep.fit.within import Within, within_steps
+from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.smoothness.trace import ESTIMATORS, Trace
 from curvestep.theory.inequalities import sample_frontier
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything
 _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SmoothnessFit:
     """What :func:`fit_smoothness` found; ``print`` it for words.
 
@@ -120,22 +124,35 @@ class SmoothnessFit:
         """Largest smoothness that the quantile line allows at this gradient norm."""
         return self.L0 + self.L1 * grad_norm
 
+    def changes_within(self) -> tuple[np.ndarray, np.ndarray]:
+        """Change of log gradient norm and of log smoothness over the last part of each step."""
+        samples = self.samples
+        norms = mean_norms(samples.grad_norm, samples.grad_norms, np.array(samples.fractions))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            x, y = (np.diff(np.log(values), axis=1)[:, -1] for values in (norms, samples.secants))
+        return x, y
+
+    @property
+    def _headline(self) -> str:
+        skipped = f" ({self.num_skipped} rows skipped)" if self.num_skipped else ""
+        return f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}{skipped}"
+
     def __str__(self) -> str:
-        lines = [
-            f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}"
-            + (f" ({self.num_skipped} rows skipped)" if self.num_skipped else ""),
-            *(f"  {name:<18}{value:<9}{note}" for name, value, note in self._table()),
-        ]
-        return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
+        rows = (f"  {name:<18}{value:<9}{note}" for name, value, note in self._table())
+        return "\n".join([self._headline, *rows, *(f"  ! {warning}" for warning in self.warnings)])
+
+    def __repr__(self) -> str:
+        return f"<SmoothnessFit: L0 {self.L0:.4g}, L1 {self.L1:.4g}, {self.num_points} rows>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td><td>{html.escape(note)}</td></tr>"
-            for name, value, note in self._table()
-        )
-        notes = "".join(f"<li>{html.escape(warning)}</li>" for warning in self.warnings)
-        title = html.escape(f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}")
-        return f"<table><caption>{title}</caption>{rows}</table>" + (f"<ul>{notes}</ul>" if notes else "")
+        return html_table(self._headline, self._table(), self.warnings)
+
+    def plot(self) -> Figure:
+        """Smoothness against gradient norm with the line, and inside single steps; needs matplotlib."""
+        from curvestep.display.drawing import figure_of
+        from curvestep.display.results import fit_charts
+
+        return figure_of(fit_charts(self))
 
     def _table(self) -> list[tuple[str, str, str]]:
         share = f"{self.level:.0%} interval"

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, Trace
+from curvestep.steps import clip_norms
 
 LEAST_ROWS = 10
 _LARGEST = 1e50
@@ -148,35 +149,6 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         estimator=estimator,
         history=History.of(trace),
     )
-
-
-def clip_norms(
-    coefficient: ArrayLike, grad_norm: ArrayLike, *, step_norm: ArrayLike = math.nan, lr: ArrayLike = math.nan
-) -> np.ndarray:
-    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
-
-    Where the optimizer recorded its coefficient, a step was clipped if that is below 1, at a norm of
-    coefficient times gradient norm. Else it was if it is shorter than lr·‖g‖, at step length over lr. The
-    only definition of "clipped": finite here.
-
-    Args:
-        coefficient: What each gradient was multiplied by; NaN where it was not recorded.
-        grad_norm: Gradient norms before clipping.
-        step_norm: Lengths of the steps.
-        lr: Learning rates.
-
-    Example:
-        >>> clip_norms([0.5, 1.0, np.nan, np.nan], 4.0, step_norm=[1, 1, 1, np.nan], lr=0.5)
-        array([ 2., inf,  2., nan])
-    """
-    coefficient, g, length, lr = np.broadcast_arrays(
-        *(np.asarray(values, dtype=float) for values in (coefficient, grad_norm, step_norm, lr))
-    )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        recorded = np.where(coefficient < 1 - 1e-6, coefficient * g, math.inf)
-        inferred = np.where(length < (1 - 1e-3) * (lr * g), length / lr, math.inf)
-        inferred = np.where(np.isfinite(length * lr), inferred, math.nan)
-    return np.where(np.isfinite(coefficient), recorded, inferred)
 
 
 def typical_clip_norm(clip_norm: np.ndarray) -> float:

@@ -66,8 +66,8 @@ class SweepResult:
 
     def figure(self, *, title: str = "") -> Figure:
         """The final training loss over the two fields with most values, mean over the others."""
+        from curvestep.display.drawing import figure_of
         from curvestep.lab.report.charts import heat_map
-        from curvestep.lab.report.drawing import figure_of
 
         cells = []
         for trial in self.trials:  # of a path only its name
@@ -148,7 +148,7 @@ def sweep(
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
-    from curvestep.lab.report.drawing import save
+    from curvestep.display.drawing import save
 
     result = SweepResult(folder=folder, trials=trials())
     _write_csv(result, folder / TABLE)

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows
+from curvestep.display.markup import html_table
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 FORMAT = "curvestep-trace"
 SCHEMA = 1
@@ -271,6 +273,22 @@ class Trace:
     def __repr__(self) -> str:
         where = "" if self.path is None else f", {str(self.path)!r}"
         return f"<Trace: {len(self)} rows{where}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("column", "first", "median", "last")]
+        for name in self.names:
+            values = self.column(name)
+            if values.dtype != object and values.ndim == 1 and np.isfinite(values).any():
+                middle = float(np.median(values[np.isfinite(values)]))
+                rows.append((name, f"{values[0]:.4g}", f"{middle:.4g}", f"{values[-1]:.4g}"))
+        return html_table(repr(self)[1:-1], rows)
+
+    def plot(self) -> Figure:
+        """Loss, gradient norm, smoothness and the edge of stability of the rows so far; needs matplotlib."""
+        from curvestep.display.drawing import figure_of
+        from curvestep.display.results import trace_charts
+
+        return figure_of(trace_charts(self))
 
     @property
     def names(self) -> list[str]:

@@ -10,19 +10,19 @@ import torch
 from plotly import graph_objects
 
 from curvestep import calibrate
+from curvestep.display.chart import Axis, Chart, Series
+from curvestep.display.drawing import COLOURS, figure_of
+from curvestep.display.results import within
 from curvestep.lab.report import captions
 from curvestep.lab.report.charts import (
-    Axis,
-    Chart,
-    Series,
-    calibration,
+    TEMPLATE,
+    calibration_charts,
     comparison,
     heat_map,
+    log_ticks,
     run_charts,
-    within,
+    to_plotly,
 )
-from curvestep.lab.report.drawing import COLOURS, TEMPLATE, figure_of, log_ticks, to_plotly
-from curvestep.lab.report.page import calibration_figure
 from curvestep.lab.report.views import RunView, find_views
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
@@ -43,7 +43,12 @@ def charts(views):
     grid = [
         ({"lr": lr, "max_norm": m, "seed": 0}, lr * m, "finished") for lr in (1.0, 2.0) for m in (0.5, 1.0)
     ]
-    return [*run_charts(views[0]), *comparison(views), *calibration(make_calibration()), heat_map(grid)]
+    return [
+        *run_charts(views[0]),
+        *comparison(views),
+        *calibration_charts(make_calibration()),
+        heat_map(grid),
+    ]
 
 
 def coloured(value):
@@ -167,12 +172,12 @@ def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
             trace.append({"step": step, "loss": start, "step_norm": length, "status": "ok", **row})
     (view,) = find_views([tmp_path])
     assert view.fit.within.elasticity == pytest.approx(1.0, abs=1e-3)
-    points, slope, level = within(view).series
+    points, slope, level = within(view.fit).series
     np.testing.assert_allclose(points.y, points.x, rtol=1e-3)
     np.testing.assert_allclose(slope.y, view.fit.within.elasticity * slope.x)
     assert set(level.y) == {0.0}
     assert "elasticity 1.00 [" in captions.within(view)
-    assert within(views[0]) is None  # one fraction a step says nothing of this
+    assert within(views[0].fit) is None  # one fraction a step says nothing of this
     assert captions.within(views[0]) == ""
 
 
@@ -191,7 +196,7 @@ def points(panel):
 
 def test_chart_has_every_measured_step_and_where_they_stop_being_safe():
     cal = make_calibration()
-    kappa, loss = calibration(cal)
+    kappa, loss = calibration_charts(cal)
     *batches, limit, safe = kappa.series
     for shown, changes, batch in zip(batches, loss.series, cal.curve, strict=False):
         assert shown.hollow.tolist() == [point.step > batch.safe_step for point in batch.points]
@@ -205,7 +210,7 @@ def test_what_is_not_finite_is_left_out_of_strict_json():
     cal = make_calibration()
     broken = tuple(replace(p, kappa=math.inf, loss=math.nan) for p in cal.curve[0].points)
     alone = replace(cal, curve=(replace(cal.curve[0], points=broken),), lr_interval=(math.nan, math.nan))
-    for chart in calibration(alone):
+    for chart in calibration_charts(alone):
         drawn = to_plotly(chart)
         assert set(drawn["data"][0]["y"]) == {None}
         assert "shapes" not in drawn["layout"]
@@ -224,7 +229,7 @@ def test_words_name_the_safe_step_the_numbers_and_the_cost():
 
 def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
     cal = quadratic([1.0, 2.0, 4.0, 2.0])
-    figure = calibration_figure(cal)
+    figure = cal.plot()
     left, right = figure.axes
     for batch in cal.curve:
         for p in batch.points:
@@ -238,7 +243,7 @@ def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
 
 def test_line_of_the_safe_step_has_no_batchs_colour():
     cal = quadratic([1.0, 2.0, 4.0, 2.0])
-    left = calibration_figure(cal).axes[0]
+    left = cal.plot().axes[0]
     colours = {str(line.get_label()): line.get_color() for line in left.lines}
     batches = {colour for label, colour in colours.items() if label.startswith("batch")}
     assert len(batches) == len(cal.curve)
@@ -255,7 +260,7 @@ def test_line_of_the_safe_step_has_no_batchs_colour():
     ],
 )
 def test_figure_names_what_was_measured_for_this_optimizer(optimizer, axis, threshold):
-    figure = calibration_figure(quadratic([1.0, 2.0, 4.0], optimizer=optimizer))
+    figure = quadratic([1.0, 2.0, 4.0], optimizer=optimizer).plot()
     assert axis in figure.axes[0].get_ylabel()
     words = figure.get_supxlabel()
     assert [name for name in ("max_norm", "offset") if name in words] == ([threshold] if threshold else [])
@@ -268,7 +273,7 @@ def test_figure_of_one_batch_and_of_a_wall_is_drawn():
         w = model.weight.square().sum()
         return w + torch.where(w > 1e3, w.new_tensor(math.inf), w.new_zeros(()))
 
-    assert len(calibration_figure(calibrate(model, wall, [0])).axes) == 2
+    assert len(calibrate(model, wall, [0]).plot().axes) == 2
 
 
 def test_a_run_without_records_has_no_charts():

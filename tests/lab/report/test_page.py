@@ -14,11 +14,12 @@ from PIL import Image
 
 from curvestep.advice.advice import advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
+from curvestep.display.results import MOST_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
 from curvestep.lab.paper.claims import Claim, write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
-from curvestep.lab.report.views import MOST_ROWS, RunView, find_views, tasks_of, thinned
+from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.smoothness.trace import NONFINITE, Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_reproduction, make_run

@@ -124,7 +124,7 @@ def reproduce(
     claims = make_claims(results)
     notes = [f"Scale: {plan.scale}."]
     write_claims(claims, folder, data=sources, notes=notes)
-    page = write_page([folder], folder / PAGE, loaded=results.runs).path
+    page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
     result = Reproduction(
         folder=folder,
         figures=drawn,

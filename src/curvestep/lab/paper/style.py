@@ -1,4 +1,4 @@
-"""How the figures of the paper are described; how they look is the report's ``drawing``."""
+"""How the figures of the paper are described; how they look is ``display/drawing``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from curvestep.lab.report.drawing import (
+from curvestep.display.drawing import (
     COLOURS as COLOURS,
     DASHES as DASHES,
     FRONTIER as FRONTIER,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from curvestep.advice.advice import Advice
 from curvestep.calibration.result import Calibration
+from curvestep.display.chart import Grid
+from curvestep.display.results import usable
 from curvestep.lab.report.views import RunView, Task
-
-if TYPE_CHECKING:
-    from curvestep.lab.report.charts import Grid
 
 _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
@@ -68,7 +67,7 @@ def optimizer(view: RunView) -> str:
 
 def scatter(view: RunView) -> str:
     """Range, correlation with its control, and the fitted line."""
-    rows = view.usable("grad_norm", "smoothness")
+    rows = usable(view.measured, "grad_norm", "smoothness")
     words = [
         f"Local smoothness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
         f"from {_range(rows['grad_norm'])}, smoothness from {_range(rows['smoothness'])}."
@@ -113,13 +112,13 @@ def loss(view: RunView) -> str:
 
 def edge(view: RunView) -> str:
     """lr·L/2: how much of the run lies above the edge of stability."""
-    rows = view.usable("lr", "smoothness")
+    rows = usable(view.measured, "lr", "smoothness")
     edges = rows["lr"] * rows["smoothness"] / 2
     if not len(edges):
         return "There is no learning rate or no positive smoothness on record."
     words = f"Learning rate times smoothness over two: median {np.median(edges):.3g}, from {_range(edges)}; "
     words += f"{np.mean(edges > 1):.0%} of the measured steps are above the edge at 1."
-    rows = view.usable("step_norm", "grad_norm", "smoothness")
+    rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
     return words + (f" With the step as it was taken: median {np.median(taken):.3g}." if len(taken) else "")
 
@@ -127,6 +126,11 @@ def edge(view: RunView) -> str:
 def within(view: RunView) -> str:
     """Whether smoothness grows with the gradient norm inside single steps; empty where not tested."""
     return "" if view.fit is None or view.fit.within.missing else str(view.fit.within)
+
+
+def within_chart(view: RunView) -> str:
+    """The same, and what a point of the chart is."""
+    return f"{within(view)} Each point is one step: the change of both over its last part."
 
 
 def layers(view: RunView) -> str:
@@ -143,6 +147,12 @@ def layers(view: RunView) -> str:
         f"Smoothness of {len(medians)} layers over the steps: largest in {high} (median {medians[high]:.3g}"
         f"), smallest in {low} (median {medians[low]:.3g})."
     )
+
+
+# By the kind of the chart.
+OF_RUN: dict[str, Callable[[RunView], str]] = {
+    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "within": within_chart, "layers": layers,
+}  # fmt: skip
 
 
 def calibration(found: Calibration) -> str:

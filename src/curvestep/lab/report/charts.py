@@ -1,352 +1,89 @@
-"""Every chart of a report as data: built once, drawn by the page (plotly) and into files (matplotlib)."""
+"""The charts of a page as data, and as plotly draws them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from curvestep.calibration.result import Calibration
-from curvestep.fit.within import mean_norms
+from curvestep.display import results
+from curvestep.display.chart import DASHES, GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Grid, Series
+from curvestep.display.markup import plain
 from curvestep.lab.report import captions
-from curvestep.lab.report.views import RunView, thinned
+from curvestep.lab.report.views import RunView
 
-DASHES = ("solid", "dash", "dashdot", "dot")
-NUM_COLOURS = 7
-GRADIENT = "gradient norm ‖∇f(x)‖"
-SMOOTHNESS = "local smoothness L̂(x)"
 NOT_RUN = "not run"  # in a cell of a map
 _MOST_COMPARED = 500  # points of a curve among others
 _NOT_SETTINGS = ("name", "figures", "scale", "seed")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One axis: its label, whether it is logarithmic, and its range where the data should not decide."""
-
-    label: str
-    log: bool = False
-    range: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One curve or cloud of points.
-
-    Args:
-        name: In the legend.
-        x: Where, not finite where there is a gap.
-        y: Likewise.
-        colour: A number in the palette, or ``ink`` or ``soft``.
-        dash: ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line.
-        mark: ``circle``, ``triangle``, ``square`` or empty.
-        hollow: Which marks are drawn open.
-        shade: Iterations, to colour the marks by.
-        low: Lower end of a band around the curve.
-        high: Upper end of the band.
-        extra: What a point says beyond its coordinates, by name.
-        thin: Draw a fine line.
-    """
-
-    name: str
-    x: np.ndarray
-    y: np.ndarray
-    colour: int | str = 0
-    dash: str = "solid"
-    mark: str = ""
-    hollow: np.ndarray | None = None
-    shade: np.ndarray | None = None
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
-    extra: Mapping[str, Sequence[Any] | np.ndarray] = field(default_factory=dict)
-    thin: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Numbers over two axes, shown by colour.
-
-    Args:
-        across: Values or names to the right.
-        down: Names downwards.
-        values: Shaped (down, across); not finite where there is none.
-        label: What the numbers are.
-        text: What to write into the cells.
-        log: Colours by the logarithm.
-        reverse: Dark is large.
-    """
-
-    across: Sequence[float | str]
-    down: Sequence[str]
-    values: np.ndarray
-    label: str
-    text: Sequence[Sequence[str]] = ()
-    log: bool = False
-    reverse: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """What a chart shows.
-
-    Args:
-        kind: ``scatter``, ``norm``, ``loss``, …: part of its name on the page and on disk.
-        title: Above it.
-        words: The same in a sentence or two: its caption, and all that a screen reader has of it.
-        x: Horizontal axis.
-        y: Vertical axis.
-        series: Curves and points, in drawing order.
-        grid: Instead of ``series``: a map.
-        span: An interval on the horizontal axis, shown as an upright band.
-        switch: The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
-    """
-
-    kind: str
-    title: str
-    words: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...] = ()
-    grid: Grid | None = None
-    span: tuple[float, float] | None = None
-    switch: str = ""
+# What all charts of the page share. Colours are the style sheet's, which knows day and night.
+TEMPLATE: dict[str, Any] = {
+    "layout": {
+        "margin": {"l": 56, "r": 14, "t": 12, "b": 44},
+        "hovermode": "closest",
+        "dragmode": False,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--ink)"},
+        "hoverlabel": {
+            "bgcolor": "var(--card)",
+            "bordercolor": "var(--line)",
+            "font": {"color": "var(--ink)"},
+        },
+        "legend": {
+            "orientation": "h",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "x": 0,
+            "itemclick": False,
+            "itemdoubleclick": False,
+        },
+        **{
+            name: {
+                "gridcolor": "var(--line)",
+                "linecolor": "var(--line)",
+                "zeroline": False,
+                "automargin": True,
+                "exponentformat": "power",
+            }
+            for name in ("xaxis", "yaxis")
+        },
+    }
+}
 
 
 def run_charts(view: RunView) -> list[Chart]:
-    """The charts of one run, as many as its records allow."""
-    charts = [scatter(view), norm(view), loss(view), edge(view), within(view), layers(view)]
-    if view.calibration is not None:
-        charts += calibration(view.calibration)
-    return [chart for chart in charts if chart is not None]
+    """The charts of one run, as many as its records allow, with their captions."""
+    own = [
+        results.scatter(view.measured, view.fit),
+        results.norm(view.rows, max_norm=view.max_norm),
+        results.loss(view.rows, view.held_out, log=view.status == "diverged"),
+        results.edge(view.measured),
+        results.within(view.fit) if view.fit else None,
+        layers(view),
+    ]
+    charts = [replace(chart, words=captions.OF_RUN[chart.kind](view)) for chart in own if chart is not None]
+    return charts + (calibration_charts(view.calibration) if view.calibration else [])
 
 
-def scatter(view: RunView) -> Chart | None:
-    """Smoothness against gradient norm, coloured by iteration, with the fitted line and the frontier."""
-    found = view.usable("grad_norm", "smoothness", "step", "loss", "lr", positive=2)
-    if not len(found["step"]):
-        return None
-    points = Series(
-        name="measured",
-        x=found["grad_norm"],
-        y=found["smoothness"],
-        dash="",
-        mark="circle",
-        shade=found["step"],
-        extra={name: found[name] for name in ("step", "loss", "lr")},
-    )
-    fitted: list[Series] = []
-    if view.fit is not None:
-        norms = np.geomspace(*view.fit.grad_norm_range, 60)
-        line = f"{view.fit.quantile:.0%} line: {view.fit.L0:.3g} + {view.fit.L1:.3g}‖g‖"
-        fitted = [
-            Series(name=line, x=norms, y=view.fit.L0 + view.fit.L1 * norms, colour=1),
-            Series(
-                name="frontier", x=norms, y=view.fit.envelope(norms), colour="ink", dash="dash", thin=True
-            ),
-        ]
-    return Chart(
-        kind="scatter",
-        title="Smoothness against gradient norm",
-        words=captions.scatter(view),
-        x=Axis(label=GRADIENT, log=True),
-        y=Axis(label=SMOOTHNESS, log=True),
-        series=(points, *fitted),
-        switch="xy",
-    )
-
-
-def norm(view: RunView) -> Chart | None:
-    """Gradient norm over the steps, the clipped ones marked."""
-    rows = view.rows
-    if not np.isfinite(rows.get("grad_norm", np.array([]))).any():
-        return None
-    step, norms, clipped = rows["step"], rows["grad_norm"], np.isfinite(rows["clip_norm"])
-    series = [Series(name="gradient norm", x=step, y=norms)]
-    if clipped.any():
-        marks = Series(
-            name="clipped steps", x=step[clipped], y=norms[clipped], colour=1, dash="", mark="triangle"
-        )
-        series.append(marks)
-    if math.isfinite(view.max_norm):
-        series.append(_level(step, view.max_norm, "clipping starts"))
-    return Chart(
-        kind="norm",
-        title="Gradient norm",
-        words=captions.norm(view),
-        x=Axis(label="iteration"),
-        y=Axis(label=GRADIENT, log=True),
-        series=tuple(series),
-    )
-
-
-def loss(view: RunView) -> Chart | None:
-    """Training loss over the steps, and the held-out loss where there is one."""
-    rows = view.rows
-    if not np.isfinite(rows.get("loss", np.array([]))).any():
-        return None
-    series = [Series(name="training loss", x=rows["step"], y=rows["loss"])]
-    if len(view.held_out.get("step", ())):
-        held_out = view.held_out
-        series.append(
-            Series(name="held-out loss", x=held_out["step"], y=held_out["loss"], colour=1, mark="square")
-        )
-    return Chart(
-        kind="loss",
-        title="Loss",
-        words=captions.loss(view),
-        x=Axis(label="iteration"),
-        y=Axis(label="loss", log=view.status == "diverged"),
-        series=tuple(series),
-        switch="y",
-    )
-
-
-def edge(view: RunView) -> Chart | None:
-    """lr·L/2 over the steps: above 1 a step of plain descent overshoots."""
-    found = view.usable("step", "lr", "smoothness", positive=0)
-    if not (np.isfinite(found["lr"]) & np.isfinite(found["smoothness"])).any():
-        return None
-    series = [Series(name="lr·L/2", x=found["step"], y=found["lr"] * found["smoothness"] / 2)]
-    m = view.measured
-    with np.errstate(divide="ignore", invalid="ignore"):
-        taken = m["step_norm"] / m["grad_norm"] * m["smoothness"] / 2
-    series.append(Series(name="with the step as taken", x=m["step"], y=taken, colour=2, dash="dot"))
-    series.append(_level(m["step"], 1.0, "edge of stability", colour=1))
-    return Chart(
-        kind="edge",
-        title="lr·L/2 and the edge of stability",
-        words=captions.edge(view),
-        x=Axis(label="iteration"),
-        y=Axis(label="lr·L/2", log=True),
-        series=tuple(series),
-    )
-
-
-def within(view: RunView) -> Chart | None:
-    """By how much smoothness and gradient norm change together inside single steps, on one batch."""
-    if view.fit is None or view.fit.within.missing:
-        return None
-    samples = view.fit.samples
-    norms = mean_norms(samples.grad_norm, samples.grad_norms, np.array(samples.fractions))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        x, y = (np.diff(np.log(values), axis=1)[:, -1] for values in (norms, samples.secants))
-    shown = np.isfinite(x) & np.isfinite(y)
-    ends = np.array([min(0.0, x[shown].min()), max(0.0, x[shown].max())])
-    elasticity = view.fit.within.elasticity
-    points = Series(
-        name="single steps",
-        x=x[shown],
-        y=y[shown],
-        dash="",
-        mark="circle",
-        shade=samples.step[shown],
-        extra={"step": samples.step[shown]},
-    )
-    return Chart(
-        kind="within",
-        title="Inside single steps",
-        words=f"{captions.within(view)} Each point is one step: the change of both over its last part.",
-        x=Axis(label="change of log gradient norm"),
-        y=Axis(label="change of log smoothness"),
-        series=(
-            points,
-            Series(name=f"elasticity {elasticity:.2f}", x=ends, y=elasticity * ends, colour=1),
-            _level(ends, 0.0, "constant Hessian"),
-        ),
-    )
+def calibration_charts(found: Calibration) -> list[Chart]:
+    """The charts of a calibration with their captions."""
+    words = captions.calibration(found), captions.calibration_loss(found)
+    charts = results.calibration(found)
+    return [replace(chart, words=said) for chart, said in zip(charts, words, strict=True)]
 
 
 def layers(view: RunView) -> Chart | None:
     """Smoothness layer by layer over the steps."""
     if not view.layers:
         return None
-    grid = Grid(
-        across=view.measured["step"].tolist(),
-        down=list(view.layers),
-        values=np.array(list(view.layers.values())),
-        label="smoothness",
-        log=True,
-    )
-    return Chart(
-        kind="layers",
-        title="Smoothness by layer",
-        words=captions.layers(view),
-        x=Axis(label="iteration"),
-        y=Axis(label=""),
-        grid=grid,
-    )
-
-
-def calibration(found: Calibration) -> list[Chart]:
-    """Change of the gradient and of the loss over steps of growing length, one line a batch.
-
-    Filled marks are safe steps, open ones are not; the band is the 90 % interval of the safe step.
-    """
-    safe = median(batch.safe_step for batch in found.curve)
-    low, high = (end / found.lr * safe for end in found.lr_interval)
-    kappas, losses = [], []
-    for number, batch in enumerate(found.curve):
-        common = {
-            "name": f"batch {number + 1}",
-            "x": np.array([point.step for point in batch.points]),
-            "colour": number % NUM_COLOURS,
-            "mark": "circle",
-            "hollow": np.array([not point.safe for point in batch.points]),
-        }
-        change = np.array([point.loss for point in batch.points]) - batch.loss
-        said = [f"{by:+.3g}" if math.isfinite(by) else "not finite" for by in change.tolist()]
-        notes = [
-            f"{'safe' if point.safe else 'not safe'}, loss {by}"
-            for point, by in zip(batch.points, said, strict=True)
-        ]
-        kappa = np.array([point.kappa for point in batch.points])
-        kappas.append(Series(**common, y=kappa, extra={"": notes}))
-        losses.append(Series(**common, y=change))
-    # A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
-    finite = np.concatenate([series.y[np.isfinite(series.y)] for series in losses] or [np.zeros(1)])
-    lowest, highest = (float(finite.min()), float(finite.max())) if len(finite) else (-1.0, 1.0)
-    steps = np.concatenate([series.x for series in kappas])
-    ends = np.array([steps.min(), steps.max()])
-    positive = np.concatenate([series.y[series.y > 0] for series in kappas])
-    positive = np.append(positive[np.isfinite(positive)], found.max_kappa)
-    words, span = captions.calibration(found), (low, high) if low < high else None
-    changes = (
-        "change of the slope along the step, κ(h)" if found.along_signs else "change of the gradient, h·L̂(h)"
-    )
-    upright = {"name": f"safe step {safe:.3g}", "x": np.array([safe, safe]), "colour": "soft"}
-    room = (1.15 * lowest, min(max(highest, -0.2 * lowest), -0.8 * lowest)) if lowest < 0 else None
-    return [
-        Chart(
-            kind="calibration",
-            title="Where the step stops being safe",
-            words=words,
-            x=Axis(label="step h", log=True),
-            y=Axis(label=changes, log=True),
-            series=(
-                *kappas,
-                _level(ends, found.max_kappa, "largest safe change"),
-                Series(**upright, y=np.array([positive.min(), positive.max()])),
-            ),
-            span=span,
-        ),
-        Chart(
-            kind="calibration-loss",
-            title="Change of the loss over the step",
-            words=captions.calibration_loss(found),
-            x=Axis(label="step h", log=True),
-            y=Axis(label="change of the loss over the step", range=room),
-            series=(
-                *losses,
-                _level(ends, 0.0, "no change"),
-                Series(**upright, y=np.array(room or (lowest, highest))),
-            ),
-            span=span,
-        ),
-    ]
+    values = np.array(list(view.layers.values()))
+    grid = Grid(view.measured["step"].tolist(), list(view.layers), values, "smoothness", log=True)
+    return Chart("layers", "Smoothness by layer", Axis("iteration"), Axis(""), grid=grid)
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
@@ -355,30 +92,17 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     for view in views:
         settings.setdefault(view.setting if view.fields else view.name, []).append(view)
     charts = []
-    for kind, title in (
-        ("loss", "training loss (running mean)"),
-        ("grad_norm", GRADIENT),
-        ("smoothness", SMOOTHNESS),
-        ("scatter", SMOOTHNESS),
-    ):
-        series = tuple(
-            _setting(name, number, runs, kind) for number, (name, runs) in enumerate(settings.items())
-        )
+    kinds = {"loss": "training loss (running mean)", "grad_norm": GRADIENT, "smoothness": SMOOTHNESS}
+    for kind, label in (*kinds.items(), ("scatter", SMOOTHNESS)):
+        series = tuple(_setting(name, i, runs, kind) for i, (name, runs) in enumerate(settings.items()))
         if not any(np.isfinite(one.y).any() for one in series):
             continue
-        charts.append(
-            Chart(
-                kind=f"comparison-{kind}",
-                title="smoothness against gradient norm" if kind == "scatter" else title.partition(" (")[0],
-                words=captions.comparison(views),
-                x=Axis(label=GRADIENT, log=True) if kind == "scatter" else Axis(label="iteration"),
-                y=Axis(
-                    label=title, log=kind != "loss", range=_calm_range(series, list(settings.values()), kind)
-                ),
-                series=series,
-                switch="xy" if kind == "scatter" else "y",
-            )
-        )
+        points = kind == "scatter"
+        title = "smoothness against gradient norm" if points else label.partition(" (")[0]
+        x = Axis(GRADIENT, log=True) if points else Axis("iteration")
+        y = Axis(label, log=kind != "loss", range=_calm_range(series, list(settings.values()), kind))
+        words, switch = captions.comparison(views), "xy" if points else "y"
+        charts.append(Chart(f"comparison-{kind}", title, x, y, series, words=words, switch=switch))
     return charts
 
 
@@ -401,41 +125,29 @@ def heat_map(trials: Sequence[tuple[Mapping[str, Any], float, str]]) -> Chart:
         for i in down
     ]
     grid = Grid(
-        across=[_short(value) for value in across],
-        down=[_short(value) for value in down],
-        values=np.array([[_mean(cell) for cell in row] for row in cells]),
-        label="final training loss",
+        [_short(value) for value in across],
+        [_short(value) for value in down],
+        np.array([[_mean(cell) for cell in row] for row in cells]),
+        "final training loss",
         text=[[_note(cell) for cell in row] for row in cells],
         reverse=True,
     )
-    return Chart(
-        kind="heat",
-        title="Final training loss",
-        words=captions.heat(grid, rows, columns),
-        x=Axis(label=columns.replace("_", " ")),
-        y=Axis(label=rows.replace("_", " ")),
-        grid=grid,
-    )
-
-
-def _level(x: np.ndarray, y: float, name: str, *, colour: int | str = "ink") -> Series:
-    """A level line over the range of ``x``."""
-    ends = np.array([np.nanmin(x), np.nanmax(x)])
-    return Series(name=name, x=ends, y=np.array([y, y]), colour=colour, dash="dash", thin=True)
+    axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
+    return Chart("heat", "Final training loss", *axes, words=captions.heat(grid, rows, columns), grid=grid)
 
 
 def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
-    look = {"name": name, "colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % 4]}
+    look: dict[str, Any] = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % 4]}
     if kind == "scatter":
         x, y = (
             np.concatenate([run.measured.get(column, np.array([])) for run in runs])
             for column in ("grad_norm", "smoothness")
         )
-        return Series(**{**look, "dash": "", "mark": "circle"}, x=x, y=y)
+        return Series(name, x, y, colour=look["colour"], dash="", mark="circle")
     found = [run.measured if kind == "smoothness" else run.rows for run in runs]
     found = [rows for rows in found if len(rows.get("step", ()))]
     if not found:
-        return Series(**look, x=np.array([]), y=np.array([]))
+        return Series(name, np.array([]), np.array([]), **look)
     # Seeds end at different steps where one diverged: the mean is over steps that all of them have.
     steps = found[0]["step"]
     for rows in found[1:]:
@@ -446,11 +158,11 @@ def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Seri
             for rows in found
         ]
     ).reshape(len(found), len(steps))
-    keep = thinned(np.arange(len(steps)), _MOST_COMPARED)
+    keep = results.thinned(np.arange(len(steps)), _MOST_COMPARED)
     steps, curves = steps[keep], curves[:, keep]
     with np.errstate(over="ignore", invalid="ignore"):
         band = {"low": curves.min(axis=0), "high": curves.max(axis=0)} if len(found) > 1 else {}
-        return Series(**look, x=steps, y=curves.mean(axis=0), **band)
+        return Series(name, steps, curves.mean(axis=0), **look, **band)
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
@@ -519,3 +231,173 @@ def _short(value: Any) -> str:
     if isinstance(value, float) and math.isinf(value):
         return "no clipping"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def to_plotly(chart: Chart) -> dict[str, Any]:
+    """The chart as plotly's ``data`` and ``layout``; under ``scales`` what changes with the kind of axis."""
+    axes = {}
+    for name, axis in (("x", chart.x), ("y", chart.y)):
+        axes[f"{name}axis"] = {"title": {"text": plain(axis.label), "standoff": 8}}
+        if chart.grid is None:
+            axes[f"{name}axis"] |= _scale(chart, name, log=axis.log)
+        else:
+            names = chart.grid.down if name == "y" else chart.grid.across
+            axes[f"{name}axis"]["type"] = "category" if names and isinstance(names[0], str) else "linear"
+    data = [_plotly_grid(chart.grid, chart)] if chart.grid is not None else []
+    for number, series in enumerate(chart.series):
+        data += _plotly_series(series, number)
+    layout: dict[str, Any] = {
+        **axes,
+        "showlegend": chart.grid is None and len(chart.series) <= 2 * NUM_COLOURS,
+    }
+    if chart.span is not None and all(map(math.isfinite, chart.span)):
+        low, high = chart.span
+        upright = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": high, "y0": 0, "y1": 1}
+        layout["shapes"] = [{**upright, "fillcolor": "var(--soft)", "opacity": 0.2, "line": {"width": 0}}]
+    drawn = {"kind": chart.kind, "data": data, "layout": layout}
+    if chart.switch:
+        drawn["scales"] = {
+            scale: {f"{name}axis": _scale(chart, name, log=scale == "log") for name in chart.switch}
+            for scale in ("log", "linear")
+        }
+    return drawn
+
+
+def rounded(values: Sequence[Any] | np.ndarray) -> list[Any]:
+    """Five significant digits, whole numbers whole, None for what is not finite, texts as they are.
+
+    Example:
+        >>> rounded(np.array([0.123456789, 20.0, np.nan]))
+        [0.12346, 20, None]
+    """
+    found: list[Any] = []
+    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+        if isinstance(value, str):
+            found.append(plain(value))
+        elif not math.isfinite(value):
+            found.append(None)
+        else:
+            found.append(
+                int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
+            )
+    return found
+
+
+def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
+    """Kind, range and ticks of an axis, logarithmic or linear."""
+    values = np.concatenate([getattr(series, name) for series in chart.series] or [np.array([])])
+    values = values[np.isfinite(values) & ((values > 0) | (not log))]
+    limits = getattr(chart, name).range
+    if limits is not None and log and limits[0] <= 0:
+        limits = (float(values.min()), limits[1]) if len(values) else None
+    ends = limits or ((float(values.min()), float(values.max())) if len(values) else (1.0, 10.0))
+    if not log:
+        whole = getattr(chart, name).label == "iteration" and ends[1] - ends[0] <= 8
+        return {
+            "type": "linear",
+            "range": list(limits) if limits else None,
+            "tickmode": "linear" if whole else "auto",
+            **({"dtick": 1} if whole else {}),
+        }
+    ticks = log_ticks(*ends, most=6 if name == "x" else 8)
+    return {
+        "type": "log",
+        "range": [math.log10(end) for end in limits] if limits else None,
+        "tickmode": "array",
+        "tickvals": rounded(ticks),
+        "ticktext": [_power(tick) for tick in ticks],
+    }
+
+
+def log_ticks(low: float, high: float, *, most: int) -> list[float]:
+    """Ticks of a logarithmic axis: 1, 2, 5 over two decades, else whole decades, few enough for a phone.
+
+    Example:
+        >>> log_ticks(0.9, 12.0, most=6), log_ticks(1e-4, 1e4, most=4)
+        ([0.5, 1.0, 2.0, 5.0, 10.0, 20.0], [0.0001, 0.01, 1.0, 100.0, 10000.0])
+    """
+    bottom, top = math.log10(low), math.log10(high)
+    decades = range(math.floor(bottom), math.ceil(top) + 1)
+    if top - bottom > 2:
+        every = max(1, math.ceil((top - bottom) / most))
+        return [float(f"1e{d}") for d in decades if d % every == 0]
+    span = top - bottom
+    fine = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9) if span <= 0.4 else (1, 2, 3, 5, 7) if span <= 1 else (1, 2, 5)
+    ticks = [float(f"{m}e{d}") for d in decades for m in fine]
+    inside = [i for i, tick in enumerate(ticks) if low <= tick <= high] or [0, len(ticks) - 1]
+    return ticks[max(0, inside[0] - 1) : inside[-1] + 2]
+
+
+def _power(value: float) -> str:
+    if 0.00099 <= value < 10001:
+        return f"{value:g}"
+    digits, _, power = f"{value:e}".partition("e")
+    return ("" if float(digits) == 1 else f"{float(digits):g}·") + f"10<sup>{int(power)}</sup>"
+
+
+def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
+    colour = f"var(--s{series.colour})" if isinstance(series.colour, int) else f"var(--{series.colour})"
+    name, common = plain(series.name), {"type": "scatter", "legendgroup": str(number)}
+    if series.low is not None and series.high is not None:
+        usable = np.isfinite(series.low) & np.isfinite(series.high)
+        x, low, high = series.x[usable], series.low[usable], series.high[usable]
+        yield {
+            **common, "name": f"{name}, range",
+            "x": rounded([*x, *x[::-1]]), "y": rounded([*high, *low[::-1]]),
+            "mode": "lines", "fill": "toself", "fillcolor": colour, "opacity": 0.2, "line": {"width": 0},
+            "hoverinfo": "skip", "showlegend": False,
+        }  # fmt: skip
+    lonely = np.isfinite(series.y).sum() < 2  # a line through one point cannot be seen
+    marks = series.mark or ("circle" if lonely else "")
+    mode = "+".join(part for part, on in (("lines", series.dash), ("markers", marks)) if on)
+    trace: dict[str, Any] = {
+        **common,
+        "name": name,
+        "x": rounded(series.x),
+        "y": rounded(series.y),
+        "mode": mode,
+    }
+    if series.dash:
+        trace["line"] = {"color": colour, "width": 1.3 if series.thin else 1.6, "dash": series.dash}
+    if marks:
+        symbol: Any = {"triangle": "triangle-up"}.get(marks, marks)
+        if series.hollow is not None:
+            symbol = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow]
+        trace["marker"] = {"color": colour, "symbol": symbol, "size": 4 if series.thin else 6}
+    if series.shade is not None:
+        bar = {"title": {"text": "iteration", "side": "right"}, "thickness": 10, "outlinewidth": 0}
+        look = {"colorscale": "var(--shades)", "opacity": 0.9, "line": {"width": 0.6, "color": "var(--soft)"}}
+        trace["marker"] |= {**look, "color": rounded(series.shade), "colorbar": bar}
+    if series.extra:
+        columns = [rounded(column) for column in series.extra.values()]
+        trace["customdata"] = [list(row) for row in zip(*columns, strict=True)]
+        said = [f"{label} %{{customdata[{i}]}}".lstrip() for i, label in enumerate(series.extra)]
+        trace["hovertemplate"] = "<br>".join([*said, "%{x:.4g}, %{y:.4g}<extra></extra>"])
+    yield trace
+
+
+def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shown = np.log10(grid.values) if grid.log else grid.values
+    label = f"log10 {grid.label}" if grid.log else grid.label
+    trace: dict[str, Any] = {
+        "type": "heatmap",
+        "x": rounded(grid.across),
+        "y": rounded(grid.down),
+        "z": [rounded(row) for row in shown],
+        "colorscale": "Viridis",
+        "reversescale": grid.reverse,
+        "hoverongaps": False,
+        "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 10, "outlinewidth": 0},
+        "customdata": [rounded(row) for row in grid.values],
+        "hovertemplate": f"{plain(chart.y.label)} %{{y}}<br>{plain(chart.x.label)} %{{x}}<br>"
+        f"{grid.label} %{{customdata:.4g}}<extra></extra>",
+    }
+    if grid.text:
+        trace |= {
+            "text": [rounded(row) for row in grid.text],
+            "texttemplate": "%{text}",
+            "xgap": 2,
+            "ygap": 2,
+        }
+    return trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import io
 import json
 import platform
@@ -22,18 +23,20 @@ from plotly.offline import get_plotlyjs
 
 import curvestep
 from curvestep._files import write_atomically
-from curvestep.calibration.result import Calibration
+from curvestep.display.chart import Chart
+from curvestep.display.drawing import figure_of, save
+from curvestep.display.markup import visible
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import NOT_RUN, Chart, calibration, comparison, heat_map, run_charts
-from curvestep.lab.report.drawing import TEMPLATE, figure_of, save, to_plotly
-from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, tasks_of, visible
+from curvestep.lab.report.charts import NOT_RUN, TEMPLATE, comparison, heat_map, run_charts, to_plotly
+from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, place_of, tasks_of
 from curvestep.lab.run.folder import Run, read_json
+from curvestep.smoothness.trace import Trace
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
 _MOST_COLOURS = 128  # of an image: enough for lines, points and their edges, a third of the bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Page:
     """The page that was written, and what it says at the top.
 
@@ -47,34 +50,51 @@ class Page:
     verdicts: tuple[dict[str, Any], ...]
     runs: tuple[RunView, ...]
 
+    def __repr__(self) -> str:
+        return f"<Page: {len(self.runs)} runs, {str(self.path)!r}>"
+
 
 def write_page(
-    paths: Iterable[str | Path],
+    paths: Iterable[str | Path | Trace],
     output: str | Path = "report.html",
     *,
     title: str = "",
+    overwrite: bool = False,
     loaded: Iterable[Run] = (),
 ) -> Page:
     """Write one self-contained page about these runs.
 
     Args:
-        paths: Run folders, folders that hold runs (a sweep, a reproduction), or trace files of your own loop.
+        paths: Run folders, folders that hold runs (a sweep, a reproduction), trace files of your own loop, or
+            traces.
             Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of ``metrics.jsonl`` with
             ``"split": "valid"`` are shown too.
-        output: The HTML file; replaced if it is there.
+        output: The HTML file. A page about the same runs is replaced, any other file is not.
         title: Heading of the page; default: what was found.
+        overwrite: Replace ``output`` whatever it is.
         loaded: Runs that were loaded already: what they hold, such as their fits, is not computed again.
 
     Raises:
-        ValueError: there is no run and no trace in ``paths``.
+        ValueError: there is no run and no trace in ``paths``, or ``output`` is a file to keep.
     """
-    places = [Path(path) for path in paths]
-    views = find_views(places, loaded=loaded)
+    sources = list(paths)
+    places = [place_of(source) if isinstance(source, Trace) else Path(source) for source in sources]
+    subject = hashlib.sha256("\n".join(sorted(str(place.resolve()) for place in places)).encode()).hexdigest()
+    output = Path(output)
+    if output.is_dir():
+        raise ValueError(
+            f"`output` must be an HTML file, got the folder {output}. Try {output / 'report.html'}."
+        )
+    if output.exists() and not overwrite and subject.encode() not in output.read_bytes()[:2000]:
+        raise ValueError(
+            f"{output} is there already and is not a page about these runs. Choose another `output`, or "
+            "`overwrite` it."
+        )
+    views = find_views(sources, loaded=loaded)
     tasks = tasks_of(views)
     claims = claims_of(places)
     said = [captions.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
-    page = render_page(tasks, said, claims=claims, figures=figures_of(places), title=title)
-    output = Path(output)
+    page = render_page(tasks, said, claims=claims, figures=figures_of(places), title=title, subject=subject)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     found = [{"title": "", "verdict": claims["found"], "warnings": []}] if claims else []
@@ -88,6 +108,7 @@ def render_page(
     claims: Mapping[str, Any] | None = None,
     figures: Sequence[Mapping[str, str]] = (),
     title: str = "",
+    subject: str = "",
 ) -> str:
     """The page as text.
 
@@ -97,6 +118,7 @@ def render_page(
         claims: The claims of a reproduction, if there are any.
         figures: Its figures.
         title: Heading of the page.
+        subject: What tells pages about other runs apart.
     """
     views = [view for task in tasks for view in task.runs]
     drawn: dict[str, Chart] = {}  # by the id of their place in the page
@@ -139,6 +161,7 @@ def render_page(
     specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
     return environment.get_template("page.html.j2").render(
         title=title or captions.page_title(views, reproduction=claims is not None),
+        subject=subject,
         subtitle=captions.subtitle(views),
         verdicts=verdicts,
         claims=claims,
@@ -221,7 +244,7 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
                     [chart], title=f"{view.name}: {view.setting}"
                 )
         if view.calibration is not None:
-            figures[f"{view.name}-calibration"] = calibration_figure(view.calibration, title=view.name)
+            figures[f"{view.name}-calibration"] = view.calibration.plot(title=view.name)
     several = [task for task in tasks_of(views) if len(task.runs) > 1]
     for task in several:
         for chart in comparison(task.runs)[:1]:
@@ -231,12 +254,6 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
     for name, figure in figures.items():
         written += save(figure, Path(folder) / f"{file_name(name)}.png")
     return written
-
-
-def calibration_figure(found: Calibration, *, title: str = "") -> Figure:
-    """A calibration as one figure: change of the gradient and of the loss over steps of growing length."""
-    note = f"{found.optimizer}: lr {found.lr:.3g}{found.threshold}; {found.num_gradients} gradients"
-    return figure_of(calibration(found), title=title, note=note)
 
 
 def file_name(name: str) -> str:

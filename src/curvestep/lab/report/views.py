@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,16 @@ import numpy as np
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.calibration.result import Calibration, read_calibration
+from curvestep.display.markup import visible
+from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import clip_norms, final_loss
+from curvestep.fit.samples import final_loss
 from curvestep.lab.recipes import to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
+from curvestep.steps import clip_norms
 
 CLAIMS = "claims.json"
-MOST_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = dict[str, np.ndarray]
 
 
@@ -93,17 +94,6 @@ class RunView:
         known = norms[~np.isnan(norms)]
         return float(np.isfinite(known).mean()) if len(known) else float("nan")
 
-    def usable(self, *names: str, positive: int | None = None) -> Columns:
-        """Columns of ``measured``: the rows where the first ``positive`` of them are (default all)."""
-        values = [self.measured.get(name, np.array([])) for name in names]
-        checked = values[: len(names) if positive is None else positive]
-        keep = (
-            np.all([np.isfinite(value) & (value > 0) for value in checked], axis=0)
-            if checked
-            else slice(None)
-        )
-        return {name: value[keep] for name, value in zip(names, values, strict=True)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -137,8 +127,8 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
     return tasks
 
 
-def find_views(paths: Iterable[str | Path], *, loaded: Iterable[Run] = ()) -> list[RunView]:
-    """The runs in ``paths``: run folders, folders of run folders, trace files.
+def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
+    """The runs in ``paths``: run folders, folders of run folders, trace files; or traces themselves.
 
     A reproduction may have claims and figures but no run. Where ``paths`` lead to a run in ``loaded``, it is
     taken as it is, with its fit.
@@ -146,24 +136,36 @@ def find_views(paths: Iterable[str | Path], *, loaded: Iterable[Run] = ()) -> li
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
-    places = [Path(path) for path in paths]
+    places = [path if isinstance(path, Trace) else Path(path) for path in paths]
     known = {run.folder.resolve(): run for run in loaded}
     sources = [
         known.get(source.folder.resolve(), source) if isinstance(source, Run) else source
-        for path in places
-        for source in _sources(path)
+        for place in places
+        for source in ([place] if isinstance(place, Trace) else _sources(place))
     ]
     if not sources and places:
         return []
     if not sources:
         raise ValueError("`paths` must name at least one run folder or trace file, got none.")
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
-    files = [source.folder if isinstance(source, Run) else source for source in sources]
+    files = [
+        source.folder
+        if isinstance(source, Run)
+        else place_of(source)
+        if isinstance(source, Trace)
+        else source
+        for source in sources
+    ]
     names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
     return [
         _run_view(source, name) if isinstance(source, Run) else _trace_view(source, name)
         for source, name in zip(sources, names, strict=True)
     ]
+
+
+def place_of(trace: Trace) -> Path:
+    """The file of a trace; of one in memory a name for it."""
+    return trace.path or Path(str(trace.header.get("model", "a trace in memory")))
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -240,11 +242,12 @@ def _run_view(run: Run, name: str) -> RunView:
     )
 
 
-def _trace_view(path: Path, name: str) -> RunView:
+def _trace_view(source: Path | Trace, name: str) -> RunView:
     """A trace alone; ``metrics.jsonl`` and ``calibration.json`` beside it are shown too."""
     notes: list[str] = []
     with _noted(notes):
-        trace = Trace.load(path)
+        trace = source if isinstance(source, Trace) else Trace.load(source)
+        path = place_of(trace)
         measurement = _measurement(trace, notes)
         calibration = _calibration(path.parent, notes) if path.name == TRACE else None
     beside, rows = path.parent / METRICS, []
@@ -253,21 +256,15 @@ def _trace_view(path: Path, name: str) -> RunView:
             warnings.simplefilter("ignore")  # rows written by hand have no checksum
             rows = [row for chunk in read_rows(file, beside) for row in chunk]
     held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
-    clipped = measurement["measured"]["clip_norm"]
-    clipped = clipped[np.isfinite(clipped)]
-    same = len(clipped) and np.ptp(clipped) <= 1e-3 * np.median(
-        clipped
-    )  # one threshold, or a line means nothing
-    told = [
-        str(trace.header[key]) for key in ("model", "num_parameters", "measured_on") if key in trace.header
-    ]
+    about = ("model", "num_parameters", "measured_on")
+    told = [str(trace.header[key]) for key in about if key in trace.header]
     return RunView(
         name=name,
         setting="a trace of your own loop",
         task=", ".join(told),
         status="diverged" if len(trace) and trace[-1]["status"] == NONFINITE else "",
         step=int(trace.column("step")[-1]) if len(trace) else 0,
-        max_norm=float(np.median(clipped)) if same else float("inf"),
+        max_norm=common_threshold(measurement["measured"]["clip_norm"]),
         held_out={key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")},
         calibration=calibration,
         final_loss=final_loss(trace.column("step"), trace.column("loss")) if len(trace) else float("nan"),
@@ -299,19 +296,11 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
     advice = advise(fit or trace)
     if advice.refused:
         notes += [reason for reason in advice.reasons if reason not in notes]
-    layers = [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
-    keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
-    names = ("step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient")
-    measured = {column: trace.column(column)[keep] for column in names}
-    coefficient, lengths = measured.pop("coefficient"), measured["step_norm"]
-    measured["clip_norm"] = clip_norms(
-        coefficient, measured["grad_norm"], step_norm=lengths, lr=measured["lr"]
-    )
+    measured = columns_of(trace)
+    layers = [name for name in measured if name.startswith("layers/")]
     return {
+        "layers": {visible(name.split("/", 1)[1].rsplit("/", 1)[0]): measured.pop(name) for name in layers},
         "measured": measured,
-        "layers": {
-            visible(name.split("/", 1)[1].rsplit("/", 1)[0]): trace.column(name)[keep] for name in layers
-        },
         "fit": fit,
         "advice": None if advice.refused else advice,
         "header": trace.header,
@@ -326,27 +315,6 @@ def _train_columns(run: Run) -> Columns:
     columns = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
     columns["clip_norm"] = clip_norms(columns.pop("coefficient"), columns["grad_norm"])
     return columns
-
-
-def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
-    """At most ``most`` of the rows, evenly spaced, the first and the last among them."""
-    if len(rows) <= most:
-        return rows
-    return rows[np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
-
-
-def visible(text: str) -> str:
-    r"""Text with control characters as escapes: none of them can hide or turn around what stands beside it.
-
-    Example:
-        >>> print(visible("run\u202egpj.exe"), visible("a\x1b[31m"))
-        run\u202egpj.exe a\u001b[31m
-    """
-    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return "".join(
-        f"\\u{ord(char):04x}" if unicodedata.category(char) in hidden and char not in "\n\t" else char
-        for char in text
-    )
 
 
 @contextmanager

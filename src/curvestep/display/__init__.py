@@ -1,0 +1,1 @@
+"""How results are shown: charts as data, figures by matplotlib, tables for notebooks."""

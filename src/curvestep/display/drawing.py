@@ -1,0 +1,228 @@
+"""Charts drawn by matplotlib, and how figures look."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from curvestep.display.chart import Chart, Grid, Series
+from curvestep.display.markup import visible
+
+# Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
+LINE = "#D55E00"
+FRONTIER = "#000000"
+_INK = {"ink": "#000000", "soft": "#777777"}
+_LINES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":", "": "none"}
+_MARKS = {"circle": "o", "triangle": "^", "square": "s", "": ""}
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.fontsize": 7.5,
+    "legend.framealpha": 0.9,
+    "lines.linewidth": 1.4,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "curvestep",  # the same figure is the same file
+    "figure.dpi": 100,
+}
+
+
+def draw(panel: Axes, chart: Chart) -> None:
+    """Draw a chart into a panel of matplotlib."""
+    assert panel.figure is not None
+    if chart.grid is not None:
+        _draw_grid(panel, chart.grid)
+    if chart.span is not None:
+        panel.axvspan(*chart.span, color=_INK["soft"], alpha=0.15, linewidth=0)
+    for series in chart.series:
+        _draw_series(panel, series)
+    if chart.grid is None:
+        log_axes(panel, x=chart.x.log, y=chart.y.log)
+        if chart.y.range is not None and np.ptp(chart.y.range) > 0:
+            panel.set_ylim(chart.y.range)
+        if len(chart.series) > 4:
+            legend_below(panel, columns=2)
+        else:
+            panel.legend(loc="best")
+    panel.set_xlabel(_literal(chart.x.label))
+    panel.set_ylabel(_literal(chart.y.label))
+
+
+def _draw_series(panel: Axes, series: Series) -> None:
+    colour = COLOURS[series.colour] if isinstance(series.colour, int) else _INK[series.colour]
+    name = _literal(series.name)
+    if series.shade is not None:
+        points = panel.scatter(
+            series.x, series.y, c=series.shade, cmap=ITERATIONS, s=12, linewidths=0, label=name
+        )
+        assert panel.figure is not None
+        panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+        return
+    if series.low is not None and series.high is not None:
+        panel.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
+    marks = _MARKS[series.mark or ("circle" if np.isfinite(series.y).sum() < 2 else "")]
+    shown = np.isfinite(series.y)
+    if series.dash:
+        # Gaps stay gaps, but for what lies out of range of a batch's other steps.
+        line = shown if series.hollow is not None else slice(None)
+        width = 1.0 if series.thin else 1.4
+        panel.plot(
+            series.x[line],
+            series.y[line],
+            color=colour,
+            linestyle=_LINES[series.dash],
+            linewidth=width,
+            label=name,
+        )
+    if marks:
+        hollow = np.zeros(len(series.x), dtype=bool) if series.hollow is None else series.hollow
+        label = None if series.dash else name
+        for mask, fill in ((shown & ~hollow, colour), (shown & hollow, "white")):
+            look = {"color": colour, "markerfacecolor": fill, "markersize": 3 if series.thin else 4.5}
+            panel.plot(series.x[mask], series.y[mask], marks, **look, label=label)
+            label = None
+
+
+def _draw_grid(panel: Axes, grid: Grid) -> None:
+    assert panel.figure is not None
+    panel.set_facecolor("0.85")
+    panel.grid(visible=False)
+    positive = grid.values[np.isfinite(grid.values) & ((grid.values > 0) | (not grid.log))]
+    norm = LogNorm(positive.min(), positive.max()) if grid.log and len(positive) else None
+    colours = "viridis_r" if grid.reverse else "viridis"
+    image = panel.imshow(grid.values, cmap=colours, aspect="auto", norm=norm, interpolation="nearest")
+    if len(positive):
+        panel.figure.colorbar(image, ax=panel, label=grid.label)
+    middle = positive.mean() if len(positive) else 0.0
+    for i, row in enumerate(grid.text):
+        for j, text in enumerate(row):
+            dark = math.isfinite(grid.values[i, j]) and grid.values[i, j] > middle
+            panel.text(
+                j, i, _literal(text).replace(", ", "\n"), ha="center", va="center", fontsize=8,
+                color="white" if dark else "black",
+            )  # fmt: skip
+    few = range(0, len(grid.across), -(-len(grid.across) // 10))
+    panel.set_xticks(
+        few,
+        [
+            _literal(f"{grid.across[i]:g}" if isinstance(grid.across[i], float) else str(grid.across[i]))
+            for i in few
+        ],
+    )
+    panel.set_yticks(range(len(grid.down)), [_literal(name) for name in grid.down])
+
+
+def _literal(text: str) -> str:
+    """Text in which matplotlib sees no formula."""
+    return visible(text).replace("$", r"\$")
+
+
+class Picture(Figure):
+    """A figure that a notebook shows, whether or not pyplot is in use."""
+
+    def _repr_png_(self) -> bytes:
+        packed = io.BytesIO()
+        with styled():
+            self.savefig(packed, format="png")
+        return packed.getvalue()
+
+
+def figure_of(charts: Sequence[Chart], *, title: str = "", note: str = "", columns: int = 2) -> Figure:
+    """Charts side by side in one figure.
+
+    Args:
+        charts: At least one.
+        title: Above the panels; each panel has its chart's own.
+        note: In small print below them.
+        columns: Panels beside each other at most.
+    """
+    grid = charts[0].grid
+    width = max(5.0, 2.6 + 1.1 * len(grid.across)) if grid is not None and grid.text else 5.0
+    columns = min(columns, len(charts))
+    with styled():
+        figure, axes = panels(-(-len(charts) // columns), columns, width=width)
+        for panel, chart in zip(axes, charts, strict=False):
+            draw(panel, chart)
+            panel.set_title(_literal(chart.title))
+        for panel in axes[len(charts) :]:
+            panel.remove()
+        if title:
+            figure.suptitle(_literal(title), fontsize=11, fontweight="bold")
+        if note:
+            figure.supxlabel(_literal(note), fontsize=7.5, color="#555555")
+    return figure
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw inside with the project's style; matplotlib's own settings come back afterwards."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
+    """A figure of ``rows`` times ``columns`` panels of this size in inches, and the panels in a list."""
+    figure = Picture(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, [panel for row in axes for panel in row]
+
+
+def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
+    """Write ``figure`` as PNG and as SVG beside it; the two paths.
+
+    Args:
+        figure: The figure.
+        path: Where to, without or with a suffix; missing folders are made.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png, svg = path.with_suffix(".png"), path.with_suffix(".svg")
+    with styled():
+        figure.savefig(png, dpi=160, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg
+
+
+def log_axes(panel: Axes, *, x: bool = True, y: bool = True) -> None:
+    """Logarithmic axes with plain numbers at the ticks, also where the data span less than a decade."""
+    for wanted, axis, setter in ((x, panel.xaxis, panel.set_xscale), (y, panel.yaxis, panel.set_yscale)):
+        if wanted:
+            setter("log")
+            axis.set_major_locator(_Ticks())
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
+class _Ticks(LogLocator):
+    """1, 2 and 5 in each decade; over more than two decades only 1."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        self.set_params(subs=(1.0,) if vmin > 0 and vmax / vmin > 200 else (1.0, 2.0, 5.0), numticks=15)
+        return super().tick_values(vmin, vmax)
+
+
+def legend_below(panel: Axes, *, columns: int = 1) -> None:
+    """The legend under the panel, where it hides no point."""
+    panel.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, handlelength=1.6, ncols=columns
+    )

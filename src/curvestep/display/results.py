@@ -1,0 +1,225 @@
+"""The charts of a trace, a fit, an advice and a calibration, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from curvestep.display.chart import GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Series
+from curvestep.steps import clip_norms, clipped_step
+
+if TYPE_CHECKING:
+    from curvestep.calibration.result import Calibration
+    from curvestep.fit.fit import SmoothnessFit
+    from curvestep.smoothness.trace import Trace
+
+MOST_ROWS = 4000  # longer series are shown by evenly spaced rows
+Columns = Mapping[str, np.ndarray]
+_NONE = np.array([])
+
+
+def columns_of(trace: Trace) -> dict[str, np.ndarray]:
+    """Columns of the rows that were measured without trouble, ``clip_norm`` as :func:`clip_norms` gives it.
+
+    Layers are columns as in the trace: ``layers/encoder/smoothness``.
+    """
+    keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
+    names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient"]
+    names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
+    rows = {name: trace.column(name)[keep] for name in names}
+    given = {name: rows[name] for name in ("step_norm", "lr")}
+    rows["clip_norm"] = clip_norms(rows.pop("coefficient"), rows["grad_norm"], **given)
+    return rows
+
+
+def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
+    """At most ``most`` of the rows, evenly spaced, the first and the last among them."""
+    if len(rows) <= most:
+        return rows
+    return rows[np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
+
+
+def usable(rows: Columns, *names: str, positive: int | None = None) -> dict[str, np.ndarray]:
+    """These columns, of the rows where the first ``positive`` of them (default all) are positive."""
+    found = [rows.get(name, _NONE) for name in names]
+    checked = found[: len(names) if positive is None else positive]
+    keep = np.all([np.isfinite(value) & (value > 0) for value in checked], axis=0)
+    return {name: value[keep] for name, value in zip(names, found, strict=True)}
+
+
+def common_threshold(clip_norm: np.ndarray) -> float:
+    """The one gradient norm at which steps were clipped; inf if none was, or at different ones."""
+    clipped = clip_norm[np.isfinite(clip_norm)]
+    same = len(clipped) and np.ptp(clipped) <= 1e-3 * np.median(clipped)
+    return float(np.median(clipped)) if same else math.inf
+
+
+def trace_charts(trace: Trace) -> list[Chart]:
+    """Loss, gradient norm, smoothness against it, and the edge of stability, as far as they were measured."""
+    rows = columns_of(trace)
+    charts = [loss(rows), norm(rows, max_norm=common_threshold(rows["clip_norm"])), scatter(rows), edge(rows)]
+    if not any(charts):
+        raise ValueError(f"There is nothing to plot: none of the {len(trace)} rows was measured.")
+    return [chart for chart in charts if chart is not None]
+
+
+def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:
+    """Smoothness against gradient norm, coloured by iteration, with the fitted line and the frontier."""
+    found = usable(rows, "grad_norm", "smoothness", "step", "loss", "lr", positive=2)
+    step = found["step"]
+    if not len(step):
+        return None
+    extra = {name: found[name] for name in ("step", "loss", "lr")}
+    x, y = found["grad_norm"], found["smoothness"]
+    series = [Series("measured", x, y, dash="", mark="circle", shade=step, extra=extra)]
+    if fit is not None:
+        norms = np.geomspace(*fit.grad_norm_range, 60)
+        line = f"{fit.quantile:.0%} line: {fit.L0:.3g} + {fit.L1:.3g}‖g‖"
+        series.append(Series(line, norms, fit.L0 + fit.L1 * norms, colour=1))
+        frontier = fit.envelope(norms)
+        series.append(Series("frontier", norms, frontier, colour="ink", dash="dash", thin=True))
+    axes = Axis(GRADIENT, log=True), Axis(SMOOTHNESS, log=True)
+    title = "Smoothness against gradient norm"
+    return Chart("scatter", title, *axes, tuple(series), switch="xy")
+
+
+def norm(rows: Columns, *, max_norm: float = math.inf) -> Chart | None:
+    """Gradient norm over the steps, the clipped ones marked."""
+    if not np.isfinite(rows.get("grad_norm", _NONE)).any():
+        return None
+    step, norms, clipped = rows["step"], rows["grad_norm"], np.isfinite(rows["clip_norm"])
+    series = [Series("gradient norm", step, norms)]
+    if clipped.any():
+        look = {"colour": 1, "dash": "", "mark": "triangle"}
+        series.append(Series("clipped steps", step[clipped], norms[clipped], **look))
+    if math.isfinite(max_norm):
+        series.append(level(step, max_norm, "clipping starts"))
+    axes = Axis("iteration"), Axis(GRADIENT, log=True)
+    return Chart("norm", "Gradient norm", *axes, tuple(series))
+
+
+def loss(rows: Columns, held_out: Columns | None = None, *, log: bool = False) -> Chart | None:
+    """Training loss over the steps, and the held-out loss where there is one."""
+    if not np.isfinite(rows.get("loss", _NONE)).any():
+        return None
+    series = [Series("training loss", rows["step"], rows["loss"])]
+    if held_out and len(held_out["step"]):
+        other = held_out["step"], held_out["loss"]
+        series.append(Series("held-out loss", *other, colour=1, mark="square"))
+    axes = Axis("iteration"), Axis("loss", log=log)
+    return Chart("loss", "Loss", *axes, tuple(series), switch="y")
+
+
+def edge(rows: Columns) -> Chart | None:
+    """lr·L/2 over the steps: above 1 a step of plain descent overshoots."""
+    if not len(rows.get("step", _NONE)):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        edges = rows["lr"] * rows["smoothness"] / 2
+        taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
+    if not np.isfinite(edges).any():
+        return None
+    series = (
+        Series("lr·L/2", rows["step"], edges),
+        Series("with the step as taken", rows["step"], taken, colour=2, dash="dot"),
+        level(rows["step"], 1.0, "edge of stability", colour=1),
+    )
+    axes = Axis("iteration"), Axis("lr·L/2", log=True)
+    return Chart("edge", "lr·L/2 and the edge of stability", *axes, series)
+
+
+def within(fit: SmoothnessFit) -> Chart | None:
+    """By how much smoothness and gradient norm change together inside single steps, on one batch."""
+    if fit.within.missing:
+        return None
+    x, y = fit.changes_within()
+    shown = np.isfinite(x) & np.isfinite(y)
+    x, y, step = x[shown], y[shown], fit.samples.step[shown]
+    ends = np.array([min(0.0, x.min()), max(0.0, x.max())])
+    elasticity = fit.within.elasticity
+    series = (
+        Series("single steps", x, y, dash="", mark="circle", shade=step, extra={"step": step}),
+        Series(f"elasticity {elasticity:.2f}", ends, elasticity * ends, colour=1),
+        level(ends, 0.0, "constant Hessian"),
+    )
+    axes = Axis("change of log gradient norm"), Axis("change of log smoothness")
+    return Chart("within", "Inside single steps", *axes, series)
+
+
+def fit_charts(fit: SmoothnessFit) -> list[Chart]:
+    """The rows with the fitted line, and what happens inside single steps where that was measured."""
+    samples = fit.samples
+    names = ("step", "loss", "grad_norm", "smoothness", "lr")
+    found = scatter({name: getattr(samples, name) for name in names}, fit), within(fit)
+    return [chart for chart in found if chart is not None]
+
+
+def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
+    """Step sizes against gradient norm: as taken, at the edge of stability, and as advised."""
+    samples = fit.samples
+    g = samples.grad_norm
+    norms = np.geomspace(*fit.grad_norm_range, 60)
+    advice = f"advised: lr {lr:.3g}" + (f", max_norm {max_norm:.3g}" if math.isfinite(max_norm) else "")
+    series = (
+        Series("edge of stability, 2/L̂", g, 2 / samples.smoothness, colour=1, dash="", mark="circle"),
+        Series("as taken", g, samples.step_size, colour=0, dash="", mark="triangle"),
+        Series(advice, norms, clipped_step(norms, lr=lr, max_norm=max_norm), colour=2),
+    )
+    axes = Axis(GRADIENT, log=True), Axis("step size, step length over gradient norm", log=True)
+    return Chart("advice", "Step sizes against gradient norm", *axes, series)
+
+
+def calibration(found: Calibration) -> list[Chart]:
+    """Change of the gradient and of the loss over steps of growing length, one line a batch.
+
+    Filled marks are safe steps, open ones are not; the band is the 90 % interval of the safe step.
+    """
+    safe = median(batch.safe_step for batch in found.curve)
+    low, high = (end / found.lr * safe for end in found.lr_interval)
+    kappas, losses = [], []
+    for number, batch in enumerate(found.curve):
+        name, steps = f"batch {number + 1}", np.array([point.step for point in batch.points])
+        hollow = np.array([not point.safe for point in batch.points])
+        look = {"colour": number % NUM_COLOURS, "mark": "circle", "hollow": hollow}
+        change = np.array([point.loss for point in batch.points]) - batch.loss
+        notes = [
+            f"{'safe' if point.safe else 'not safe'}, loss "
+            + (f"{by:+.3g}" if math.isfinite(by) else "not finite")
+            for point, by in zip(batch.points, change.tolist(), strict=True)
+        ]
+        kappa = np.array([point.kappa for point in batch.points])
+        kappas.append(Series(name, steps, kappa, extra={"": notes}, **look))
+        losses.append(Series(name, steps, change, **look))
+    # A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
+    finite = np.concatenate([series.y[np.isfinite(series.y)] for series in losses] or [np.zeros(1)])
+    lowest, highest = (float(finite.min()), float(finite.max())) if len(finite) else (-1.0, 1.0)
+    room = (1.15 * lowest, min(max(highest, -0.2 * lowest), -0.8 * lowest)) if lowest < 0 else None
+    positive = np.concatenate([series.y[series.y > 0] for series in kappas])
+    positive = np.append(positive[np.isfinite(positive)], found.max_kappa)
+    every = np.concatenate([series.x for series in kappas])
+    step, span = Axis("step h", log=True), (low, high) if low < high else None
+    along = "change of the slope along the step, κ(h)"
+    changes = Axis(along if found.along_signs else "change of the gradient, h·L̂(h)", log=True)
+
+    def upright(ends: tuple[float, float]) -> Series:
+        return Series(f"safe step {safe:.3g}", np.array([safe, safe]), np.array(ends), colour="soft")
+
+    limit = level(every, found.max_kappa, "largest safe change")
+    first = (*kappas, limit, upright((positive.min(), positive.max())))
+    second = (*losses, level(every, 0.0, "no change"), upright(room or (lowest, highest)))
+    change_of_loss = Axis("change of the loss over the step", range=room)
+    titles = "Where the step stops being safe", "Change of the loss over the step"
+    return [
+        Chart("calibration", titles[0], step, changes, first, span=span),
+        Chart("calibration-loss", titles[1], step, change_of_loss, second, span=span),
+    ]
+
+
+def level(x: np.ndarray, y: float, name: str, *, colour: int | str = "ink") -> Series:
+    """A level line over the range of ``x``."""
+    ends = np.array([np.nanmin(x), np.nanmax(x)])
+    return Series(name, ends, np.array([y, y]), colour=colour, dash="dash", thin=True)
