@@ -1,0 +1,219 @@
+"""Numbers of a row that were wrong in other people's loops: eps, coefficient, lr, batch size, counts."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvestep as cs
+from curvestep.smoothness.probe import SmoothnessProbe
+
+
+class Halved(nn.Module):
+    """Enters autocast in its own forward pass, as Accelerate and Fabric let a model do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x).float()
+
+
+@pytest.mark.parametrize("through", ["the model", "a part of it", "a closure that runs backward"])
+def test_precision_is_that_of_autocast_wherever_it_is_entered(through):
+    model, x, y = Halved(), torch.randn(8, 6).float(), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+
+    def loss_fn():
+        if through == "a part of it":  # the probe's hook on the model sees nothing
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return F.cross_entropy(model.inner(x), y)
+        loss = F.cross_entropy(model(x), y)
+        if through == "a closure that runs backward":
+            loss.backward()
+            return loss.item()
+        return loss
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_fn()
+        if through != "a closure that runs backward":
+            loss.backward()
+        with probe(loss_fn):
+            optimizer.step()
+    assert probe.trace.column("eps").tolist() == [2.0**-7] * 2
+
+
+def test_precision_without_autocast_is_that_of_the_parameters():
+    model, x = nn.Linear(6, 3), torch.randn(8, 6)
+    probe = SmoothnessProbe(model, every=1)
+    model(x).square().mean().backward()
+    with probe(lambda: model(x).square().mean()):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert probe.trace[0]["eps"] == 2.0**-52
+
+
+def steps_of(model, loss_fn, probe, optimizer, inside=lambda: None, count=3):
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_fn().backward()
+        with probe(loss_fn):
+            inside()
+            optimizer.step()
+
+
+def test_coefficient_is_the_product_of_all_clipping():
+    model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=0.05)
+    probe = SmoothnessProbe(model, every=1)
+    steps_of(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        probe,
+        optimizer,
+        inside=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    )
+    for row in probe.trace:
+        assert row["coefficient"] == pytest.approx(0.05 / row["grad_norm"])
+        assert row["step_norm"] == pytest.approx(row["lr"] * row["coefficient"] * row["grad_norm"])
+
+
+def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
+    model, x, y = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = cs.ClippedSGD(model[1].parameters(), lr=0.1, max_norm=0.01)
+    probe = SmoothnessProbe(model, every=1, layers=True)
+    steps_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer, count=1)
+    row = probe.trace[0]
+    assert row["coefficient"] == pytest.approx(0.01 / row["layers"]["1"]["grad_norm"])
+
+
+def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():
+    model, x = nn.Linear(6, 3), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    probe = SmoothnessProbe(model, every=1)
+
+    def loss_fn():
+        return model(x).square().mean()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+            schedule.step()
+    assert probe.trace.column("lr").tolist() == [0.1, 0.05]
+    assert probe.trace[0]["edge"] == pytest.approx(0.1 * probe.trace[0]["smoothness"] / 2)
+
+
+def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
+    model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, on_error="raise")
+
+    def before(*_):  # as a framework's callback does: begin, then the framework clips, inside `step`
+        probe.begin(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: probe.end())
+    for _ in range(2):
+        optimizer.zero_grad()
+        probe.record(lambda: F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    for row in probe.trace:
+        assert row["lr"] == 0.1
+        assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-4)
+
+
+class Batched(nn.Module):
+    """Called with a nested batch and its index, as a framework calls a training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, batch, index):
+        (x, _), y = batch["inputs"], batch["targets"]
+        return F.cross_entropy(self.inner(x), y)
+
+
+def test_batch_size_of_a_nested_batch_is_the_length_of_its_first_tensor():
+    model = Batched()
+    batch = {"name": "mine", "inputs": (torch.randn(8, 6), torch.ones(2)), "targets": torch.randint(3, (8,))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+    steps_of(model, lambda: model(batch, 0), probe, optimizer)
+    assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
+
+
+def test_replays_of_others_do_not_count_as_samples():
+    model, x = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1)
+
+    def loss_fn():
+        return model(x).square().mean()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        with cs.Replay(model, loss_fn) as replay:
+            replay.gradient()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+    assert probe.trace.ok.all()
+    assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
+
+
+class Count(nn.Module):
+    """A metric that is a module, as torchmetrics has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.values = []
+
+    def forward(self, loss):
+        self.total += 1
+        self.values.append(loss.item())
+
+
+def test_metric_that_is_a_module_is_put_back_too():
+    model, x, metric = nn.Linear(6, 3), torch.randn(8, 6), Count()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, keep=[metric])
+
+    def loss_fn():
+        loss = model(x).square().mean()
+        metric(loss)
+        return loss
+
+    steps_of(model, loss_fn, probe, optimizer, count=2)
+    assert metric.total == 2
+    assert len(metric.values) == 2
+
+
+def test_step_that_a_scaler_skips_in_the_block_is_marked():
+    model, x = nn.Linear(6, 3).float(), torch.randn(8, 6).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    probe = SmoothnessProbe(model, every=1)
+    for factor in (1.0, math.inf, 1.0):
+
+        def loss_fn(factor=factor):
+            return factor * model(x).square().mean()
+
+        optimizer.zero_grad()
+        scaler.scale(loss_fn()).backward()
+        scaler.unscale_(optimizer)
+        with probe(loss_fn):
+            scaler.step(optimizer)
+            scaler.update()
+    assert list(probe.trace.column("status")) == ["ok", "nonfinite", "ok"]
+    assert probe.trace.column("lr")[[0, 2]].tolist() == [0.1, 0.1]
