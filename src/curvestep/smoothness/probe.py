@@ -278,7 +278,8 @@ class SmoothnessProbe:
     def listen(self, listener: Callable[[dict[str, Any]], Any]) -> SmoothnessProbe:
         """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
 
-        A listener that raises is reported once; training goes on.
+        The row is a dict with the keys of the trace and ``fractions``, those of its ``secants``. A listener
+        that raises is reported once; training goes on.
         """
         self._listeners.append(listener)
         return self
@@ -543,7 +544,7 @@ class SmoothnessProbe:
             self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
         for listener in self._listeners if is_writer(self.model) else ():
             try:
-                listener(dict(row))
+                listener({**row, "fractions": self.fractions})
             except Exception as error:
                 self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
 

@@ -1,0 +1,180 @@
+"""Rows of a probe in TensorBoard, W&B and MLflow: ``probe.listen(cs.sinks.tensorboard(writer))``.
+
+Every sink writes the same numbers, under names that loggers show together: ``curvestep/grad_norm`` (before
+clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/elasticity``,
+``curvestep/edge`` and the others below, at the step of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from curvestep.fit.samples import clip_norms
+from curvestep.fit.within import within_steps
+
+# Of a row, as they are; the two that need several rows are added.
+COLUMNS = (
+    "loss",
+    "grad_norm",
+    "step_norm",
+    "smoothness",
+    "kappa",
+    "edge",
+    "coefficient",
+    "lr",
+    "spectral_smoothness",
+    "optimizer_smoothness",
+    "optimizer_spectral",
+)
+WINDOW = 100  # rows that the share of clipped steps and the elasticity are taken over
+
+
+class Sink:
+    """A listener for rows that hands numbers with names to ``write(numbers, step)``.
+
+    Steps never go back: a row at or before the last step, as after a restart from an older checkpoint, is
+    left out. ``clipped_fraction`` is the share of clipped steps among the last 100 rows, ``elasticity`` how
+    the smoothness follows the gradient norm within the steps of these rows, from the twelfth on.
+
+    Args:
+        write: Called with ``{name: number}`` and the step. Only finite numbers are handed over.
+        prefix: What the names begin with.
+
+    Example:
+        >>> sink = Sink(lambda numbers, step: print(step, numbers))
+        >>> sink({"step": 5, "grad_norm": 2.0, "coefficient": 0.5, "smoothness": 8.0, "kappa": float("nan")})
+        5 {'curvestep/grad_norm': 2.0, 'curvestep/smoothness': 8.0, 'curvestep/coefficient': 0.5,
+         'curvestep/clipped_fraction': 1.0}
+        >>> sink({"step": 5, "grad_norm": 3.0})
+    """
+
+    def __init__(self, write: Callable[[dict[str, float], int], Any], *, prefix: str = "curvestep") -> None:
+        self._write = write
+        self._prefix = prefix
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._last_step = -1
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        """Write one row."""
+        step = int(row["step"])
+        if step <= self._last_step:
+            return
+        self._last_step = step
+        self._rows.append(row)
+        numbers = {name: row.get(name) for name in COLUMNS}
+        numbers["clipped_fraction"] = self._clipped_fraction()
+        numbers["elasticity"] = self._elasticity()
+        found = {
+            f"{self._prefix}/{name}": float(value)
+            for name, value in numbers.items()
+            if value is not None and math.isfinite(value)
+        }
+        if found:
+            self._write(found, step)
+
+    def _clipped_fraction(self) -> float:
+        columns = (self._column(name) for name in ("coefficient", "grad_norm"))
+        norms = clip_norms(*columns)
+        known = norms[~np.isnan(norms)]
+        return float(np.isfinite(known).mean()) if len(known) else math.nan
+
+    def _elasticity(self) -> float:
+        last = self._rows[-1].get("fractions")
+        rows = [row for row in self._rows if row.get("secants") and row.get("fractions") == last]
+        if not last or len(last) < 2 or not rows:
+            return math.nan
+        return within_steps(
+            secants=np.array([row["secants"] for row in rows], dtype=float),
+            grad_norm=self._column("grad_norm", rows),
+            grad_norms=np.array([row["grad_norms"] for row in rows], dtype=float),
+            fractions=last,
+            kappa=self._column("kappa", rows),
+            eps=self._column("eps", rows),
+        ).elasticity
+
+    def _column(self, name: str, rows: Any = None) -> np.ndarray:
+        values = [row.get(name) for row in (self._rows if rows is None else rows)]
+        return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+
+def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Sink:
+    """A listener that writes rows as scalars of TensorBoard.
+
+    .. code-block:: python
+
+        probe.listen(cs.sinks.tensorboard(torch.utils.tensorboard.SummaryWriter("runs/mine")))
+
+    Args:
+        writer: A ``SummaryWriter``, or what has its ``add_scalar(name, value, step)``.
+        prefix: What the names begin with.
+    """
+    _check_has(writer, "add_scalar", "`writer` must be a SummaryWriter")
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return Sink(write, prefix=prefix)
+
+
+def wandb(run: Any, *, prefix: str = "curvestep") -> Sink:
+    """A listener that logs rows to a run of Weights & Biases, over an axis of their own.
+
+    .. code-block:: python
+
+        probe.listen(cs.sinks.wandb(wandb.init(project="mine")))
+
+    The charts are over ``curvestep/step``, so it does not matter how the loop counts its own ``run.log``.
+    W&B's counter is moved on only where nobody else has done so since the last row: it drops whatever is
+    logged at a step before it.
+
+    Args:
+        run: What ``wandb.init()`` returns.
+        prefix: What the names begin with.
+    """
+    _check_has(run, "define_metric", "`run` must be what `wandb.init()` returns")
+    axis = f"{prefix}/step"
+    run.define_metric(axis, hidden=True)
+    run.define_metric(f"{prefix}/*", step_metric=axis)
+    last = -1
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        nonlocal last
+        last = max(run.step, last + 1)
+        run.log({axis: step, **numbers}, step=last)
+
+    return Sink(write, prefix=prefix)
+
+
+def mlflow(*, prefix: str = "curvestep") -> Sink:
+    """A listener that logs rows as metrics of the MLflow run that is active now.
+
+    .. code-block:: python
+
+        with mlflow.start_run():
+            probe.listen(cs.sinks.mlflow())
+
+    Args:
+        prefix: What the names begin with.
+    """
+    import mlflow
+
+    run = mlflow.active_run()
+    if run is None:
+        raise ValueError("`mlflow` has no active run. Make the sink inside `with mlflow.start_run():`.")
+    run_id = run.info.run_id
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        mlflow.log_metrics(numbers, step=step, run_id=run_id)
+
+    return Sink(write, prefix=prefix)
+
+
+def _check_has(value: Any, method: str, words: str) -> None:
+    if not callable(getattr(value, method, None)):
+        raise TypeError(f"{words}, with a method `{method}`, got {type(value).__name__}.")

@@ -1,0 +1,132 @@
+"""Rows arrive in the real loggers, under one group of names, at steps that never go back."""
+
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvestep as cs
+from curvestep.fit.fit import fit_smoothness
+from curvestep.sinks import COLUMNS, Sink
+
+
+def train(listener, *, steps=40):
+    """A run some of whose steps are clipped; its parameters and its trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    optimizer = cs.ClippedSGD(model.parameters(), lr=0.5, max_norm=0.35)
+    probe = cs.SmoothnessProbe(model, every=2).watch(optimizer).listen(listener)
+    for _ in range(steps):
+        x, y = torch.randn(16, 6), torch.randint(3, (16,))
+        optimizer.zero_grad()
+        probe.record(lambda x=x, y=y: F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], probe.trace
+
+
+def test_sink_hands_over_columns_clip_share_and_elasticity():
+    written = []
+    _, trace = train(Sink(lambda numbers, step: written.append((step, numbers)), prefix="mine"))
+    assert [step for step, _ in written] == trace.column("step").tolist()
+    for (_, numbers), row in zip(written, trace, strict=True):
+        for name in COLUMNS:
+            assert numbers.get(f"mine/{name}") == row.get(name)
+    shares = np.cumsum(trace.column("coefficient") < 1) / np.arange(1, len(trace) + 1)
+    assert [numbers["mine/clipped_fraction"] for _, numbers in written] == pytest.approx(shares)
+    assert 0 < shares[-1] < 1
+    assert "mine/elasticity" not in written[10][1]  # eleven rows: too few
+    fit = fit_smoothness(trace, control=False)
+    assert written[-1][1]["mine/elasticity"] == pytest.approx(fit.within.elasticity)
+
+
+def test_sink_leaves_out_what_is_not_finite_and_steps_that_go_back():
+    written = []
+    sink = Sink(lambda numbers, step: written.append((step, numbers)))
+    sink({"step": 4, "grad_norm": math.nan, "loss": 1.0, "status": "nonfinite"})
+    sink({"step": 4, "loss": 2.0})
+    sink({"step": 2, "loss": 3.0})
+    sink({"step": 6})
+    sink({"step": 8, "loss": 4.0})
+    assert written == [(4, {"curvestep/loss": 1.0}), (8, {"curvestep/loss": 4.0})]
+
+
+def test_tensorboard_gets_every_row(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        parameters, trace = train(cs.sinks.tensorboard(writer))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {tag.split("/")[0] for tag in tags} == {"curvestep"}
+    for name in ("grad_norm", "smoothness", "edge", "clipped_fraction", "elasticity"):
+        assert f"curvestep/{name}" in tags
+    found = events.Scalars("curvestep/smoothness")
+    assert [event.step for event in found] == trace.column("step").tolist()
+    np.testing.assert_allclose([event.value for event in found], trace.column("smoothness"), rtol=1e-6)
+    plain, _ = train(lambda row: None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, parameters, strict=True))
+
+
+def test_wandb_gets_every_row_beside_what_the_loop_logs(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=str(tmp_path), project="curvestep")
+    logged = []
+    log = run.log
+    monkeypatch.setattr(
+        run, "log", lambda data, step=None: (logged.append((step, data)), log(data, step=step))
+    )
+    sink = cs.sinks.wandb(run)
+
+    def listener(row):
+        sink(row)
+        if row["step"] % 4 == 0:  # the loop logs too, at its own steps
+            run.log({"mine": row["loss"]}, step=row["step"])
+
+    try:
+        _, trace = train(listener)
+        log({"end": 1.0}, step=1000)  # W&B writes a step down when the next one comes
+        summary = dict(run.summary)
+    finally:
+        run.finish()
+    ours = [(step, data) for step, data in logged if "mine" not in data]
+    assert [data["curvestep/step"] for _, data in ours] == trace.column("step").tolist()
+    steps = [step for step, _ in logged]
+    assert steps == sorted(steps)  # W&B drops what goes back
+    assert len({step for step, _ in ours}) == len(ours)  # no row writes over another
+    assert summary["curvestep/smoothness"] == pytest.approx(trace[-1]["smoothness"])
+
+
+def test_mlflow_gets_every_row(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = mlflow.get_tracking_uri()
+    database = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny comes without
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db" if database else tmp_path.as_uri())
+    try:
+        mlflow.set_experiment("curvestep")
+        with pytest.raises(ValueError, match="no active run"):
+            cs.sinks.mlflow()
+        with mlflow.start_run() as run:
+            _, trace = train(cs.sinks.mlflow(), steps=12)
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "curvestep/smoothness")
+    finally:
+        mlflow.set_tracking_uri(uri)
+    assert [m.step for m in history] == trace.column("step").tolist()
+    assert [m.value for m in history] == pytest.approx(trace.column("smoothness").tolist())
+
+
+@pytest.mark.parametrize(
+    ("sink", "words"), [(cs.sinks.tensorboard, "SummaryWriter"), (cs.sinks.wandb, "wandb")]
+)
+def test_what_is_no_logger_is_refused(sink, words):
+    with pytest.raises(TypeError, match=words):
+        sink("runs/mine")
