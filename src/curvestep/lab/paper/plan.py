@@ -87,7 +87,7 @@ class PaperFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Figures, and every run that one of them needs, the longest first."""
+    """Figures, and every run that one of them needs: the longest first, and seed by seed."""
 
     scale: str
     figures: tuple[PaperFigure, ...]
@@ -125,7 +125,7 @@ def plan_runs(
     return Plan(
         scale=scale,
         figures=tuple(figures),
-        runs=tuple(sorted(runs.values(), key=lambda run: -run.cost)),
+        runs=tuple(sorted(runs.values(), key=lambda run: (-run.cost, run.recipe.seed))),
     )
 
 
