@@ -173,17 +173,20 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
     return list(parts.values())
 
 
-def average_(bundle: Bundle, *, skip: Tensor | bool = False) -> Bundle:
-    """Take the gradients into the momentum buffers; the result updates along the averaged direction.
+def average_(bundle: Bundle, scale: Any = 1.0, *, skip: Tensor | bool = False) -> Bundle:
+    """Take ``scale`` times the gradients into the momentum buffers; the result updates along the average.
 
     Where ``skip`` is 1, the buffers stay as they are.
     """
     rule = bundle.rule
     if not bundle.buffers:
         return bundle
-    skip = _moved(skip, bundle.params[0].device)
+    device = bundle.params[0].device
+    scale, skip = _moved(scale, device), _moved(skip, device)
     if not isinstance(skip, Tensor) and skip:
         return bundle
+    if isinstance(scale, Tensor) or scale != 1:
+        bundle = replace(bundle, grads=[g * scale for g in bundle.grads])
     (directions,) = bundle.buffers
     before = [b.clone() for b in directions] if isinstance(skip, Tensor) else []
     for g, buffer in zip(bundle.grads, directions, strict=True):
@@ -207,6 +210,9 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
     scale, skip = _moved(scale, device), _moved(skip, device)
     if not isinstance(skip, Tensor) and skip:
         return
+    if isinstance(bundle.rule.lr, Tensor) and not bundle.group["differentiable"]:
+        lr = bundle.rule.lr.view(())
+        bundle = replace(bundle, rule=bundle.rule._replace(lr=lr.item() if lr.is_cpu else _moved(lr, device)))
     path = choose_path(bundle, scale)
     # Only torch's kernel can leave the decision on the device by itself.
     undoes = isinstance(skip, Tensor) and path != "fused"
@@ -286,7 +292,7 @@ class SGDRule(NamedTuple):
         assert bundle.view is not None
         kernel.update(
             bundle.view, scale=-scale if self.maximize else scale, weight_decay=self.weight_decay,
-            momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
+            momentum=self.momentum, dampening=self.dampening, lr=self.lr, nesterov=self.nesterov,
         )  # fmt: skip
 
     def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
@@ -303,14 +309,13 @@ class SGDRule(NamedTuple):
                 grads = torch._foreach_mul(grads, scale)
             else:
                 lr = lr * scale
-            if isinstance(lr, Tensor):
-                lr = lr.to(params[0].device, torch.float32)
+            lr = lr.to(torch.float32) if isinstance(lr, Tensor) else lr
             _fused_call(
                 params, grads, buffers, lr=lr, weight_decay=decay, momentum=self.momentum,
                 dampening=self.dampening, nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
             )  # fmt: skip
             return
-        lr, decay = float(lr), decay / scale if decay else 0.0
+        decay = decay / scale if decay else 0.0
         if not buffers:
             _fused_call(
                 params, grads, [], lr=lr * scale, weight_decay=decay, maximize=self.maximize, found_inf=skip
@@ -343,10 +348,10 @@ class SGDRule(NamedTuple):
                 torch._foreach_add_(grads, buffers, alpha=self.momentum)
             else:
                 grads, factor = buffers, 1.0
-        if isinstance(self.lr, Tensor) and self.lr.device.type != "cpu":
+        if isinstance(self.lr, Tensor):
             torch._foreach_add_(params, torch._foreach_mul(grads, -factor * self.lr))
         else:
-            torch._foreach_add_(params, grads, alpha=-float(self.lr) * factor)
+            torch._foreach_add_(params, grads, alpha=-self.lr * factor)
 
     def by_loop(self, bundle: Bundle, scale: Any) -> None:
         """:func:`update_loop` for each parameter."""
@@ -364,7 +369,7 @@ def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scal
         buffer.mul_(rule.momentum).add_(d, alpha=1 - rule.dampening)
         d = torch.add(rule.momentum * buffer, d) if rule.nesterov else buffer
     if isinstance(rule.lr, Tensor):
-        p.add_(d * -rule.lr.to(p.device))
+        p.add_(d * -rule.lr)
     else:
         p.add_(d, alpha=-rule.lr)
 
@@ -382,11 +387,19 @@ def _fused_call(
     )
 
 
+def product(a: Any, b: Any) -> Any:
+    """Of two numbers, each a float or a device scalar; on the device of the first if they are on two."""
+    return a * (b.to(a.device) if isinstance(a, Tensor) and isinstance(b, Tensor) else b)
+
+
 def _moved(number: Any, device: torch.device) -> Any:
-    """A device scalar where the parameters are. Those on CPU have to wait for it, and get a float."""
+    """A float, or a device scalar where the parameters are; those on CPU have to wait for it.
+
+    What is on CPU is read: to move it to a device would wait.
+    """
     if not isinstance(number, Tensor) or number.device == device:
         return number
-    return number.item() if device.type == "cpu" else number.to(device)
+    return number.item() if device.type == "cpu" or number.is_cpu else number.to(device)
 
 
 def _restore_(tensors: Iterable[Tensor], before: Iterable[Tensor], skip: Any) -> None:
@@ -425,7 +438,9 @@ def _step_of(step: Any, p: Tensor) -> Tensor:
         return step
     double = p.is_cpu and torch.get_default_dtype() == torch.float64
     dtype = torch.float64 if double else torch.float32
-    return torch.as_tensor(0.0 if step is None else step, dtype=dtype, device=p.device)
+    if step is None:
+        return torch.zeros((), dtype=dtype, device=p.device)
+    return torch.as_tensor(step, dtype=dtype).to(p.device, non_blocking=True)
 
 
 def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:

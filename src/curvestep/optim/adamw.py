@@ -61,8 +61,8 @@ class ClippedAdamW(ScaledOptimizer):
         weight_decay: Decoupled weight decay :math:`w`; it is never clipped.
         amsgrad: Divide by the largest second moment so far.
         norm_scope: As for :class:`ClippedSGD`.
-        nonfinite: As for :class:`ClippedSGD`: on an accelerator ``"raise"`` waits for the norm in every step,
-            ``"skip"`` and ``"propagate"`` never wait unless some of the parameters are on CPU. There the
+        nonfinite: As for :class:`ClippedSGD`: on an accelerator a step waits once with ``"raise"``, and never
+            with ``"skip"`` and ``"propagate"``, unless some of the parameters are on CPU. There the
             clipped gradients are a copy while the step lasts, because torch's kernel would scale ``.grad``
             itself; with ``"skip"`` the paths other than the default and ``fused`` also copy parameters and
             state.
@@ -71,7 +71,8 @@ class ClippedAdamW(ScaledOptimizer):
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.
         fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
-            and float64), other tensors fall back to ``foreach``.
+            and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
+            unscaling to the step, as with torch's fused optimizers.
         differentiable: Let gradients flow through the step.
         capturable: Not supported: leave it at False.
 
@@ -159,7 +160,7 @@ class AdamWRule(NamedTuple):
         assert bundle.view is not None
         assert bundle.steps_view is not None
         kernel.adamw(
-            bundle.view, bundle.steps_view, scale=-scale if self.maximize else scale, lr=float(self.lr),
+            bundle.view, bundle.steps_view, scale=-scale if self.maximize else scale, lr=self.lr,
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
         )  # fmt: skip
 
@@ -172,9 +173,9 @@ class AdamWRule(NamedTuple):
         torch._foreach_add_(bundle.steps, 1)
         kernel(
             bundle.params, grads, exp_avgs, exp_avg_sqs, *(largest or [[]]), bundle.steps,
-            lr=self._lr(bundle.params[0]), beta1=self.betas[0], beta2=self.betas[1],
-            weight_decay=self.weight_decay, eps=self.eps, amsgrad=self.amsgrad, maximize=self.maximize,
-            grad_scale=None, found_inf=skip,
+            lr=self.lr.to(torch.float32) if isinstance(self.lr, Tensor) else self.lr,
+            beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay, eps=self.eps,
+            amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None, found_inf=skip,
         )  # fmt: skip
         if skip is not None:
             torch._foreach_sub_(bundle.steps, [skip] * len(bundle.steps))
@@ -195,7 +196,7 @@ class AdamWRule(NamedTuple):
         torch._foreach_div_(denominators, list(roots))
         torch._foreach_add_(denominators, self.eps)
         if self.weight_decay:
-            torch._foreach_mul_(params, 1 - self._lr(params[0]) * self.weight_decay)
+            torch._foreach_mul_(params, 1 - self.lr * self.weight_decay)
         if isinstance(sizes[0], Tensor):
             torch._foreach_div_(denominators, [-size for size in sizes])
             torch._foreach_addcdiv_(params, exp_avgs, denominators)
@@ -218,26 +219,19 @@ class AdamWRule(NamedTuple):
             for maximum in largest:
                 second = torch.maximum(maximum.clone() if keeps else maximum, second)
                 maximum.copy_(second)
-            size, root = self._corrected(step, p, lr=self.lr if keeps else None)
+            size, root = self._corrected(step, p)
             direction = (exp_avg.clone() if keeps else exp_avg) / (second.sqrt() / root + self.eps)
             if self.weight_decay:
-                p.mul_(1 - (self.lr if keeps else self._lr(p)) * self.weight_decay)
+                p.mul_(1 - self.lr * self.weight_decay)
             p.sub_(direction * size)
 
-    def _lr(self, p: Tensor) -> Any:
-        """A number, or a device scalar where reading it would synchronize."""
-        if not isinstance(self.lr, Tensor) or (self.lr.is_cpu and p.is_cpu):
-            return float(self.lr)
-        return self.lr.to(p.device, torch.float32).view(())
-
-    def _corrected(self, step: Tensor, p: Tensor, lr: Any = None) -> tuple[Any, Any]:
+    def _corrected(self, step: Tensor, p: Tensor) -> tuple[Any, Any]:
         """lr/(1 - b1^k) and the root of 1 - b2^k; device scalars where ``step`` is one, which is not read."""
-        lr = self._lr(p) if lr is None else lr
         if step.is_cpu:
             count: Any = step.item()
-            return lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
+            return self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
         count = step if step.device.type == "mps" else step.double()
-        size, root = lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
+        size, root = self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
         dtype = torch.promote_types(p.dtype, torch.float32)
         return size.to(dtype), root.to(dtype)
 

@@ -186,8 +186,7 @@ class Clipping:
             self._hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
             for p, _ in self._hidden:
                 p.grad = None
-            self._counters["grad_norm"] = norm
-            self._counters["skipped"] += 1
+            count_step(self._counters, norm, [1.0], [False], skip=True)
             return
         self._others.look(norm, decisions[0][1])
         bounds = [group.get("max_norm", self._max_norm) for group, _ in decisions]

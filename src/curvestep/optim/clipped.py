@@ -41,9 +41,10 @@ class ClippedSGD(ScaledSGD):
             ``"tensor"``. Only the first keeps the direction of the gradient.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
             nothing, ``"skip"`` changes nothing and counts, ``"propagate"`` steps like torch. On an
-            accelerator ``"raise"`` has to wait for the norm in every step; the others never wait, unless some
-            of the parameters are on CPU. With ``"skip"``, paths other than the default and ``fused`` keep a
-            copy of the parameters during a step there.
+            accelerator a step waits once with ``"raise"``, for the norm, and never with the others, unless
+            some of the parameters are on CPU; with ``"skip"`` and ``dampening`` the first step waits too,
+            because it decides whether the second is damped. With ``"skip"``, paths other than the default
+            and ``fused`` keep a copy of the parameters during a step there.
         skip_above: Leave out a step whose gradient norm, over all parameters, is larger than this: a number,
             or a multiple of the running median such as ``"10x"``. Counted as ``skipped``. The median is that
             of the last 100 norms, and takes at least ten; an infinite norm is above every bound.
@@ -51,7 +52,8 @@ class ClippedSGD(ScaledSGD):
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.
         fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
-            and float64), other tensors fall back to ``foreach``.
+            and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
+            unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
         differentiable: Let gradients flow through the step.
 
     Example:

@@ -1,6 +1,6 @@
 """How often clipping fires and which steps are left out: numbers that a checkpoint keeps.
 
-On an accelerator they are device scalars, which only :func:`read_counters` reads.
+On an accelerator they are tensors there, changed in place, which only :func:`read_counters` reads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from curvestep._checks import check_positive
 RECENT_STEPS = 100
 # Gradient norms that a running median needs before it can leave out a step.
 FEWEST_NORMS = 10
+# Numbers that are one tensor on an accelerator, in this order.
+TOTALS = ("grad_norm", "coefficient", "steps", "clipped", "skipped")
 # Where a state dict keeps the counters: an entry of the first parameter group.
 COUNTERS = "clip_stats"
 
@@ -49,29 +51,63 @@ def new_counters() -> dict[str, Any]:
 
 
 def count_step(
-    counters: dict[str, Any], norm: Any, coefficients: list[Any], fired: list[Any], skip: Any
+    counters: dict[str, Any],
+    norm: Any,
+    coefficients: list[Any],
+    fired: list[Any],
+    skip: Any,
+    counts: Any = True,
 ) -> None:
-    """Add one step, with a coefficient for each clipping decision and whether it fired."""
-    taken = 1 - skip if isinstance(skip, Tensor) else 1
-    clipped = 1.0 * taken * reduced(fired, lambda values: sum(values) / len(values), torch.mean)
-    counters["grad_norm"] = norm
-    counters["coefficient"] = reduced(coefficients, min, torch.min)
-    counters["steps"] = counters["steps"] + taken
-    counters["skipped"] = counters["skipped"] + (1 - taken)
-    counters["clipped"] = counters["clipped"] + clipped
-    counters["recent"].append(clipped)
-    del counters["recent"][:-RECENT_STEPS]
+    """Add one step, with a coefficient for each clipping decision and whether it fired.
+
+    ``skip`` says whether the step was left out, ``counts`` whether to count it at all. All may be device
+    scalars, of which none is read.
+    """
+    coefficient = reduced(coefficients, min, torch.min)
+    clipped = reduced(fired, lambda values: sum(values) / len(values), torch.mean)
+    numbers = [norm, coefficient, counts * (1 - skip), clipped, counts * skip]
+    together = stacked(numbers)
+    if together is None and "totals" not in counters:
+        if counts:
+            counters["grad_norm"] = norm
+            counters["skipped"] += int(skip)
+        if counts and not skip:
+            counters["coefficient"] = coefficient
+            counters["steps"] += 1
+            counters["clipped"] += clipped
+            counters["recent"].append(float(clipped))
+            del counters["recent"][:-RECENT_STEPS]
+        return
+    if together is None:
+        together = torch.tensor(numbers, dtype=torch.float64)
+    if "totals" not in counters:
+        totals = [float(counters.pop(name)) for name in TOTALS]
+        counters["totals"] = _on_device(totals, together) if any(totals[2:]) else together * 0
+        counters["recent"] = _ring(counters["recent"], together)
+    totals, recent = counters["totals"], counters["recent"]
+    norm, coefficient, taken, clipped, skipped = together.to(totals).unbind()
+    _push_(recent, clipped, taken)
+    totals[0].copy_(torch.where(taken + skipped > 0, norm, totals[0]))
+    totals[1].copy_(torch.where(taken > 0, coefficient, totals[1]))
+    totals[2:].add_(torch.stack([taken, taken * clipped, skipped]))
 
 
 def read_counters(counters: dict[str, Any]) -> dict[str, Any]:
     """The counters as plain numbers: an accelerator is waited for here, once."""
-    lists = {name: value for name, value in counters.items() if isinstance(value, list)}
-    names = [name for name in counters if name not in lists]
-    numbers = [*(counters[name] for name in names), *(v for values in lists.values() for v in values)]
-    together = stacked(numbers)
-    left = iter(numbers if together is None else together.tolist())
-    plain: dict[str, Any] = {name: next(left) for name in names}
-    plain |= {name: [next(left) for _ in values] for name, values in lists.items()}
+    rings = [name for name, value in counters.items() if name != "totals" and isinstance(value, Tensor)]
+    if "totals" not in counters and not rings:
+        return {name: list(v) if isinstance(v, list) else v for name, v in counters.items()}
+    plain = dict(counters)
+    first = [counters["totals"]] if "totals" in counters else []
+    numbers = torch.cat([*first, *(counters[name] for name in rings)]).tolist()
+    if plain.pop("totals", None) is not None:
+        plain |= dict(zip(TOTALS, numbers, strict=False))
+        numbers = numbers[len(TOTALS) :]
+    for name in rings:
+        *values, count = numbers[: RECENT_STEPS + 1]
+        next_one = int(count) % RECENT_STEPS
+        plain[name] = (values[next_one:] if count >= RECENT_STEPS else []) + values[:next_one]
+        numbers = numbers[RECENT_STEPS + 1 :]
     return plain | {"steps": int(plain["steps"]), "skipped": int(plain["skipped"])}
 
 
@@ -112,17 +148,48 @@ def is_above(norm: Any, skip_above: float | str, counters: dict[str, Any]) -> An
     A multiple looks back on the last 100 finite norms, those of skipped steps among them: where gradients
     grow for good, the median follows and steps are taken again after at most 50.
     """
+    norms, above = counters.setdefault("norms", []), False
     if not isinstance(skip_above, str):
+        del counters["norms"]
         above = norm > skip_above
+    elif isinstance(norm, Tensor):
+        if not isinstance(norms, Tensor):
+            norms = counters["norms"] = _ring(norms, norm)
+        norm = norm.to(norms)
+        median_norm = torch.nanquantile(norms[:-1], 0.5)
+        above = (norms[-1] >= FEWEST_NORMS) & (norm > float(skip_above[:-1]) * median_norm)
+        _push_(norms, norm, norm.isfinite())
     else:
-        norms = counters.setdefault("norms", [])
-        above = False
         if len(norms) >= FEWEST_NORMS:
-            above = norm > float(skip_above[:-1]) * reduced(norms, median, torch.nanmedian)
-        if isinstance(norm, Tensor) or math.isfinite(norm):
+            above = norm > float(skip_above[:-1]) * median(norms)
+        if math.isfinite(norm):
             norms.append(norm)
             del norms[:-RECENT_STEPS]
     return above.to(torch.float32) if isinstance(above, Tensor) else above
+
+
+def _on_device(numbers: list[float], like: Tensor) -> Tensor:
+    """Numbers as a tensor where ``like`` is; from the host, which need not be waited for."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    return torch.tensor(numbers, dtype=dtype).to(like.device, non_blocking=True)
+
+
+def _ring(values: list[float], like: Tensor) -> Tensor:
+    """The last values as a tensor that does not grow; its last entry is the number of values so far."""
+    if values:
+        return _on_device([*values, *[math.nan] * (RECENT_STEPS - len(values)), float(len(values))], like)
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    ring = torch.full((RECENT_STEPS + 1,), math.nan, dtype=dtype, device=like.device)
+    ring[-1].zero_()
+    return ring
+
+
+def _push_(ring: Tensor, value: Tensor, keep: Tensor) -> None:
+    """Add a value in place of the oldest, if the device scalar ``keep`` is not zero."""
+    count = ring[-1:]
+    at = (count % RECENT_STEPS).long()
+    ring.index_copy_(0, at, torch.where(keep > 0, value, ring.index_select(0, at)))
+    count.add_(keep)
 
 
 def joint_norm(norms: list[Any], scope: str) -> Any:
@@ -146,5 +213,8 @@ def stacked(values: list[Any]) -> Tensor | None:
         return None
     kind: Any = {"device": device, "dtype": torch.float32 if device.type == "mps" else torch.float64}
     return torch.stack(
-        [v.detach().to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values]
+        [
+            v.detach().to(**kind).view(()) if isinstance(v, Tensor) else torch.full((), v, **kind)
+            for v in values
+        ]
     )

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from curvestep._checks import check_choice
 from curvestep._kernel import View
 from curvestep.distributed import as_sharded
-from curvestep.optim._update import Bundle, Rule, SGDRule, average_, collect, fused_sgd, sort, update
+from curvestep.optim._update import Bundle, Rule, SGDRule, average_, collect, fused_sgd, product, sort, update
 from curvestep.optim.counters import (
     COUNTERS,
     ClipStats,
@@ -26,6 +26,7 @@ from curvestep.optim.counters import (
     joint_norm,
     new_counters,
     read_counters,
+    stacked,
 )
 from curvestep.vectors import cpu_norm, global_norm
 
@@ -112,6 +113,11 @@ class ScaledOptimizer(Optimizer, ABC):
         if foreach and settings["differentiable"]:
             raise RuntimeError("`foreach` does not support `differentiable`")
         super().__init__(params, values | settings)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As torch's fused optimizers: a ``GradScaler`` leaves it to such a step to unscale, and to skip."""
+        return bool(self.defaults["fused"])
 
     @abstractmethod
     def rule(self, group: dict[str, Any]) -> Rule:
@@ -217,25 +223,34 @@ class ScaledOptimizer(Optimizer, ABC):
         return loss
 
     def _step(self, bundles: list[Bundle]) -> None:
-        norms = self._norms(bundles)
+        norms, groups = self._norms(bundles), [bundle.group for bundle in bundles]
+        # A GradScaler leaves the gradients scaled, and says by how much and whether one overflowed.
+        scaled_by, overflow = (_on_host(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+        unscale = 1.0 if scaled_by is None else 1 / scaled_by
+        norms = norms if scaled_by is None else [product(n, unscale) for n in norms]
+        norm = joint_norm(norms, self.defaults["norm_scope"])
         # torch.distributed.checkpoint makes an optimizer create its state by a step that changes nothing.
-        pretended = not self.state and all(map(has_zero_lr, self.param_groups)) and not any(norms)
-        skip = False if pretended else self._skip(norms)
+        counts = norm != 0 if not self.state and all(map(has_zero_lr, self.param_groups)) else True
+        skip = counts is not False and self._skip(norms, norm, overflow)
+        # The first gradient that a buffer sees is not damped, so it has to be known whether it was seen.
+        if any(b.group.get("dampening") and any(None in listed for listed in b.buffers) for b in bundles):
+            skip = bool(skip)
         if skip is True:
-            self._counters["grad_norm"] = joint_norm(norms, self.defaults["norm_scope"])
-            self._counters["skipped"] += 1
+            count_step(self._counters, norm, [1.0], [False], skip)
             return
         parts = [sort(bundle, self.state) for bundle in bundles]
         seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
         if self.defaults.get("clip") == "momentum":
-            parts = [[average_(part, skip=skip) for part in of_bundle] for of_bundle in parts]
+            parts = [[average_(part, unscale, skip=skip) for part in of_bundle] for of_bundle in parts]
             seen = self._norms([_joined(of_bundle) for of_bundle in parts])
-        coefficients = [self.coefficient(n, bundle.group) for n, bundle in zip(seen, bundles, strict=True)]
+            unscale = 1.0
+        coefficients = [self.coefficient(n, group) for n, group in zip(seen, groups, strict=True)]
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
-                update(part, coefficient, skip=skip)
-        if not pretended:
-            self._count([bundle.group for bundle in bundles], norms, seen, coefficients, skip)
+                update(part, product(coefficient, unscale), skip=skip)
+        relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
+        fired = [n > g[self.threshold] for n, g in zip(seen, groups, strict=True)]
+        count_step(self._counters, norm, relative, fired, skip, counts)
 
     def _norms(self, bundles: list[Bundle]) -> list[Any]:
         """One norm for each bundle; they are all the same if the scope is global."""
@@ -262,48 +277,31 @@ class ScaledOptimizer(Optimizer, ABC):
             )
         return norm.item() if norm.is_cpu else norm
 
-    def _skip(self, norms: list[Any]) -> Tensor | bool:
-        """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted."""
-        skip, bound = self._skip_nonfinite(norms), self.defaults["skip_above"]
-        if bound is None or skip is True:
-            return skip
-        norm = joint_norm(norms, self.defaults["norm_scope"])
-        above = is_above(norm.item() if self.defaults["differentiable"] else norm, bound, self._counters)
-        if not isinstance(skip, Tensor):
-            return above
-        return torch.maximum(skip, torch.as_tensor(above, dtype=skip.dtype, device=skip.device))
+    def _skip(self, norms: list[Any], norm: Any, overflow: Any) -> Tensor | bool:
+        """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted.
 
-    def _skip_nonfinite(self, norms: list[Any]) -> Tensor | bool:
-        policy = self.defaults["nonfinite"]
-        if policy == "propagate":
-            return False
-        wait = policy == "raise" or self.defaults["differentiable"]
-        on_device = [] if wait else [n for n in norms if type(n) is not float]
-        read = [n.detach() if isinstance(n, Tensor) else n for n in norms if wait or type(n) is float]
-        if not all(map(math.isfinite, read)):
-            if policy == "raise":
-                raise FloatingPointError(nonfinite_gradient(self.param_groups))
-            return True
-        if not on_device:
-            return False
-        finite = torch.stack([n.to(on_device[0].device).isfinite() for n in on_device])
-        return (~finite.all()).to(torch.float32)
+        ``overflow`` is what a GradScaler found, 1 or 0, None if there is none: it skips whatever the policy.
+        """
+        policy, bound = self.defaults["nonfinite"], self.defaults["skip_above"]
+        flags: list[Any] = [overflow is not None and overflow > 0]
+        if bound is not None:
+            above = is_above(norm.item() if self.defaults["differentiable"] else norm, bound, self._counters)
+            flags.append(above)
+        large = len(flags)
+        if policy != "propagate":
+            flags += [not math.isfinite(n) if type(n) is float else ~n.detach().isfinite() for n in norms]
+        together = stacked(flags)
+        if together is not None:
+            if policy != "raise" and not self.defaults["differentiable"]:
+                return (together.sum() > 0).to(torch.float32)
+            flags = together.tolist()  # the one wait of such a step
+        if policy == "raise" and any(flags[large:]) and not flags[0]:
+            raise FloatingPointError(nonfinite_gradient(self.param_groups))
+        return any(flags)
 
     @property
     def _counters(self) -> dict[str, Any]:
-        first = self.param_groups[0]
-        if COUNTERS not in first:
-            first[COUNTERS] = new_counters()
-        return first[COUNTERS]
-
-    def _count(
-        self, groups: list[Any], norms: list[Any], seen: list[Any], coefficients: list[Any], skip: Any
-    ) -> None:
-        """Add one step. On an accelerator the numbers are device scalars, which are not read here."""
-        relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
-        fired = [n > g[self.threshold] for n, g in zip(seen, groups, strict=True)]
-        norm = joint_norm(norms, self.defaults["norm_scope"])
-        count_step(self._counters, norm, relative, fired, skip)
+        return self.param_groups[0].setdefault(COUNTERS, new_counters())
 
 
 class ScaledSGD(ScaledOptimizer):
@@ -374,6 +372,11 @@ def _joined(parts: list[Bundle]) -> Bundle:
         return parts[0]
     grads = [as_sharded(g, p) for part in parts for g, p in zip(part.grads, part.wholes, strict=True)]
     return Bundle(parts[0].group, parts[0].rule, grads=grads)
+
+
+def _on_host(number: Tensor | None) -> Any:
+    """A number that is read where nothing has to be waited for."""
+    return number.item() if number is not None and number.is_cpu else number
 
 
 def nonfinite_gradient(groups: list[dict[str, Any]]) -> str:

@@ -1,0 +1,254 @@
+"""The optimizers on a device that is strict: the steps of the CPU, and as many waits as the docs say."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD
+from curvestep.steps import clipped_step
+from curvestep.vectors import global_norm
+from tests.support.strict import strict_device, waits
+
+
+@pytest.fixture(autouse=True)
+def device():
+    torch.set_default_dtype(torch.float32)
+    with strict_device() as device:
+        yield device
+
+
+class OwnSGD(ScaledSGD):
+    """A rule of somebody else: the root of clipping."""
+
+    threshold = "max_norm"
+
+    def __init__(self, params, lr, max_norm, **options):
+        super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
+
+    def coefficient(self, norm, group):
+        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"]) ** 0.5
+
+
+SGD = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "nesterov decay": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    "dampening": {"momentum": 0.9, "dampening": 0.5},
+    "foreach": {"foreach": True, "momentum": 0.9, "weight_decay": 0.1},
+    "loop": {"foreach": False, "momentum": 0.9, "weight_decay": 0.1},
+    "fused": {"fused": True, "momentum": 0.9},
+    "of momentum": {"momentum": 0.9, "clip": "momentum"},
+    "of nesterov": {"momentum": 0.9, "clip": "momentum", "nesterov": True, "foreach": True},
+    "by tensor": {"norm_scope": "tensor", "momentum": 0.9},
+    "by group": {"norm_scope": "group"},
+}
+ADAMW = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+    "foreach": {"foreach": True},
+    "foreach amsgrad": {"foreach": True, "amsgrad": True},
+    "loop": {"foreach": False, "amsgrad": True},
+    "fused": {"fused": True},
+    "no decay": {"weight_decay": 0.0},
+    "by tensor": {"norm_scope": "tensor"},
+    "by group": {"norm_scope": "group"},
+}
+CASES = [
+    *(pytest.param(ClippedSGD, options, id=f"ClippedSGD {name}") for name, options in SGD.items()),
+    *(pytest.param(NormalizedSGD, options, id=f"NormalizedSGD {name}") for name, options in SGD.items()),
+    pytest.param(OwnSGD, {"momentum": 0.9}, id="OwnSGD"),
+    *(pytest.param(ClippedAdamW, options, id=f"ClippedAdamW {name}") for name, options in ADAMW.items()),
+]  # fmt: skip
+SHAPES = [(4, 3), (), (5,), (0,), (1,)]
+POLICIES = {"propagate": 0, "skip": 0, "raise": 1}  # waits of a step
+LRS = {
+    "number": lambda device: 0.05,
+    "host tensor": lambda device: torch.tensor(0.05),
+    "host vector": lambda device: torch.tensor([0.05]),
+    "device tensor": lambda device: torch.tensor(0.05, device=device),
+}
+
+
+def parameters(places):
+    """The same two groups of parameters in each place; the last is not contiguous."""
+    tensors = [torch.randn(shape) for shape in SHAPES] + [torch.randn(3, 4).t()]
+    models = [[nn.Parameter(t.to(place, copy=True)) for t in tensors] for place in places]
+    return models, [[{"params": params[:2]}, {"params": params[2:]}] for params in models]
+
+
+def set_gradients(k, *models):
+    """The same gradients for all, every other step ten times as large."""
+    generator = torch.Generator().manual_seed(k)
+    for same in zip(*models, strict=True):
+        g = 10 ** (k % 2) * torch.randn(same[0].shape, generator=generator)
+        for p in same:
+            p.grad = g.to(p.device, copy=True)
+
+
+def assert_equal_to_rounding(ours, theirs):
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=2e-6, atol=1e-6)
+
+
+def everything(params, optimizer):
+    """Parameters and state."""
+    return [p.detach() for p in params] + [t for p in params for t in optimizer.state[p].values()]
+
+
+@pytest.mark.parametrize("lr", LRS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_steps_are_those_of_the_cpu_and_waits_as_documented(make, options, policy, lr, device):
+    (away, here), (groups_away, groups_here) = parameters([device, "cpu"])
+    ours = make(groups_away, LRS[lr](device), 1.0, nonfinite=policy, **options)
+    theirs = make(groups_here, 0.05, 1.0, **options)
+    for k in range(4):
+        set_gradients(k, away, here)
+        # From the first step on, which creates the state. What the first does decides how the second damps.
+        damps_later = k == 0 and policy == "skip" and "dampening" in options
+        with waits(POLICIES[policy] + damps_later):
+            ours.step()
+        theirs.step()
+    assert_equal_to_rounding(away, here)
+    with waits(1):
+        stats = ours.clip_stats()
+    assert stats == pytest.approx(theirs.clip_stats(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_waited_for(make, options, device):
+    (away,), (groups,) = parameters([device])
+    optimizer = make(groups, 0.05, 1.0, nonfinite="skip", **options)
+    set_gradients(0, away)
+    optimizer.step()
+    kept = [t.cpu() for t in everything(away, optimizer)]
+    away[0].grad[0, 0] = math.nan
+    with waits(0):
+        optimizer.step()
+    assert all(torch.equal(t.cpu(), old) for t, old in zip(everything(away, optimizer), kept, strict=True))
+    assert (optimizer.clip_stats()["steps"], optimizer.clip_stats()["skipped"]) == (1, 1)
+
+
+def test_a_skipped_first_step_leaves_the_second_undamped(device):
+    # As torch: the first gradient that a buffer sees is not damped, and a skipped one is not seen.
+    (away, here), (groups_away, groups_here) = parameters([device, "cpu"])
+    options = {"momentum": 0.9, "dampening": 0.5, "nonfinite": "skip"}
+    ours, theirs = (ClippedSGD(groups, 0.05, 1.0, **options) for groups in (groups_away, groups_here))
+    for k in range(3):
+        set_gradients(k, away, here)
+        if k == 0:
+            away[0].grad[0, 0] = here[0].grad[0, 0] = math.inf
+        ours.step()
+        theirs.step()
+    assert_equal_to_rounding(away, here)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+@pytest.mark.parametrize("make", [ClippedSGD, NormalizedSGD, ClippedAdamW])
+@pytest.mark.parametrize("first", ["strict", "cpu"])
+def test_parameters_on_the_device_and_on_cpu_in_one_optimizer(make, scope, policy, first, device):
+    (mixed, here), _ = parameters(["cpu", "cpu"])
+    second = {"strict": "cpu", "cpu": "strict"}[first]
+    mixed = [nn.Parameter(p.detach().to(first if i % 2 else second)) for i, p in enumerate(mixed)]
+    ours = make([{"params": mixed[:2]}, {"params": mixed[2:]}], 0.05, 1.0, nonfinite=policy, norm_scope=scope)
+    theirs = make([{"params": here[:2]}, {"params": here[2:]}], 0.05, 1.0, nonfinite=policy, norm_scope=scope)
+    for k in range(3):
+        set_gradients(k, mixed, here)
+        if k == 1 and policy == "skip":
+            for params in (mixed, here):
+                params[0].grad[0, 0] = math.nan
+        ours.step()
+        theirs.step()
+    assert_equal_to_rounding(mixed, here)
+    assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
+
+
+def test_memory_of_the_device_is_not_read_as_if_it_were_the_hosts(device):
+    t = torch.ones(70_000, device=device)
+    with waits(1):
+        assert float(global_norm([t])) == pytest.approx(70_000**0.5)
+    with pytest.raises(RuntimeError, match="tensors on several devices"):
+        torch._foreach_norm([t, torch.ones(3)])
+    with pytest.raises(RuntimeError, match="on the same device"):
+        t + torch.ones(70_000)
+
+
+def test_counters_go_on_after_a_checkpoint_and_on_another_device(device):
+    (away, here), _ = parameters([device, "cpu"])
+    first, second = (ClippedSGD(params, 0.05, 1.0, nonfinite="skip") for params in (away, here))
+    for k in range(130):
+        set_gradients(k, away, here)
+        if k % 7 == 0:
+            away[0].grad[0, 0] = here[0].grad[0, 0] = math.nan
+        if k == 60:
+            first.load_state_dict(first.state_dict())
+        first.step()
+        second.step()
+    assert first.clip_stats() == pytest.approx(second.clip_stats(), rel=1e-6)
+    assert first.state_dict()["param_groups"][0]["clip_stats"]["recent"] == pytest.approx(
+        second.state_dict()["param_groups"][0]["clip_stats"]["recent"]
+    )
+    third = ClippedSGD(here, 0.05, 1.0)
+    third.load_state_dict(first.state_dict())
+    assert third.clip_stats() == first.clip_stats()
+    third.step()
+    assert third.clip_stats()["steps"] == first.clip_stats()["steps"] + 1
+
+
+# --- torch.amp.GradScaler ---------------------------------------------------------------------------
+
+
+SCALED = [
+    pytest.param(make, options, id=f"{make.__name__} {' '.join(options)}")
+    for make in (ClippedSGD, NormalizedSGD)
+    for options in ({}, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "clip": "momentum"})
+] + [pytest.param(ClippedAdamW, {"amsgrad": True}, id="ClippedAdamW")]
+
+
+@pytest.mark.parametrize("place", ["strict", "cpu"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("make", "options"), SCALED)
+def test_a_scaler_unscales_inside_the_fused_step(make, options, policy, place, device):
+    (ours, theirs), (groups, other_groups) = parameters([place, "cpu"])
+    scaled = make(groups, 0.05, 1.0, nonfinite=policy, fused=True, **options)
+    plain = make(other_groups, 0.05, 1.0, nonfinite="skip", **options)
+    scaler = torch.amp.GradScaler(place, init_scale=1024.0, growth_interval=2)
+    scale = 1024.0
+    scaler.scale(torch.ones((), device=place))
+    for k in range(5):
+        set_gradients(k, ours, theirs)
+        for p in ours:
+            p.grad.mul_(scale)
+        if k == 2:
+            ours[0].grad[0, 0] = theirs[0].grad[0, 0] = math.inf
+        given = [p.grad.clone() for p in ours]
+        with waits(POLICIES[policy] if place == "strict" else None):
+            scaler.step(scaled)
+            scaler.update()
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours, given, strict=True))
+        plain.step()
+        scale = scaler.get_scale()
+    assert scale == 1024.0 * 2 / 2 * 2
+    assert_equal_to_rounding(ours, theirs)
+    assert scaled.clip_stats() == pytest.approx(plain.clip_stats(), rel=1e-5)
+    assert scaled.clip_stats()["skipped"] == 1
+
+
+def test_a_scaler_unscales_first_where_the_step_is_not_fused(device):
+    (ours, theirs), (groups, other_groups) = parameters([device, "cpu"])
+    scaled, plain = ClippedSGD(groups, 0.05, 1.0), ClippedSGD(other_groups, 0.05, 1.0)
+    scaler = torch.amp.GradScaler("strict", init_scale=64.0)
+    scaler.scale(torch.ones((), device=device))
+    set_gradients(0, ours, theirs)
+    for p in ours:
+        p.grad.mul_(64)
+    scaler.step(scaled)
+    plain.step()
+    assert_equal_to_rounding(ours, theirs)
+    assert scaled.clip_stats()["grad_norm"] == pytest.approx(plain.clip_stats()["grad_norm"])
