@@ -8,9 +8,11 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from curvestep.advice.advice import advise
-from curvestep.advice.rule import clipping_below
+from curvestep.advice.outcome import outcome_of
+from curvestep.advice.rule import clipping_below, rule_for
 from curvestep.advice.settings import best_setting
 from curvestep.fit.fit import fit_smoothness
+from curvestep.fit.samples import History
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clipped_step, normalized_step
 from tests.fit.traces import inside_steps, make_trace, simulated
@@ -25,6 +27,13 @@ def test_advised_clipping_never_steps_beyond_the_bound(L0, L1, c, g, least, fact
     assert clipped_step(g, lr=lr, max_norm=max_norm) <= c / (L0 + L1 * g) * (1 + 1e-12)
     if max_norm == L0 / L1:
         assert lr == pytest.approx(c / (2 * L0))
+
+
+def rule_of(trace, *, constant=1.5):
+    """What the (L0, L1) line of a region tolerates."""
+    start = outcome_of(History.of(trace)).start
+    options = {"quantile": 0.75, "level": 0.9, "resamples": 100, "seed": 0}
+    return rule_for(fit_smoothness(trace), start, constant=constant, **options)
 
 
 def falling(num):
@@ -48,26 +57,26 @@ def run(*, num=200, lr=0.1, max_norm=np.inf, loss=None, seed=0, tau=None, every=
 
 
 def test_one_trace_gives_the_line_of_its_region_and_says_that_it_is_local():
-    advice = advise(run(lr=0.3, inside=0.8))
+    rule, advice = rule_of(run(lr=0.3, inside=0.8)), advise(run(lr=0.3, inside=0.8))
     # The 0.75 line of (1 + 2g)·e^{0.4 z} is e^{0.27} (1 + 2g): corner at 0.5, lr 1.5/(2·1.31).
-    assert advice.max_norm == pytest.approx(0.5, rel=0.4)
-    assert advice.lr == pytest.approx(1.5 / 2 / math.exp(0.4 * 0.674), rel=0.4)
+    assert rule.max_norm == pytest.approx(0.5, rel=0.4)
+    assert rule.lr == pytest.approx(1.5 / 2 / math.exp(0.4 * 0.674), rel=0.4)
     assert advice.step_cap == pytest.approx(advice.lr * advice.max_norm)
     for name in ("lr", "max_norm", "step_cap"):
         low, high = getattr(advice, f"{name}_interval")
         assert low <= getattr(advice, name) <= high
+        assert low <= getattr(rule, name) <= high
         assert low < high
     g = run(lr=0.3).column("grad_norm")
     assert advice.clipped_fraction == pytest.approx(np.mean(g > advice.max_norm))
     assert advice.gain > 3
-    assert "Clipping pays" in advice.verdict
-    assert "local statement" in advice.verdict
-    assert "This region tolerates a step of" in advice.verdict
+    assert "Clipping pays" in advice.clipping
+    assert any("this holds for the region that was visited" in reason for reason in advice.reasons)
     assert not advice.lr_is_inert
 
 
 def test_theorys_constant_gives_a_third_of_the_step():
-    practical, proven = (advise(run(lr=0.3, inside=0.8), constant=c) for c in (1.5, 0.5))
+    practical, proven = (rule_of(run(lr=0.3, inside=0.8), constant=c) for c in (1.5, 0.5))
     assert proven.lr == pytest.approx(practical.lr / 3)
     assert proven.max_norm == pytest.approx(practical.max_norm)
     with pytest.raises(ValueError, match="`constant` must be positive"):
@@ -77,9 +86,10 @@ def test_theorys_constant_gives_a_third_of_the_step():
 def test_advice_scales_with_the_loss_and_with_the_parameters():
     # f -> s·f: h -> h/s, max_norm -> s·max_norm. x -> t·x: h -> t² h, norms fall by t, lengths grow by t.
     g, ell = simulated(np.random.default_rng(0), num=150)
-    base = advise(make_trace(g, ell, lr=0.1, step_norm=0.1 * g))
+    base = advise(make_trace(g, ell, lr=0.02, step_norm=0.02 * g))
     s, t = 1000.0, 0.01
-    other = advise(make_trace(s / t * g, s / t**2 * ell, lr=0.1 * t**2 / s, step_norm=t * 0.1 * g))
+    other = advise(make_trace(s / t * g, s / t**2 * ell, lr=0.02 * t**2 / s, step_norm=t * 0.02 * g))
+    assert base.action == other.action == "raise"
     assert other.lr == pytest.approx(base.lr * t**2 / s, rel=1e-6)
     assert other.max_norm == pytest.approx(base.max_norm * s / t, rel=1e-6)
     assert other.step_cap == pytest.approx(base.step_cap * t, rel=1e-6)
@@ -91,9 +101,9 @@ def test_saturated_kappa_is_no_evidence_that_clipping_pays():
     g = np.exp(0.4 * rng.standard_normal(200))
     kappa = 1.6 + 0.05 * rng.standard_normal(200)
     advice = advise(make_trace(g, kappa * g / 0.05, step_norm=0.05, lr=1.0, kappa=kappa))
-    assert "cannot be told from this trace" in advice.verdict
-    assert advice.step_cap == pytest.approx(0.05 * 1.5 / 1.63, rel=0.1)  # today's step, near enough
-    assert any("repeats today's setting" in reason for reason in advice.reasons)
+    assert "cannot be told from this trace" in advice.clipping
+    assert advice.action == "keep"
+    assert advice.step_cap == pytest.approx(0.05)
 
 
 def test_edge_of_stability_is_no_evidence_that_clipping_does_not_pay():
@@ -101,14 +111,14 @@ def test_edge_of_stability_is_no_evidence_that_clipping_does_not_pay():
     g = np.exp(0.4 * rng.standard_normal(200))
     advice = advise(make_trace(g, rng.uniform(14, 20, 200), step_norm=0.1 * g, lr=0.1, coefficient=1.0))
     assert advice.gain < 1.5
-    assert "cannot be told from this trace" in advice.verdict
+    assert "cannot be told from this trace" in advice.clipping
     assert any("Edge of stability" in warning for warning in advice.warnings)
 
 
 def test_small_gain_says_that_clipping_is_not_needed():
     advice = advise(run(L0=5.0, L1=0.0))
     assert advice.gain < 1.5
-    assert "gains little" in advice.verdict
+    assert "gains little" in advice.clipping
 
 
 def test_lr_is_called_inert_when_nearly_every_step_is_clipped():
@@ -118,12 +128,13 @@ def test_lr_is_called_inert_when_nearly_every_step_is_clipped():
 
 
 def test_noise_raises_the_threshold_and_can_be_the_whole_story():
-    noisy = advise(run(tau=0.6))
+    noisy = advise(run(lr=0.02, tau=0.6))
     assert noisy.noise == pytest.approx(0.6)
-    assert noisy.max_norm >= 5 * 0.6
-    assert noisy.lr < advise(run()).lr
+    assert noisy.action == "raise"
+    assert noisy.max_norm >= 5 * 0.6 > advise(run(lr=0.02)).max_norm
+    assert rule_of(run(tau=0.6)).lr < rule_of(run()).lr
     drowned = advise(run(tau=50.0))
-    assert "mostly noise" in drowned.verdict
+    assert "mostly noise" in drowned.clipping
     assert any("gradient noise is 50" in reason for reason in drowned.reasons)
 
 
@@ -136,7 +147,7 @@ def test_a_threshold_below_five_times_the_noise_is_named():
 
 
 def test_line_through_the_origin_still_gives_a_step_cap():
-    advice = advise(run(L0=0.0))
+    advice = rule_of(run(L0=0.0))
     g = run(L0=0.0).column("grad_norm")
     assert advice.max_norm >= np.quantile(g, 0.05) * 0.999
     assert math.isfinite(advice.lr)
@@ -153,26 +164,17 @@ def normalized(*, offset, lr=0.1):
     ("trace", "reason"),
     [
         (lambda: Trace(), "at least 10 usable rows, got 0"),
-        (lambda: run(num=12), "12 usable rows are too few"),
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20), "neither lr nor step lengths"),
         (lambda: make_trace([1.0, 2.0] * 20, [0.0, 0.0] * 20, lr=0.1, step_norm=0.1), "no curvature"),
-        (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=2.0), "momentum, Adam"),
         (lambda: normalized(offset=0.25), "normalized descent (NormalizedSGD, lr 0.1, offset 0.25)"),
         (lambda: normalized(offset=0.02), "ClippedSGD, for steps alike lr 5 with max_norm 0.02"),
-        (
-            lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20, lr=0.1, step_norm=0.06, coefficient=1.0),
-            "steps are 0.45 times",
-        ),
     ],
     ids=[
         "empty",
-        "short",
         "no steps",
         "flat",
-        "momentum",
         "normalized",
         "nearly all normalized",
-        "momentum that turns",
     ],
 )
 def test_advice_is_refused_with_the_reason(trace, reason):
@@ -181,7 +183,7 @@ def test_advice_is_refused_with_the_reason(trace, reason):
     assert advice.lr is advice.max_norm is advice.step_cap is None
     assert reason in advice.verdict
     assert reason in str(advice)
-    with pytest.raises(ValueError, match="at least one trace or fit"):
+    with pytest.raises(ValueError, match="at least one trace, fit or path"):
         advise()
 
 
@@ -196,8 +198,8 @@ def test_arguments_out_of_range_are_refused_by_name(bad):
 
 def test_path_in_place_of_a_trace_is_told_how_to_be_read():
     for use in (advise, fit_smoothness):
-        with pytest.raises(TypeError, match=r"must be a Trace, got 'x.jsonl'. Read a file with Trace.load"):
-            use("x.jsonl")
+        with pytest.raises(TypeError, match="must be a Trace, a path"):
+            use(3)
 
 
 def test_what_was_not_recorded_is_named():
@@ -246,7 +248,8 @@ def test_sweep_recommends_by_progress_and_names_the_next_setting_at_the_edge():
     assert advice.max_norm_interval == pytest.approx((0.1, math.inf))
     assert advice.next_setting is not None
     assert advice.next_setting["lr"] == pytest.approx(30 * (10 / 3 + 3) / 2)  # the grid's own ratio
-    assert "edge of what was tried" in advice.verdict
+    assert advice.verdict == "Take lr 30, max_norm 0.25; next run lr 95, max_norm 0.25."
+    assert any("edge of what was tried" in reason for reason in advice.reasons)
     assert any("diverged" in reason for reason in advice.reasons)
 
 
@@ -278,7 +281,8 @@ def test_sweep_with_worse_settings_on_both_sides_has_no_next():
     assert advice.lr == 30
     assert advice.next_setting is None
     assert advice.lr_interval == (10, 100)
-    assert "both sides" in advice.verdict
+    assert advice.verdict == "Take lr 30, max_norm 0.25."
+    assert any("both sides" in reason for reason in advice.reasons)
 
 
 @pytest.mark.parametrize(("best", "following"), [(0.25, 0.625), (0.1, 0.04)])
@@ -291,7 +295,7 @@ def test_sweep_whose_best_threshold_is_at_the_edge_names_the_next_one(best, foll
     advice = advise(*runs)
     assert (advice.lr, advice.max_norm) == (3, pytest.approx(best))
     assert advice.next_setting == {"lr": 3, "max_norm": pytest.approx(following)}
-    assert "edge of what was tried" in advice.verdict
+    assert any("edge of what was tried" in reason for reason in advice.reasons)
     low, high = advice.step_cap_interval
     assert low <= advice.step_cap <= high
 
@@ -340,10 +344,11 @@ def test_stages_of_one_run_are_compared_by_how_fast_the_loss_falls():
     assert any("a hint, not a race" in reason for reason in advice.reasons)
 
 
-def test_sweep_in_which_every_run_diverged_is_refused():
-    advice = advise(diverged(1.0), diverged(3.0))
-    assert advice.refused
-    assert "Start from a smaller lr" in advice.verdict
+def test_sweep_in_which_every_run_diverged_goes_by_the_smallest_lr():
+    advice = advise(diverged(3.0), diverged(1.0))
+    assert advice.action == "rescue"
+    assert advice.verdict.startswith("Diverged at step 3: try lr 0.333")
+    assert advice.lr < 1.0
 
 
 def test_words_and_html_carry_the_numbers_and_are_escaped():

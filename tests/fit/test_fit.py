@@ -481,4 +481,4 @@ def test_a_probed_run_decides_inside_its_steps(classify):
     fit = fit_smoothness(probe.trace)
     assert fit.within.num_rows > 20 or not classify
     assert fit.grows is classify
-    assert ("Clipping pays" in cs.advise(fit).verdict) <= classify
+    assert ("Clipping pays" in cs.advise(fit).clipping) <= classify

@@ -314,7 +314,7 @@ def untested(**changes) -> Within:
 
 def test_missing_columns_are_named_with_the_way_to_get_them():
     assert "no secants and gradient norms" in untested(secants=None).missing
-    assert "segment estimator" in untested(grad_norms=None, fractions=None).missing
+    assert "with the estimator `smoothness`" in untested(grad_norms=None, fractions=None).missing
 
 
 def test_one_fraction_is_not_enough():

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from curvestep._checks import check_count, check_positive
-from curvestep.advice.rule import rule_for
-from curvestep.advice.settings import Setting, best_of, neighbours, next_setting, settings_of
-from curvestep.advice.verdict import is_inert, reasons, reasons_of_settings, verdict_on, verdict_on_settings
+from curvestep.advice.decision import KEEP, Decision, decide, untold
+from curvestep.advice.outcome import Outcome, outcome_of
+from curvestep.advice.rule import Rule, below_spectral, other_steps, rule_for
+from curvestep.advice.settings import Setting, best_of, check_alike, neighbours, next_setting, settings_of
+from curvestep.advice.verdict import (
+    does_clipping_pay,
+    first_line,
+    is_inert,
+    reasons,
+    reasons_of_lost,
+    reasons_of_settings,
+    verdict_on_settings,
+)
 from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit, fit_samples, fit_smoothness
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import check_share, check_trace
+from curvestep.fit.samples import LEAST_ROWS, History, check_share, check_trace
 from curvestep.smoothness.trace import Trace
 
 if TYPE_CHECKING:
@@ -26,12 +37,16 @@ if TYPE_CHECKING:
 class Advice:
     """What :func:`advise` recommends; ``print`` it for words.
 
-    ``lr``, ``max_norm`` and ``step_cap`` (the longest step, their product) are None if advice was refused.
-    ``clipped_fraction`` is the share of the measured steps that ``max_norm`` would clip, ``gain`` is the
+    ``verdict`` is one sentence to act on and ``action`` its kind: ``"keep"``, ``"raise"``, ``"lower"``,
+    ``"rescue"`` (the run was lost), ``"try"`` (too few rows to tell), ``"take"`` (one of several settings) or
+    ``"none"``. ``lr`` and ``max_norm`` are what to run next, ``step_cap`` (the longest step) their product;
+    None if advice was refused. Their intervals hold what the (L0, L1) line of the region tolerates; from
+    several traces those of ``lr`` and ``max_norm`` are the settings tried on either side.
+    ``clipped_fraction`` is the share of the measured steps that ``max_norm`` would clip, ``gain`` the
     condition 1 + L1·M/L0 with M the largest gradient norm seen: how much larger a step clipping allows where
-    the gradient is small. From several traces the intervals of ``lr`` and ``max_norm`` are the settings tried
-    on either side. ``next_setting`` names an ``lr`` and ``max_norm`` worth trying, where there is one.
-    ``fit`` is what the advice rests on; None if it was refused.
+    the gradient is small. ``clipping`` says whether clipping pays, ``reasons`` what the verdict rests on,
+    ``warnings`` what to doubt. ``next_setting`` names an ``lr`` and ``max_norm`` worth trying after several.
+    ``fit`` is what the advice rests on; None if there was none.
     """
 
     lr: float | None = None
@@ -45,7 +60,9 @@ class Advice:
     noise: float | None = None
     lr_is_inert: bool = False
     next_setting: dict[str, float] | None = None
+    action: str = "none"
     verdict: str
+    clipping: str = ""
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     fit: SmoothnessFit | None = field(default=None, repr=False, compare=False)
@@ -58,7 +75,7 @@ class Advice:
     def __str__(self) -> str:
         lines = [self.verdict]
         lines += [f"  {name:<12}{value}" for name, value in self._table()]
-        lines += [f"  - {reason}" for reason in self.reasons]
+        lines += [f"  - {reason}" for reason in self._notes()]
         return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
 
     def __repr__(self) -> str:
@@ -67,7 +84,7 @@ class Advice:
         return f"<Advice: lr {self.lr:.3g}, max_norm {self.max_norm:.3g}>"
 
     def _repr_html_(self) -> str:
-        return html_table(self.verdict, self._table(), (*self.reasons, *self.warnings))
+        return html_table(self.verdict, self._table(), (*self._notes(), *self.warnings))
 
     def plot(self) -> Figure:
         """Step sizes as taken, at the edge of stability and as advised; needs matplotlib."""
@@ -77,6 +94,9 @@ class Advice:
         if self.fit is None or self.lr is None or self.max_norm is None:
             raise ValueError(f"There is no setting to plot. {self.verdict}")
         return figure_of([advised(self.fit, lr=self.lr, max_norm=self.max_norm)])
+
+    def _notes(self) -> tuple[str, ...]:
+        return (*self.reasons, self.clipping) if self.clipping else self.reasons
 
     def _table(self) -> list[tuple[str, str]]:
         rows = [
@@ -96,34 +116,34 @@ class Advice:
 
 
 def advise(
-    *runs: Trace | SmoothnessFit,
+    *runs: Trace | SmoothnessFit | str | Path,
     constant: float = 1.5,
     quantile: float = 0.75,
     level: float = 0.9,
     resamples: int = 300,
     seed: int = 0,
 ) -> Advice:
-    r"""A learning rate, ``max_norm`` and longest step for the task that was measured, and why.
+    r"""A learning rate and ``max_norm`` for the task that was measured, and why.
 
-    From one trace: the (L0, L1) line of the region that this run visited, and the clipped descent that stays
-    below :math:`c/(L_0 + L_1 g)`. That is a local statement, because curvature adapts to the step; and lr
-    stays where it is known to be stable (:func:`~curvestep.advice.rule.highest_lr`): below c over a spectral
-    smoothness that was recorded, else at most three times the step size that was run. From several traces of
-    the same task, or one run whose lr was raised in stages: the largest setting whose loss fell furthest,
-    with the step that its region tolerates, and the next setting to try if the best one lies at the edge of
-    what was tried.
+    From one run: the same setting again, shorter steps, or longer ones, by how its loss went, by how much a
+    step lowered the loss of its own batch (:mod:`~curvestep.advice.outcome`), and by what the first rows say
+    of the start. Steps become at most three times as long, and stay below c over a spectral smoothness that
+    was recorded (:func:`~curvestep.advice.rule.highest_lr`). A run that was lost needs one row. Beside it the
+    (L0, L1) line of the region that the run visited, and the clipped descent below
+    :math:`c/(L_0 + L_1 g)`: a local statement, because curvature adapts to the step.
+
+    From several runs of one task, or one run whose lr was raised in stages: the largest setting whose loss
+    fell furthest, and the next setting to try if the best one lies at the edge of what was tried.
 
     Args:
-        runs: Probed runs of plain or clipped descent, at least one: traces, or their fits, which are then
-            taken as they are (``level`` and ``seed`` of the fit were its own).
+        runs: Probed runs, at least one: traces, their files or run folders, or fits, which are then taken as
+            they are (``level`` and ``seed`` of the fit were its own). Several must be of one task, with one
+            kind of optimizer and one batch size.
         constant: c in :math:`c/(L_0 + L_1 g)`; 0.5 is what theory proves, 1.5 what training needs.
         quantile: Share of the points below the line that stands for the region, in (0, 1).
         level: Level of the intervals, in (0, 1). They hold what the rule gives for every line that the
-            rank-score test of :func:`~curvestep.fit.intervals.slope_interval` does not reject, and for a
-            higher, a lower and a shifted range of points (block bootstrap). On simulated traces 90 %
-            intervals cover what the rule gives for the true law in 89 to 99 % (``lr``), 83 to 99 %
-            (``max_norm``) and 81 to 99 % (``step_cap``); the low ends are strongly autocorrelated runs and
-            lines through the origin.
+            rank-score test of :func:`~curvestep.fit.intervals.slope_interval` does not reject, for a
+            higher, a lower and a shifted range of points (block bootstrap), and what is advised.
         resamples: Bootstrap samples, at least 50.
         seed: Of the bootstrap.
 
@@ -134,23 +154,20 @@ def advise(
         >>> rng = np.random.default_rng(0)
         >>> trace = Trace()
         >>> for step, g in enumerate(rng.lognormal(size=100)):
-        ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": g, "lr": 0.1,
-        ...                       "smoothness": (1 + 2 * g) * rng.uniform(0.8, 1), "step_norm": 0.1 * g})
-        >>> advice = advise(trace)
-        >>> print(f"{advice.lr:.1f} {advice.max_norm:.1f}")    # three times the lr that was run, and no more
-        0.3 2.1
+        ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": g, "lr": 0.02,
+        ...                       "smoothness": (1 + 2 * g) * rng.uniform(0.8, 1), "step_norm": 0.02 * g})
+        >>> print(advise(trace).verdict)
+        Raise lr to 0.06, max_norm 1.13.
     """
     if not runs:
-        raise ValueError("`runs` must be at least one trace or fit, got none.")
-    for run in runs:
-        if not isinstance(run, SmoothnessFit):
-            check_trace(run)
+        raise ValueError("`runs` must be at least one trace, fit or path, got none.")
+    loaded = [run if isinstance(run, SmoothnessFit) else check_trace(run) for run in runs]
     check_positive("constant", constant)
     check_share("quantile", quantile)
     check_share("level", level)
     check_count("resamples", resamples, least=50)
     # A run without rows says nothing.
-    runs = tuple(run for run in runs if isinstance(run, SmoothnessFit) or len(run)) or runs[:1]
+    used = [run for run in loaded if isinstance(run, SmoothnessFit) or len(run)] or loaded[:1]
     options = {
         "constant": constant,
         "quantile": quantile,
@@ -159,64 +176,124 @@ def advise(
         "seed": seed,
     }
     try:
-        settings = settings_of(runs)
-        if len(settings) == 1:
-            run = runs[0]
-            fit = fit_smoothness(run, level=level, seed=seed) if isinstance(run, Trace) else run
-            return _from_fit(fit, options)
-        best = best_of(settings)
-        assert best.samples is not None
-        fit = best.fit or fit_samples(
-            best.samples, quantile=0.95, level=level, resamples=400, seed=seed, control=True
-        )
-        return _from_settings(best, settings, _from_fit(fit, options))
+        if len(used) == 1:
+            return _from_run(used[0], options)
+        histories = [_history(run) for run in used]
+        check_alike(histories)
+        settings = settings_of(used)
+        if all(setting.diverged for setting in settings):
+            return _from_run(used[int(np.argmin([setting.lr for setting in settings]))], options)
+        return _from_settings(settings, options)
     except ValueError as error:
         return Advice(verdict=f"No advice: {error}", reasons=(str(error),))
 
 
-def _from_fit(fit: SmoothnessFit, options: dict[str, Any]) -> Advice:
-    rule = rule_for(fit, **options)
+def _history(run: Trace | SmoothnessFit) -> History:
+    return History.of(run) if isinstance(run, Trace) else run.samples.history
+
+
+def _from_run(run: Trace | SmoothnessFit, options: dict[str, Any]) -> Advice:
+    outcome = outcome_of(_history(run))
+    if outcome.diverged_at is not None:
+        return _without_fit(outcome, decide(outcome), reasons_of_lost(outcome))
+    if outcome.num_rows < LEAST_ROWS and math.isfinite(outcome.lr) and outcome.num_rows:
+        return _without_fit(outcome, untold(outcome), ())
+    settings = settings_of([run])
+    if len(settings) > 1:
+        return _from_settings(settings, options)
+    fit = run
+    if isinstance(run, Trace):
+        fit = fit_smoothness(run, level=options["level"], seed=options["seed"])
+    assert isinstance(fit, SmoothnessFit)
+    return _from_fit(fit, outcome, options)
+
+
+def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -> Advice:
+    """From rows that are too few for a fit, or of a run that was lost."""
     return Advice(
-        lr=rule.lr,
-        max_norm=rule.max_norm,
-        step_cap=rule.step_cap,
-        lr_interval=rule.lr_interval,
-        max_norm_interval=rule.max_norm_interval,
-        step_cap_interval=rule.step_cap_interval,
-        clipped_fraction=float(np.mean(fit.samples.grad_norm > rule.max_norm)),
+        lr=decision.lr,
+        max_norm=decision.max_norm,
+        step_cap=decision.lr * decision.max_norm,
+        action=decision.action,
+        verdict=first_line(decision, outcome),
+        reasons=(*found, decision.why) if decision.why else found,
+    )
+
+
+def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> Advice:
+    samples = fit.samples
+    other = other_steps(samples)
+    rule = rule_for(fit, outcome.start, **options)
+    decision = decide(outcome, most_factor=rule.most_lr / rule.today)
+    if decision.action != KEEP and other is None:
+        decision = _guarded(decision, fit, rule, options["constant"])
+    lr, max_norm = decision.lr, decision.max_norm
+    return Advice(
+        lr=lr,
+        max_norm=max_norm,
+        step_cap=lr * max_norm,
+        lr_interval=_around(lr, rule.lr_interval),
+        max_norm_interval=_around(max_norm, rule.max_norm_interval),
+        step_cap_interval=_around(lr * max_norm, rule.step_cap_interval),
+        clipped_fraction=float(np.mean(samples.grad_norm > max_norm)),
         gain=rule.gain,
         noise=rule.noise,
         lr_is_inert=is_inert(fit),
-        verdict=verdict_on(fit, rule),
-        reasons=reasons(fit, rule),
+        action=decision.action,
+        verdict=first_line(decision, outcome),
+        clipping=does_clipping_pay(fit, rule),
+        reasons=reasons(fit, rule, outcome, decision),
         warnings=rule.warnings,
         fit=fit,
     )
 
 
-def _from_settings(best: Setting, settings: list[Setting], local: Advice) -> Advice:
-    """The best setting as it was run; ``local`` is the advice from its trace alone."""
+def _guarded(decision: Decision, fit: SmoothnessFit, rule: Rule, constant: float) -> Decision:
+    """Nothing beyond c over a spectral smoothness, no threshold below five times the noise."""
+    max_norm = max(decision.max_norm, 5.0 * rule.noise) if rule.noise is not None else decision.max_norm
+    lr, max_norm = below_spectral(fit.samples, decision.lr, max_norm, constant=constant)
+    return replace(decision, lr=lr, max_norm=max_norm)
+
+
+def _around(value: float, interval: Interval) -> Interval:
+    return min(value, interval[0]), max(value, interval[1])
+
+
+def _from_settings(settings: list[Setting], options: dict[str, Any]) -> Advice:
+    """The best setting as it was run, with what its region tolerates."""
+    best = best_of(settings)
     assert best.samples is not None
-    assert local.lr is not None
-    assert local.step_cap is not None
-    assert local.step_cap_interval is not None
+    fit = best.fit or fit_samples(
+        best.samples,
+        quantile=0.95,
+        level=options["level"],
+        resamples=400,
+        seed=options["seed"],
+        control=True,
+    )
+    rule = rule_for(fit, None, **options)
     g = best.samples.grad_norm
-    tolerated = local.step_cap if math.isfinite(local.step_cap) else local.lr * float(np.quantile(g, 0.95))
+    tolerated = rule.step_cap if math.isfinite(rule.step_cap) else rule.lr * float(np.quantile(g, 0.95))
     # A length that was run and stayed stable is safe; without clipping the curvature has to say.
     cap = best.lr * best.max_norm if math.isfinite(best.max_norm) else tolerated
     max_norm = cap / best.lr
-    low, high = local.step_cap_interval
     following = next_setting(best, settings)
-    return replace(
-        local,
+    return Advice(
         lr=best.lr,
         max_norm=max_norm,
         step_cap=cap,
         lr_interval=neighbours(best.lr, [s.lr for s in settings]),
         max_norm_interval=neighbours(max_norm, [s.max_norm for s in settings if s.lr == best.lr]),
-        step_cap_interval=(min(cap, low), max(cap, high)),  # a length that was run is one of them
+        step_cap_interval=_around(cap, rule.step_cap_interval),  # a length that was run is one of them
         clipped_fraction=float(np.mean(g > max_norm)),
+        gain=rule.gain,
+        noise=rule.noise,
+        lr_is_inert=is_inert(fit),
         next_setting=following,
-        verdict=verdict_on_settings(best, settings, at_edge=following is not None),
-        reasons=reasons_of_settings(best, settings),
+        action="take",
+        verdict=verdict_on_settings(best, max_norm, following),
+        clipping=does_clipping_pay(fit, rule),
+        reasons=reasons_of_settings(best, settings, following),
+        warnings=rule.warnings,
+        fit=fit,
     )

@@ -22,13 +22,14 @@ from functools import partial
 
 import numpy as np
 
+from curvestep.advice.decision import MOST
+from curvestep.advice.outcome import Start
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval, block_interval, block_length, slope_interval
 from curvestep.fit.samples import Samples, evenly_spaced, typical_clip_norm
 
 LITTLE_GAIN = 1.5  # below it clipping is not worth its threshold
-_LEAST_ROWS = 20
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
 _LINES = 9  # looked at across an interval
 
@@ -44,7 +45,7 @@ class Rule:
     constant: float
     gain: float  # 1 + L1·M/L0, the condition of the region, with M the largest gradient norm
     noise: float | None
-    rise: Interval | None  # loss of the first and the last rows, if it rose
+    today: float  # the step size that was run
     most_lr: float
     limit: str  # what ``most_lr`` comes from
     lr: float
@@ -59,22 +60,23 @@ class Rule:
         """The longest step."""
         return self.lr * self.max_norm
 
-    @property
-    def held(self) -> bool:
-        """Whether ``most_lr`` is what limits lr."""
-        return math.isclose(self.lr, self.most_lr, rel_tol=1e-9)
-
 
 def rule_for(
-    fit: SmoothnessFit, *, constant: float, quantile: float, level: float, resamples: int, seed: int
+    fit: SmoothnessFit,
+    start: Start | None,
+    *,
+    constant: float,
+    quantile: float,
+    level: float,
+    resamples: int,
+    seed: int,
 ) -> Rule:
     """The clipped descent below ``constant`` over the quantile line of the samples of a fit.
 
     Raises:
-        ValueError: If the samples are too few, no plain or clipped descent, or show no curvature.
+        ValueError: If the samples show no curvature.
     """
     samples = fit.samples
-    check_descent(samples)
     g, ell, rng = samples.grad_norm, samples.smoothness, np.random.default_rng(seed)
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     if L0 == 0 and L1 == 0:
@@ -85,8 +87,9 @@ def rule_for(
     least = max(float(low), 5.0 * noise if noise is not None else 0.0)
     most = max(float(high), least)
     gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
-    rise = loss_rise(samples.loss)
-    most_lr, limit = highest_lr(fit, rise, constant=constant, gain=gain)
+    # A step beyond κ = 2 overshoots, so that it was run is no sign that it is stable.
+    today = float(np.nanmedian(np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))))
+    most_lr, limit = highest_lr(fit, start, today, constant=constant, gain=gain)
     lr, max_norm = clipping_below(L0, L1, constant=constant, least=least, most=most, most_lr=most_lr)
     lr, max_norm = below_spectral(samples, lr, max_norm, constant=constant)
 
@@ -110,7 +113,7 @@ def rule_for(
         constant=constant,
         gain=gain,
         noise=noise,
-        rise=rise,
+        today=today,
         most_lr=most_lr,
         limit=limit,
         lr=lr,
@@ -148,7 +151,7 @@ def clipping_below(
 
 
 def highest_lr(
-    fit: SmoothnessFit, rise: Interval | None, *, constant: float, gain: float
+    fit: SmoothnessFit, start: Start | None, today: float, *, constant: float, gain: float
 ) -> tuple[float, str]:
     """What lr is kept to, and where that comes from; what was not run is never far from what was.
 
@@ -157,42 +160,34 @@ def highest_lr(
     - Without one, at most three times the step size that was run: directions in which the gradient has no
       part, because they were worked off or drown in noise, do not show along the steps.
     - Where nothing shows that smoothness follows the gradient norm, a small smoothness at a small gradient
-      may only mean that the sharp directions were worked off. With a gain that matters lr stays below the
-      textbook's step for a constant Hessian, one over the largest smoothness measured; with little gain
-      below c over the upper quantile. Today's step size was run, so it stays allowed.
-    - Where the loss rose, today's is too large already: it is divided by how much the loss rose, at least by
-      3 and at most by 10.
+      may only mean that the sharp directions were worked off. At the start they were not: lr stays below the
+      step that changes the gradient there by its own norm. Without the start's rows, and with a gain that
+      matters, lr stays below the textbook's step for a constant Hessian, one over the largest smoothness
+      measured; with little gain below c over the upper quantile. Today's step size was run, so it stays
+      allowed.
     """
     samples = fit.samples
-    # A step beyond κ = 2 overshoots, so that it was run is no sign that it is stable.
-    size = np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))
-    today = float(np.nanmedian(size))
     run = f"today's step size is {today:.3g}"
-    if rise is not None:
-        first, last = rise
-        times = min(max(last / first if first > 0 else 3.0, 3.0), 10.0)
-        return today / times, f"{run}, and with it the loss rose"
     spectral = samples.spectral[np.isfinite(samples.spectral)]
     if len(spectral):
         if fit.supports_slope:
             return math.inf, ""
         largest = float(spectral.max())
         return constant / largest, f"{constant:g} over the largest spectral smoothness, {largest:.3g}"
-    limits = [(3 * today, f"{run}, and three times that is the most that it can vouch for")]
-    if not fit.supports_slope and gain < LITTLE_GAIN:
-        upper = float(np.quantile(samples.smoothness, 0.95))
-        limits.append(
-            (
-                max(constant / upper, today),
-                f"{run}, and {constant:g} over the largest smoothness "
-                f"measured, but for one in twenty, is {constant / upper:.3g}",
-            )
-        )
-    elif not fit.supports_slope:
+    limits = [(MOST * today, f"{run}, and three times that is the most that it can vouch for")]
+    if fit.supports_slope:
+        return limits[0]
+    if start is not None:
+        words = f"{run}, and a step size of {start.step_size:.3g} changes the start's gradient by its norm"
+        limits.append((max(start.step_size, today), words))
+    elif gain < LITTLE_GAIN:
+        careful = constant / float(np.quantile(samples.smoothness, 0.95))
+        words = f"{constant:g} over the largest smoothness measured, but for one in twenty, is {careful:.3g}"
+        limits.append((max(careful, today), f"{run}, and {words}"))
+    else:
         careful = min(constant, 1.0) / float(samples.smoothness.max())
-        limits.append(
-            (max(careful, today), f"{run}, and one over the largest smoothness measured is {careful:.3g}")
-        )
+        words = f"{run}, and one over the largest smoothness measured is {careful:.3g}"
+        limits.append((max(careful, today), words))
     return min(limits)
 
 
@@ -223,28 +218,6 @@ def noise_bias(samples: Samples, max_norm: float, noise: float | None) -> tuple[
         for name, norm in ((f"The run's max_norm, {run:.3g},", run), (f"max_norm {max_norm:.3g}", max_norm))
         if norm < 5 * noise * (1 - 1e-9)
     )
-
-
-def loss_rise(losses: np.ndarray) -> Interval | None:
-    """Mean loss over the first five rows and the last tenth (five at least), if the last lies clearly above.
-
-    Clearly: by more than three standard errors, by the larger scatter of the two. Five rows, since noise can
-    raise a loss to its new level within the first tenth. Losses that are not finite are left out.
-
-    Example:
-        >>> loss_rise(np.arange(20.0))
-        (2.0, 17.0)
-        >>> loss_rise(-np.arange(20.0)) is None
-        True
-    """
-    losses = losses[np.isfinite(losses)]
-    part = max(5, len(losses) // 10)
-    if len(losses) < 5 + part:
-        return None
-    first, last = losses[:5], losses[-part:]
-    error = math.sqrt(max(first.var(ddof=1), last.var(ddof=1)) * (1 / 5 + 1 / part))
-    low, high = float(first.mean()), float(last.mean())
-    return (low, high) if high - low > 3 * error else None
 
 
 def quantile_factors(
@@ -282,12 +255,12 @@ def plausible_lines(
     return [one for one in found if max(one) > 0]
 
 
-def check_descent(samples: Samples) -> None:
-    """Refuse samples that are too few, or whose steps are not those of plain or clipped descent."""
-    if len(samples) < _LEAST_ROWS:
-        raise ValueError(
-            f"{len(samples)} usable rows are too few; {_LEAST_ROWS} are needed. Probe more often or longer."
-        )
+def other_steps(samples: Samples) -> str | None:
+    """None for steps of plain or clipped descent; else what they are, as far as the rows tell.
+
+    Raises:
+        ValueError: If the steps are unknown, or those of normalized descent.
+    """
     known = np.isfinite(samples.lr) & np.isfinite(samples.step_norm)
     if not known.any():
         raise ValueError("neither lr nor step lengths were recorded, so the step taken is unknown.")
@@ -296,7 +269,7 @@ def check_descent(samples: Samples) -> None:
     ratio = float(np.median((samples.step_norm / expected)[known]))
     # Where no coefficient was recorded, a step shorter than lr·‖g‖ may simply have been clipped.
     if 0.9 <= ratio <= 1.1 or (ratio < 0.9 and not recorded[known].all()):
-        return
+        return None
     if ratio > 0:
         # Normalized steps of length ρ = ηg/(g + β) have the same ηg/ρ - g all along.
         moved = np.isfinite(samples.lr) & (samples.step_norm > 0)
@@ -310,9 +283,4 @@ def check_descent(samples: Samples) -> None:
                 f"ClippedSGD, for steps alike lr {lr / middle:.3g} with max_norm {middle:.3g}, or read the "
                 "fit itself."
             )
-    raise ValueError(
-        f"steps are {ratio:.3g} times what lr, gradient and clipping give. So they are no plain or clipped "
-        "descent (momentum, Adam, weight decay), or were measured on other batches than they were taken on, "
-        "and lr and max_norm do not follow from L0 and L1. Probe plain SGD on its training batches, or read "
-        "the fit itself."
-    )
+    return f"steps are {ratio:.3g} times what lr, gradient and clipping give"

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from curvestep.advice.outcome import diverged_at
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import History, Samples, final_loss, typical_clip_norm, usable_samples
 from curvestep.smoothness.trace import Trace
@@ -86,6 +87,53 @@ def best_setting(scores: Mapping[Key, Sequence[float]], *, errors: Mapping[Key, 
     if errors is None:
         return least
     return next(key for key in means if means[key] <= means[least] + max(errors[least], errors[key]))
+
+
+def check_alike(histories: Sequence[History]) -> None:
+    """Refuse runs that are not of one task, by what their headers and rows say of it.
+
+    Raises:
+        ValueError: It names what differs.
+    """
+    for name, unit in (
+        ("model", "model"),
+        ("num_parameters", "number of parameters"),
+        ("optimizer", "optimizer"),
+        ("momentum", "momentum"),
+        ("batch_size", "batch size"),
+    ):
+        found: list[Any] = []
+        for history in histories:
+            value = _typical(history, name)
+            if value is not None and not any(_same(value, other) for other in found):
+                found.append(value)
+        if len(found) > 1:
+            words = " against ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in found)
+            raise ValueError(
+                f"these runs cannot be compared: they differ in {unit} ({words}). Ask about the runs of one "
+                "task, optimizer and batch size at a time."
+            )
+
+
+def _typical(history: History, name: str) -> Any:
+    """What a run's header or rows say of it: a word, a number, or None."""
+    if name in history.header:
+        value = history.header[name]
+        return float(value) if isinstance(value, (int, float)) else value
+    column = history.columns.get(name)
+    if column is None:
+        return None
+    if column.dtype == object:
+        return next((word for word in column if word is not None), None)
+    known = column[np.isfinite(column)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two facts agree; batches of text differ a little in length from seed to seed."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=0.1, abs_tol=1e-9)
+    return one == other
 
 
 def settings_of(runs: Sequence[Trace | SmoothnessFit]) -> list[Setting]:
@@ -185,9 +233,8 @@ def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Sett
     kept = np.isfinite(history.loss) & (history.step <= horizon)
     loss = history.loss[kept]
     score = final_loss(history.step[kept], loss)
-    blown_up = len(loss) == 0 or not history.ends_finite or _rose_far(loss)
     silent = not np.isfinite(history.loss).any() and history.measured  # nobody recorded the loss
-    diverged = not silent and bool(blown_up)
+    diverged = not silent and (len(loss) == 0 or diverged_at(history) is not None)
     return Setting(
         lr=float(np.median(known)) if len(known) else math.nan,
         max_norm=typical_clip_norm(history.clip_norm if samples is None else samples.clip_norm),
@@ -199,16 +246,6 @@ def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Sett
         staged=False,
         ended_early=not diverged and not silent and bool(history.step[-1] < horizon),
     )
-
-
-def _rose_far(losses: np.ndarray) -> bool:
-    """Whether the last losses lie above the first by more than four times the losses' own spread.
-
-    The spread is that of the middle half, so that a sudden rise at the end does not add to it; a steady rise
-    stays below three. Losses may be negative.
-    """
-    low, high = np.quantile(losses, [0.25, 0.75])
-    return bool(np.median(losses[-3:]) - losses[0] > 4 * (high - low) / 1.349)
 
 
 def _final_error(losses: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""The words of an advice: each sentence names the numbers that it rests on."""
+"""The words of an advice: one sentence to act on, then what it rests on, each with its numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from curvestep.advice.decision import KEEP, LOWER, RAISE, RESCUE, TRY, Decision
+from curvestep.advice.outcome import Outcome
 from curvestep.advice.rule import LITTLE_GAIN, Rule
 from curvestep.advice.settings import Setting
 from curvestep.fit.diagnostics import at_edge_of_stability, hardly_varies, kappa_saturated
@@ -15,18 +17,24 @@ from curvestep.fit.within import LEAST_ELASTICITY
 
 INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
 
+_OPENINGS = {RAISE: "Raise", LOWER: "Lower", TRY: "Cannot tell yet; next run"}
 
-def verdict_on(fit: SmoothnessFit, rule: Rule) -> str:
-    """Whether the loss rose, whether clipping pays, and the step that the region tolerates."""
-    parts = [does_clipping_pay(fit, rule), tolerated(fit, rule)]
-    if rule.rise is not None:
-        first, last = rule.rise
-        parts.insert(
-            0,
-            f"The loss rose along this trace, from {first:.3g} to {last:.3g}: its steps were too long, or "
-            "its batches too noisy for them, so lr is lowered.",
-        )
-    return " ".join(parts)
+
+def first_line(decision: Decision, outcome: Outcome) -> str:
+    """What to do, in one sentence."""
+    if decision.action == KEEP:
+        return "Good as it is."
+    lr = decision.lr
+    norm = f"max_norm {decision.max_norm:.3g}" if math.isfinite(decision.max_norm) else ""
+    if decision.action == RESCUE:
+        setting = ", ".join(part for part in (f"lr {lr:.3g}", norm) if part)
+        return f"Diverged at step {outcome.diverged_at}: try {setting}."
+    opening = _OPENINGS[decision.action]
+    to = "" if decision.action == TRY else "to "
+    if decision.action != TRY and math.isclose(lr, outcome.lr):
+        return f"{opening} max_norm to {decision.max_norm:.3g}."
+    changed = decision.action == TRY or not math.isclose(decision.max_norm, outcome.max_norm)
+    return f"{opening} lr {to}{lr:.3g}{f', {norm}' if norm and changed else ''}."
 
 
 def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
@@ -61,8 +69,9 @@ def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
         )
     if at_edge:
         return (
-            unknown + "without clipping, smoothness has settled at 2/lr whatever the gradient norm (the edge "
-            "of stability), and says nothing about other steps."
+            unknown
+            + "in its unclipped steps smoothness has settled near 2/lr whatever the gradient norm (the "
+            "edge of stability), and says nothing about other steps."
         )
     if gain < LITTLE_GAIN:
         return (
@@ -93,35 +102,24 @@ def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
     )
 
 
-def tolerated(fit: SmoothnessFit, rule: Rule) -> str:
-    """The step that the region tolerates, and what that does not say."""
-    middle = float(np.median(fit.samples.grad_norm))
-    size = min(rule.constant / (rule.L0 + rule.L1 * middle), rule.most_lr)
-    today = float(np.nanmedian(fit.samples.step_size))
-    region = (
-        f"This region tolerates a step of {size * middle:.3g} at the median gradient norm {middle:.3g} (step "
-        f"size {size:.3g}; today's is {today:.3g}). That is a local statement: curvature adapts to the step, "
-    )
-    if rule.rise is None:
-        return (
-            region + "so raise lr with the longest step kept, measure again, and judge by the loss as well."
-        )
-    return region + "so measure again where the loss falls."
-
-
 def is_inert(fit: SmoothnessFit) -> bool:
     """Whether nearly every step was clipped, so that only the product lr·max_norm acts."""
     return bool(fit.samples.clipped.mean() >= INERT)
 
 
-def reasons(fit: SmoothnessFit, rule: Rule) -> tuple[str, ...]:
+def reasons(fit: SmoothnessFit, rule: Rule, outcome: Outcome, decision: Decision) -> tuple[str, ...]:
     """The numbers behind an advice from one trace."""
     samples, L0, L1 = fit.samples, rule.L0, rule.L1
-    found = [
-        f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; step sizes stay below {rule.constant:g} over "
-        "that",
-        f"gain of clipping, 1 + L1·M/L0, is {rule.gain:.3g} with M = {samples.grad_norm.max():.3g}",
-    ]
+    found = [decision.why, *reasons_of_start(outcome)]
+    if decision.action == RAISE and rule.limit and rule.most_lr < 3.01 * rule.today:
+        found.append(f"no further: {rule.limit}")
+    if decision.action == KEEP:
+        found.append("no other setting can be expected to do better by what this run shows")
+    found.append(
+        f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; step sizes below {rule.constant:g} over that are "
+        f"those of lr {rule.lr:.3g}, max_norm {rule.max_norm:.3g}. Curvature adapts to the step: this holds "
+        "for the region that was visited"
+    )
     if L1 > 0 and fit.within.missing and fit.explained and fit.control is not None:
         low, high = fit.spearman_interval[0], fit.control.spearman_interval[1]
         found.append(
@@ -130,8 +128,6 @@ def reasons(fit: SmoothnessFit, rule: Rule) -> tuple[str, ...]:
         )
     if not fit.within.missing:
         found.append(str(fit.within).removesuffix("."))
-    if rule.held:
-        found.append(f"lr is held there: {rule.limit}")
     if is_inert(fit):
         size, length = np.nanmedian(samples.step_size), np.median(samples.step_norm)
         found.append(
@@ -145,34 +141,63 @@ def reasons(fit: SmoothnessFit, rule: Rule) -> tuple[str, ...]:
             f"gradient noise is {rule.noise:.3g}, L0/L1 is {corner:.3g}: clipping pays if the largest "
             "gradients are well above their sum; a max_norm of five times the noise keeps clipping off it"
         )
-    if kappa_saturated(samples):
-        found.append(
-            "κ is saturated, so the step advised is close to the step taken: it repeats today's setting"
-        )
     return tuple(found)
 
 
-def verdict_on_settings(best: Setting, settings: Sequence[Setting], *, at_edge: bool) -> str:
-    """Which of several settings to take, and whether to look further."""
-    how = "its loss fell fastest" if best.staged else "its loss ended lowest"
-    verdict = (
-        f"Take {best.label}: of the {len(settings)} settings measured {how}, or as low with a larger step."
+def reasons_of_start(outcome: Outcome) -> tuple[str, ...]:
+    """What the first rows say, before curvature has adapted to the step."""
+    start = outcome.start
+    if start is None:
+        return ()
+    long = f", lr·L/2 = {start.edge:.3g}" if start.edge > 1 else ""
+    return (
+        f"where the run started, {start.factor:.2g} times its step changes the gradient by its own norm"
+        f"{long}; the gradient norm there is {start.grad_norm:.3g}",
     )
-    if at_edge:
-        return verdict + " It lies at the edge of what was tried, so try the next one before settling."
-    return verdict + " Settings on both sides of it did worse."
 
 
-def reasons_of_settings(best: Setting, settings: Sequence[Setting]) -> tuple[str, ...]:
+def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
+    """What is known of a run whose loss was lost, and what measures the rest."""
+    first, last = outcome.losses
+    went = (
+        "the loss is not finite from there on"
+        if math.isnan(last)
+        else f"the loss went from {first:.3g} to {last:.3g}"
+    )
+    clip = "without clipping" if math.isinf(outcome.max_norm) else f"with max_norm {outcome.max_norm:.3g}"
+    found = [f"{went}, at lr {outcome.lr:.3g} {clip}", *reasons_of_start(outcome)]
+    if outcome.start is None:
+        found.append("the first step was not measured, so a third of the lr is a guess")
+    return (
+        *found,
+        "cs.calibrate measures both numbers before training, in seconds: it is the surer next step",
+    )
+
+
+def verdict_on_settings(best: Setting, max_norm: float, following: dict[str, float] | None) -> str:
+    """Which of several settings to take, and what to try before settling."""
+    verdict = f"Take lr {best.lr:.3g}, max_norm {max_norm:.3g}"
+    if following is None:
+        return f"{verdict}."
+    return f"{verdict}; next run lr {following['lr']:.3g}, max_norm {following['max_norm']:.3g}."
+
+
+def reasons_of_settings(
+    best: Setting, settings: Sequence[Setting], following: dict[str, float] | None
+) -> tuple[str, ...]:
     """How each setting went, and what that leaves open."""
     assert best.samples is not None
     kappa = float(np.nanmedian(best.samples.kappa))
-    found = [f"{s.label}: {s.outcome}" for s in sorted(settings, key=lambda s: s.lr)]
+    how = "its loss fell fastest" if best.staged else "its loss ended lowest"
+    found = [f"of the {len(settings)} settings measured {how}, or as low with a larger step"]
+    if following is None:
+        found.append("settings on both sides of it did worse")
+    else:
+        found.append("it lies at the edge of what was tried, so try the next one before settling")
+    found += [f"{s.label}: {s.outcome}" for s in sorted(settings, key=lambda s: s.lr)]
     found.append(f"in the region of the best run one step changes the gradient by {kappa:.2f} times its norm")
     if math.isinf(best.max_norm):
         found.append("the best run did not clip; the max_norm given only guards against a stray long step")
-    if lost := [s.label for s in settings if s.diverged]:
-        found.append(f"diverged: {'; '.join(lost)}")
     if best.staged:
         found.append("stages follow each other, so a later one starts from a lower loss: a hint, not a race")
     return tuple(found)

@@ -139,9 +139,9 @@ def advise(args: list[str]) -> int:
     if chosen.json:
         _print_json(advice)
     else:
-        if len(traces) == 1 and not advice.refused:
-            print(fit_smoothness(traces[0]), end="\n\n")
         print(advice.verdict if advice.refused else advice)
+        if len(traces) == 1 and advice.lr_interval is not None:  # there were rows enough for a fit
+            print(f"\n{fit_smoothness(traces[0])}")
     return FAILED if advice.refused else OK
 
 

@@ -54,7 +54,10 @@ def kappa_saturated(samples: Samples) -> bool:
 
 def at_edge_of_stability(samples: Samples) -> bool:
     """Whether smoothness follows the learning rate instead of the gradient norm: lr·L/2 near 1, unclipped."""
-    return 0.65 <= _stability_number(samples) <= 1.35
+    if not 0.65 <= _stability_number(samples) <= 1.35:
+        return False
+    plain = ~samples.clipped
+    return bool(spearman(samples.grad_norm[None, plain], samples.smoothness[None, plain])[0] < 0.5)
 
 
 def hardly_varies(samples: Samples) -> bool:
@@ -133,8 +136,9 @@ def edge_of_stability(samples: Samples) -> str | None:
     if not at_edge_of_stability(samples):
         return None
     return (
-        f"Edge of stability: lr·L/2 is {_stability_number(samples):.2f} in the median. Smoothness has "
-        "settled at 2/lr whatever the gradient norm, so the fit measures the learning rate."
+        f"Edge of stability: lr·L/2 is {_stability_number(samples):.2f} in the median of the unclipped "
+        "steps. Smoothness has settled near 2/lr whatever the gradient norm: the fit measures the learning "
+        "rate."
     )
 
 

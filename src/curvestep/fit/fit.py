@@ -10,6 +10,7 @@ depth two or more are not (L0, L1)-smooth, not even on a sublevel set.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -195,7 +196,7 @@ class SmoothnessFit:
 
 
 def fit_smoothness(
-    trace: Trace,
+    trace: Trace | str | Path,
     *,
     estimator: str = "smoothness",
     quantile: float = 0.95,
@@ -218,7 +219,8 @@ def fit_smoothness(
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
 
     Args:
-        trace: At least ten usable rows; rows not marked ok, or without numbers, are skipped and counted.
+        trace: A trace, its file or run folder, with at least ten usable rows; rows not marked ok, or without
+            numbers, are skipped and counted.
         estimator: Which estimate to fit: ``"smoothness"`` (the paper's), ``"local_smoothness"`` or
             ``"spectral_smoothness"``.
         quantile: Share of points below the line, in (0, 1).
@@ -237,7 +239,7 @@ def fit_smoothness(
         >>> print(f"{fit.L0:.2f} {fit.L1:.2f} {fit.spearman:.2f}")
         1.00 1.98 1.00
     """
-    check_trace(trace)
+    trace = check_trace(trace)
     check_share("quantile", quantile)
     check_share("level", level)
     check_count("resamples", resamples, least=50)

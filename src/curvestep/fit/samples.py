@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, Trace
+from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
 from curvestep.steps import clip_norms
 
 LEAST_ROWS = 10
@@ -28,6 +30,9 @@ class History:
     clip_norm: np.ndarray  # as :func:`clip_norms` gives it
     ends_finite: bool  # the last row has a finite loss and was not marked as nonfinite
     measured: bool  # some row is ok
+    ok: np.ndarray  # which rows are
+    columns: dict[str, np.ndarray]  # every key of the schema but the layers, as ``Trace.column`` gives it
+    header: dict[str, Any]
 
     @classmethod
     def of(cls, trace: Trace) -> History:
@@ -41,6 +46,9 @@ class History:
             clip_norm=clip_norms(coefficient, grad_norm),
             ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
             measured=bool(trace.ok.any()),
+            ok=trace.ok,
+            columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
+            header=dict(trace.header),
         )
 
 
@@ -196,10 +204,13 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     return float(final.mean()) if np.isfinite(final).all() else math.nan
 
 
-def check_trace(trace: Trace) -> Trace:
-    """``trace`` if it is one."""
+def check_trace(trace: Trace | str | Path) -> Trace:
+    """``trace`` itself, or the trace in a file or in the folder of a run."""
+    if isinstance(trace, (str, Path)):
+        path = Path(trace)
+        return Trace.load(path / "trace.jsonl" if path.is_dir() else path)
     if not isinstance(trace, Trace):
-        raise TypeError(f"`trace` must be a Trace, got {trace!r}. Read a file with Trace.load(path).")
+        raise TypeError(f"`trace` must be a Trace, a path to its file or its run folder, got {trace!r}.")
     return trace
 
 

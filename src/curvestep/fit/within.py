@@ -147,7 +147,7 @@ def within_steps(
     if secants is None or grad_norms is None or fractions is None or not len(fractions):
         return _untested(
             "The rows hold no secants and gradient norms at fractions of the step. "
-            "Measure again with the segment estimator, which records both.",
+            "Measure again with the estimator `smoothness`, which records both.",
             level=level,
         )
     along = np.asarray(fractions, dtype=float)

@@ -1,0 +1,101 @@
+"""What to run next after one run: the same setting, shorter steps, or longer ones.
+
+The yield of a step says which (:mod:`curvestep.advice.outcome`), the first rows how far: where training
+starts, curvature has not adapted to the step, and the step that changes the gradient by its own norm is the
+one to take. The constants were chosen on the development tasks of ``benchmarks/advice.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from curvestep.advice.outcome import Outcome
+from curvestep.fit.samples import LEAST_ROWS
+
+SHORT = 0.75  # yield above which steps are too short
+LONG = 0.2  # yield below which they are too long
+MOST = 3.0  # times the step that was run: further than that no trace can vouch for
+LESS = 3.0  # by which lr is divided where nothing says how far
+
+KEEP, RAISE, LOWER, RESCUE, TRY = "keep", "raise", "lower", "rescue", "try"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The setting to run next, and why."""
+
+    action: str  # one of KEEP, RAISE, LOWER, RESCUE, TRY
+    lr: float
+    max_norm: float
+    why: str
+
+
+def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
+    """What to do after a run.
+
+    Args:
+        outcome: How it went.
+        most_factor: Most by which its steps may become longer; never more than three.
+    """
+    if outcome.diverged_at is not None:
+        return shorter(outcome, RESCUE, "")
+    gained = step_yield(outcome)
+    if outcome.rise is not None:
+        first, last = outcome.rise
+        why = f"the loss rose, from {first:.3g} to {last:.3g}: steps were too long, or batches too noisy"
+        return shorter(outcome, LOWER, why)
+    if gained < LONG:
+        return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
+    if outcome.fell is False and gained <= SHORT:
+        return shorter(outcome, LOWER, "the loss did not fall below its first value")
+    if gained > SHORT:
+        return longer(outcome, most_factor, f"{_yielded(gained)}: steps are short")
+    return Decision(action=KEEP, lr=outcome.lr, max_norm=outcome.max_norm, why=_yielded(gained))
+
+
+def untold(outcome: Outcome) -> Decision:
+    """From too few rows to judge a run: towards the step that the start measured, by three at most."""
+    start, lr, max_norm = outcome.start, outcome.lr, outcome.max_norm
+    why = (
+        f"{outcome.num_rows} rows were measured, and {LEAST_ROWS} are needed to judge a run: probe more often"
+    )
+    if start is not None and not 0.5 <= start.factor <= 2:
+        lr *= min(max(start.factor, 1 / LESS), MOST)
+        max_norm = min(max_norm, start.grad_norm)
+    return Decision(action=TRY, lr=lr, max_norm=max_norm, why=why)
+
+
+def step_yield(outcome: Outcome) -> float:
+    """The yield that was measured; else 1 − κ/2, which it is at least on a parabola."""
+    return outcome.step_yield if math.isfinite(outcome.step_yield) else 1 - outcome.kappa / 2
+
+
+def longer(outcome: Outcome, most_factor: float, why: str) -> Decision:
+    """Steps up to three times as long, if the start and ``most_factor`` allow them."""
+    start = outcome.start
+    factor = min(MOST, most_factor, start.factor if start is not None else math.inf)
+    if factor < 1.5:
+        return Decision(action=KEEP, lr=outcome.lr, max_norm=outcome.max_norm, why=why)
+    if outcome.clipped > 0.5:  # the threshold is what makes them short
+        return Decision(action=RAISE, lr=outcome.lr, max_norm=outcome.max_norm * factor, why=why)
+    # Calibrate's trust radius: no step longer than what the start's gradient gets.
+    guard = outcome.grad_norm if start is None else start.grad_norm
+    max_norm = outcome.max_norm if math.isfinite(outcome.max_norm) else guard
+    return Decision(action=RAISE, lr=outcome.lr * factor, max_norm=max_norm, why=why)
+
+
+def shorter(outcome: Outcome, action: str, why: str) -> Decision:
+    """The step that the start measured; at most a third of today's, and clipped at the start's norm."""
+    start, lr, max_norm = outcome.start, outcome.lr / LESS, outcome.max_norm
+    if outcome.rise is not None:
+        first, last = outcome.rise
+        lr = outcome.lr / min(max(last / first if first > 0 else LESS, LESS), 10.0)
+    if start is not None and outcome.lr > 0:
+        lr = min(lr, start.step_size)
+        max_norm = min(max_norm, start.grad_norm)
+    return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
+
+
+def _yielded(gained: float) -> str:
+    return f"a step lowers the loss of its own batch by {gained:.0%} of what its slope promises"

@@ -1,0 +1,203 @@
+r"""How one run went: whether its loss was lost, rose or fell, and how far its steps were from too long.
+
+Three numbers tell a step that is too short from one that is too long, whatever the optimizer:
+
+- :math:`\kappa`, by how much a step changes the gradient, relative to its norm. Where training starts, a step
+  with :math:`\kappa = 1` is the one that :func:`~curvestep.calibration.search.calibrate` measures.
+- The *yield* of a step: by how much it lowers the loss of its own batch, over what the slope promises,
+
+  .. math::
+      \frac{f(x) - f(x + d)}{-\langle \nabla f(x), d \rangle} ,
+
+  1 for a short step, 1/2 for the best one along a parabola, 0 at the edge where a step gains nothing.
+- Whether the loss rises along the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from curvestep.fit.intervals import Interval
+from curvestep.fit.samples import History, typical_clip_norm
+from curvestep.smoothness.trace import NONFINITE
+from curvestep.steps import clip_norms
+
+_NEAR_START = 3  # rows that count as the start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What the first rows say, before curvature has adapted to the step."""
+
+    grad_norm: float
+    factor: float  # times the step that was taken: there κ is 1
+    step_size: float  # the length of that step over the gradient norm
+    edge: float  # step size · smoothness / 2 of the first row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run went, from every row there is; NaN where the rows do not say."""
+
+    num_rows: int  # with a measurement
+    lr: float
+    max_norm: float  # inf if no step was clipped
+    clipped: float  # share of the steps
+    diverged_at: int | None  # training step
+    losses: Interval  # first, and last that is finite
+    rise: Interval | None  # mean of the first and of the last losses, if it rose
+    fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
+    step_yield: float  # of the later half of the run
+    kappa: float  # of the later half
+    grad_norm: float  # the largest
+    start: Start | None  # None if the first step was not measured
+
+
+def outcome_of(history: History) -> Outcome:
+    """How the run with these rows went."""
+    rows = history.columns
+    lr = history.lr[np.isfinite(history.lr)]
+    g, length, kappa = rows["grad_norm"], rows["step_norm"], rows["kappa"]
+    with np.errstate(all="ignore"):
+        kappa = np.where(np.isfinite(kappa), kappa, rows["smoothness"] * length / g)
+    measured = history.ok & np.isfinite(kappa) & (g > 0) & (length > 0)
+    late = measured.copy()
+    late[np.flatnonzero(measured)[: int(measured.sum()) // 2]] = False
+    clip = clip_norms(rows["coefficient"], g, step_norm=length, lr=rows["lr"])
+    known = clip[~np.isnan(clip) & history.ok]
+    finite = history.loss[np.isfinite(history.loss)]
+    return Outcome(
+        num_rows=int(measured.sum()),
+        lr=float(np.median(lr)) if len(lr) else math.nan,
+        max_norm=typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip),
+        clipped=float(np.isfinite(known).mean()) if len(known) else math.nan,
+        diverged_at=diverged_at(history),
+        losses=(float(finite[0]), float(finite[-1])) if len(finite) else (math.nan, math.nan),
+        rise=loss_rise(history.loss),
+        fell=has_fallen(history.loss),
+        step_yield=_yield(rows, late),
+        kappa=float(np.median(kappa[late])) if late.any() else math.nan,
+        grad_norm=float(g[measured].max()) if measured.any() else math.nan,
+        start=_start(history, kappa, measured),
+    )
+
+
+def diverged_at(history: History) -> int | None:
+    """The training step from which the loss is lost: not finite, or far above the first; None if it is not.
+
+    Far above: the last losses lie above the first by more than four times the losses' own spread. That of
+    the middle half, so that a sudden rise at the end does not add to it; a steady rise stays below three.
+    Losses may be negative.
+    """
+    loss, lost = history.loss, history.columns["status"] == NONFINITE
+    known = np.isfinite(loss)
+    if not len(loss) or not (known.any() or lost.any()):
+        return None  # nobody recorded the loss
+    if not history.ends_finite:
+        gone = lost | ~known
+        begin = len(gone) - int(np.argmin(gone[::-1])) if not gone.all() else 0
+        return int(history.step[min(begin, len(gone) - 1)])
+    losses, steps = loss[known], history.step[known]
+    low, high = np.quantile(losses, [0.25, 0.75])
+    bound = losses[0] + 4 * (high - low) / 1.349
+    return int(steps[np.argmax(losses > bound)]) if np.median(losses[-3:]) > bound else None
+
+
+def loss_rise(losses: np.ndarray) -> Interval | None:
+    """Mean loss over the first five rows and the last tenth (five at least), if the last lies clearly above.
+
+    Clearly: by more than three standard errors, by the larger scatter of the two. Five rows, since noise can
+    raise a loss to its new level within the first tenth. Losses that are not finite are left out.
+
+    Example:
+        >>> loss_rise(np.arange(20.0))
+        (2.0, 17.0)
+        >>> loss_rise(-np.arange(20.0)) is None
+        True
+    """
+    losses = losses[np.isfinite(losses)]
+    part = max(5, len(losses) // 10)
+    if len(losses) < 5 + part:
+        return None
+    first, last = losses[:5], losses[-part:]
+    error = math.sqrt(max(first.var(ddof=1), last.var(ddof=1)) * (1 / 5 + 1 / part))
+    low, high = float(first.mean()), float(last.mean())
+    return (low, high) if high - low > 3 * error else None
+
+
+def has_fallen(losses: np.ndarray) -> bool | None:
+    """Whether the last tenth of the losses (five at least) lies below the first by more than they scatter.
+
+    Example:
+        >>> has_fallen(np.linspace(3, 2, 40)), has_fallen(np.array([2.0, 9.0, *[2.1, 1.9] * 20]))
+        (True, False)
+    """
+    losses = losses[np.isfinite(losses)]
+    part = max(5, len(losses) // 10)
+    if len(losses) < 2 * part:
+        return None
+    last = losses[-part:]
+    return bool(losses[0] - last.mean() > 2 * last.std(ddof=1))
+
+
+def _yield(rows: dict[str, np.ndarray], part: np.ndarray) -> float:
+    """Median fall of a step's own loss over the median of what its slope promises."""
+    length = rows["step_norm"][part]
+    cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)[part]  # 1 along the gradient
+    promise = cosine * rows["grad_norm"][part] * length
+    fall = (rows["loss"] - rows["loss_after"])[part]
+    # Without training's own loss the row holds that after the step, twice. Then the gradients at both ends
+    # of the step have to do, by the trapezoidal rule.
+    if not np.isfinite(fall).any() or np.nanmax(np.abs(fall)) == 0:
+        fall = promise - rows["curvature"][part] * length**2 / 2
+    known = np.isfinite(fall) & np.isfinite(promise)
+    if not known.any() or not np.median(promise[known]) > 0:
+        return math.nan
+    return float(np.median(fall[known]) / np.median(promise[known]))
+
+
+def _start(history: History, kappa: np.ndarray, measured: np.ndarray) -> Start | None:
+    """The first rows up to the first step with κ above 1: beyond that the run is somewhere else."""
+    rows = history.columns
+    first = np.flatnonzero(measured)[:_NEAR_START]
+    if not len(first) or rows["step"][first[0]] > 0:
+        return None
+    long = np.flatnonzero(kappa[first] > 1)
+    first = first[: long[0] + 1] if len(long) else first
+    g, length = rows["grad_norm"][first], rows["step_norm"][first]
+    factors = []
+    fractions = np.asarray(history.header.get("fractions") or [], dtype=float)
+    for row, norm, step in zip(first, g, length, strict=True):
+        secants = rows["secants"][row]
+        if len(fractions) and len(fractions) == len(secants) and np.isfinite(secants).all():
+            factors.append(factor_to_kappa_one(fractions, secants * fractions * step / norm))
+        else:
+            factors.append(1 / max(float(kappa[row]), 1e-300))
+    return Start(
+        grad_norm=float(np.median(g)),
+        factor=float(np.median(factors)),
+        step_size=float(np.median(np.array(factors) * length / g)),
+        edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
+    )
+
+
+def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray) -> float:
+    r"""How many times a step has :math:`\kappa = 1`, from its values at fractions of the step.
+
+    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion.
+
+    Example:
+        >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([0.1, 0.2]))
+        5.0
+        >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 9.0]))
+        0.25
+    """
+    beyond = np.flatnonzero(kappa > 1)
+    if not len(beyond):
+        return float(fractions[-1] / max(kappa[-1], 1e-300))
+    end = int(beyond[0])
+    low, below = (fractions[end - 1], kappa[end - 1]) if end else (0.0, 0.0)
+    return float(low + (fractions[end] - low) * (1 - below) / (kappa[end] - below))
