@@ -191,7 +191,7 @@ def _losses(
 
 def follow(advice: Advice, start: Setting) -> Setting:
     """The setting that somebody would run who reads the first line of an advice."""
-    if advice.lr is None or advice.max_norm is None:
+    if advice.lr is None or advice.max_norm is None or advice.action == "keep":
         return start
     return {"lr": float(f"{advice.lr:.6g}"), "max_norm": float(f"{advice.max_norm:.6g}")}
 

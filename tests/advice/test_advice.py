@@ -369,7 +369,7 @@ def test_a_run_that_broke_off_early_does_not_shorten_the_comparison():
     slow, fast = run(lr=0.1, loss=ending(5.0, num=200)), run(lr=0.3, loss=ending(4.0, num=200))
     advice = advise(early, slow, fast)
     assert "lr 0.3" in advice.verdict
-    assert any("lr 1, no clipping: ended too early to be compared" in reason for reason in advice.reasons)
+    assert any("lr 1, no step clipped: ended too early to be compared" in reason for reason in advice.reasons)
     assert not any("diverged" in reason for reason in advice.reasons)
 
 

@@ -152,7 +152,7 @@ def test_a_loss_that_runs_away_is_diverged_whatever_its_sign(offset):
     lost = make_trace(g, 1 + g, lr=1.0, step_norm=g, loss=offset + 9 + 1.3 ** np.arange(60))
     advice = advise(fine, lost)
     assert advice.lr == 0.1
-    assert any("lr 1, no clipping: diverged" in reason for reason in advice.reasons)
+    assert any("lr 1, no step clipped: diverged" in reason for reason in advice.reasons)
 
 
 def test_one_row_without_a_step_length_does_not_turn_the_control_off():

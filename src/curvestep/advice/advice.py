@@ -99,6 +99,8 @@ class Advice:
         return (*self.reasons, self.clipping) if self.clipping else self.reasons
 
     def _table(self) -> list[tuple[str, str]]:
+        if self.action == KEEP:  # nothing to set
+            return []
         rows = [
             (name, f"{value:.3g}" + (f"  [{span[0]:.3g}, {span[1]:.3g}]" if span else ""))
             for name, value, span in (

@@ -41,7 +41,7 @@ class Setting:
     @property
     def label(self) -> str:
         """The setting as a person writes it."""
-        clip = "no clipping" if math.isinf(self.max_norm) else f"max_norm {self.max_norm:.3g}"
+        clip = "no step clipped" if math.isinf(self.max_norm) else f"max_norm {self.max_norm:.3g}"
         return f"lr {self.lr:.3g}, {clip}"
 
     @property
