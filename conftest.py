@@ -2,6 +2,7 @@
 
 import os
 import random
+from importlib.util import find_spec
 
 import hypothesis
 import numpy as np
@@ -11,6 +12,11 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Doctests import every module: those of a framework that is not installed are left out.
+collect_ignore = [
+    f"src/curvestep/integrations/{name}.py" for name in ("lightning", "transformers") if not find_spec(name)
+]
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,7 @@ class SelfTest:
         if math.isfinite(error):
             if self.error is None:
                 self.error = error
-            else:  # a stray pass is not among the replays
+            elif record.replayed.calls:  # a stray pass is not among them
                 record.trained.size = record.replayed.size / (1 + repeat)
             self.calls, self.eps = record.trained.calls, eps
         return gradients

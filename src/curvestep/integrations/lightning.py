@@ -1,0 +1,468 @@
+"""Smoothness and calibration inside a Lightning Trainer.
+
+.. code-block:: python
+
+    from curvestep.integrations.lightning import Calibrate, SmoothnessCallback
+
+    trainer = L.Trainer(callbacks=[Calibrate(), SmoothnessCallback(every=50, trace="trace.jsonl")])
+    trainer.fit(model, loader)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from curvestep.calibration.result import Calibration
+from curvestep.calibration.search import calibrate
+from curvestep.distributed import spans_ranks
+from curvestep.integrations.reporting import groups_of, need, sink_of, warn_if_clipped_twice
+from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.snapshot import RandomState
+
+need("lightning", "2.5", "lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+from lightning.pytorch.utilities.exceptions import _TunerExitException  # noqa: E402
+from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr  # noqa: E402
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class SmoothnessCallback(Callback):
+    """Measures smoothness along a run, and sends it to the Trainer's loggers; training stays bit for bit.
+
+    With automatic optimization nothing else is needed. With manual optimization ``training_step`` computes
+    its loss by :func:`record`. Accumulation, mixed precision, DDP and checkpoints are taken care of.
+
+    Args:
+        every: Optimizer steps between measurements.
+        fractions: Where on the step to take gradients, each in (0, 1].
+        estimators: Columns of the trace, or a mapping from column to its period in measurements.
+        trace: File for the rows; None for memory.
+        max_overhead: Share of the training time that measuring may take, such as 0.02.
+        layers: Also measure each layer.
+        on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
+            ``"raise"`` stops training.
+        log: Whether rows go to the Trainer's loggers, as ``curvestep/…``.
+
+    Attributes:
+        probe: The :class:`~curvestep.smoothness.probe.SmoothnessProbe`, from the start of ``fit`` on.
+    """
+
+    def __init__(
+        self,
+        every: int = 50,
+        fractions: tuple[float, ...] = (0.5, 1.0),
+        estimators: list[str] | dict[str, int] | None = None,
+        trace: str | None = None,
+        max_overhead: float | None = None,
+        layers: bool = False,
+        on_error: str = "off",
+        log: bool = True,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
+            "trace": trace, "max_overhead": max_overhead, "layers": layers, "on_error": on_error,
+        }  # fmt: skip
+        self.log = log
+        self.probe: SmoothnessProbe | None = None
+        self._saved: dict[str, Any] = {}
+        self._begins = self._begun = False
+        self._parts: list[None] = []
+        self._batch_size: int | None = None
+        self._undo: list[Callable[[], Any]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the probe: by now the model is on its device and wrapped, and there are optimizers."""
+        optimizer = _only_optimizer(trainer, "SmoothnessCallback")
+        strategy: Any = trainer.strategy
+        if not pl_module.automatic_optimization and spans_ranks(strategy.model):
+            raise ValueError(
+                "SmoothnessCallback measures manual optimization in one process only: a loss computed "
+                "again is not averaged over ranks. Use automatic optimization."
+            )
+        if trainer.gradient_clip_val:
+            setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
+            warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
+        self.probe = probe = SmoothnessProbe(strategy.model, backward=backward, **self.options)
+        if self._saved:
+            probe.load_state_dict(self._saved)
+        if self.log:
+            probe.listen(sink_of(optimizer, lambda numbers, _: _to_loggers(trainer, numbers)))
+        # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
+        by_hooks = not pl_module.automatic_optimization or scaler is not None
+        if by_hooks:
+            probe.watch(optimizer)
+        else:
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._end()).remove)
+        self._begins = not by_hooks
+        if pl_module.automatic_optimization:
+            strategy.training_step = self._recorded(strategy.training_step, trainer, pl_module)
+            self._undo.append(lambda: vars(strategy).pop("training_step", None))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Measure before the step: gradients are complete here, and not yet clipped."""
+        if self.probe is not None and self._begins:
+            self.probe.begin(optimizer)
+            self._begun = True
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the size of the batch, for :func:`record`."""
+        self._batch_size = round(batch_length(batch))
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """End a step that the optimizer did not take."""
+        self._end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks away and close the trace."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self.probe is not None:
+            self.probe.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to measure the same steps."""
+        return self._saved if self.probe is None else self.probe.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Kept until the probe is made."""
+        self._saved = state_dict
+
+    def _end(self) -> None:
+        if self._begun and self.probe is not None:
+            self._begun = False
+            self.probe.end()
+
+    def _recorded(self, training_step: Any, trainer: Trainer, pl_module: LightningModule) -> Any:
+        """The strategy's ``training_step``, its loss recorded at steps that are due."""
+        probe = self.probe
+        assert probe is not None
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not probe.due:
+                return training_step(*args, **kwargs)
+            if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                self._parts = []
+            parts, outputs = self._parts, []
+            parts.append(None)
+            kept = [copy.copy(value) for value in args]  # a training step may pop from its batch
+
+            def loss_fn() -> Any:
+                if not outputs:
+                    outputs.append(training_step(*args, **kwargs))
+                    return _loss_of(outputs[0])
+                with _without_logging(pl_module):
+                    loss = _loss_of(training_step(*map(copy.copy, kept), **kwargs))
+                # Lightning divides by the number it was given, also where an epoch ends with fewer batches.
+                share = len(parts) / trainer.accumulate_grad_batches
+                return loss if share == 1 else loss * share
+
+            probe.record(loss_fn, batch_size=round(batch_length(args)))
+            return outputs[0]
+
+        return step
+
+
+def record(pl_module: LightningModule, loss_fn: Callable[[], Any], weight: float = 1.0) -> Any:
+    """``loss_fn()``, remembered for the step that comes: for ``training_step`` with manual optimization.
+
+    .. code-block:: python
+
+        loss = record(self, lambda: self.loss(batch))
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    Without a :class:`SmoothnessCallback` this is ``loss_fn()`` and nothing else.
+
+    Args:
+        pl_module: The module, ``self``.
+        loss_fn: Computes the loss of this batch, and again in replays.
+        weight: Share of this micro-batch in the loss of the step, in any unit.
+    """
+    callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
+    if not callbacks or callbacks[0].probe is None:
+        return loss_fn()
+    first = True
+
+    def quiet_after_the_first() -> Any:
+        nonlocal first
+        if first:
+            first = False
+            return loss_fn()
+        with _without_logging(pl_module):
+            return loss_fn()
+
+    size, callbacks[0]._batch_size = callbacks[0]._batch_size, None  # a batch counts once
+    return callbacks[0].probe.record(quiet_after_the_first, weight, batch_size=size)
+
+
+class Calibrate(Callback):
+    """Measures learning rate and threshold when training is about to start, and sets them.
+
+    By then the model is on its device, wrapped and in its precision, and optimizer, schedulers and data are
+    there. ``lr``, ``initial_lr`` and the schedulers' ``base_lrs`` are set, and ``max_norm`` where the
+    optimizer clips; a resumed run keeps what it has. It takes 15 to 40 gradients; model
+    and random states stay as they were.
+
+    Args:
+        schedule: ``"constant"`` or ``"warmup-decay"``, of which the learning rate is the peak. Default: the
+            latter if the optimizer has a scheduler.
+        pilot: Steps of a pilot of the whole schedule; 0 for none.
+        num_batches: Batches to measure.
+        max_gradients: Largest number of gradients to evaluate.
+
+    Attributes:
+        calibration: What was found; None on a resumed run.
+    """
+
+    def __init__(
+        self, schedule: str | None = None, pilot: int = 0, num_batches: int = 3, max_gradients: int = 40
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.options = {"pilot": pilot, "num_batches": num_batches, "max_gradients": max_gradients}
+        self.calibration: Calibration | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure and set, unless this run goes on from a checkpoint."""
+        if trainer.global_step > 0:
+            return
+        optimizer = _only_optimizer(trainer, "Calibrate")
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        schedule = self.schedule or ("warmup-decay" if schedulers else "constant")
+        self.calibration = _calibration(trainer, pl_module, optimizer, schedule=schedule, **self.options)
+        self.calibration.apply(optimizer, *schedulers)
+
+
+class Tuner:
+    """Learning rate before training, called like Lightning's: ``Tuner(trainer).lr_find(model, loader)``.
+
+    Args:
+        trainer: The Trainer that will train.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        update_attr: bool = True,
+        attr_name: str = "",
+        schedule: str | None = None,
+        pilot: int = 0,
+        max_gradients: int = 40,
+    ) -> LearningRate:
+        """The learning rate that ``curvestep.calibrate`` measures; nothing is trained.
+
+        Lightning's own ``min_lr``, ``max_lr``, ``num_training`` and ``mode`` describe a range of learning
+        rates to run through; there is none here.
+
+        Args:
+            model: The module to tune.
+            train_dataloaders: As for ``trainer.fit``.
+            val_dataloaders: As for ``trainer.fit``; not used.
+            datamodule: As for ``trainer.fit``.
+            update_attr: Whether to set the module's own learning rate.
+            attr_name: Its name; default ``lr`` or ``learning_rate``, of the module or its ``hparams``.
+            schedule: As for :class:`Calibrate`.
+            pilot: As for :class:`Calibrate`.
+            max_gradients: As for :class:`Calibrate`.
+        """
+        names = [attr_name] if attr_name else ["lr", "learning_rate"]
+        name = next((n for n in names if lightning_hasattr(model, n)), None)
+        if update_attr and name is None:
+            raise AttributeError(
+                f"The module has no {' or '.join(f'`{n}`' for n in names)} to set, nor do its hparams. "
+                "Name it by `attr_name`, or use `update_attr=False`."
+            )
+        trainer: Any = self._trainer
+        measure = Calibrate(schedule, pilot, max_gradients=max_gradients)
+        callbacks, loggers, checks = trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps
+        random = RandomState.capture()
+        trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps = [_Only(measure)], [], 0
+        try:
+            trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+        finally:
+            trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps = callbacks, loggers, checks
+            random.restore()
+        if measure.calibration is None:
+            raise ValueError("lr_find needs a Trainer that has not trained yet.")
+        found = LearningRate(measure.calibration)
+        if update_attr and name is not None:
+            lightning_setattr(model, name, found.suggestion())
+        return found
+
+
+class LearningRate:
+    """What :meth:`Tuner.lr_find` found; like Lightning's result, with more to it.
+
+    Args:
+        calibration: All of it: ``max_norm``, ``lr_interval``, ``reasons``, ``warnings``.
+
+    Attributes:
+        results: ``"lr"`` and ``"loss"``: one batch's loss after a step of each learning rate that was tried.
+    """
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        first = calibration.curve[0]
+        # From steps along the gradient to learning rates, so that the suggestion lies on the same axis.
+        factor = calibration.lr / median(batch.safe_step for batch in calibration.curve)
+        self.results = {
+            "lr": [factor * point.step for point in first.points],
+            "loss": [point.loss for point in first.points],
+        }
+
+    @property
+    def max_norm(self) -> float:
+        """The gradient norm at which to clip."""
+        return self.calibration.max_norm
+
+    @property
+    def lr_interval(self) -> tuple[float, float]:
+        """90 % interval of the learning rate."""
+        return self.calibration.lr_interval
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this learning rate, in sentences, warnings last."""
+        return (*self.calibration.reasons, *self.calibration.warnings)
+
+    def suggestion(self) -> float:
+        """The learning rate."""
+        return self.calibration.lr
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
+        """Loss of a batch over the learning rate of one step; the figure.
+
+        Args:
+            suggest: Mark the suggestion and its interval.
+            show: Show the figure.
+            ax: Axes to draw into.
+        """
+        import matplotlib.pyplot as plt
+
+        if ax is None:
+            _, ax = plt.subplots()
+        assert ax is not None
+        ax.plot(self.results["lr"], self.results["loss"], marker=".")
+        ax.set(xscale="log", xlabel="Learning rate", ylabel="Loss")
+        if suggest:
+            ax.axvspan(*self.lr_interval, alpha=0.2, color="red")
+            ax.axvline(self.suggestion(), color="red")
+        if show:
+            plt.show()
+        return ax.figure
+
+
+class _Only(Callback):
+    """Runs one callback's ``on_train_start``, and ends ``fit`` there."""
+
+    def __init__(self, callback: Calibrate) -> None:
+        super().__init__()
+        self.callback = callback
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.callback.on_train_start(trainer, pl_module)
+        raise _TunerExitException
+
+
+def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, **options: Any) -> Calibration:
+    """Calibrate on the batches that training will see, micro-batches and all."""
+    strategy: Any = trainer.strategy
+    loaders: Any = trainer.train_dataloader
+    for loader in loaders.values() if isinstance(loaders, Mapping) else (loaders,):
+        if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), Iterator):
+            raise ValueError(
+                "Calibrate would use up batches of the training data, which is an iterator. Give the Trainer "
+                "a DataLoader over a data set that can be read again."
+            )
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Calibrate cannot run a training_step that takes `dataloader_iter`: give it batches."
+        )
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            "Calibrate needs the loss of a batch, and with manual optimization training_step also steps. "
+            "Call `curvestep.calibrate(model, loss_of_batch, loader, optimizer=optimizer)` before training."
+        )
+    takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    # Of the class: the strategy's own may be the one that a SmoothnessCallback records.
+    training_step = type(strategy).training_step
+
+    def batches() -> Iterator[
+        Any
+    ]:  # not a generator expression: that would call iter(), which draws, too early
+        for batch, *_ in CombinedLoader(loaders, "max_size_cycle"):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            yield strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def loss_of_batch(parts: list[Any]) -> Any:
+        total = 0.0
+        for index, batch in enumerate(parts):
+            args = (copy.copy(batch), index) if takes_index else (copy.copy(batch),)
+            with _without_logging(pl_module):
+                loss = _loss_of(training_step(strategy, *args)) / len(parts)
+            if len(parts) == 1:
+                return loss
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.item()
+        return total
+
+    parts = groups_of(batches(), trainer.accumulate_grad_batches)
+    return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, **options)
+
+
+def _only_optimizer(trainer: Trainer, who: str) -> Any:
+    # Lightning puts a stand-in where configure_optimizers returned None.
+    optimizers = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"{who} needs one optimizer, and configure_optimizers gave {len(optimizers)}. For "
+            "several, use curvestep.SmoothnessProbe or curvestep.calibrate with the module that each trains."
+        )
+    return optimizers[0]
+
+
+def _loss_of(output: Any) -> Any:
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def _to_loggers(trainer: Trainer, numbers: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, step=trainer.global_step)
+
+
+@contextmanager
+def _without_logging(pl_module: LightningModule) -> Iterator[None]:
+    """A replay logs nothing: ``self.log`` would add to the means of the epoch."""
+    own = vars(pl_module)
+    before = {name: own[name] for name in ("log", "log_dict") if name in own}
+    own["log"] = own["log_dict"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del own["log"], own["log_dict"]
+        own.update(before)

@@ -1,0 +1,62 @@
+"""What the integrations share: which versions they need, what they log, and who clips twice."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from curvestep.sinks import Sink
+
+
+def need(package: str, least: str, extra: str) -> None:
+    """Raise an ImportError with a way out unless ``package`` is installed and new enough."""
+    way_out = f"Install it with `pip install -U 'curvestep[{extra}]'`."
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        raise ImportError(f"curvestep.integrations.{extra} needs {package}. {way_out}") from None
+    if _numbers(installed) < _numbers(least):
+        raise ImportError(
+            f"curvestep.integrations.{extra} needs {package} {least} or newer, found {installed}. {way_out}"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def sink_of(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Sink:
+    """A listener for rows; the share of clipped steps is the optimizer's own, where it counts them."""
+
+    def with_stats(numbers: dict[str, float], step: int) -> None:
+        clip_stats = getattr(optimizer, "clip_stats", None)
+        if callable(clip_stats):
+            stats: Any = clip_stats()
+            numbers["curvestep/clipped_fraction"] = stats["recent_clipped_fraction"]
+            numbers["curvestep/skipped"] = float(stats["skipped"])
+        write(numbers, step)
+
+    return Sink(with_stats)
+
+
+def warn_if_clipped_twice(optimizer: Any, setting: str, way_out: str) -> None:
+    """Warn if the framework clips before an optimizer that clips as well."""
+    if callable(getattr(optimizer, "clip_stats", None)):
+        warnings.warn(
+            f"{setting} clips before {type(optimizer).__name__} does: gradients are clipped twice, and "
+            f"clip_stats() counts what the first one left. {way_out}",
+            stacklevel=3,
+        )
+
+
+def groups_of(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """The items in lists of ``size``; what is left over at the end is dropped."""
+    group: list[Any] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []

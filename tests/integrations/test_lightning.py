@@ -1,0 +1,448 @@
+"""A Lightning run with our callbacks is the run without them, bit for bit, and its rows are right."""
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportAttributeAccessIssue=false
+# pyright: reportIncompatibleMethodOverride=false
+# Lightning types its hooks and hyperparameters loosely.
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("lightning", reason="needs the extra `lightning`")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning as L
+    import torchmetrics
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.plugins import MixedPrecision
+
+import curvestep as cs
+from curvestep.integrations.lightning import Calibrate, LearningRate, SmoothnessCallback, Tuner, record
+from tests.integrations.runs import Drawing, classes, digest, network, state_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:::(lightning|torch|torchmetrics)", "ignore:.*lightning.*")
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def warned(match):
+    """Somebody warns with these words; what Lightning itself says does not matter."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    assert [w for w in seen if re.search(match, str(w.message))], [str(w.message) for w in seen]
+
+
+class Module(L.LightningModule):
+    def __init__(self, optimizer="AdamW", lr=1e-2, scheduler=False, clip=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = network()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=5)
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net(x)
+        loss = F.cross_entropy(out, y)
+        self.accuracy(out, y)
+        self.seen += len(x)
+        self.log("loss", loss, on_epoch=True, on_step=True)
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        kinds = {
+            "AdamW": lambda p: torch.optim.AdamW(p, lr=self.hparams.lr),
+            "SGD": lambda p: torch.optim.SGD(p, lr=self.hparams.lr),
+            "ClippedSGD": lambda p: cs.ClippedSGD(p, lr=self.hparams.lr, max_norm=0.5),
+            "ClippedAdamW": lambda p: cs.ClippedAdamW(p, lr=self.hparams.lr, max_norm=0.5),
+        }
+        opt = kinds[self.hparams.optimizer](self.parameters())
+        if self.hparams.clip:
+            cs.clip(opt, self.hparams.clip)
+        if not self.hparams.scheduler:
+            return opt
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k))
+        return [opt], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Manual(Module):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def loss(self, batch):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        opt.zero_grad()
+        loss = record(self, lambda: self.loss(batch))
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        opt.step()
+
+
+def loader(batch_size=8, count=96):
+    return torch.utils.data.DataLoader(Drawing(classes(count)), batch_size=batch_size, shuffle=True)
+
+
+def trainer_of(folder, callbacks=(), **options):
+    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    return L.Trainer(
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(settings | options),
+    )
+
+
+def run(folder, callbacks=(), kind=Module, module=None, batches=None, **options):
+    """Train; what is left, and the Trainer."""
+    torch.manual_seed(1)
+    model = kind(**(module or {}))
+    trainer = trainer_of(folder, callbacks, **options)
+    trainer.fit(model, batches or loader())
+    state = state_of(model, trainer.optimizers[0])
+    state["metrics"] = digest({k: v for k, v in trainer.callback_metrics.items()})
+    return state, trainer
+
+
+def scaler(scale=1024.0):
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
+
+
+MODES = {
+    "AdamW": {},
+    "AdamW clipped": {"gradient_clip_val": 0.5},
+    "AdamW accumulated": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 3},
+    "a short last group": {"accumulate_grad_batches": 5},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
+    "16 with a scaler": {"plugins": scaler, "gradient_clip_val": 0.5},
+    "scheduler": {"module": {"scheduler": True}},
+    "ClippedSGD": {"module": {"optimizer": "ClippedSGD", "lr": 0.3}},
+    "ClippedSGD bf16": {
+        "module": {"optimizer": "ClippedSGD", "lr": 0.3},
+        "accumulate_grad_batches": 4,
+        "precision": "bf16-mixed",
+    },
+    "cs.clip": {"module": {"clip": 0.3}},
+    "manual": {"kind": Manual},
+    "manual bf16": {"kind": Manual, "precision": "bf16-mixed"},
+    "manual with a scaler": {"kind": Manual, "plugins": scaler},
+}
+EPS = {"bf16-mixed": torch.finfo(torch.bfloat16).eps, "plugins": torch.finfo(torch.float16).eps}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_probed_run_is_the_run_without_the_probe(mode, tmp_path):
+    def options():
+        return {k: v() if k == "plugins" else v for k, v in MODES[mode].items()}
+
+    plain, _ = run(tmp_path, **options())
+    callback = SmoothnessCallback(every=2, on_error="raise")
+    probed, trainer = run(tmp_path, [callback], **options())
+    assert probed == plain
+    rows = list(callback.probe.trace)
+    parts = trainer.accumulate_grad_batches
+    num_steps = -(-12 // parts)
+    assert [row["step"] for row in rows] == list(range(0, num_steps, 2))
+    eps = EPS["plugins"] if "plugins" in MODES[mode] else EPS.get(MODES[mode].get("precision"), 2**-23)
+    module = MODES[mode].get("module", {})
+    own = module.get("optimizer") == "ClippedSGD"
+    limit = 0.5 if own or "gradient_clip_val" in MODES[mode] else None
+    if "manual" in mode or mode == "cs.clip":
+        limit = 0.3 / 1024 if "scaler" in mode else 0.3  # clipped before the scaler's unscaling: a mistake
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["smoothness"] > 0
+        last = (row["step"] + 1) * parts > 12
+        assert row["batch_size"] == 8 * (12 % parts if last else parts)
+        assert row["eps"] == pytest.approx(eps)
+        base = module.get("lr", 1e-2)
+        assert row["lr"] == pytest.approx(base / (1 + row["step"]) if module.get("scheduler") else base)
+        expected = 1.0 if limit is None else min(1.0, limit / row["grad_norm"])
+        assert row["coefficient"] == pytest.approx(expected, rel=2e-2 if eps > 1e-4 else 1e-4)
+        if own:  # the coefficient is what the step shows
+            assert row["step_norm"] == pytest.approx(
+                row["lr"] * row["coefficient"] * row["grad_norm"], rel=2e-2 if eps > 1e-4 else 1e-3
+            )
+    if limit is not None:
+        assert any(row["coefficient"] < 1 for row in rows)
+
+
+def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path):
+    callback = SmoothnessCallback(every=1, on_error="raise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, trainer = run(tmp_path, [callback], plugins=scaler(2.0**22), module={"optimizer": "SGD"})
+    rows = list(callback.probe.trace)
+    assert 0 < len(rows) < trainer.global_step == 12
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_rows_and_clip_share_go_to_the_loggers(tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    callback = SmoothnessCallback(every=4)
+    run(tmp_path, [callback], module={"optimizer": "ClippedAdamW"}, logger=logger, log_every_n_steps=1)
+    rows = [m for m in logger.experiment.metrics if "curvestep/smoothness" in m]
+    rows = rows or _csv(logger)
+    assert [int(float(row["step"])) for row in rows] == [0, 4, 8]
+    for row, measured in zip(rows, callback.probe.trace, strict=True):
+        assert float(row["curvestep/smoothness"]) == pytest.approx(measured["smoothness"])
+        assert float(row["curvestep/grad_norm"]) == pytest.approx(measured["grad_norm"])
+    assert 0 < float(rows[-1]["curvestep/clipped_fraction"]) <= 1
+
+
+def _csv(logger):
+    import csv
+    from pathlib import Path
+
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row.get("curvestep/smoothness")]
+
+
+def test_a_resumed_run_measures_the_same_steps_in_the_same_file(tmp_path):
+    def go(name, callback, epochs, ckpt=None):
+        torch.manual_seed(1)
+        model = Module(optimizer="ClippedSGD", lr=0.3)
+        trainer = trainer_of(tmp_path, [callback, calibration], max_epochs=epochs)
+        data = torch.utils.data.DataLoader(classes(), batch_size=8)  # in order: nothing to resume
+        trainer.fit(model, data, ckpt_path=ckpt)
+        trainer.save_checkpoint(tmp_path / name)
+        return model
+
+    calibration = Calibrate()
+    whole = SmoothnessCallback(every=5, trace=str(tmp_path / "whole.jsonl"))
+    go("whole.ckpt", whole, 2)
+    first = calibration.calibration
+    calibration = Calibrate()
+    trace = str(tmp_path / "halves.jsonl")
+    go("half.ckpt", SmoothnessCallback(every=5, trace=trace), 1)
+    assert calibration.calibration == first
+    calibration = Calibrate()
+    go("end.ckpt", SmoothnessCallback(every=5, trace=trace), 2, tmp_path / "half.ckpt")
+    assert calibration.calibration is None  # not repeated
+    steps = [row["step"] for row in cs.Trace.load(trace)]
+    assert steps == [row["step"] for row in cs.Trace.load(tmp_path / "whole.jsonl")] == [0, 5, 10, 15, 20]
+    states = [torch.load(tmp_path / name, weights_only=False) for name in ("whole.ckpt", "end.ckpt")]
+    groups = [state["optimizer_states"][0]["param_groups"][0] for state in states]
+    assert groups[0]["lr"] == groups[1]["lr"] == first.lr
+    assert groups[0]["max_norm"] == groups[1]["max_norm"] == first.max_norm
+    assert [group["clip_stats"]["steps"] for group in groups] == [24, 24]
+
+
+def test_gradient_clip_val_before_our_optimizer_is_noticed_and_measured(tmp_path):
+    callback = SmoothnessCallback(every=3, on_error="raise")
+    with warned(r"gradient_clip_val=0.1\) clips before ClippedSGD"):
+        run(tmp_path, [callback], module={"optimizer": "ClippedSGD", "lr": 0.3}, gradient_clip_val=0.1)
+    for row in callback.probe.trace:
+        assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-3)
+
+
+def test_a_failing_probe_never_stops_training(tmp_path):
+    class Unrepeatable(Module):
+        def training_step(self, batch, batch_idx):
+            calls.append(0)
+            return (1 + len(calls)) * F.cross_entropy(self.net(batch[0]), batch[1])
+
+    calls = []
+    callback = SmoothnessCallback(every=2)
+    with warned("No more are taken"):
+        _, trainer = run(tmp_path, [callback], kind=Unrepeatable)
+    assert trainer.global_step == 12
+    with pytest.raises(cs.smoothness.determinism.NonDeterministicError):
+        run(tmp_path, [SmoothnessCallback(every=2, on_error="raise")], kind=Unrepeatable)
+
+
+class Two(Module):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 4)]
+
+
+class Empty(L.LightningModule):
+    def training_step(self, batch, batch_idx):
+        return torch.zeros((), requires_grad=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+
+
+@pytest.mark.parametrize("callback", [SmoothnessCallback, Calibrate])
+def test_several_optimizers_none_and_no_parameters_get_one_clear_line(callback, tmp_path):
+    with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers gave 2"):
+        run(tmp_path, [callback()], kind=Two)
+    with pytest.raises(ValueError, match=r"no parameter with|not in `model`"):
+        trainer_of(tmp_path, [callback()]).fit(Empty(), loader())
+
+    class NoneYet(Module):
+        def configure_optimizers(self):
+            return None
+
+    with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers gave 0"):
+        trainer_of(tmp_path, [callback()]).fit(NoneYet(), loader())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"module": {"optimizer": "ClippedSGD", "lr": 1.0}},
+        {"module": {"optimizer": "AdamW"}, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        {"module": {"optimizer": "ClippedAdamW", "scheduler": True}},
+    ],
+)
+def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path):
+    calibrate = Calibrate()
+    found, trainer = run(tmp_path, [SmoothnessCallback(every=5), calibrate], **options)
+    cal = calibrate.calibration
+    assert cal.num_gradients <= 40
+    assert cal.schedule == ("warmup-decay" if options["module"].get("scheduler") else "constant")
+    group = trainer.optimizers[0].param_groups[0]
+    lr = group.get("initial_lr", group["lr"])
+    assert lr == pytest.approx(cal.lr)
+    assert group.get("max_norm", cal.max_norm) == cal.max_norm
+
+    class Typed(Module):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            opt = made[0][0] if isinstance(made, tuple) else made
+            if "max_norm" in opt.param_groups[0]:
+                opt.param_groups[0]["max_norm"] = cal.max_norm
+            return made
+
+    typed = {**options, "module": {**options["module"], "lr": lr}}
+    expected, _ = run(tmp_path, kind=Typed, **typed)
+    assert found == expected
+
+
+def test_lr_find_has_the_calls_and_the_result_of_lightnings(tmp_path):
+    torch.manual_seed(1)
+    model, data = Module(lr=1e-2), loader()
+    before, state = digest(model.state_dict()), digest(torch.get_rng_state())
+    trainer = trainer_of(tmp_path)
+    found = Tuner(trainer).lr_find(model, data)
+    assert isinstance(found, LearningRate)
+    assert model.hparams.lr == found.suggestion() == found.calibration.lr
+    low, high = found.lr_interval
+    assert low <= found.suggestion() <= high
+    assert found.max_norm > 0
+    assert len(found.results["lr"]) == len(found.results["loss"]) >= 3
+    assert found.results["lr"] == sorted(found.results["lr"])
+    assert any("gradient" in words for words in found.reasons)
+    assert (digest(model.state_dict()), digest(torch.get_rng_state())) == (before, state)
+    figure = found.plot(suggest=True)
+    assert figure.axes[0].get_xscale() == "log"
+    # The same Trainer then trains as one that never looked.
+    trainer.fit(model, data)
+    twin = trainer_of(tmp_path)
+    torch.manual_seed(1)
+    other = Module(lr=found.suggestion())
+    twin.fit(other, loader())
+    assert digest(model.state_dict()) == digest(other.state_dict())
+    assert trainer.global_step == twin.global_step == 12
+
+
+def test_lr_find_needs_somewhere_to_put_the_number(tmp_path):
+    model = Module()
+    with pytest.raises(AttributeError, match=r"`rate`.*attr_name.*update_attr=False"):
+        Tuner(trainer_of(tmp_path)).lr_find(model, loader(), attr_name="rate")
+
+
+def test_data_that_can_be_read_once_is_not_used_up(tmp_path):
+    batches = iter([[torch.randn(8, 20), torch.randint(5, (8,))] for _ in range(12)])
+    with pytest.raises(ValueError, match=r"which is an iterator.*DataLoader"):
+        trainer_of(tmp_path, [Calibrate()], limit_train_batches=12).fit(Module(), batches)
+    with pytest.raises(ValueError, match="manual optimization"):
+        run(tmp_path, [Calibrate()], kind=Manual)
+
+
+def test_the_command_line_of_lightning_takes_the_arguments(tmp_path):
+    from lightning.pytorch.cli import LightningCLI
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+    name = "curvestep.integrations.lightning.SmoothnessCallback"
+    arguments = [
+        "fit", "--trainer.max_epochs=1", f"--trainer.callbacks+={name}", "--trainer.callbacks.every=6",
+        "--trainer.callbacks.fractions=[0.25,1.0]", "--trainer.logger=false", "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false",
+        f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_model_summary=false",
+    ]  # fmt: skip
+    cli = LightningCLI(Module, Data, args=arguments, save_config_callback=None)
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, SmoothnessCallback)]
+    assert [row["step"] for row in callback.probe.trace] == [0, 6]
+    assert callback.probe.fractions == (0.25, 1.0)
+
+
+def test_an_old_version_is_refused_in_one_line(monkeypatch):
+    from curvestep.integrations import reporting
+
+    monkeypatch.setattr(reporting, "version", lambda package: "2.4.1")
+    with pytest.raises(ImportError, match=r"needs lightning 2.5 or newer, found 2.4.1.*pip install -U"):
+        reporting.need("lightning", "2.5", "lightning")
+
+
+DDP = """
+import sys, torch, warnings
+warnings.simplefilter("ignore")
+from tests.integrations.test_lightning import Module, SmoothnessCallback, run
+from tests.integrations.runs import digest
+folder, parts = sys.argv[1], int(sys.argv[2])
+found = []
+for probed in (False, True):
+    torch.manual_seed(5)
+    trace = f"{folder}/{parts}.jsonl" if probed else None
+    callback = SmoothnessCallback(every=2, on_error="raise", trace=trace)
+    state, trainer = run(
+        folder, [callback] if probed else [], strategy="ddp", devices=2, accumulate_grad_batches=parts,
+        gradient_clip_val=0.5,
+    )
+    found.append(state)
+assert found[0] == found[1], found
+if trainer.is_global_zero:
+    print("same", found[0]["model"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("parts", [1, 2])
+def test_two_processes_measure_together(parts, tmp_path):
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, str(parts)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("same")
+    rows = list(cs.Trace.load(tmp_path / f"{parts}.jsonl"))
+    assert [row["step"] for row in rows] == list(range(0, 6 // parts, 2))
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["batch_size"] == 16 * parts
+        assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / row["grad_norm"]), rel=1e-4)
