@@ -1,0 +1,330 @@
+"""The paper's released estimate of smoothness beside ours: what each costs for the same accuracy.
+
+    python benchmarks/authors.py [--quick] [--output docs/results/authors.md]
+
+Their procedure, written from its description: two deep copies of the model, one at x and one at half of the
+step; the gradient of each summed over a tenth of the training data, cut at random for each of the two
+anew, the recurrent state carried along; the norm of the difference over half the length of the step. Their
+gradient norms are divided by the number of pieces, the difference is not. Ours: `cs.Replay` on a fixed
+`cs.GradientOracle`: the same pieces at both points, and their mean.
+
+Two tasks. A quadratic whose smoothness is 1 everywhere: any other number is an error. The LSTM of the
+reproduction on Penn Treebank, along a run with lr 30 and clip 0.25: an error is the distance from the secant
+at half of the step on *all* of the training text.
+
+A pass is one forward and backward pass over one piece of text (20 streams of 70 words); counts do not
+depend on the machine. Seconds are CPU time of one thread; the variants take turns at every point.
+"""
+
+import argparse
+import copy
+import math
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import curvestep as cs
+from curvestep.lab.models.awd_lstm import random_bptt_length
+from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SMALL_LSTM
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.tasks import make_task
+from curvestep.smoothness.snapshot import detach_state
+from curvestep.vectors import difference, global_norm
+
+PIECES = (1, 2, 4, 7, 10, 14, 28)  # sizes of our oracle; the tenth of the text has 67
+BPTT = 70
+SHARE = 0.1
+AUTHORS, DIVIDED = "authors, as released", "authors, divided by the number of pieces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One estimate: its value, the passes that it took and the CPU seconds."""
+
+    value: float
+    passes: float
+    seconds: float = math.nan
+
+
+def timed(estimate):
+    """The estimates of one procedure by name, with the CPU time that they took together."""
+    start = time.thread_time()
+    found = estimate()
+    seconds = time.thread_time() - start
+    return {
+        name: Estimate(value=one.value, passes=one.passes, seconds=seconds) for name, one in found.items()
+    }
+
+
+def random_cuts(num_rows, bptt, generator):
+    """Starts and lengths of pieces, as AWD-LSTM draws them: 70 words give or take 5, now and then half."""
+    pieces, start = [], 0
+    while start < num_rows:
+        length = min(random_bptt_length(generator, bptt).length, num_rows - start)
+        pieces.append((start, length))
+        start += length
+    return pieces
+
+
+def authors_estimate(model, step, summed_gradient, rows_of_pass):
+    """Their procedure: two copies, each with its own random cuts; sums in the difference.
+
+    Args:
+        model: At x.
+        step: d, one tensor a parameter.
+        summed_gradient: ``summed_gradient(model)`` gives the sum over freshly cut pieces, the number of
+            pieces and the number of rows.
+        rows_of_pass: Rows that count as one pass.
+    """
+    here, middle = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, d in zip(middle.parameters(), step, strict=True):
+            parameter.add_(d, alpha=0.5)
+    first, num_pieces, rows = summed_gradient(here)
+    second, _, more = summed_gradient(middle)
+    value = float(global_norm(difference(second, first)) / (0.5 * global_norm(step)))
+    passes = (rows + more) / rows_of_pass
+    return {
+        AUTHORS: Estimate(value=value, passes=passes),
+        DIVIDED: Estimate(value=value / num_pieces, passes=passes),
+    }
+
+
+def our_estimate(name, model, step, oracle, passes_a_piece=1.0):
+    """Ours: the same pieces at both points."""
+    with cs.Replay(model, oracle) as replay:
+        end = [x + d for x, d in zip(replay.point, step, strict=True)]
+        value = float(cs.segment_smoothness(replay, replay.point, end, fractions=(0.5,)))
+    return {name: Estimate(value=value, passes=2 * len(oracle) * passes_a_piece)}
+
+
+# A quadratic with smoothness 1
+
+
+DESCENTS = {  # lr and threshold
+    "clipped, small steps": (0.1, 0.25),
+    "not clipped": (0.1, math.inf),
+    "clipped, larger steps": (1.0, 0.25),
+}
+
+
+class Quadratic(torch.nn.Module):
+    """½ |x - a|², averaged over rows a: the Hessian is the identity, whatever the rows."""
+
+    def __init__(self, dimension):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(dimension))
+
+    def forward(self, rows):
+        """The mean loss of some rows."""
+        return 0.5 * (self.x - rows).square().sum(1).mean()
+
+
+def quadratic_points(*, quick, lr, max_norm, seed=0):
+    """Every procedure at each step of a descent on the quadratic, as estimates by name, point by point."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(150 if quick else 363, 50, generator=generator)
+    model = Quadratic(50)
+    torch.nn.init.constant_(model.x, 3.0)
+    optimizer = cs.ClippedSGD(model.parameters(), lr=lr, max_norm=max_norm)
+
+    def summed_gradient(module):
+        pieces = random_cuts(len(data), BPTT, generator)
+        for start, length in pieces:
+            module(data[start : start + length]).backward()
+        return [module.x.grad], len(pieces), len(data)
+
+    for _ in range(10 if quick else 60):
+        start = model.x.detach().clone()
+        optimizer.zero_grad()
+        model(data[torch.randint(len(data), (20,), generator=generator)]).backward()
+        optimizer.step()
+        step = [model.x.detach() - start]
+        at_start = copy.deepcopy(model)
+        at_start.x.data.copy_(start)
+        oracle = cs.GradientOracle(at_start, [data[:1]])
+        point = authors_estimate(at_start, step, summed_gradient, len(data))
+        point |= our_estimate("curvestep, one row of the data", at_start, step, oracle, 1 / len(data))
+        yield point
+
+
+# The LSTM
+
+
+def lstm_points(*, quick, seeds, steps):
+    """Every procedure at some steps of training, and the value on all of the text, point by point."""
+    found = LANGUAGE[BY_HAND]
+    sizes = {"embedding": 8, "hidden": 8, "vocabulary": 100, "num_words": 60_000} if quick else SMALL_LSTM
+    for seed in seeds:
+        recipe = get_recipe("ptb-lstm", lr=found.lr, max_norm=found.max_norm, bptt=BPTT, seed=seed, **sizes)
+        task = make_task(recipe, offline=True)
+        model = task.build()
+        optimizer = cs.ClippedSGD(model.parameters(), lr=found.lr, max_norm=found.max_norm)
+        cuts = torch.Generator().manual_seed(seed)
+        num_rows = math.ceil(SHARE * len(task.streams))
+
+        def summed_gradient(module, task=task, cuts=cuts, num_rows=num_rows):
+            pieces, state = random_cuts(num_rows - 1, BPTT, cuts), None
+            for start, length in pieces:
+                words = task.streams[start : start + length]
+                loss, state = task.loss(module, (words, task.streams[start + 1 : start + 1 + length]), state)
+                state = detach_state(state)
+                loss.backward()
+            return [p.grad for p in module.parameters()], len(pieces), num_rows - 1
+
+        def oracle_of(batches, task=task, model=model):
+            words = [float(target.numel()) for _, target in batches]
+            return cs.GradientOracle(partial(task.loss, model), batches, sizes=words, carry_state=True)
+
+        text = task.oracle_batches(1.0)
+        state = None
+        for number in range(max(steps) + 1):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            loss, state = task.loss(model, task.batch(number), state)
+            state = detach_state(state)
+            loss.backward()
+            optimizer.step()
+            if number not in steps:
+                continue
+            step = [p.detach() - x for p, x in zip(model.parameters(), before, strict=True)]
+            at_start = copy.deepcopy(model)
+            with torch.no_grad():
+                for parameter, x in zip(at_start.parameters(), before, strict=True):
+                    parameter.copy_(x)
+            point = timed(partial(authors_estimate, at_start, step, summed_gradient, BPTT))
+            for count in PIECES:
+                if count < len(text):
+                    name = f"curvestep, oracle of {count} piece{'s' * (count > 1)}"
+                    oracle = oracle_of(text[:count], model=at_start)
+                    point |= timed(partial(our_estimate, name, at_start, step, oracle))
+            yield point, our_estimate("", at_start, step, oracle_of(text, model=at_start))[""].value
+
+
+# The tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a procedure costs and how far it is off, over all points."""
+
+    passes: float
+    seconds: float
+    factor: float  # median of estimate over truth
+    limits: tuple[float, float]  # least and largest of it
+    errors: tuple[float, float]  # median and largest of |estimate / truth - 1|
+
+
+def rows_of(points):
+    """Procedures by name, from pairs of estimates by name and the true value."""
+    found = defaultdict(list)
+    for estimates, truth in points:
+        for name, one in estimates.items():
+            found[name].append((one, one.value / truth))
+    rows = {}
+    for name, values in found.items():
+        ratios = [ratio for _, ratio in values]
+        errors = [abs(ratio - 1) for ratio in ratios]
+        rows[name] = Row(
+            passes=statistics.median(one.passes for one, _ in values),
+            seconds=statistics.median(one.seconds for one, _ in values),
+            factor=statistics.median(ratios),
+            limits=(min(ratios), max(ratios)),
+            errors=(statistics.median(errors), max(errors)),
+        )
+    return rows
+
+
+def cheapest(rows, kind):
+    """Our cheapest procedure whose error of this kind is at most theirs, or None."""
+    ours = {name: row for name, row in rows.items() if name.startswith("curvestep")}
+    good = [name for name, row in ours.items() if row.errors[kind] <= rows[DIVIDED].errors[kind]]
+    return min(good, key=lambda name: rows[name].passes) if good else None
+
+
+def table(header, lines):
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+
+
+def words_of(numbers):
+    """Numbers, separated by commas."""
+    return ", ".join(map(str, numbers))
+
+
+def lstm_words(rows):
+    """The table of the LSTM, and the two ratios."""
+    theirs = rows[AUTHORS]
+    lines = []
+    for name, row in rows.items():
+        errors = [f"× {row.factor:.3g}", f"× {row.limits[1]:.3g}"]
+        if name != AUTHORS:
+            errors = [f"{error:.2%}" for error in row.errors]
+        shares = [f"1/{theirs.passes / row.passes:.1f}", f"1/{theirs.seconds / row.seconds:.1f}"]
+        lines.append([name, f"{row.passes:.0f}", shares[0], f"{row.seconds:.2f}", shares[1], *errors])
+    header = ["estimate", "passes", "share", "seconds", "share", "error, median", "error, largest"]
+    said = [table(header, lines)]
+    for kind, words in enumerate(("median", "largest")):
+        name = cheapest(rows, kind)
+        if name is None:
+            said.append(f"At equal {words} error: none of ours is as good as theirs, divided.")
+            continue
+        passes, seconds = theirs.passes / rows[name].passes, theirs.seconds / rows[name].seconds
+        said.append(
+            f"At equal {words} error: {name}, 1/{passes:.1f} of the passes, 1/{seconds:.1f} of the time."
+        )
+    return "\n\n".join(said)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model on a short text, few points")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--steps", type=int, nargs="*", default=[10, 50, 120, 250])
+    parser.add_argument("--output", type=Path, help="write the page here, too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    for case, (lr, max_norm) in DESCENTS.items():
+        points = quadratic_points(quick=arguments.quick, lr=lr, max_norm=max_norm)
+        for name, row in rows_of((point, 1.0) for point in points).items():
+            limits = f"{row.limits[0]:.3g} to {row.limits[1]:.3g}"
+            lines.append([case, name, f"{row.passes:.3g}", f"{row.factor:.3g}", limits])
+    points = []
+    for point, truth in lstm_points(quick=arguments.quick, seeds=arguments.seeds, steps=arguments.steps):
+        points.append((point, truth))
+        words = ", ".join(f"{name} {one.value / truth:.4f}" for name, one in point.items())
+        print(f"point {len(points)}: {words}", flush=True)
+    page = f"""# The authors' estimate beside ours
+
+{__doc__.partition(chr(10) * 2)[2].partition(chr(10) * 2)[2].strip()}
+
+```
+python benchmarks/authors.py --output docs/results/authors.md
+```
+
+## LSTM on Penn Treebank
+
+{len(points)} points: steps {words_of(arguments.steps)}, seeds {words_of(arguments.seeds)}. An error is
+|estimate / truth - 1|; of the estimate as released, the factor itself.
+
+{lstm_words(rows_of(points))}
+
+## Quadratic with smoothness 1 everywhere
+
+A pass is one over all 363 rows. The right answer is 1.
+
+{table(["descent", "estimate", "passes", "median", "range"], lines)}
+"""
+    print(page)
+    if arguments.output:
+        arguments.output.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
