@@ -63,6 +63,7 @@ class Claim:
         measured: What was measured, with intervals over the seeds.
         verdict: One of ``VERDICTS``.
         settle: What would settle it, where it is not settled.
+        longer: The verdict of the longer runs on the same claim, where they have one.
     """
 
     figure: str
@@ -70,6 +71,7 @@ class Claim:
     measured: str
     verdict: str
     settle: str = ""
+    longer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +200,17 @@ def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence
         "Supported: the interval lies on the claim's side; contradicted: on the other; cannot tell: across. "
         "Intervals of exponents beyond a control include how far the control itself is known.",
         "",
-        "| figure | the paper says | measured here | verdict | what would settle it |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    for claim in claims:
-        cells = (claim.figure, claim.paper, claim.measured, f"**{claim.verdict}**", claim.settle)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, claims_table(claims)]) + "\n"
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """The rows, with the longer runs' verdicts beside where there are any."""
+    head = ["figure", "the paper says", "measured here", "verdict", "what would settle it"]
+    rows = [[c.figure, c.paper, c.measured, f"**{c.verdict}**", c.settle] for c in claims]
+    if any(claim.longer for claim in claims):
+        head.insert(4, "longer runs")
+        for row, claim in zip(rows, claims, strict=True):
+            row.insert(4, claim.longer)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -34,11 +34,12 @@ from curvestep.lab.progress import Progress, duration, show_progress
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import Run, has_ended, last_step, write_json
+from curvestep.lab.run.folder import Run, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
 SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
+LONGER_CLAIMS = Path(__file__).with_name("longer.json")  # written by docs/reproduction_figures.py
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -123,6 +124,11 @@ def reproduce(
     drawn, undrawn = draw_all(results, progress=progress)
     claims = make_claims(results)
     notes = [f"Scale: {plan.scale}."]
+    if plan.scale == "laptop" and LONGER_CLAIMS.exists():
+        longer = read_json(LONGER_CLAIMS)
+        verdicts = {(one["figure"], one["paper"]): one["verdict"] for one in longer["claims"]}
+        claims = [replace(claim, longer=verdicts.get((claim.figure, claim.paper), "")) for claim in claims]
+        notes.append(f"Beside them, the verdicts of the longer runs: {longer['notes'][0]}")
     write_claims(claims, folder, data=sources, notes=notes)
     page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
     result = Reproduction(

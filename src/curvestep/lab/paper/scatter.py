@@ -34,7 +34,7 @@ from curvestep.fit.correlation import slope, spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import LEAST_ROWS, clip_norms
 from curvestep.fit.within import LEAST_ELASTICITY
-from curvestep.lab.paper.claims import Evidence, MissingRuns, Spread, decide
+from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned, Spread, decide
 from curvestep.lab.paper.plan import (
     ALWAYS_CLIPPED,
     BY_HAND,
@@ -347,6 +347,8 @@ _SCALES_SAID = (
 def _shown(*settings: str, **options: Any) -> Callable[[Results, str], Figure]:
     def draw(results: Results, title: str) -> Figure:
         found = [setting for setting in settings if results.plan.of(setting)]
+        if not found:
+            raise NotPlanned(f"the plan has no run of {', '.join(settings)}")
         return scatter([results.shown(setting) for setting in found], title=title, **options)
 
     return draw
