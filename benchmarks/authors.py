@@ -25,6 +25,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,13 +33,14 @@ import curvestep as cs
 from curvestep.lab.models.awd_lstm import random_bptt_length
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SMALL_LSTM
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.tasks import make_task
+from curvestep.lab.tasks import LanguageTask, make_task
 from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
 
 PIECES = (1, 2, 4, 7, 10, 14, 28)  # sizes of our oracle; the tenth of the text has 67
 BPTT = 70
 SHARE = 0.1
+ABOUT = __doc__ or ""
 AUTHORS, DIVIDED = "authors, as released", "authors, divided by the number of pieces"
 
 
@@ -159,10 +161,12 @@ def quadratic_points(*, quick, lr, max_norm, seed=0):
 def lstm_points(*, quick, seeds, steps):
     """Every procedure at some steps of training, and the value on all of the text, point by point."""
     found = LANGUAGE[BY_HAND]
-    sizes = {"embedding": 8, "hidden": 8, "vocabulary": 100, "num_words": 60_000} if quick else SMALL_LSTM
+    small = {"embedding": 8, "hidden": 8, "vocabulary": 100, "num_words": 60_000}
+    sizes: dict[str, Any] = small if quick else SMALL_LSTM
     for seed in seeds:
         recipe = get_recipe("ptb-lstm", lr=found.lr, max_norm=found.max_norm, bptt=BPTT, seed=seed, **sizes)
         task = make_task(recipe, offline=True)
+        assert isinstance(task, LanguageTask)
         model = task.build()
         optimizer = cs.ClippedSGD(model.parameters(), lr=found.lr, max_norm=found.max_norm)
         cuts = torch.Generator().manual_seed(seed)
@@ -282,7 +286,7 @@ def lstm_words(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=ABOUT.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model on a short text, few points")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--steps", type=int, nargs="*", default=[10, 50, 120, 250])
@@ -302,7 +306,7 @@ def main():
         print(f"point {len(points)}: {words}", flush=True)
     page = f"""# The authors' estimate beside ours
 
-{__doc__.partition(chr(10) * 2)[2].partition(chr(10) * 2)[2].strip()}
+{ABOUT.split(chr(10) * 2, 2)[2].strip()}
 
 ```
 python benchmarks/authors.py --output docs/results/authors.md

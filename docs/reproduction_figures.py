@@ -206,7 +206,7 @@ def _said(claim: dict[str, str] | None) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Take over runs where folders are given, then write every page whose runs are kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))

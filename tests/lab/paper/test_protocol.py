@@ -100,12 +100,15 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
     assert contrast(ALWAYS_CLIPPED, BY_HAND)(results).verdict == SUPPORTED
 
     # Constant Hessians show 0.9 where every step is clipped, and nothing elsewhere.
-    controls = {run.folder.name: replace(run.fit.control, exponent=0.0) for run in results.runs}
-    for name, control in controls.items():
-        value, limits = (0.9, (0.7, 0.95)) if name.startswith(ALWAYS_CLIPPED) else (0.0, (0.0, 0.1))
-        controls[name] = replace(control, exponent=value, exponent_interval=limits)
-    for run in results.runs:
-        monkeypatch.setitem(vars(run), "fit", replace(run.fit, control=controls[run.folder.name]))
+    def set_control(run, value, limits):
+        control = run.fit.control
+        assert control is not None
+        changed = replace(control, exponent=value, exponent_interval=limits)
+        monkeypatch.setitem(vars(run), "fit", replace(run.fit, control=changed))
+
+    for setting, value, limits in ((ALWAYS_CLIPPED, 0.9, (0.7, 0.95)), (BY_HAND, 0.0, (0.0, 0.1))):
+        for run in results.of(setting):
+            set_control(run, value, limits)
     shares = {ALWAYS_CLIPPED: 1.0, BY_HAND: 0.3}
     monkeypatch.setattr(
         sys.modules["curvestep.lab.paper.scatter"],  # the package has a function of this name, too
@@ -123,8 +126,7 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
 
     # A control with wide limits leaves nothing to decide, however many seeds there are.
     for run in results.of(ALWAYS_CLIPPED):
-        wide = replace(run.fit.control, exponent_interval=(0.0, 1.0))
-        monkeypatch.setitem(vars(run), "fit", replace(run.fit, control=wide))
+        set_control(run, 0.9, (0.0, 1.0))
     found = contrast(ALWAYS_CLIPPED, BY_HAND)(results)
     assert found.verdict == CANNOT_TELL
     assert "no number of seeds helps" in found.settle

@@ -27,6 +27,8 @@ MARKS = "\n".join(
 def script(tmp_path, monkeypatch):
     """The script, writing into a folder of its own."""
     spec = importlib.util.spec_from_file_location("reproduction_figures", DOCS / "reproduction_figures.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "reproduction_figures", module)  # its dataclass asks for it
     spec.loader.exec_module(module)
