@@ -83,6 +83,25 @@ def test_coefficient_is_the_product_of_all_clipping():
         assert row["step_norm"] == pytest.approx(row["lr"] * row["coefficient"] * row["grad_norm"])
 
 
+@pytest.mark.parametrize("first", ["clip", "watch"])
+def test_clipping_by_a_hook_is_counted_once(first):
+    model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, on_error="raise")
+    for hook in ("clip", "watch") if first == "clip" else ("watch", "clip"):
+        probe.watch(optimizer) if hook == "watch" else cs.clip(optimizer, 0.1, skip_above=1e3)
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = 1e6 if step == 1 else 1.0  # a gradient that is left out
+        probe.record(lambda factor=factor: factor * F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    for row in (probe.trace[0], probe.trace[2]):
+        assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-4)
+        assert row["step_norm"] == pytest.approx(0.01, rel=1e-4)
+    assert probe.trace[1]["status"] == "zero-step"
+    assert probe.trace[1]["grad_norm"] > 1e3
+
+
 def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
     model, x, y = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), torch.randn(8, 6), torch.randint(3, (8,))
     optimizer = cs.ClippedSGD(model[1].parameters(), lr=0.1, max_norm=0.01)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvestep._checks import check_choice, check_count
 from curvestep.smoothness.estimators import central_length, hessian_product
+from curvestep.smoothness.geometry import Geometry
 from curvestep.smoothness.replay import Change, Replay
 from curvestep.smoothness.spectral import spectral_smoothness
 from curvestep.smoothness.trace import ESTIMATORS
@@ -70,6 +71,7 @@ class Measurement:
         grad_norm: Its norm.
         raw_norm: Norm of the gradient that training computed, before any clipping.
         groups: Names of layers with the indices of their parameters.
+        geometry: The optimizer's metric, known after the step; None if nothing is measured in it.
     """
 
     start: list[Tensor]
@@ -77,6 +79,7 @@ class Measurement:
     grad_norm: float
     raw_norm: float
     groups: Mapping[str, Sequence[int]]
+    geometry: Geometry | None = None
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""
@@ -110,14 +113,20 @@ class Measurement:
         grad_norms: dict[float, float] = {}
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}
+        length = self._length_in_metric(replay)  # before the start is used up
         for fraction in replay.along(self.start, fractions):
-            at_end = fraction == 1.0
-            there = replay.change(self.gradients, start=self.start if at_end else None)
+            at_end, largest = fraction == 1.0, fraction == max(fractions)
+            there = replay.change(
+                self.gradients,
+                start=self.start if at_end else None,
+                weigh=self.geometry.weigh_change if length and largest and self.geometry else None,
+            )
             size = global_norm(there.parts).item()
             secants[fraction] = size / (fraction * row["step_norm"])
             grad_norms[fraction] = there.grad_norm
-            if fraction == max(fractions):
+            if largest:
                 result["kappa"] = _kappa(size, row)
+                result |= self._in_metric(there, size, length, fraction, row)
             if at_end:
                 result |= _end_of_step(there, row)
             for name, part in self.groups.items():
@@ -169,8 +178,48 @@ class Measurement:
 
     def end(self, replay: Replay, row: Row) -> Row:
         """What :meth:`segment` says of the end of the step, for a row without it: κ, loss and curvature."""
-        there = replay.change(self.gradients, start=self.start)
-        return {"kappa": _kappa(global_norm(there.parts).item(), row), **_end_of_step(there, row)}
+        length = self._length_in_metric(replay)
+        weigh = self.geometry.weigh_change if length and self.geometry else None
+        there = replay.change(self.gradients, start=self.start, weigh=weigh)
+        size = global_norm(there.parts).item()
+        in_metric = self._in_metric(there, size, length, 1.0, row)
+        return {"kappa": _kappa(size, row), **in_metric, **_end_of_step(there, row)}
+
+    def _length_in_metric(self, replay: Replay) -> float:
+        """Length of the step in the optimizer's metric; zero where that is the Euclidean one, or none."""
+        geometry = self.geometry
+        if geometry is None or geometry.missing or geometry.is_euclidean:
+            return 0.0
+        return geometry.step_norm(replay.parameters, self.start)
+
+    def _in_metric(self, there: Change, size: float, length: float, fraction: float, row: Row) -> Row:
+        """Smoothness along the step in the optimizer's metric."""
+        if self.geometry is None or self.geometry.missing:
+            return {}
+        if self.geometry.is_euclidean:
+            return {"optimizer_smoothness": size / (fraction * row["step_norm"])}
+        return {} if there.weighed is None else {"optimizer_smoothness": there.weighed / (fraction * length)}
+
+    def optimizer_spectral(self, replay: Replay, row: Row, *, eps: float | None, due: bool) -> Row:
+        """Norm of the Hessian at the start in the optimizer's metric, if it is due or known already."""
+        geometry = self.geometry
+        if geometry is None or geometry.missing:
+            return {}
+        if geometry.is_euclidean and row.get("spectral_smoothness") is not None:
+            value, converged = row["spectral_smoothness"], row["spectral_converged"]
+        elif not due:
+            return {}
+        else:
+            found = spectral_smoothness(
+                replay,
+                self.start,
+                eps=eps,
+                length=min(central_length(self.start, eps=eps), row["step_norm"]),
+                inverse_roots=None if geometry.is_euclidean else geometry.inverse_roots(self.start),
+            )
+            replay.return_home()
+            value, converged = found.value, found.converged
+        return {"optimizer_spectral": value, "optimizer_converged": converged}
 
     def spectral(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
         """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
@@ -198,7 +247,7 @@ def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int
     if not periods:
         raise ValueError(f"`estimators` must name at least one of {ESTIMATORS}, got none.")
     for name, period in periods.items():
-        check_choice("estimators", name, ESTIMATORS)
+        check_choice("estimators", name, (*ESTIMATORS, "optimizer_spectral"))
         check_count(f"estimators[{name!r}]", period)
     return periods
 

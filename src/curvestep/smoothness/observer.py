@@ -325,7 +325,8 @@ class StepObserver:
         self._clock = clock
         self.seconds = 0.0  # that observing took
         self.optimizers: list[Optimizer] = []
-        self.lr: float | None = None
+        self.rates: list[float] = []  # lr of each group of the first optimizer
+        self.lr: float | None = None  # of several, the largest
         self._grad_norm: Tensor | None = None
         self._handle = register_optimizer_step_pre_hook(self)
 
@@ -342,8 +343,9 @@ class StepObserver:
         """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
-        rates = [float(g["lr"]) for o in self.optimizers for g in o.param_groups if "lr" in g]
-        self.lr = max(rates, default=None)
+        rates = [[float(g.get("lr", math.nan)) for g in o.param_groups] for o in self.optimizers]
+        self.rates = rates[0]
+        self.lr = max((rate for group in rates for rate in group if rate == rate), default=None)
 
     def stop(self) -> None:
         """Observe no longer."""

@@ -31,6 +31,7 @@ from curvestep.distributed import (
 )
 from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
 from curvestep.smoothness.estimators import check_fractions
+from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
 from curvestep.smoothness.observer import (
     ForwardCalls,
@@ -86,9 +87,10 @@ class SmoothnessProbe:
             under DDP and FSDP2 three times the parameters.
         estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
             gradients, and up to four more copies of the parameters) and ``"spectral_smoothness"`` (dozens to
-            hundreds of gradients, and as many for each layer). A mapping ``{"smoothness": 1,
-            "spectral_smoothness": 50}`` takes each at every n-th measurement only; one without the first
-            takes one gradient more, for κ, curvature and the loss after the step.
+            hundreds of gradients, and as many for each layer), and ``"optimizer_spectral"`` (the same in the
+            optimizer's metric, without layers). A mapping ``{"smoothness": 1, "spectral_smoothness": 50}``
+            takes each at every n-th measurement only; one without the first takes one gradient more, for κ,
+            curvature and the loss after the step.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
             One that holds a run already is only continued after :meth:`load_state_dict`.
@@ -100,6 +102,8 @@ class SmoothnessProbe:
             always untouched.
         keep: Objects that the loss function changes besides the model, such as metrics or a trainer with
             counters: replays put their attributes back.
+        geometry: ``"auto"`` adds the smoothness along the step in the metric that the optimizer steps in
+            (``optimizer_smoothness``), read from its state: no more gradients. ``"euclidean"`` leaves it out.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
             float16, ``lambda loss: scaler.scale(loss).backward()``.
 
@@ -120,6 +124,7 @@ class SmoothnessProbe:
         max_overhead: float | None = None,
         layers: bool | Mapping[str, Iterable[Tensor]] = False,
         on_error: str = "mark",
+        geometry: str = "auto",
         keep: Sequence[object] = (),
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
@@ -129,6 +134,9 @@ class SmoothnessProbe:
         self.estimators = check_estimators(estimators)
         self.oracle = check_oracle(oracle)
         self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
+        self.geometry = check_choice("geometry", geometry, ("auto", "euclidean"))
+        if geometry != "auto" and "optimizer_spectral" in self.estimators:
+            raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
         self.keep = list(keep)
         for other in self.keep:
             if not hasattr(other, "__dict__"):
@@ -401,7 +409,8 @@ class SmoothnessProbe:
         if record.passes[0].calls.calls:
             record.trained = ForwardCalls.sum([part.calls for part in record.passes])
         gradients: list[Tensor | None] = [p.grad for p in self.parameters]
-        if all(g is None for g in gradients):
+        hidden = all(g is None for g in gradients)
+        if hidden and not clipped:
             raise ValueError(
                 "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
                 "`zero_grad()` after it."
@@ -413,7 +422,9 @@ class SmoothnessProbe:
         own = self.oracle is None  # else training's passes do not matter
         if clipped:
             with self._replaying(loss) as replay:
-                gradients = list(self._test.run(replay, gradients, record, clipped=True))
+                # A hook that leaves a step out hides the gradient: there is nothing to compare with.
+                trained = None if hidden else gradients
+                gradients = list(self._test.run(replay, trained, record, clipped=True))
         raw_norm = global_norm(gradients).item()
         if record.ranks is not None:
             record.ranks.remove()
@@ -448,6 +459,12 @@ class SmoothnessProbe:
         row["coefficient"] = steps.coefficient(
             before.gradients if self.oracle is None else None, before.raw_norm
         )
+        if steps.optimizers:
+            row["optimizer"] = type(steps.optimizers[0]).__name__
+            if self.geometry == "auto":
+                before.geometry = geometry_of(steps.optimizers, steps.rates, self.parameters)
+                row["momentum"], row["optimizer_limit"] = before.geometry.momentum, before.geometry.limit
+                row["optimizer_missing"] = before.geometry.missing or None
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
             return
@@ -459,9 +476,11 @@ class SmoothnessProbe:
                 row.update(before.local(replay, row, eps=eps))
             if self._takes("spectral_smoothness"):
                 row.update(before.spectral(replay, row, eps=eps))
+            due = self._takes("optimizer_spectral")
+            row.update(before.optimizer_spectral(replay, row, eps=eps, due=due))
             if self._takes("smoothness"):
                 row.update(before.segment(replay, self.fractions, row))
-            elif any(map(self._takes, ESTIMATORS)):
+            elif any(map(self._takes, self.estimators)):
                 row.update(before.end(replay, row))
         if row.get("loss_after") is not None:
             row["loss_after"] = self._mean(row["loss_after"])

@@ -58,6 +58,8 @@ def spectral_smoothness(
     max_products: int = 200,
     seed: int = 0,
     groups: Groups | None = None,
+    length: float | None = None,
+    inverse_roots: Sequence[Tensor] | None = None,
 ) -> Any:
     r"""The norm of the Hessian, :math:`\lVert \nabla^2 f(x) \rVert = \max_i |\lambda_i|`, by Lanczos.
 
@@ -71,6 +73,9 @@ def spectral_smoothness(
         max_products: Where to give up; the result then says ``converged=False``.
         seed: Of the random first vector.
         groups: Names with the indices of the tensors they cover: the norm of each diagonal block.
+        length: Length of the difference step, see :func:`hessian_product`.
+        inverse_roots: :math:`P^{-1/2}` of a diagonal metric P, shaped like ``point``: then the norm of
+            :math:`P^{-1/2} H P^{-1/2}`, whose eigenvalues are those of :math:`P^{-1} H`.
 
     Returns:
         A :class:`SpectralSmoothness`, or one for each group.
@@ -86,13 +91,22 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
+    roots = None if inverse_roots is None else listed(inverse_roots)
 
     def block_norm(part: Sequence[int]) -> SpectralSmoothness:
         def product(v: np.ndarray) -> np.ndarray:
             direction = _unflattened(v, x, part)
+            if roots is not None:
+                direction = [d * r for d, r in zip(direction, roots, strict=True)]
+            if not any(bool(d.any()) for d in direction):  # P^(-1/2) is zero there
+                return np.zeros(v.size)
             full = listed(
-                hessian_product(gradient, point, shaped_like(point, direction), method=method, eps=eps)
+                hessian_product(
+                    gradient, point, shaped_like(point, direction), method=method, eps=eps, length=length
+                )
             )
+            if roots is not None:
+                full = [None if h is None else h * r for h, r in zip(full, roots, strict=True)]
             return _flattened([full[i] for i in part], [x[i] for i in part])
 
         size = sum(x[i].numel() for i in part)

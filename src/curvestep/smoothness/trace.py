@@ -140,6 +140,29 @@ FIELDS: dict[str, Field] = {
         "clipping coefficient",
         "What clipping multiplied the gradient by; 1 if it did not clip.",
     ),
+    "optimizer": Field("word", "", "optimizer", "Class of the optimizer that stepped."),
+    "momentum": Field("number", "1", "momentum", "Its momentum β; of Adam β₁."),
+    "optimizer_smoothness": Field(
+        "number",
+        "1/lr",
+        "smoothness in the optimizer's metric",
+        "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD; lr times it is a pure number.",
+    ),
+    "optimizer_spectral": Field(
+        "number", "1/lr", "spectral smoothness in the optimizer's metric", "‖P⁻¹∇²f(x)‖ over all directions."
+    ),
+    "optimizer_converged": Field(
+        "flag", "", "optimizer's spectral converged", "Whether Lanczos reached its tolerance in the metric."
+    ),
+    "optimizer_limit": Field(
+        "number",
+        "1",
+        "edge of stability",
+        "Largest stable lr · `optimizer_spectral` on a quadratic: 2 for SGD, 38 for Adam at β₁ = 0.9.",
+    ),
+    "optimizer_missing": Field(
+        "word", "", "no metric", "Why there is no smoothness in the optimizer's metric."
+    ),
     "batch_size": Field("count", "samples", "batch size", "Samples of the step, over all calls and ranks."),
     "eps": Field(
         "number", "1", "precision", "Relative precision of the gradients: of the dtype or of autocast."

@@ -1,0 +1,281 @@
+"""Smoothness in the optimizer's own metric: against the formula, against quadratics, and at no cost."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvestep as cs
+from curvestep.smoothness.geometry import FLOOR, geometry_of
+from curvestep.smoothness.probe import SmoothnessProbe
+from tests.smoothness.loops import assert_same_run, train
+
+
+class Words(nn.Module):
+    """An embedding of which most rows are never used, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(30, 4), nn.Linear(4, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.embedding(x))))
+
+
+def groups(model):
+    return [{"params": model.embedding.parameters(), "lr": 0.003}, {"params": model.head.parameters()}]
+
+
+OPTIMIZERS = {
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.8, 0.99)),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
+    "ClippedAdamW": lambda m: cs.ClippedAdamW(m.parameters(), lr=0.01, max_norm=0.1),
+    "unequal lr": lambda m: torch.optim.AdamW(groups(m), lr=0.01),
+    "lr of zero": lambda m: torch.optim.AdamW(
+        [*groups(m), {"params": m.hidden.parameters(), "lr": 0.0}], lr=0.01
+    ),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9),
+    "SGD, unequal lr": lambda m: torch.optim.SGD(groups(m), lr=0.3),
+}
+
+
+def metric(optimizer, model):
+    """P of every parameter, as the formula says; infinite for one that does not move."""
+    scales = {}
+    top = max(group["lr"] for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            ratio = top / group["lr"] if group["lr"] else math.inf
+            if "betas" not in group:
+                scales[p] = torch.full_like(p, ratio)
+                continue
+            state = optimizer.state[p]
+            v = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+            hat = (v / (1 - group["betas"][1] ** float(state["step"]))).sqrt()
+            P = torch.maximum(hat + group["eps"], FLOOR * hat.square().mean().sqrt())
+            scales[p] = torch.where(v > 0, P, math.inf) * ratio
+    return [scales.get(p, torch.full_like(p, math.inf)).detach() for p in model.parameters()]
+
+
+def gradient(model, x, y):
+    with cs.Replay(model, lambda: F.cross_entropy(model(x), y)) as replay:
+        return replay.gradient().gradients
+
+
+@pytest.mark.parametrize("fractions", [(0.5, 1.0), (0.5,)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_smoothness_in_the_metric_is_that_of_the_formula(name, fractions):
+    model = Words()
+    optimizer = OPTIMIZERS[name](model)
+    probe = SmoothnessProbe(model, every=1, fractions=fractions, on_error="raise")
+    for _ in range(3):  # the first step too, where the state was empty before it
+        x, y = torch.randint(8, (16,)), torch.randint(5, (16,))
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        old = [p.grad.clone() for p in model.parameters()]
+        start = [p.detach().clone() for p in model.parameters()]
+        with probe(lambda x=x, y=y: F.cross_entropy(model(x), y)):
+            optimizer.step()
+        end = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p, a, b in zip(model.parameters(), start, end, strict=True):
+                p.copy_(a + fractions[-1] * (b - a))
+        new = gradient(model, x, y)
+        with torch.no_grad():
+            for p, b in zip(model.parameters(), end, strict=True):
+                p.copy_(b)
+        P = metric(optimizer, model)
+        change = sum(((n - o) ** 2 / s).sum() for n, o, s in zip(new, old, P, strict=True))
+        moved = [
+            torch.where(s < math.inf, s, 0.0) * (b - a) ** 2 for s, a, b in zip(P, start, end, strict=True)
+        ]
+        expected = math.sqrt(change) / (fractions[-1] * math.sqrt(sum(m.sum() for m in moved)))
+        row = probe.trace[-1]
+        assert row["optimizer_smoothness"] == pytest.approx(expected, rel=1e-6)
+        assert row["optimizer"] == type(optimizer).__name__
+    if name == "SGD":
+        assert probe.trace.column("optimizer_smoothness").tolist() == [
+            row["secants"][-1] for row in probe.trace
+        ]
+
+
+@pytest.mark.parametrize("name", ["Adam", "unequal lr", "SGD", "SGD, unequal lr"])
+def test_spectral_smoothness_in_the_metric_is_the_largest_eigenvalue(name):
+    torch.manual_seed(1)
+    model, x, y = Words(), torch.randint(8, (16,)), torch.randint(5, (16,))
+    optimizer = OPTIMIZERS[name](model)
+    probe = SmoothnessProbe(model, every=1, estimators={"smoothness": 1, "optimizer_spectral": 2})
+    rows = []
+    for _ in range(3):
+        start = [p.detach().clone() for p in model.parameters()]
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with probe(lambda: F.cross_entropy(model(x), y)):
+            optimizer.step()
+        rows.append((start, metric(optimizer, model)))
+    start, P = rows[2]
+    names = [n for n, _ in model.named_parameters()]
+
+    def loss(*values):
+        outputs = torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
+        return F.cross_entropy(outputs, y)
+
+    blocks = torch.autograd.functional.hessian(loss, tuple(start))
+    H = torch.cat(
+        [torch.cat([b.reshape(s.numel(), -1) for b in row], 1) for row, s in zip(blocks, start, strict=True)]
+    )
+    root = torch.cat([s.flatten() for s in P]).rsqrt()
+    expected = torch.linalg.eigvalsh(root[:, None] * H * root).abs().max().item()
+    assert probe.trace[2]["optimizer_spectral"] == pytest.approx(expected, rel=1e-4)
+    assert probe.trace[2]["optimizer_converged"]
+    assert probe.trace[1]["optimizer_spectral"] is None
+    assert probe.trace[2]["spectral_smoothness"] is None
+
+
+def test_spectral_smoothness_of_sgd_is_its_own_in_the_metric():
+    model, x, y = Words(), torch.randint(8, (16,)), torch.randint(5, (16,))
+    optimizer = OPTIMIZERS["SGD"](model)
+    probe = SmoothnessProbe(model, every=1, estimators=("smoothness", "spectral_smoothness"))
+    F.cross_entropy(model(x), y).backward()
+    with probe(lambda: F.cross_entropy(model(x), y)):
+        optimizer.step()
+    assert probe.trace[0]["optimizer_spectral"] == probe.trace[0]["spectral_smoothness"]
+
+
+SETTINGS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.5, "dampening": 0.5},
+    {"momentum": 0.9, "dampening": 0.9},  # the average that Adam keeps: 38
+    {"momentum": 0.9, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_quadratics_diverge_just_beyond_the_edge(settings):
+    def final(share):
+        x = nn.Parameter(torch.tensor([1.0]))
+        optimizer = torch.optim.SGD([x], lr=1.0, **settings)
+        limit = geometry_of([optimizer], [1.0], [x]).limit
+        optimizer.param_groups[0]["lr"] = share * limit / 5.0
+        for _ in range(2000):
+            optimizer.zero_grad()
+            (2.5 * x.square()).sum().backward()
+            optimizer.step()
+        return abs(x.item())
+
+    assert final(0.99) < 1e-3
+    assert final(1.01) > 1e3
+
+
+def test_edge_of_adam_is_that_of_an_averaged_momentum():
+    for make, beta, limit in (
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 0.9, 38.0),
+        (lambda p: cs.ClippedAdamW(p, lr=0.1, max_norm=1.0, betas=(0.8, 0.99)), 0.8, 18.0),
+        (lambda p: cs.ClippedSGD(p, lr=0.1, max_norm=1.0), 0.0, 2.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.9), 0.9, 38.0),
+    ):
+        model = nn.Linear(2, 2)
+        optimizer = make(model.parameters())
+        probe = SmoothnessProbe(model, every=1)
+        model(torch.ones(1, 2)).square().sum().backward()
+        with probe(lambda model=model: model(torch.ones(1, 2)).square().sum()):
+            optimizer.step()
+        assert probe.trace[0]["momentum"] == beta
+        assert probe.trace[0]["optimizer_limit"] == pytest.approx(limit)
+
+
+def test_what_has_no_metric_says_why():
+    def row(make, **options):
+        model = nn.Linear(2, 2)
+        made = make(model)
+        probe = SmoothnessProbe(model, every=1, **options)
+        model(torch.ones(1, 2)).square().sum().backward()
+        with probe(lambda: model(torch.ones(1, 2)).square().sum()):
+            for optimizer in made:
+                optimizer.step()
+        return probe.trace[0]
+
+    unknown = row(lambda m: [torch.optim.RMSprop(m.parameters(), lr=0.1)])
+    assert unknown["optimizer_missing"] == "how RMSprop steps is not known"
+    assert unknown["optimizer"] == "RMSprop"
+    assert unknown["optimizer_smoothness"] is None
+    assert unknown["status"] == "ok"
+    nadam = row(lambda m: [torch.optim.NAdam(m.parameters(), lr=0.1)])
+    assert nadam["optimizer_missing"] == "how NAdam steps is not known"
+    two = row(lambda m: [torch.optim.SGD([p], lr=0.1) for p in m.parameters()])
+    assert two["optimizer_missing"] == "2 optimizers stepped"
+    zero = row(lambda m: [torch.optim.SGD(m.parameters(), lr=0.0)])
+    assert zero["optimizer_missing"] == "lr is zero"
+    betas = row(
+        lambda m: [torch.optim.Adam([{"params": m.weight}, {"params": m.bias, "betas": (0.5, 0.9)}], lr=0.1)]
+    )
+    assert betas["optimizer_limit"] is None  # there is no one edge
+    assert betas["optimizer_smoothness"] > 0
+    plain = row(lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)], geometry="euclidean")
+    assert plain["optimizer_smoothness"] is None
+    assert plain["optimizer_missing"] is None
+    with pytest.raises(ValueError, match="`geometry` must be one of"):
+        SmoothnessProbe(nn.Linear(1, 1), geometry="adam")
+    with pytest.raises(ValueError, match="needs geometry"):
+        SmoothnessProbe(nn.Linear(1, 1), geometry="euclidean", estimators=("optimizer_spectral",))
+    model = nn.Linear(2, 2)
+    empty = geometry_of([torch.optim.AdamW(model.parameters())], [0.1], list(model.parameters()))
+    assert empty.missing == "the optimizer's state is empty"
+
+
+def test_metric_costs_no_gradient():
+    def passes(geometry):
+        torch.manual_seed(0)
+        model, count = Words(), 0
+        optimizer = OPTIMIZERS["AdamW"](model)
+        probe = SmoothnessProbe(model, every=1, geometry=geometry)
+        x, y = torch.randint(8, (16,)), torch.randint(5, (16,))
+
+        def loss_fn():
+            nonlocal count
+            count += 1
+            return F.cross_entropy(model(x), y)
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_fn().backward()
+            with probe(loss_fn):
+                optimizer.step()
+        return count
+
+    assert passes("auto") == passes("euclidean")
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01), 0.3
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True), None
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_run_measured_in_its_metric_is_the_run_without(optimizer):
+    estimators = {"smoothness": 1, "optimizer_spectral": 4}
+    probed = train(
+        "transformer",
+        optimizer,
+        steps=12,
+        make_probe=lambda m: SmoothnessProbe(m, every=2, estimators=estimators),
+    )
+    assert_same_run(train("transformer", optimizer, steps=12), probed)
+    trace = probed[3].trace
+    assert np.isfinite(trace.column("optimizer_smoothness")).all()
+    assert np.isfinite(trace.column("optimizer_spectral")).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
