@@ -28,7 +28,6 @@ class AdamWOptions(ScaledOptions, total=False):
     eps: float
     weight_decay: float
     amsgrad: bool
-    capturable: bool
 
 
 _DEFAULTS: AdamWOptions = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
@@ -74,7 +73,7 @@ class ClippedAdamW(ScaledOptimizer):
             and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
             unscaling to the step, as with torch's fused optimizers.
         differentiable: Let gradients flow through the step.
-        capturable: Not supported: leave it at False.
+        capturable: As for :class:`ClippedSGD`.
 
     Example:
         >>> import torch
@@ -93,11 +92,6 @@ class ClippedAdamW(ScaledOptimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor, max_norm: float, **options: Unpack[AdamWOptions]
     ) -> None:
-        if options.pop("capturable", False):
-            raise ValueError(
-                "ClippedAdamW does not support `capturable=True`: it cannot be recorded in a CUDA graph. "
-                "Leave it out, or use clip_grad_norm_ with torch.optim.AdamW(capturable=True)."
-            )
         if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, _DEFAULTS, options)

@@ -55,6 +55,11 @@ class ClippedSGD(ScaledSGD):
             and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
             unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
         differentiable: Let gradients flow through the step.
+        capturable: Promise that the step can be recorded in a CUDA graph, after a few steps outside it, and
+            replayed: every number stays on the device, counters among them. All parameters must be there, and
+            ``nonfinite`` must not be ``"raise"``. A float ``lr`` stays as it was recorded; give a Tensor on
+            the device to change it. (``torch.compile`` leaves a step out of its graphs, at one graph break:
+            on CPU it is two passes over memory already.)
 
     Example:
         >>> import torch

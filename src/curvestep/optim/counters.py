@@ -156,8 +156,10 @@ def is_above(norm: Any, skip_above: float | str, counters: dict[str, Any]) -> An
         if not isinstance(norms, Tensor):
             norms = counters["norms"] = _ring(norms, norm)
         norm = norm.to(norms)
-        median_norm = torch.nanquantile(norms[:-1], 0.5)
-        above = (norms[-1] >= FEWEST_NORMS) & (norm > float(skip_above[:-1]) * median_norm)
+        count = norms[-1].clamp(1, RECENT_STEPS)
+        middle = torch.stack([(count - 1) // 2, count // 2]).long()
+        running = norms[:-1].sort().values.index_select(0, middle).mean()  # NaN, no value yet, comes last
+        above = (norms[-1] >= FEWEST_NORMS) & (norm > float(skip_above[:-1]) * running)
         _push_(norms, norm, norm.isfinite())
     else:
         if len(norms) >= FEWEST_NORMS:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from curvestep._checks import check_choice
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
-_SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable")
+_SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _hooks_for_all: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
@@ -52,6 +53,7 @@ class ScaledOptions(TypedDict, total=False):
     foreach: bool | None
     fused: bool | None
     differentiable: bool
+    capturable: bool
 
 
 class SGDOptions(ScaledOptions, total=False):
@@ -66,7 +68,7 @@ class SGDOptions(ScaledOptions, total=False):
 
 _DEFAULTS: ScaledOptions = {
     "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "maximize": False, "foreach": None,
-    "fused": None, "differentiable": False,
+    "fused": None, "differentiable": False, "capturable": False,
 }  # fmt: skip
 _SGD_DEFAULTS: SGDOptions = {
     "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
@@ -112,6 +114,13 @@ class ScaledOptimizer(Optimizer, ABC):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         if foreach and settings["differentiable"]:
             raise RuntimeError("`foreach` does not support `differentiable`")
+        if settings["capturable"] and settings["nonfinite"] == "raise":
+            raise ValueError(
+                "`capturable=True` cannot raise for a gradient that is not finite: a graph reads nothing. "
+                'Use nonfinite="skip" or "propagate".'
+            )
+        if settings["capturable"] and settings["differentiable"]:
+            raise RuntimeError("`capturable` does not support `differentiable`")
         super().__init__(params, values | settings)
 
     @property
@@ -145,6 +154,11 @@ class ScaledOptimizer(Optimizer, ABC):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"  # reading it would synchronize
+        if group["capturable"] and isinstance(lr, Tensor) and not on_device:
+            raise ValueError(
+                "`capturable=True` needs a Tensor `lr` on the device of the parameters, not on cpu, whose "
+                "value a graph would keep. Move it there, or give a float to keep it on purpose."
+            )
         if not on_device and not 0.0 <= checked_number("lr", lr) < math.inf:
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= checked_number("weight_decay", group["weight_decay"]) < math.inf:
@@ -172,6 +186,8 @@ class ScaledOptimizer(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
+        if torch.compiler.is_compiling():
+            return _eager_step(self, closure)
         if type(self).step is ScaledOptimizer.step and _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
@@ -223,6 +239,10 @@ class ScaledOptimizer(Optimizer, ABC):
         return loss
 
     def _step(self, bundles: list[Bundle]) -> None:
+        if self.defaults["capturable"] and any(p.is_cpu for bundle in bundles for p in bundle.params):
+            raise RuntimeError(
+                "`capturable=True` needs all parameters on an accelerator, and some are on cpu."
+            )
         norms, groups = self._norms(bundles), [bundle.group for bundle in bundles]
         # A GradScaler leaves the gradients scaled, and says by how much and whether one overflowed.
         scaled_by, overflow = (_on_host(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
@@ -269,6 +289,8 @@ class ScaledOptimizer(Optimizer, ABC):
         if one_kind:
             return cpu_norm(tensors, view)
         norm = global_norm(tensors)
+        if not norm.is_cpu:
+            _check_capture(self)
         if norm.device.type == "meta" and (self.defaults["fused"] or self.defaults["nonfinite"] == "raise"):
             needs = "`fused=True`" if self.defaults["fused"] else '`nonfinite="raise"`'
             raise RuntimeError(
@@ -345,6 +367,14 @@ class ScaledSGD(ScaledOptimizer):
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
+# Two passes over memory, which torch.compile would not make fewer: it leaves the step out of its graphs.
+_eager_step: Callable[..., Any] = _disable_dynamo(_observed_step)
+
+
+# Raises where a graph is recorded of a step that does not promise to be capturable.
+_check_capture: Callable[[Optimizer], None] = getattr(
+    Optimizer, "_accelerator_graph_capture_health_check", Optimizer._cuda_graph_capture_health_check
+)
 
 
 def _is_observed(optimizer: Optimizer) -> bool:

@@ -1,0 +1,158 @@
+"""Steps that are recorded once and replayed, as in a CUDA graph, and steps under torch.compile."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
+from tests.support.strict import strict_device, waits
+
+CASES = [
+    pytest.param(make, options, id=f"{make.__name__} {' '.join(map(str, options))}")
+    for make in (ClippedSGD, NormalizedSGD)
+    for options in (
+        {}, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.5}, {"foreach": True},
+        {"momentum": 0.9, "clip": "momentum"}, {"norm_scope": "tensor"}, {"skip_above": "10x"},
+    )
+] + [
+    pytest.param(ClippedAdamW, options, id=f"ClippedAdamW {' '.join(map(str, options))}")
+    for options in ({}, {"amsgrad": True}, {"foreach": True}, {"foreach": False}, {"skip_above": 100.0})
+]  # fmt: skip
+
+
+torchs_own_warnings = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+class Recording(TorchDispatchMode):
+    """The operations of a block. A replay does them again, on the same memory and with the same constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for func, args, kwargs, result in self.calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if old is not new and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def parameters(place):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((4, 3), (), (5,))]
+    params = [nn.Parameter(t.to(place)) for t in tensors]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    return params
+
+
+def set_gradients(k, *models):
+    """The same gradients, in place; the ninth is not finite and the twelfth is a spike."""
+    generator = torch.Generator().manual_seed(k)
+    for same in zip(*models, strict=True):
+        g = 10 ** (k % 2 + 4 * (k == 12)) * torch.randn(same[0].shape, generator=generator)
+        for p in same:
+            p.grad.copy_(g * math.nan if k == 9 else g)
+
+
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_a_replayed_step_is_a_step(make, options):
+    with strict_device() as device:
+        away, here = parameters(device), parameters("cpu")
+        lr = torch.tensor(0.05, device=device)
+        ours = make(away, lr, 1.0, nonfinite="skip", capturable=True, **options)
+        theirs = make(here, 0.05, 1.0, nonfinite="skip", **options)
+        for k in range(16):
+            set_gradients(k, away, here)
+            if k < 3:
+                ours.step()
+            elif k == 3:
+                with waits(0), Recording() as recording:
+                    ours.step()
+            else:
+                with waits(0), torch.no_grad():
+                    recording.replay()
+            theirs.step()
+            if k == 6:
+                lr.fill_(0.02)
+                theirs.param_groups[0]["lr"] = 0.02
+        for p, q in zip(away, here, strict=True):
+            torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-6)
+        assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
+        assert ours.clip_stats()["skipped"] == (2 if "skip_above" in options else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ValueError, "`capturable=True` cannot raise.*nonfinite=\"skip\""),
+        ({"nonfinite": "skip", "differentiable": True}, RuntimeError, "`capturable` does not support"),
+        ({"nonfinite": "skip", "lr": torch.tensor(0.1)}, ValueError, "needs a Tensor `lr` on the device"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused(options, error, message):
+    options = {"lr": 0.1, "max_norm": 1.0, "capturable": True} | options
+    for make in (ClippedSGD, ClippedAdamW):
+        with pytest.raises(error, match=message):
+            make(parameters("cpu"), **options)
+
+
+def test_parameters_on_cpu_cannot_be_recorded():
+    optimizer = ClippedSGD(parameters("cpu"), lr=0.1, max_norm=1.0, nonfinite="skip", capturable=True)
+    with pytest.raises(RuntimeError, match="needs all parameters on an accelerator, and some are on cpu"):
+        optimizer.step()
+
+
+@torchs_own_warnings
+@pytest.mark.parametrize("make", [ClippedSGD, NormalizedSGD, ClippedAdamW])
+def test_torch_compile_leaves_a_step_as_it_is_and_compiles_nothing_twice(make):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, plain = parameters("cpu"), parameters("cpu")
+    ours, theirs = make(compiled, 0.05, 1.0), make(plain, 0.05, 1.0)
+    step = torch.compile(ours.step)
+    for k in range(8):
+        set_gradients(k, compiled, plain)
+        step()
+        theirs.step()
+        ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 0.05 / (k + 1)
+    assert all(torch.equal(p, q) for p, q in zip(compiled, plain, strict=True))
+    assert ours.clip_stats() == theirs.clip_stats()
+    assert sum(counters["graph_break"].values()) <= 1
+    assert counters["stats"].get("unique_graphs", 0) == 0
+
+
+@torchs_own_warnings
+def test_a_compiled_training_step_has_one_more_graph_break_and_no_recompilation():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Linear(3, 1)
+    optimizer = ClippedSGD(model.parameters(), lr=0.05, max_norm=1.0, momentum=0.9)
+
+    @torch.compile(backend="eager")
+    def train(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    graphs = []
+    for _ in range(6):
+        train(torch.ones(2, 3))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == graphs[1:2] * 5
+    assert optimizer.clip_stats()["steps"] == 6
