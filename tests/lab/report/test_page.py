@@ -27,10 +27,10 @@ from tests.lab.report.pages import make_reproduction, make_run
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def packed(path):
-    """The charts inside a page, unpacked as the browser does."""
+def packed(path, part="charts"):
+    """The charts (or figures) inside a page, unpacked as the browser does."""
     text = re.search(r'id="data-packed">([^<]*)<', path.read_text()).group(1)
-    return json.loads(gzip.decompress(base64.b64decode(text)))["charts"]
+    return json.loads(gzip.decompress(base64.b64decode(text)))[part]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_each_trace_is_fitted_once(tmp_path, monkeypatch):
     write_page([tmp_path / "runs" / "run0"], tmp_path / "page.html")
     assert len(fitted) == 1
     fitted.clear()
-    write_page([tmp_path / "runs"], tmp_path / "page.html")
+    write_page([tmp_path / "runs"], tmp_path / "all.html")
     assert len(fitted) == 3
 
 
@@ -132,7 +132,7 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     assert "Diverged at step" in text
     assert "Diverged (lr 3, no clip: the loss passed 3 times the first one" in text
     assert "calibrate measures both beforehand" in text
-    text = html.unescape(write_page([bare], tmp_path / "page.html").path.read_text())
+    text = html.unescape(write_page([bare], tmp_path / "bare.html").path.read_text())
     assert "No advice: nothing was measured." in text
     assert 'data-chart="run-0-loss"' in text
     assert 'data-chart="run-0-scatter"' not in text
@@ -235,7 +235,9 @@ def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
     text = page.path.read_text()
     assert "clipping &lt;helps&gt;" in text
     assert '<span class="badge supported">supported</span>' in text
-    assert text.count("data:image/webp;base64,") == len(list((tmp_path / "figures").glob("*.png")))
+    figures = packed(tmp_path / "page.html", "figures")
+    assert len(figures) == text.count("<img data-figure=") == len(list((tmp_path / "figures").glob("*.svg")))
+    assert all(figure.startswith("<?xml") and "</svg>" in figure for figure in figures)
     # What was found, the claims, the figures; what the runs advise comes after them.
     order = [
         text.index(f'<section id="{name}"') for name in ("verdict", "claims", "figures", "advice", "runs")
@@ -247,16 +249,24 @@ def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
 
 def test_figures_have_the_titles_and_captions_that_the_reproduction_wrote(tmp_path):
     write_claims([Claim(figure="fig1", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
-    (tmp_path / "figures").mkdir()
-    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "figures" / "fig1.png")
+    figures, rng = tmp_path / "figures", np.random.default_rng(0)
+    figures.mkdir()
+    Image.fromarray(rng.integers(255, size=(64, 64, 3), dtype=np.uint8)).save(figures / "fig1.png")
+    (figures / "fig1.svg").write_text('<svg><path d="M 12.345678 0.25 L 1.125 100.05"/></svg>')
+    Image.new("RGB", (8, 8)).save(figures / "fig3.png")
+    (figures / "fig3.svg").write_text(f"<svg>{rng.random(5000).tolist()}</svg>")
     entries = [
         {"png": "figures/fig1.png", "title": "Figure 1: <first>", "caption": "What it shows."},
         {"png": "figures/fig2.png", "title": "Figure 2", "caption": "Lost."},
+        {"png": "figures/fig3.png", "title": "Figure 3", "caption": "Very many points."},
     ]
     (tmp_path / "figures.json").write_text(json.dumps({"figures": entries}))
     text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
     assert 'alt="Figure 1: &lt;first&gt;. What it shows."' in text
     assert "There is no figures/fig2.png." in text
+    first, lost, many = packed(tmp_path / "page.html", "figures")
+    assert (first, lost) == ('<svg><path d="M 12.3 0.25 L 1.125 100.0"/></svg>', "")
+    assert many.startswith("data:image/webp;base64,")  # the smaller of the two
 
 
 def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):

@@ -315,11 +315,25 @@ def subtitle(views: Sequence[RunView]) -> str:
     return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({counts})", *data])
 
 
-def setup(view: RunView) -> list[tuple[str, str]]:
-    """Recipe, status and header of the trace, as a table of two columns."""
-    header = {key: value for key, value in view.header.items() if key not in ("format", "schema")}
-    found = {**view.fields, **view.facts, **header}
-    return [(key.replace("_", " "), v if isinstance(v, str) else json.dumps(v)) for key, v in found.items()]
+def setup(views: Sequence[RunView]) -> dict[str, Any]:
+    """Recipe, status and header of the trace: ``shared`` by all runs, and a row a run of what differs."""
+    told = [{**view.fields, **view.facts, **view.header} for view in views]
+    names = [
+        name for name in dict.fromkeys(k for one in told for k in one) if name not in ("format", "schema")
+    ]
+    table = {
+        name.replace("_", " "): [
+            "" if v is None else v if isinstance(v, str) else json.dumps(v) for v in column
+        ]
+        for name in names
+        for column in [[one.get(name) for one in told]]
+    }
+    differ = {name: column for name, column in table.items() if len(set(column)) > 1}
+    return {
+        "shared": {name: column[0] for name, column in table.items() if name not in differ},
+        "names": list(differ),
+        "rows": [(view.name, [column[i] for column in differ.values()]) for i, view in enumerate(views)],
+    }
 
 
 def _range(values: np.ndarray) -> str:

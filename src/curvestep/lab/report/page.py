@@ -33,7 +33,6 @@ from curvestep.lab.run.folder import Run, read_json
 from curvestep.smoothness.trace import Trace
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
-_MOST_COLOURS = 128  # of an image: enough for lines, points and their edges, a third of the bytes
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -158,7 +157,11 @@ def render_page(
         for name, file in (("css", "page.css"), ("js", "page.js"))
     }
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
-    specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
+    specs = {
+        "template": TEMPLATE,
+        "charts": {key: to_plotly(chart) for key, chart in drawn.items()},
+        "figures": [picture["image"] for picture in figures],
+    }
     return environment.get_template("page.html.j2").render(
         title=title or captions.page_title(views, reproduction=claims is not None),
         subject=subject,
@@ -170,6 +173,7 @@ def render_page(
         sweeps={key: chart for key, chart in drawn.items() if chart.kind == "heat"},
         runs=runs,
         captions=captions,
+        setup=captions.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
         plotly=pack(get_plotlyjs()),
         data=pack(json.dumps(specs, allow_nan=False, separators=(",", ":"))),
@@ -205,25 +209,24 @@ def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
     for path in paths:
         for about in read_json(path / FIGURES).get("figures", ()) if (path / FIGURES).is_file() else ():
             file = path / str(about.get("png"))
-            there = file.is_file()
-            pictures.append(
-                {
-                    "title": str(about.get("title", file.stem)),
-                    "caption": str(about.get("caption", "")) if there else f"There is no {about.get('png')}.",
-                    "data": base64.b64encode(_small(file)).decode() if there else "",
-                }
-            )
+            there = file.is_file() and file.with_suffix(".svg").is_file()
+            caption = str(about.get("caption", "")) if there else f"There is no {about.get('png')}."
+            title = str(about.get("title", file.stem))
+            pictures.append({"title": title, "caption": caption, "image": _image(file) if there else ""})
     return pictures
 
 
-def _small(file: Path) -> bytes:
-    """The image with few colours, as WebP without loss."""
+def _image(file: Path) -> str:
+    """The SVG beside a PNG; where it has so many points that it takes more bytes, the PNG in few colours."""
+    # A tenth of a point is a tenth of a pixel: the other digits are half of the bytes.
+    svg = re.sub(r"(\d\d\.\d)\d+", r"\1", file.with_suffix(".svg").read_text(encoding="utf-8"))
     with Image.open(file) as image:
-        flat = Image.new("RGB", image.size, "white")
-        flat.paste(image, mask=image.getchannel("A") if "A" in image.getbands() else None)
+        few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE).convert("RGB")
     packed = io.BytesIO()
-    flat.quantize(_MOST_COLOURS, dither=Image.Dither.NONE).convert("RGB").save(packed, "WEBP", lossless=True)
-    return packed.getvalue()
+    few.save(packed, "WEBP", lossless=True)
+    if len(packed.getvalue()) > len(gzip.compress(svg.encode())):
+        return svg
+    return f"data:image/webp;base64,{base64.b64encode(packed.getvalue()).decode()}"
 
 
 def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:

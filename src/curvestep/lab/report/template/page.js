@@ -10,7 +10,12 @@
   const script = document.createElement("script");
   script.textContent = source;
   document.head.append(script);
-  const { template, charts } = JSON.parse(packed);
+  const { template, charts, figures: pictures } = JSON.parse(packed);
+  await Promise.all([...document.querySelectorAll("[data-figure]")].map((image) => {
+    const picture = pictures[image.dataset.figure];
+    image.src = picture.startsWith("data:") ? picture : URL.createObjectURL(new Blob([picture], { type: "image/svg+xml" }));
+    return image.decode().catch(() => {});  // its size is known before charts are drawn
+  }));
 
   // Colours of a chart are variables of the style sheet, which knows day and night.
   const paint = (value) => {
@@ -50,9 +55,17 @@
 
   // ---- controls ----
   const say = (words) => { byId("spoken").textContent = words; };
+  const showScale = (figure) => {
+    const { scales, layout } = charts[figure.dataset.chart], buttons = [...figure.querySelectorAll("[data-scale]")];
+    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.scale === layout.yaxis.type)));
+    buttons[0].parentElement.hidden = !scales;
+  };
   figures.forEach((figure) => {
-    const plot = figure.querySelector(".plot");
-    const name = () => figure.querySelector("h3, h4").textContent;
+    const plot = figure.querySelector(".plot"), name = () => figure.querySelector("h3").textContent;
+    figure.querySelector(".head").append(byId("tools").content.cloneNode(true));
+    figure.querySelector("[role=group]").setAttribute("aria-label", `axes of ${name()}`);
+    figure.querySelectorAll("[data-save]").forEach((b) => b.setAttribute("aria-label", `save ${name()} as ${b.textContent}`));
+    showScale(figure);
     figure.querySelectorAll("[data-scale]").forEach((button) => button.addEventListener("click", () => {
       figure.querySelectorAll("[data-scale]").forEach((b) => b.setAttribute("aria-pressed", String(b === button)));
       draw(figure);
@@ -87,11 +100,10 @@
     plot.at = at;
   };
   document.querySelectorAll("[data-shows]").forEach((select) => select.addEventListener("change", () => {
-    const figure = byId(select.dataset.shows).closest("figure"), { scales, layout } = charts[select.value];
+    const figure = byId(select.dataset.shows).closest("figure");
     figure.dataset.chart = select.value;
-    figure.querySelector("h3, h4").textContent = select.selectedOptions[0].textContent;
-    figure.querySelectorAll("[data-scale]").forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.scale === layout.yaxis.type)));
-    figure.querySelector("[data-scale]").parentElement.hidden = !scales;
+    figure.querySelector("h3").textContent = select.selectedOptions[0].textContent;
+    showScale(figure);
     draw(figure);
   }));
   document.querySelectorAll("[data-pick]").forEach((box) => box.addEventListener("change", () =>
