@@ -2,6 +2,7 @@
 
 import math
 from itertools import islice
+from statistics import median
 
 import numpy as np
 import pytest
@@ -131,12 +132,8 @@ def test_step_whose_loss_falls_straight_is_doubled_though_the_gradient_turns():
     cal = calibrate(model, model, [1.0] * 4)
     assert math.isclose(cal.curve[0].safe_step, 0.5, rel_tol=0.01)
     assert [batch.stretch for batch in cal.curve] == [LONGEST] * 3
-    assert math.isclose(cal.lr, 2 * median_step(cal), rel_tol=1e-9)
+    assert math.isclose(cal.lr, 2 * median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
     assert "falls straight on" in str(cal)
-
-
-def median_step(cal):
-    return sorted(batch.safe_step for batch in cal.curve)[len(cal.curve) // 2]
 
 
 def test_quadratic_is_not_stretched():
@@ -211,7 +208,7 @@ def test_forward_pass_of_a_replay_is_its_loss_without_a_graph():
 def test_batches_beyond_those_measured_are_read_only_where_noise_asks_for_them():
     for distance, noise, most in ((3.0, 0.1, 3), (0.0, 1.0, 32)):
         model, stream = Noisy(distance), iter(targets(noise, count=64))
-        calibrate(model, model, stream)
+        calibrate(model, lambda b, m=model: m(b) + 1000.0, stream)
         assert 64 - len(list(islice(stream, 64))) <= most
 
 
@@ -301,3 +298,66 @@ def test_pilot_needs_a_schedule_and_a_batch_to_judge_by():
         calibrate(model, model, targets(0.1), schedule="warmup-decay", pilot=5)
     with pytest.raises(ValueError, match="two batches at least"):
         calibrate(model, model, targets(0.1, count=1), schedule="warmup-decay", pilot=20)
+
+
+# Steps that take a large share of a batch's loss
+
+
+class Walls(nn.Module):
+    """A quadratic beside which walls rise: the first step is long, later ones must not be."""
+
+    def __init__(self, sharpness):
+        super().__init__()
+        self.sharpness = sharpness
+        self.x = nn.Parameter(torch.tensor([1.0, 0.02]))
+
+    def forward(self, target):
+        along, across = self.x
+        wall = self.sharpness * (1.0 - along.detach()).clamp(min=0.0)  # sharper the further it has come
+        return 0.5 * (along - target).square() + 0.5 * wall * across.square()
+
+
+def test_trials_take_a_third_where_the_loss_sharpens_after_the_first_step():
+    torch.manual_seed(0)
+    batches = [0.05 * torch.randn(()) for _ in range(32)]
+    model = Walls(6.0)
+    cal = calibrate(model, model, batches)
+    assert "that with a third of lr ended lower" in str(cal)
+    assert cal.lr <= 0.34 * calibrate(model, model, batches[:1]).lr
+    assert cal.num_gradients <= 40
+    assert torch.equal(model.x, torch.tensor([1.0, 0.02]))
+
+
+def test_trials_keep_the_learning_rate_where_the_loss_stays_as_it_is():
+    # The first step ends a sharp direction with half of the loss; the others are twenty times as flat.
+    model, L = Noisy(1.0, size=21), torch.tensor([1.0] + [0.05] * 20)
+    batches = [0.01 * torch.randn(21) for _ in range(32)]
+    cal = calibrate(model, lambda b: 0.5 * (L * (model.x - b).square()).sum(), batches)
+    assert "that with a third of lr ended higher" in str(cal)
+    assert math.isclose(cal.lr, median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
+
+
+def test_trials_that_all_rise_say_that_nothing_can_be_told():
+    batches = [torch.randn(()) for _ in range(32)]
+
+    class Single(nn.Module):
+        """Every batch can be fitted whole, and no two agree."""
+
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(()))
+
+        def forward(self, target):
+            return (self.x - target).square() * (1.0 + 3.0 * self.x.square())
+
+    model = Single()
+    cal = calibrate(model, model, batches)
+    assert cal.limit == "unknown"
+    assert "cannot tell" in str(cal)
+
+
+def test_without_gradients_left_for_two_trials_the_result_says_so():
+    model, batches = Noisy(3.0), targets(0.3)
+    cal = calibrate(model, model, batches, max_gradients=20)
+    assert "cannot tell whether lr is too large" in str(cal)
+    assert cal.num_gradients <= 20

@@ -22,6 +22,9 @@ class Vector(nn.Module):
         self.x = nn.Parameter(torch.as_tensor(x, dtype=torch.get_default_dtype()).clone())
 
 
+FAR = 1000.0  # added to a loss: then one step takes no large share of it, and no trials compare steps
+
+
 def mlp(width=12):
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     inputs, teacher = [torch.randn(64, 6) for _ in range(4)], torch.randn(6, 3)
@@ -36,7 +39,8 @@ def mlp(width=12):
 @pytest.mark.parametrize("kappa", [0.5, 1.0, 1.7])
 def test_learning_rate_of_an_isotropic_quadratic_is_kappa_over_its_curvature(curvature, kappa):
     model = Vector([3.0, -4.0])
-    cal = calibrate(model, lambda b: 0.5 * curvature * model.x.square().sum(), [0] * 4, max_kappa=kappa)
+    loss = lambda b: 0.5 * curvature * (model.x.square().sum() + FAR)  # noqa: E731
+    cal = calibrate(model, loss, [0] * 4, max_kappa=kappa)
     assert math.isclose(cal.lr, kappa / curvature, rel_tol=1e-9)
     assert math.isclose(cal.grad_norm, 5 * curvature)
     assert math.isclose(cal.max_norm, CLIP_AT[1] * 5 * curvature)
@@ -83,7 +87,8 @@ def test_batches_that_one_step_fits_give_a_bounded_answer_and_a_warning(optimize
 
 def test_median_over_the_batches_is_taken():
     model = Vector([1.0, 1.0])
-    cal = calibrate(model, lambda L: 0.5 * L * model.x.square().sum(), [1.0, 2.0, 4.0], num_batches=3)
+    loss = lambda L: 0.5 * L * (model.x.square().sum() + FAR)  # noqa: E731
+    cal = calibrate(model, loss, [1.0, 2.0, 4.0], num_batches=3)
     assert math.isclose(cal.lr, 0.5, rel_tol=1e-9)
     assert math.isclose(cal.grad_norm, 2 * math.sqrt(2))
     low, high = cal.lr_interval
@@ -93,13 +98,13 @@ def test_median_over_the_batches_is_taken():
 
 def test_curve_holds_every_measured_step():
     model = Vector([3.0, -4.0])
-    cal = calibrate(model, lambda L: 0.5 * L * model.x.square().sum(), [2.0] * 4)
+    cal = calibrate(model, lambda L: 0.5 * L * (model.x.square().sum() + FAR), [2.0] * 4)
     for batch in cal.curve:
         steps = [p.step for p in batch.points]
         assert steps == sorted(steps)
         for p in batch.points:
             assert math.isclose(p.kappa, 2.0 * p.step)
-            assert math.isclose(p.loss, 25.0 * (1 - 2.0 * p.step) ** 2)
+            assert math.isclose(p.loss, 25.0 * (1 - 2.0 * p.step) ** 2 + FAR)
             assert p.safe == (p.step <= 0.5)
     # One gradient a batch at the start, one more to see that it repeats itself, one a point.
     assert cal.num_gradients == 1 + len(cal.curve) + sum(len(batch.points) for batch in cal.curve)
@@ -119,9 +124,8 @@ def test_small_start_gives_the_answer_of_a_start_at_the_origin(std, optimizer):
     def rate(std):
         nn.init.normal_(model.weight, std=std)
         nn.init.zeros_(model.bias)
-        return calibrate(
-            model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer, num_batches=1
-        ).lr
+        loss = lambda b: F.cross_entropy(model(b[0]), b[1]) + FAR  # noqa: E731
+        return calibrate(model, loss, batches, optimizer=optimizer, num_batches=1).lr
 
     assert math.isclose(rate(std), rate(0.0), rel_tol=0.05)
 
@@ -300,8 +304,9 @@ def test_constant_added_to_the_loss_does_not_matter(constant):
 
 def test_more_batches_are_asked_for_while_they_spread():
     model = Vector([1.0, 1.0])
-    close = calibrate(model, lambda L: L * model.x.square().sum(), [1.0] * 8)
-    spread = calibrate(model, lambda L: L * model.x.square().sum(), [1.0, 2.0, 0.5, 4.0, 1.0, 2.0, 0.5, 4.0])
+    loss = lambda L: L * (model.x.square().sum() + FAR)  # noqa: E731
+    close = calibrate(model, loss, [1.0] * 8)
+    spread = calibrate(model, loss, [1.0, 2.0, 0.5, 4.0, 1.0, 2.0, 0.5, 4.0])
     assert len(close.curve) == 3
     assert len(spread.curve) > 3
     assert spread.lr_interval[1] / spread.lr_interval[0] > close.lr_interval[1] / close.lr_interval[0]
@@ -326,7 +331,7 @@ def test_never_more_than_forty_gradients(scale):
 def test_a_data_loader_is_read_only_as_far_as_needed():
     model, loss, batches = mlp()
     loader = iter(batches * 10)
-    cal = calibrate(model, loss, loader)
+    cal = calibrate(model, lambda b: loss(b) + FAR, loader)
     assert len(list(loader)) == 40 - len(cal.curve)
 
 

@@ -33,12 +33,14 @@ Closure = Callable[[], Any]
 
 STRAIGHT = 0.95  # of the fall that the slope promises: up to there a loss falls along a straight line
 LONGEST = 2.0  # times the safe step: a straight line at the start says little of later steps
+NEARLY_STRAIGHT = 0.9  # of it at the longest step, which is then taken whatever the shorter ones say
 PART = 0.25  # of the step, for the slope
 LEAST_FRACTION = 1 / 64  # of the step that curvature allows: taken where nothing says how far to go
 MOST_FRACTION = 1 / 2
 MOST_STEPS = 24  # of a trial
 MOST_JUDGES = 8
 LOOK_EVERY = 8  # steps of a trial
+ARM_STEPS = 12  # of each of two trials: after six, the smaller learning rate leads nearly everywhere
 MOST_OTHERS = 16  # batches whose loss is watched along a line, where noise is the limit
 SPREAD = 3.0  # between the peaks of pilots
 MOST_PEAKS = 5
@@ -72,9 +74,11 @@ class Others:
         """
         if not slope > 0:
             return 1.0
+        shares = {m: -self.change(m * step) / (m * step * slope) for m in (1.0, LONGEST**0.5, LONGEST)}
+        if shares[LONGEST] >= NEARLY_STRAIGHT:
+            return LONGEST
         reached, share = 1.0, STRAIGHT
-        for multiple in (1.0, LONGEST**0.5, LONGEST):
-            found = -self.change(multiple * step) / (multiple * step * slope)
+        for multiple, found in shares.items():
             if not found >= STRAIGHT:
                 further = (share - STRAIGHT) / (share - found) if np.isfinite(found) else 0.0
                 return reached * (multiple / reached) ** further

@@ -47,6 +47,7 @@ from curvestep.calibration.bracket import (
 from curvestep.calibration.line import Agreement, Line
 from curvestep.calibration.method import SCHEDULES, Method, method_of
 from curvestep.calibration.pilot import (
+    ARM_STEPS,
     LEAST_FRACTION,
     LONGEST,
     LOOK_EVERY,
@@ -86,6 +87,8 @@ SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the ne
 FEWEST = 6  # gradients that one more batch is likely to take
 FEWEST_PILOT = 20  # steps, of which two are warm-up
 DISAGREEMENT = 10.0
+FEWEST_ARM = 8  # steps of each of two trials
+LARGE_FALL = 0.3  # of a batch's loss over its own safe step
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
 
@@ -189,12 +192,13 @@ def calibrate(
                 if search.add(line):
                     search.look_at(line, known[:i] + known[i + 1 :])
             enough = len(search.curve) >= num_batches and (search.half_width <= SURE or search.noisy)
-            if enough or search.left < FEWEST:
+            kept = 2 * FEWEST_ARM if search.steep and len(search.curve) >= num_batches else 0
+            if enough or search.left < FEWEST + kept:
                 break
         found = search.result(clip_at=ends, num_batches=num_batches)
-        if search.noisy:
+        if search.steep or search.noisy:
             known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
-            found = search.tried(found, known)
+            found = search.compared(found, known) if search.steep else search.tried(found, known)
         if schedule != "constant":
             found = scheduled(found, SCHEDULED[_kind(method)], schedule)
         if pilot:
@@ -235,6 +239,7 @@ class _Search:
         self.max_kappa, self.max_gradients, self.share = max_kappa, max_gradients, share
         self.num_gradients = 0
         self.num_fitted = 0  # batches whose loss ends before their gradient changes too much
+        self.falls: list[float] = []  # of each batch's loss over its safe step, as a share of it
         self.curve: list[BatchCurve] = []
         self.changes: list[tuple[float, float]] = []  # of other batches' loss, over part of the step and all
         self.agreement = Agreement()
@@ -273,6 +278,7 @@ class _Search:
         step = crossing(bracket, max_kappa=self.max_kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
         self.num_fitted += bracket.high.kappa <= self.max_kappa and bracket.high.loss < line.loss
+        self.falls.append((line.loss - bracket.low.loss) / abs(line.loss) if line.loss else 0.0)
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
         self.agreement.add(line.raw_gradients)
@@ -298,6 +304,34 @@ class _Search:
         part = np.mean([part for part, _ in self.changes])
         whole, error = mean_and_error([whole for _, whole in self.changes])
         return not (whole + error <= 0.0 and whole <= part)
+
+    @property
+    def steep(self) -> bool:
+        """Whether one safe step takes a large share of its batch's loss: later steps will be other ones."""
+        return not self.method.along_signs and bool(self.falls) and median(self.falls) >= LARGE_FALL
+
+    def compared(self, found: Calibration, closures: list[Closure]) -> Calibration:
+        """``found`` after trial steps with its ``lr`` and with a third of it, and the better of both."""
+        share = median(self.falls)
+        says = f"a safe step takes {share:.0%} of its batch's loss, so later steps are unlike the first"
+        num_steps = min(ARM_STEPS, self.left // 2)
+        if num_steps < FEWEST_ARM or len(closures) < 2:
+            words = f"cannot tell whether lr is too large: {says}. A third of it is worth a try."
+            return replace(found, warnings=(*found.warnings, words))
+        trial, window = self.trial(found, closures), num_steps // 3
+        whole, _ = trial.run([found.lr] * num_steps, window=window)
+        third, _ = trial.run([found.lr / 3] * num_steps, window=window)
+        self.num_gradients += 2 * num_steps
+        found = replace(found, num_gradients=self.num_gradients)
+        (change, spread), (gain, error) = mean_and_error(whole), mean_and_error(third - whole)
+        if not min(change + spread, sum(mean_and_error(third))) < 0:
+            return limited(found, LEAST_FRACTION, "unknown")
+        fraction = 1.0 if not gain + error < 0 else 1 / 3 if change + spread < 0 else 1 / 9
+        words = f"{says}. Of two trials of {num_steps} steps, that with a third of lr ended higher."
+        if fraction < 1:
+            kept = f"lr is {fraction:.2g} of what curvature allows."
+            words = f"{words.replace('higher', 'lower')} {kept}"
+        return replace(found.times(fraction), warnings=(*found.warnings, words))
 
     def trial(self, found: Calibration, closures: list[Closure]) -> Trial:
         """Training that steps on some of the batches and is judged by the others."""
@@ -327,11 +361,10 @@ class _Search:
         num_steps = min(MOST_STEPS, self.left - num_lines)
         change, error = math.inf, 0.0
         if num_steps >= FEWEST:
-            changes, num_steps = trial.run(
-                [found.lr] * num_steps, window=max(1, num_steps // 4), look_every=LOOK_EVERY
-            )
+            window = max(1, num_steps // 4)
+            changes, num_steps = trial.run([found.lr] * num_steps, window=window, look_every=LOOK_EVERY)
+            self.num_gradients += num_steps
             change, error = mean_and_error(changes)
-        self.num_gradients += num_steps
         if change + error < 0:
             words = f"{RISES}, but {num_steps} trial steps lower it. A third of this lr is worth a try."
             return replace(found, num_gradients=self.num_gradients, warnings=(*found.warnings, words))
@@ -353,11 +386,11 @@ class _Search:
                     watched = Others(line, others)
                     self.changes.append((watched.change(PART * step), watched.change(step)))
             self.num_gradients += num_lines
+        found = replace(found, num_gradients=self.num_gradients)
         part, error = mean_and_error([part for part, _ in self.changes])
         whole = float(np.mean([whole for _, whole in self.changes]))
         part += float(stats.t.ppf(0.95, len(self.changes) - 1)) * error  # what the slope is at least
         fraction = lowest(part, whole) if part < 0 else LEAST_FRACTION
-        found = replace(found, num_gradients=self.num_gradients)
         return limited(found, fraction, "noise" if part < 0 else "unknown")
 
     def _check_precision(self, line: Line, step: float) -> None:
