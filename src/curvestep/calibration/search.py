@@ -77,10 +77,10 @@ from curvestep.smoothness.snapshot import RandomState
 # in docs/calibrate.md.
 MAX_KAPPA = 1.0
 CLIP_AT = (0.6, 1.75)
-ADAM_CLIP_AT = (1.0, 1.0)
+ADAM_CLIP_AT = (1 / 3, 1 / 3)
 ADAM_SHARE = 0.75  # of the safe step along signs, for a constant learning rate
 # The peak of a schedule with warm-up and decay, in units of the best constant learning rate.
-SCHEDULED = {"signs": 2.4, "momentum": 3.0, "plain": 1.0}
+SCHEDULED = {"signs": 2.4, "momentum": 3.0, "plain": 2.0}
 
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
 SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
@@ -141,8 +141,8 @@ def calibrate(
             batches.
         max_kappa: Largest safe :math:`\kappa`, the change of the gradient relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
-            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, 1 for
-            Adam.
+            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, a third
+            for Adam.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
