@@ -41,7 +41,8 @@ FROZEN = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
 PILOT = 100
-RIVALS = ("AdamW 1e-3", "AdamW 3e-4", "lr_find", "Prodigy", "D-Adaptation", "schedule-free")
+FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4}  # points of the grid
+RIVALS = (*FIXED, "lr_find", "Prodigy", "D-Adaptation", "schedule-free")
 OURS = ("measured", "measured and pilot")
 CLIPPED = ("MLP, digits", "char LSTM", "char transformer", "char GPT, 2 layers")  # thresholds are compared
 FIRST_RATE = {"adamw": 2e-3, "momentum": 0.1, "plain": 1.0}
@@ -107,9 +108,8 @@ def prepare(job: Job, recipe: Recipe, model: nn.Module) -> tuple[Optimizer, dict
         step = median(batch.safe_step for batch in cal.curve)
         found = {"lr": cal.lr, "max_norm": cal.max_norm, "step": step, "pilot": cal.pilot}
         return opt, {**found, "spent": cal.num_gradients, "limit": cal.limit}, True
-    if method in ("grid", "AdamW 1e-3", "AdamW 3e-4"):
-        lr = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4}.get(method, job.get("lr"))
-        max_norm = job.get("max_norm", 1.0)
+    if method == "grid":
+        lr, max_norm = job["lr"], job.get("max_norm", 1.0)
         if kind != "adamw" or job.get("relative"):
             max_norm = job.get("relative", math.inf) * first_norm(recipe, job["seed"], model)
         return make(recipe, kind, model, lr, max_norm), {"lr": lr, "max_norm": max_norm}, True
@@ -277,8 +277,9 @@ def held_out(results: Results, tasks: list[str], methods: list[str], seeds: tupl
             if method == "grid":
                 tuned(results, task, kind, seeds, **({} if kind == "adamw" else {"relative": 1.0}))
             elif kind == "adamw" or method in OURS:
+                job = {"method": "grid", "lr": FIXED[method]} if method in FIXED else {"method": method}
                 for seed in seeds:
-                    results.run(task=task, kind=kind, method=method, seed=seed)
+                    results.run(task=task, kind=kind, seed=seed, **job)
 
 
 # The tables
@@ -322,9 +323,9 @@ def held_out_table(rows: list[Job], kind: str) -> list[str]:
     for method in (*OURS, *RIVALS):
         cells, medians, diverged, spent = [], [], 0, []
         for task in best:
-            mine = [
-                r for r in rows if r["task"] == task and r["method"] == method and r["seed"] in best[task]
-            ]
+            job = ("grid", FIXED[method]) if method in FIXED else (method, None)
+            mine = [r for r in rows if r["task"] == task and (r["method"], r.get("lr")) == job]
+            mine = [r for r in mine if r["seed"] in best[task]]
             regrets = [regret(r, best[task][r["seed"]]) for r in mine]
             diverged += sum(r["loss"] is None or r["loss"] > r["first"] for r in mine)
             spent += [r["found"].get("spent", 0) for r in mine if r["loss"] is not None]
@@ -332,8 +333,8 @@ def held_out_table(rows: list[Job], kind: str) -> list[str]:
             cells.append(f"{median(regrets):.1%} ({len(regrets)})" if regrets else "not run")
         if medians:
             lines.append(
-                f"| {method} | {' | '.join(cells)} | {median(medians):.1%} | {max(medians):.1%} | {diverged} | "
-                f"{median(spent) if spent else 0:.0f} |"
+                f"| {method} | {' | '.join(cells)} | {median(medians):.1%} | {max(medians):.1%} | {diverged} "
+                f"| {median(spent) if spent else 0:.0f} |"
             )
     peaks = [f"{next(iter(found.values()))['lr']:.3g} ({len(found)})" for found in best.values()]
     lines.append(f"| grid's peak (seeds) | {' | '.join(peaks)} | | | | |")
@@ -393,7 +394,8 @@ def development_table(rows: list[Job], kind: str) -> list[str]:
         )
         cells = [
             task, f"{step:.3g}", f"{best['lr'] / step:.2f}", flown, f"{regret(ours['measured'], best):.1%}",
-            "" if pilot is None else f"{regret(pilot, best):.1%}", *(f"{value:.1%}" for value in regrets), *extra,
+            "" if pilot is None else f"{regret(pilot, best):.1%}",
+            *(f"{value:.1%}" for value in regrets), *extra,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     if not columns[0]:

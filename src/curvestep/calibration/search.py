@@ -141,7 +141,7 @@ def calibrate(
             batches.
         max_kappa: Largest safe :math:`\kappa`, the change of the gradient relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
-            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, a third
+            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, 1/3
             for Adam.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
