@@ -120,12 +120,18 @@ def prepare(job: Job, recipe: Recipe, model: nn.Module) -> tuple[Optimizer, dict
     if method == "Prodigy":  # its README: lr 1, a cosine, safeguard_warmup with a warm-up, bias correction
         from prodigyopt import Prodigy
 
-        options = {"safeguard_warmup": True, "use_bias_correction": True, "betas": recipe.betas}
-        return Prodigy(groups, lr=1.0, weight_decay=decay, **options), {}, True
+        options: dict[str, Any] = {
+            "weight_decay": decay,
+            "safeguard_warmup": True,
+            "use_bias_correction": True,
+            "betas": recipe.betas,
+        }
+        return Prodigy(groups, lr=1.0, **options), {}, True
     if method == "D-Adaptation":  # its README: lr 1, the schedule that one would use anyway
         from dadaptation import DAdaptAdam
 
-        return DAdaptAdam(groups, lr=1.0, weight_decay=decay, decouple=True, betas=recipe.betas), {}, True
+        options = {"weight_decay": decay, "decouple": True, "betas": recipe.betas}
+        return DAdaptAdam(groups, lr=1.0, **options), {}, True
     from schedulefree import AdamWScheduleFree  # its README: no schedule, a warm-up of its own
 
     steps = round(WARMUP * recipe.task.steps)
@@ -155,10 +161,10 @@ def train(job: Job) -> Job:
     except ValueError as error:  # a refusal is a result, too
         return {**job, "first": first, "loss": None, "problem": str(error)}
     peaks = [group["lr"] for group in opt.param_groups]
-    clips, clipped = isinstance(opt, (ClippedAdamW, ClippedSGD)), None
+    clips = isinstance(opt, (ClippedAdamW, ClippedSGD))
     if not driven:
         opt.train()  # type: ignore[attr-defined]
-    num_steps = recipe.task.steps
+    num_steps, loss = recipe.task.steps, torch.tensor(first)
     for share, batch in zip(
         warmup_decay(num_steps), recipe.task.stream(job["seed"], "training"), strict=False
     ):
@@ -179,7 +185,8 @@ def train(job: Job) -> Job:
             with torch.no_grad():  # its README: BatchNorm's averages belong to other weights
                 for batch in islice(recipe.task.stream(job["seed"], "measuring"), 50):
                     recipe.task.loss(model, batch)
-    if clips:
+    clipped = None
+    if isinstance(opt, (ClippedAdamW, ClippedSGD)):
         clipped = opt.clip_stats()["clipped_fraction"]
     last = judged(recipe, model, judges) if torch.isfinite(loss) else math.inf
     seconds = time.process_time() - started

@@ -73,8 +73,8 @@ def test_decay_of_each_group_is_its_own():
 def test_groups_of_unequal_rates_are_measured_as_parameters_of_another_scale(optimizer, ratio):
     # A learning rate r times as large is that of parameters in units sqrt(r) times (Adam: r times) longer.
     model, loss, batches = network()
-    options = {"num_batches": len(batches)}
-    unequal = calibrate(model, loss, batches, optimizer=optimizer(groups(model, 1.0, ratio)), **options)
+    given, count = optimizer(groups(model, 1.0, ratio)), len(batches)
+    unequal = calibrate(model, loss, batches, optimizer=given, num_batches=count)
     scale = ratio if optimizer is torch.optim.AdamW else math.sqrt(ratio)
     with torch.no_grad():
         for p in model[2].parameters():
@@ -84,7 +84,8 @@ def test_groups_of_unequal_rates_are_measured_as_parameters_of_another_scale(opt
         values = {name: p * scale if name.startswith("2") else p for name, p in model.named_parameters()}
         return F.cross_entropy(torch.func.functional_call(model, values, (batch[0],)), batch[1])
 
-    plain = calibrate(model, same, batches, optimizer=optimizer(model.parameters(), lr=1.0), **options)
+    given = optimizer(model.parameters(), lr=1.0)
+    plain = calibrate(model, same, batches, optimizer=given, num_batches=count)
     # Given relative to the largest; the lattices differ, so crossings are interpolated at other places.
     assert math.isclose(unequal.lr, max(1.0, ratio) * plain.lr, rel_tol=0.02)
     assert unequal.num_gradients <= 40

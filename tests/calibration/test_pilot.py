@@ -249,6 +249,7 @@ def test_pilot_finds_the_best_peak_and_goes_on_where_it_is_at_an_end(start, expe
     model = Noisy(1.0)
     flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), start, 20)
     best = expected if start == 1.0 else start * (9.0 if start < 1 else 1 / 9)
+    assert flown.lr is not None
     assert math.isclose(flown.lr, expected if start == 1.0 else best * 3 ** (1 if start < 1 else -1))
     assert flown.num_gradients == 20 * len(flown.rates)
     assert len(flown.rates) == (3 if start == 1.0 else 5)
@@ -272,6 +273,7 @@ def test_pilot_that_diverges_counts_as_its_start():
     model = Noisy(1.0)
     flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20)
     assert [change for lr, change in zip(flown.rates, flown.changes, strict=True) if lr > 0.2] == [0.0]
+    assert flown.lr is not None
     assert flown.lr < 0.1
 
 
@@ -283,7 +285,9 @@ def test_pilot_moves_the_learning_rate_half_way_and_puts_everything_back(options
     method = method_of(options.get("optimizer", "SGD"), model, momentum=options.get("momentum"))
     closures = [lambda b=b: model(b) for b in batches]
     trial = Trial(model, method, plain.max_norm, closures[8:], closures[:8])
-    assert math.isclose(cal.lr, math.sqrt(plain.lr * fly(trial, plain.lr, 20).lr), rel_tol=1e-9)
+    flown = fly(trial, plain.lr, 20)
+    assert flown.lr is not None
+    assert math.isclose(cal.lr, math.sqrt(plain.lr * flown.lr), rel_tol=1e-9)
     assert all(change <= 0.0 for _, change in cal.pilot)
     assert cal.num_gradients <= 40 + 20 * len(cal.pilot)
     assert "Pilots of the whole schedule" in str(cal)

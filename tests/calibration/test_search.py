@@ -392,7 +392,11 @@ def test_model_is_bit_identical_afterwards(make, with_gradients):
     values = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     grads = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    states = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    )
     cal = calibrate(model, loss, batches)
     assert cal.lr > 0
     for a, b in zip(values, (*model.parameters(), *model.buffers()), strict=True):
@@ -403,7 +407,7 @@ def test_model_is_bit_identical_afterwards(make, with_gradients):
     assert all(vars(model)[name] is value for name, value in attributes.items())
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == states[2]
 
 
 def test_loader_that_shuffles_leaves_the_random_state_alone():
