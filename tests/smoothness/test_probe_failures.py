@@ -184,7 +184,7 @@ def test_second_run_into_the_same_trace_is_refused_before_its_first_step(tmp_pat
     first.close()
     before = [p.detach().clone() for p in model.parameters()]
     second = SmoothnessProbe(model, every=1, trace=path)
-    with pytest.raises(ValueError, match=r"already holds a run .*trace.jsonl.*Delete the file"):
+    with pytest.raises(ValueError, match=r"already holds a run .*trace.jsonl.*if_exists=.new."):
         steps(second, model, loss_fn)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     second.load_state_dict(first.state_dict())
@@ -227,6 +227,47 @@ def test_run_resumed_from_before_its_first_row_may_measure_its_rows_again():
     second.load_state_dict(saved)
     steps(second, model, loss_fn, 3)
     assert second.trace.column("step").tolist() == [0, 1, 2]
+
+
+def test_run_resumed_from_an_older_checkpoint_keeps_its_new_rows(tmp_path):
+    (model, loss_fn), path = net(), tmp_path / "trace.jsonl"
+    first = SmoothnessProbe(model, every=1, trace=path)
+    steps(first, model, loss_fn, 2)
+    saved = first.state_dict()
+    steps(first, model, loss_fn, 3)
+    dead = [row["loss_after"] for row in first.trace][2:]
+    first.close()
+    second = SmoothnessProbe(model, every=1, trace=path)
+    second.load_state_dict(saved)
+    assert second.trace.column("step").tolist() == [0, 1]
+    steps(second, model, loss_fn, 2)
+    second.close()
+    kept = Trace.load(path)
+    assert kept.column("step").tolist() == [0, 1, 2, 3]
+    assert kept.column("loss_after").tolist() == second.trace.column("loss_after").tolist()
+    assert kept[2]["loss_after"] != dead[0]  # a new timeline: the model had gone on
+
+
+def test_existing_file_is_replaced_or_left_alone_as_asked(tmp_path):
+    (model, loss_fn), path = net(), tmp_path / "trace.jsonl"
+    for if_exists, name, count in (
+        ("resume", "trace.jsonl", 2),
+        ("new", "trace-2.jsonl", 3),
+        ("new", "trace-3.jsonl", 1),
+        ("overwrite", "trace.jsonl", 4),
+    ):
+        probe = SmoothnessProbe(model, every=1, trace=path, if_exists=if_exists)
+        assert probe.trace.path == tmp_path / name
+        steps(probe, model, loss_fn, count)
+        probe.close()
+    lengths = {file.name: len(Trace.load(file)) for file in tmp_path.iterdir()}
+    assert lengths == {"trace.jsonl": 4, "trace-2.jsonl": 3, "trace-3.jsonl": 1}
+    with pytest.raises(ValueError, match="`if_exists` must be one of"):
+        SmoothnessProbe(model, trace=path, if_exists="append")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not a curvestep trace"):
+        SmoothnessProbe(model, trace=tmp_path / "notes.txt", if_exists="overwrite")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 class FullDisk(Trace):

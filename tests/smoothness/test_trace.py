@@ -441,3 +441,23 @@ def test_loading_takes_bounded_memory_per_row(tmp_path):
         np.testing.assert_array_equal(trace.column("loss"), np.arange(size) / 7)
     # Nine bytes a cell, an eighth of spare room at most, and one column that moves while it grows.
     assert (peaks[1] - peaks[0]) / (sizes[1] - sizes[0]) < 1.13 * 9 * (len(names) + 3)
+
+
+def test_cut_drops_the_rows_from_a_step_on_in_memory_and_on_disk(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, header={"model": "mine"}) as trace:
+        for step in (0, 5, 20, 10, 15):
+            trace.append({"step": step, "loss": float(step), "layers": {"a": {"loss": 1.0}}})
+        trace.append({"note": "a row without a step"})
+        assert trace.cut(12) == 2
+        assert trace.column("step")[:3].tolist() == [0, 5, 10]
+        assert trace.cut(12) == 0
+        assert trace.append({"step": 15, "loss": -1.0})
+        assert not trace.append({"step": 10})
+    read = Trace.load(path)
+    assert read.header["model"] == "mine"
+    assert [row["loss"] for row in read] == [0.0, 5.0, 10.0, None, -1.0]
+    memory = Trace()
+    memory.append({"step": 3})
+    assert memory.cut(0) == 1
+    assert len(memory) == 0

@@ -93,7 +93,9 @@ class SmoothnessProbe:
             curvature and the loss after the step.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
-            One that holds a run already is only continued after :meth:`load_state_dict`.
+        if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
+            :meth:`load_state_dict` and is refused without, ``"new"`` writes to a new file beside it
+            (``trace-2.jsonl``; ``probe.trace.path`` says which), ``"overwrite"`` starts it again.
         max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
             chosen from measured times, never shorter than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
@@ -121,6 +123,7 @@ class SmoothnessProbe:
         estimators: Iterable[str] | Mapping[str, int] = ("smoothness",),
         oracle: GradientOracle | None = None,
         trace: Trace | str | Path | None = None,
+        if_exists: str = "resume",
         max_overhead: float | None = None,
         layers: bool | Mapping[str, Iterable[Tensor]] = False,
         on_error: str = "mark",
@@ -146,7 +149,9 @@ class SmoothnessProbe:
         gradients = len(self.fractions) + (oracle is not None)
         # Two more gradients for the self-test; and whatever is done for the first time takes longer.
         self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
-        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace)
+        check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
+        choice = "continue" if if_exists == "resume" else if_exists
+        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, choice)
         self.step = 0
         self._measurements = 0
         self._test = SelfTest()
@@ -213,6 +218,7 @@ class SmoothnessProbe:
         """
         if not self.due:
             return loss_fn()
+        self._check_fresh()
         check_positive("weight", weight)
         if self._record.row is not None:  # the step that had begun raised
             self._forget_step()
@@ -325,11 +331,12 @@ class SmoothnessProbe:
         return {"step": self.step, "measurements": self._measurements, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
         self.step = check_count("step", state["step"], least=0)
         self._measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
+        self.trace.cut(self.step)
         self._forget_step()
 
     def _begin(
@@ -378,12 +385,12 @@ class SmoothnessProbe:
 
     def _check_fresh(self) -> None:
         """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
-        if not self._resumed and any_rank(len(self.trace) > 0, self.model):
+        if self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
             where = self.trace.path or "in memory"
             raise ValueError(
-                f"`trace` already holds a run ({where}), and this probe begins at step 0: its rows would not "
-                "be kept. Delete the file or choose another one; to resume that run, call "
-                "`probe.load_state_dict(state)` first."
+                f"`trace` already holds a run ({where}), and this probe begins at step 0. Make it with "
+                'if_exists="new" for a new file beside it or if_exists="overwrite" to replace it; to resume '
+                "that run, call `probe.load_state_dict(state)` first."
             )
 
     def _check_parameters(self) -> None:
@@ -605,7 +612,7 @@ class SmoothnessProbe:
             torch.accelerator.synchronize()
         return self.schedule.clock()
 
-    def _new_trace(self, path: str | Path | None) -> Trace:
+    def _new_trace(self, path: str | Path | None, if_exists: str) -> Trace:
         header = {
             "model": type(self.model).__name__,
             "num_parameters": sum(p.numel() for p in self.parameters),
@@ -617,7 +624,7 @@ class SmoothnessProbe:
             "max_overhead": self.schedule.max_overhead,
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
-        return Trace(path if is_writer(self.model) else None, header=header)
+        return Trace(path if is_writer(self.model) else None, header=header, if_exists=if_exists)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -9,6 +9,7 @@ A trace file is JSON Lines: a header, then one object a row, written as soon as 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import platform
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows
+from curvestep._checks import check_choice
+from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
 from curvestep.display.markup import html_table
 
 if TYPE_CHECKING:
@@ -182,12 +184,14 @@ ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 class Trace:
     """Rows of a measured training run, as columns in memory and, with a ``path``, in a file.
 
-    Opening an existing file continues it: its rows are read, a torn last line is cut off, and a row whose
-    step is already there is not written twice. ``step`` is the key of a row; the first row of a step stays.
+    A file that is continued is read first: a torn last line is cut off, and a row whose step is already there
+    is not written twice. ``step`` is the key of a row; the first row of a step stays.
 
     Args:
         path: File to write, created with its folders if need be. None keeps the rows in memory only.
         header: What was measured on what, for the first line of the file: plain JSON values.
+        if_exists: What to do with a file that holds rows: ``"continue"`` it, write to a ``"new"`` one beside
+            it (``trace-2.jsonl``), or ``"overwrite"`` it.
 
     Example:
         >>> trace = Trace(header={"model": "lstm", "fractions": [0.5, 1.0]})
@@ -201,8 +205,21 @@ class Trace:
         (2.0, None, (0.5, 1.0))
     """
 
-    def __init__(self, path: str | Path | None = None, *, header: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        header: dict[str, Any] | None = None,
+        if_exists: str = "continue",
+    ) -> None:
+        check_choice("if_exists", if_exists, ("continue", "new", "overwrite"))
         self.path = None if path is None else Path(path)
+        if self.path is not None and if_exists == "new":
+            stem, suffix, numbers = self.path.stem, self.path.suffix, itertools.count(2)
+            while _holds_rows(self.path):
+                self.path = self.path.with_name(f"{stem}-{next(numbers)}{suffix}")
+        elif self.path is not None and if_exists == "overwrite" and _holds_rows(self.path):
+            self.path.unlink()
         self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
         self._columns: dict[tuple[str | int, ...], _Column] = {}  # in the order of first sight
         self._read_columns: dict[str, np.ndarray] = {}  # what `column` returned since the last row
@@ -269,6 +286,24 @@ class Trace:
                 self._file.write(self._unwritten[0])
                 del self._unwritten[0]
         return added
+
+    def cut(self, step: int) -> int:
+        """Drop the rows from ``step`` on, in memory and on disk; returns how many.
+
+        For a run that goes on from an older checkpoint: what was measured after it is not part of this run.
+        """
+        rows = [self._row(index) for index in range(len(self))]
+        kept = [row for row in rows if not _is_from(row, step)]
+        if len(kept) < len(rows):
+            self._columns, self._length, self._last_step = {}, 0, -math.inf
+            self._unwritten = []
+            self._extend(kept)
+            if self._file is not None and self.path is not None:
+                self._file.close()
+                lines = self.path.read_bytes().splitlines(keepends=True)
+                write_atomically(self.path, b"".join(line for line in lines if not _is_line_from(line, step)))
+                self._file = RowFile(self.path)
+        return len(rows) - len(kept)
 
     def close(self) -> None:
         """Close the file; the rows stay readable."""
@@ -533,6 +568,28 @@ class _Column:
         if kind == _MISSING:
             return None
         return self.table[int(self.cells[index])] if kind == _OTHER else _TYPE[kind](self.cells[index])
+
+
+def _holds_rows(path: Path) -> bool:
+    """Whether a trace has more than a header; a file that is no trace is not touched."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        _read_header(file.readline(), path)
+        return bool(file.readline())
+
+
+def _is_from(row: Mapping[str, Any], step: int) -> bool:
+    number: Any = row.get("step")
+    return _is_exact(number) and number >= step
+
+
+def _is_line_from(line: bytes, step: int) -> bool:
+    """Whether a line of the file is a row from ``step`` on; damaged ones stay."""
+    try:
+        return _is_from(load_row(line)[0], step)
+    except ValueError:
+        return False
 
 
 def _is_exact(value: Any) -> bool:
