@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import curvestep as cs
-from curvestep.lab.models.awd_lstm import random_bptt_length
+from curvestep.lab.models.lstm import random_bptt_length
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SMALL_LSTM
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.tasks import LanguageTask, make_task

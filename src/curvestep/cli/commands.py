@@ -46,7 +46,7 @@ def train(args: list[str]) -> int:
     """``curvestep train``: one run."""
     chosen, recipe, measured = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
     if chosen.dry_run:
-        from curvestep.lab.run.cost import dry_run
+        from curvestep.lab.run.auto import dry_run
 
         print(dry_run(recipe))
         if measured:

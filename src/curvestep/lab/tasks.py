@@ -20,8 +20,7 @@ from curvestep.lab.data.cifar10 import load_cifar10
 from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
 from curvestep.lab.data.images import Images, augment, load_digits, normalise
 from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.awd_lstm import AWDLSTM, activation_penalty, random_bptt_length
-from curvestep.lab.models.lstm import LSTMModel
+from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet18, ResNet20
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.smoothness.snapshot import detach_state

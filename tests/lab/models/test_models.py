@@ -17,7 +17,7 @@ from curvestep.lab.models import (
     num_parameters,
     random_bptt_length,
 )
-from curvestep.lab.models.awd_lstm import locked_dropout
+from curvestep.lab.models.lstm import locked_dropout
 from curvestep.lab.models.resnet import Block
 from curvestep.smoothness.snapshot import detach_state
 

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from curvestep.lab.run.checkpoint import (
+from curvestep.lab.run.session import (
     load_checkpoint,
     random_state,
     save_checkpoint,

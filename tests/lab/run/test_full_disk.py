@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from curvestep.lab.run.checkpoint import load_checkpoint
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
+from curvestep.lab.run.session import load_checkpoint
 from tests.lab.small import small_language
 
 pytestmark = pytest.mark.slow

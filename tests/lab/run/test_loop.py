@@ -11,9 +11,9 @@ import torch
 
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run import folder as folders
-from curvestep.lab.run.checkpoint import load_checkpoint
 from curvestep.lab.run.folder import Run, find_runs, locked
 from curvestep.lab.run.loop import train
+from curvestep.lab.run.session import load_checkpoint
 from curvestep.lab.tasks import make_task
 from tests.lab.small import small_images, small_language
 

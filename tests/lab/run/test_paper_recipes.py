@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from curvestep.lab.recipes import get_recipe, with_fields
-from curvestep.lab.run.cost import dry_run
+from curvestep.lab.run.auto import dry_run
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from tests.lab.small import small_images, small_language, write_text
@@ -91,7 +91,7 @@ def test_awd_lstm_switches_to_the_average_and_fine_tunes_from_a_run(tmp_path):
         tmp_path, **small, averaging="triggered", patience=1, eval_every=5, steps=40, lr=20.0, max_norm=5.0
     )
     train(recipe, tmp_path / "first", progress=False)
-    from curvestep.lab.run.checkpoint import load_checkpoint
+    from curvestep.lab.run.session import load_checkpoint
 
     saved = load_checkpoint(tmp_path / "first" / "checkpoint.pt")
     assert saved["averaging"]["average"] is not None  # at lr 20 validation gets worse

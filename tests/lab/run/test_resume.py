@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from curvestep.lab.run.checkpoint import load_checkpoint
 from curvestep.lab.run.loop import train
+from curvestep.lab.run.session import load_checkpoint
 from tests.lab.small import small_language
 
 

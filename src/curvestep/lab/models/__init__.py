@@ -1,15 +1,13 @@
 """The models of the experiments: two LSTM language models and two residual networks."""
 
-from curvestep.lab.models.awd_lstm import (
+from curvestep.lab.models.lstm import (
     AWDLSTM as AWDLSTM,
     Activations as Activations,
-    activation_penalty as activation_penalty,
-    random_bptt_length as random_bptt_length,
-)
-from curvestep.lab.models.lstm import (
     LSTMModel as LSTMModel,
     State as State,
+    activation_penalty as activation_penalty,
     num_parameters as num_parameters,
+    random_bptt_length as random_bptt_length,
 )
 from curvestep.lab.models.resnet import (
     GlobalBatchNorm2d as GlobalBatchNorm2d,

@@ -1,10 +1,13 @@
-"""The small LSTM language model, and what every recurrent model here shares."""
+"""The LSTM language models: a small one, and AWD-LSTM (Merity, Keskar, Socher, 2018), the paper's own."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from curvestep._checks import check_count
@@ -73,7 +76,6 @@ class LSTMModel(RecurrentModel):
         tied: Share the weights of embedding and softmax.
 
     Example:
-        >>> import torch
         >>> model = LSTMModel(10, embedding=4, hidden=6)
         >>> logits, state = model(torch.zeros(3, 2, dtype=torch.long), model.init_state(2))
         >>> logits.shape, len(state)
@@ -111,3 +113,182 @@ class LSTMModel(RecurrentModel):
             x = F.dropout(x, self.dropout, self.training)
             after.append(left)
         return self.decoder(x), tuple(after)
+
+
+class Activations(NamedTuple):
+    """Outputs of the last LSTM layer, for the two activation penalties.
+
+    Args:
+        raw: Before dropout, shaped (time, batch, width).
+        dropped: After dropout.
+    """
+
+    raw: Tensor
+    dropped: Tensor
+
+
+def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Dropout with one mask for all times, for ``x`` shaped (time, batch, width)."""
+    if p == 0 or not training:
+        return x
+    return x * F.dropout(torch.ones_like(x[:1]), p, training)
+
+
+class AWDLSTM(RecurrentModel):
+    """LSTM language model with weight-drop, locked dropout, embedding dropout and tied softmax.
+
+    The defaults are the published Penn Treebank setting, 24,221,600 parameters with 10,000 words. In each
+    training forward pass one mask is drawn for each of: the words of the vocabulary (``dropout_embedding``),
+    the embedded inputs (``dropout_input``), the hidden-to-hidden weights of each layer (``weight_drop``), the
+    outputs between layers (``dropout_hidden``) and the output (``dropout``); all but the first two are shared
+    over time.
+
+    Args:
+        vocab_size: Number of words.
+        embedding: Width of the word vectors, and of the last layer.
+        hidden: Width of the other LSTM layers.
+        layers: Number of LSTM layers.
+        dropout: Probability of dropping an output of the last layer.
+        dropout_hidden: Probability of dropping an output between layers.
+        dropout_input: Probability of dropping a component of a word vector.
+        dropout_embedding: Probability of dropping a whole word of the vocabulary.
+        weight_drop: Probability of dropping a hidden-to-hidden weight.
+        tied: Share the weights of embedding and softmax.
+
+    Example:
+        >>> model = AWDLSTM(10, embedding=4, hidden=6)
+        >>> logits, state, activations = model(torch.zeros(3, 2, dtype=torch.long), with_activations=True)
+        >>> logits.shape, activation_penalty(activations) >= 0
+        (torch.Size([3, 2, 10]), tensor(True))
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        embedding: int = 400,
+        hidden: int = 1150,
+        layers: int = 3,
+        dropout: float = 0.4,
+        dropout_hidden: float = 0.25,
+        dropout_input: float = 0.4,
+        dropout_embedding: float = 0.1,
+        weight_drop: float = 0.5,
+        tied: bool = True,
+    ) -> None:
+        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers, tied=tied)
+        self.dropout = check_dropout("dropout", dropout)
+        self.dropout_hidden = check_dropout("dropout_hidden", dropout_hidden)
+        self.dropout_input = check_dropout("dropout_input", dropout_input)
+        self.dropout_embedding = check_dropout("dropout_embedding", dropout_embedding)
+        self.weight_drop = check_dropout("weight_drop", weight_drop)
+
+    @overload
+    def forward(
+        self, tokens: Tensor, state: State | None = None, *, with_activations: Literal[False] = False
+    ) -> tuple[Tensor, State]: ...
+
+    @overload
+    def forward(
+        self, tokens: Tensor, state: State | None = None, *, with_activations: Literal[True]
+    ) -> tuple[Tensor, State, Activations]: ...
+
+    def forward(
+        self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
+    ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
+        """Scores of the next word at each place, and the state after the last one.
+
+        Args:
+            tokens: Word ids, shaped (time, batch).
+            state: From `init_state` or the window before; zeros by default.
+            with_activations: Also return what `activation_penalty` needs.
+
+        Returns:
+            Logits shaped (time, batch, words), the new state, and the activations if asked for.
+        """
+        state = self.init_state(tokens.shape[1]) if state is None else state
+        x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
+        after, raw = [], x
+        for index, (layer, before) in enumerate(zip(self.lstms, state, strict=True)):
+            raw, left = self._run(layer, x, before)
+            last = index == len(self.lstms) - 1
+            x = locked_dropout(raw, self.dropout if last else self.dropout_hidden, self.training)
+            after.append(left)
+        logits = self.decoder(x)
+        if with_activations:
+            return logits, tuple(after), Activations(raw, x)
+        return logits, tuple(after)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        if self.dropout_embedding == 0 or not self.training:
+            return embedded
+        # One decision a word, whichever places it stands at; the same as masking rows of the matrix.
+        mask = F.dropout(embedded.new_ones(self.embedding.num_embeddings), self.dropout_embedding, True)
+        return embedded * mask[tokens][..., None]
+
+    def _run(
+        self, layer: nn.Module, x: Tensor, before: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if self.weight_drop == 0 or not self.training:
+            return layer(x, before)
+        dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.weight_drop, True)
+        return functional_call(layer, {"weight_hh_l0": dropped}, (x, before))
+
+
+def activation_penalty(activations: Activations, *, alpha: float = 2.0, beta: float = 1.0) -> Tensor:
+    r"""Activation and temporal activation regularisation, to be added to the training loss.
+
+    .. math::
+        \alpha\,\mathrm{mean}\,(m \odot h_t)^2 + \beta\,\mathrm{mean}\,(h_{t+1} - h_t)^2
+
+    with :math:`m` the dropout mask of the output and :math:`h_t` the raw output of the last layer.
+
+    Args:
+        activations: From the forward pass with ``with_activations=True``.
+        alpha: Weight of the size of the outputs.
+        beta: Weight of their change over time.
+    """
+    size = activations.dropped.square().mean()
+    if len(activations.raw) < 2:
+        return alpha * size
+    change = activations.raw.diff(dim=0).square().mean()
+    return alpha * size + beta * change
+
+
+class BpttLength(NamedTuple):
+    """A window of truncated backpropagation.
+
+    Args:
+        length: Number of time steps.
+        lr_scale: Factor for the learning rate in this window, ``length / base``.
+    """
+
+    length: int
+    lr_scale: float
+
+
+def random_bptt_length(generator: torch.Generator, base: int, *, spread: float = 5.0) -> BpttLength:
+    r"""Random length of the next window, so that no word is always at the same place of one.
+
+    .. math::
+        \max\{5, \lfloor n \rfloor\},\quad n \sim N(b, \sigma^2),\quad b = \text{base}
+        \text{ with probability } 0.95,\ \text{base}/2 \text{ otherwise}
+
+    Short windows would weigh more per word; the learning rate is scaled by the length to make up for it.
+
+    Args:
+        generator: Source of randomness, on the CPU.
+        base: Usual length, 70 as published.
+        spread: Standard deviation :math:`\sigma`.
+
+    Example:
+        >>> random_bptt_length(torch.Generator().manual_seed(0), 70)
+        BpttLength(length=..., lr_scale=...)
+    """
+    check_count("base", base)
+    usual = torch.rand((), generator=generator).item() < 0.95
+    centre = base if usual else base / 2
+    drawn = centre + spread * torch.randn((), generator=generator).item()
+    length = max(5, int(drawn))
+    return BpttLength(length, length / base)

@@ -1,8 +1,20 @@
-"""Everything that changes while a run trains, and how it is saved and brought back."""
+"""Everything that changes while a run trains, and how it is saved and brought back.
+
+A checkpoint holds the parameters, buffers and optimizer, the states of the random generators, the recurrent
+state, and the length that each row file had: on resume the files are cut there, so that no row is missing and
+none is twice, and the run goes on bit for bit. It is tensors and plain numbers only, read with
+``torch.load(weights_only=True)``, and replaced atomically: a run that is killed while it writes keeps the one
+before.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
+import pickle
+import zipfile
+import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,22 +22,34 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from curvestep._checks import check_count
+from curvestep._files import replace_atomically
 from curvestep.lab.recipes import LanguageRecipe, Recipe
-from curvestep.lab.run.averaging import NonMonotoneAveraging
-from curvestep.lab.run.checkpoint import (
-    load_checkpoint,
-    random_state,
-    save_checkpoint,
-    set_random_state,
-    truncate_rows,
-)
 from curvestep.lab.run.devices import all_gather, full_tensors, shard_like
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import Task, map_state, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.snapshot import RandomState
+
+VERSION = 1
+_FORMAT = "curvestep-checkpoint"
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "version": int,
+    "step": int,
+    "data": str,
+    "model": dict,
+    "optimizer": dict,
+    "random": dict,
+    "state": object,
+    "probe": (dict, type(None)),
+    "averaging": (dict, type(None)),
+    "first_loss": (float, type(None)),
+    "lengths": dict,
+}
 
 
 class Session:
@@ -201,3 +225,154 @@ def load_start(recipe: Recipe, module: nn.Module) -> nn.Module:
         averaged = {k.removeprefix(prefix): v for k, v in average.items() if k.startswith(prefix)}
         module.load_state_dict(averaged or saved["model"])
     return module
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Replace the checkpoint at ``path`` by ``state``; the old one stays if the disk is full."""
+    content = {"format": _FORMAT, "version": VERSION, **state}
+    try:
+        replace_atomically(path, lambda file: torch.save(content, file))
+    except RuntimeError as error:  # torch's way to say that a write failed
+        raise OSError(
+            f"The checkpoint {path} could not be written ({error}); the one before is kept."
+        ) from error
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in ``path``, on the CPU; an error in one line if it is damaged, foreign or newer."""
+    try:
+        _check_sums(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError):
+        raise _corrupt(path) from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a checkpoint of curvestep. Delete it to start the run again.")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ValueError(
+            f"{path} has version {version}, this curvestep reads up to {VERSION}. Update curvestep."
+        )
+    if not all(name in content and isinstance(content[name], kind) for name, kind in _KINDS.items()):
+        raise _corrupt(path)
+    return content
+
+
+def _check_sums(path: Path) -> None:
+    """An error if a byte is not what was written: torch itself does not look at the archive's checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise ValueError(str(error)) from None
+    if damaged is not None:
+        raise ValueError(damaged)
+
+
+def _corrupt(path: Path) -> ValueError:
+    return ValueError(f"{path} is corrupt or is no checkpoint. Delete it to start the run again.")
+
+
+def random_state() -> dict[str, Tensor]:
+    """States of torch's global generators: the CPU's, and each accelerator's."""
+    now = RandomState.capture()
+    devices = now.accelerator if isinstance(now.accelerator, list) else []
+    return {"cpu": now.cpu} | {f"accelerator:{i}": state for i, state in enumerate(devices)}
+
+
+def set_random_state(states: dict[str, Tensor]) -> None:
+    """Go back to what :func:`random_state` returned; a device that it does not know keeps its state."""
+    devices = [states.get(name, state) for name, state in random_state().items() if name != "cpu"]
+    now = RandomState.capture()
+    replace(now, cpu=states["cpu"], accelerator=devices or now.accelerator).restore()
+
+
+def truncate_rows(path: Path, length: int) -> None:
+    """Cut a row file to the length that a checkpoint recorded: what came later is written again."""
+    size = path.stat().st_size if path.exists() else 0
+    if size < length:
+        raise ValueError(f"{path} has {size} bytes, its checkpoint was written at {length}: rows were lost.")
+    if path.exists():
+        os.truncate(path, length)
+
+
+def no_longer_improves(losses: list[float], *, window: int = 5) -> bool:
+    """Whether the latest loss is worse than the best of all that are more than ``window`` checks older.
+
+    Example:
+        >>> no_longer_improves([5.0, 4.0, 4.1, 4.2], window=2)
+        False
+        >>> no_longer_improves([4.0, 3.9, 3.8, 4.1], window=2)
+        True
+    """
+    *before, latest = losses
+    return len(before) > window and latest > min(before[: -check_count("window", window)])
+
+
+class NonMonotoneAveraging:
+    """Keeps the mean of the iterates from the moment that validation no longer improves (NT-ASGD).
+
+    Training goes on as before; only what is evaluated and kept at the end changes from the last iterate to
+    the mean. This is averaged SGD with a constant step, for any optimizer: ``torch.optim.ASGD`` with
+    ``lambd=0, t0=0`` gives the same mean for plain SGD.
+
+    For the published fine-tuning stage, start again from the saved mean with ``start=True`` and end the run
+    when `finished`.
+
+    Args:
+        model: The model in training, not wrapped.
+        window: Number of latest validation losses that do not count as the best so far.
+        start: Average from the first step.
+
+    Example:
+        >>> from torch import nn
+        >>> averaging = NonMonotoneAveraging(nn.Linear(2, 1), window=1)
+        >>> [averaging.after_validation(loss) for loss in (3.0, 2.0, 4.0)]
+        [False, False, True]
+    """
+
+    def __init__(self, model: nn.Module, *, window: int = 5, start: bool = False) -> None:
+        self._model = model
+        self.window = check_count("window", window)
+        self.losses: list[float] = []
+        self.average: AveragedModel | None = AveragedModel(model) if start else None
+        self.finished = False
+
+    def after_step(self) -> None:
+        """Count the model's parameters into the mean, if averaging has begun."""
+        if self.average is not None:
+            self.average.update_parameters(self._model)
+
+    def after_validation(self, loss: float) -> bool:
+        """Take note of a validation loss; True where averaging begins now."""
+        self.losses.append(float(loss))
+        if not no_longer_improves(self.losses, window=self.window):
+            return False
+        if self.average is not None:
+            self.finished = True
+            return False
+        self.average = AveragedModel(self._model)
+        # As published, the losses of the averaged model are compared among themselves and with the past.
+        return True
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model to validate and keep: the mean once there is one, the model itself before."""
+        if self.average is None or int(self.average.n_averaged) == 0:
+            return self._model
+        return self.average.module
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        average = None if self.average is None else self.average.state_dict()
+        return {"losses": list(self.losses), "finished": self.finished, "average": average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.losses = [float(loss) for loss in state["losses"]]
+        self.finished = bool(state["finished"])
+        self.average = None
+        if state["average"] is not None:
+            self.average = AveragedModel(self._model)
+            self.average.load_state_dict(state["average"])
