@@ -117,7 +117,7 @@ def main(runs: int) -> None:
         advice = [advise(run.trace(**chosen)) for run in found]
         product = np.array([(one.lr or 0.0) * run.largest for one, run in zip(advice, found, strict=True)])
         open_ended = np.array([one.max_norm == np.inf for one in advice])
-        pays = sum("Clipping pays" in one.verdict for one in advice)
+        pays = sum("Clipping pays" in one.clipping for one in advice)
         beyond = product > 2
         cells = (
             beyond.sum(),

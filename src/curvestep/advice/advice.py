@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep._checks import check_count, check_positive
-from curvestep.advice.decision import KEEP, Decision, decide, untold
+from curvestep.advice.decision import KEEP, LOWER, RAISE, Decision, decide, untold
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.advice.rule import Rule, below_spectral, other_steps, rule_for
 from curvestep.advice.settings import Setting, best_of, check_alike, neighbours, next_setting, settings_of
@@ -227,7 +227,7 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
     other = other_steps(samples)
     rule = rule_for(fit, outcome.start, **options)
     decision = decide(outcome, most_factor=rule.most_lr / rule.today)
-    if decision.action != KEEP and other is None:
+    if other is None:
         decision = _guarded(decision, fit, rule, options["constant"])
     lr, max_norm = decision.lr, decision.max_norm
     return Advice(
@@ -251,7 +251,18 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
 
 
 def _guarded(decision: Decision, fit: SmoothnessFit, rule: Rule, constant: float) -> Decision:
-    """Nothing beyond c over a spectral smoothness, no threshold below five times the noise."""
+    """Nothing beyond c over a spectral smoothness, no new threshold below five times the noise.
+
+    What was run stays, up to 2 over the largest spectral value: beyond that it is not stable.
+    """
+    spectral = fit.samples.spectral[np.isfinite(fit.samples.spectral)]
+    largest = 0.0 if fit.supports_slope else float(spectral.max(initial=0.0))
+    if decision.action in (KEEP, RAISE) and decision.lr * largest > 2:
+        product = decision.lr * largest
+        why = f"lr times the largest spectral smoothness, {largest:.3g}, is {product:.3g}: above 2"
+        return replace(decision, action=LOWER, lr=constant / largest, why=why)
+    if decision.action == KEEP:
+        return decision
     max_norm = max(decision.max_norm, 5.0 * rule.noise) if rule.noise is not None else decision.max_norm
     lr, max_norm = below_spectral(fit.samples, decision.lr, max_norm, constant=constant)
     return replace(decision, lr=lr, max_norm=max_norm)

@@ -8,15 +8,22 @@ one to take. The constants were chosen on the development tasks of ``benchmarks/
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from curvestep.advice.outcome import Outcome
 from curvestep.fit.samples import LEAST_ROWS
 
-SHORT = 0.75  # yield above which steps are too short
-LONG = 0.2  # yield below which they are too long
+FAR = 3.0  # times the step that was run: where the start's is further, steps are too short
+OVER = 0.5  # times the step that was run: where the start's is nearer, they may be too long
+WORTH = 0.4  # yield from which longer steps are worth a try, if the start allows them
+SHORT = 0.75  # and if the start was not measured
+LONG = 0.2  # yield below which steps are too long
+TURNS = 1.6  # κ from which clipped steps go back and forth
 MOST = 3.0  # times the step that was run: further than that no trace can vouch for
+CLIP_AT = 0.6  # of the start's gradient norm, after a lost run: calibrate's, where batches may not agree
 LESS = 3.0  # by which lr is divided where nothing says how far
+
+INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
 
 KEEP, RAISE, LOWER, RESCUE, TRY = "keep", "raise", "lower", "rescue", "try"
 
@@ -40,18 +47,26 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
     """
     if outcome.diverged_at is not None:
         return shorter(outcome, RESCUE, "")
-    gained = step_yield(outcome)
+    gained, start = step_yield(outcome), outcome.start
+    keep = Decision(action=KEEP, lr=outcome.lr, max_norm=outcome.max_norm, why=_yielded(gained))
     if outcome.rise is not None:
         first, last = outcome.rise
         why = f"the loss rose, from {first:.3g} to {last:.3g}: steps were too long, or batches too noisy"
         return shorter(outcome, LOWER, why)
-    if gained < LONG:
-        return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
-    if outcome.fell is False and gained <= SHORT:
+    factor = start.factor if start is not None else math.inf if gained > SHORT else math.nan
+    if outcome.fell is False and not factor > FAR:
         return shorter(outcome, LOWER, "the loss did not fall below its first value")
-    if gained > SHORT:
-        return longer(outcome, most_factor, f"{_yielded(gained)}: steps are short")
-    return Decision(action=KEEP, lr=outcome.lr, max_norm=outcome.max_norm, why=_yielded(gained))
+    if gained < LONG and not factor > OVER:
+        return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
+    if gained < LONG and outcome.clipped >= INERT and outcome.kappa > TURNS:
+        why = f"clipped steps go back and forth: each changes the gradient by {outcome.kappa:.2f} of its norm"
+        found = shorter(outcome, LOWER, why)
+        return replace(found, lr=min(found.lr, outcome.step_size / 2))
+    if factor > FAR and gained > WORTH:
+        if outcome.falling is False:
+            return replace(keep, why=f"{keep.why}, but the loss has stopped falling: noise may be the limit")
+        return longer(outcome, min(factor, most_factor), f"{_yielded(gained)}: steps are short")
+    return keep
 
 
 def untold(outcome: Outcome) -> Decision:
@@ -73,8 +88,7 @@ def step_yield(outcome: Outcome) -> float:
 
 def longer(outcome: Outcome, most_factor: float, why: str) -> Decision:
     """Steps up to three times as long, if the start and ``most_factor`` allow them."""
-    start = outcome.start
-    factor = min(MOST, most_factor, start.factor if start is not None else math.inf)
+    start, factor = outcome.start, min(MOST, most_factor)
     if factor < 1.5:
         return Decision(action=KEEP, lr=outcome.lr, max_norm=outcome.max_norm, why=why)
     if outcome.clipped > 0.5:  # the threshold is what makes them short
@@ -86,14 +100,14 @@ def longer(outcome: Outcome, most_factor: float, why: str) -> Decision:
 
 
 def shorter(outcome: Outcome, action: str, why: str) -> Decision:
-    """The step that the start measured; at most a third of today's, and clipped at the start's norm."""
+    """The step that the start measured; at most a third of today's, and clipped below the start's norm."""
     start, lr, max_norm = outcome.start, outcome.lr / LESS, outcome.max_norm
     if outcome.rise is not None:
         first, last = outcome.rise
         lr = outcome.lr / min(max(last / first if first > 0 else LESS, LESS), 10.0)
     if start is not None and outcome.lr > 0:
-        lr = min(lr, start.step_size)
-        max_norm = min(max_norm, start.grad_norm)
+        lr = min(lr, start.step_size, start.most_size)
+        max_norm = min(max_norm, CLIP_AT * start.grad_norm)
     return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
 
 

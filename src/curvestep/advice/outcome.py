@@ -35,6 +35,7 @@ class Start:
     grad_norm: float
     factor: float  # times the step that was taken: there κ is 1
     step_size: float  # the length of that step over the gradient norm
+    most_size: float  # of a step that lowers the first loss to zero and no further, by its slope
     edge: float  # step size · smoothness / 2 of the first row
 
 
@@ -50,8 +51,10 @@ class Outcome:
     losses: Interval  # first, and last that is finite
     rise: Interval | None  # mean of the first and of the last losses, if it rose
     fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
+    falling: bool | None  # whether the loss still falls at the end
     step_yield: float  # of the later half of the run
     kappa: float  # of the later half
+    step_size: float  # length of a step over the gradient norm, in the median
     grad_norm: float  # the largest
     start: Start | None  # None if the first step was not measured
 
@@ -78,8 +81,10 @@ def outcome_of(history: History) -> Outcome:
         losses=(float(finite[0]), float(finite[-1])) if len(finite) else (math.nan, math.nan),
         rise=loss_rise(history.loss),
         fell=has_fallen(history.loss),
+        falling=is_falling(history.loss),
         step_yield=_yield(rows, late),
         kappa=float(np.median(kappa[late])) if late.any() else math.nan,
+        step_size=float(np.median((length / g)[measured])) if measured.any() else math.nan,
         grad_norm=float(g[measured].max()) if measured.any() else math.nan,
         start=_start(history, kappa, measured),
     )
@@ -143,12 +148,29 @@ def has_fallen(losses: np.ndarray) -> bool | None:
     return bool(losses[0] - last.mean() > 2 * last.std(ddof=1))
 
 
+def is_falling(losses: np.ndarray) -> bool | None:
+    """Whether the last third of the losses lies below the third before it by more than twice the error.
+
+    Example:
+        >>> is_falling(np.linspace(3, 2, 40)), is_falling(np.array([9.0, *[2.1, 1.9] * 20]))
+        (True, False)
+    """
+    losses = losses[np.isfinite(losses)]
+    part = len(losses) // 3
+    if part < 3:
+        return None
+    before, last = losses[-2 * part : -part], losses[-part:]
+    error = math.sqrt((before.var(ddof=1) + last.var(ddof=1)) / part)
+    return bool(before.mean() - last.mean() > 2 * error)
+
+
 def _yield(rows: dict[str, np.ndarray], part: np.ndarray) -> float:
     """Median fall of a step's own loss over the median of what its slope promises."""
     length = rows["step_norm"][part]
     cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)[part]  # 1 along the gradient
     promise = cosine * rows["grad_norm"][part] * length
-    fall = (rows["loss"] - rows["loss_after"])[part]
+    with np.errstate(invalid="ignore"):
+        fall = (rows["loss"] - rows["loss_after"])[part]
     # Without training's own loss the row holds that after the step, twice. Then the gradients at both ends
     # of the step have to do, by the trapezoidal rule.
     if not np.isfinite(fall).any() or np.nanmax(np.abs(fall)) == 0:
@@ -180,8 +202,21 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray) -> Start |
         grad_norm=float(np.median(g)),
         factor=float(np.median(factors)),
         step_size=float(np.median(np.array(factors) * length / g)),
+        most_size=_most_size(history.loss, float(g[0])),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
     )
+
+
+def _most_size(losses: np.ndarray, grad_norm: float) -> float:
+    r"""Twice the loss over the squared gradient norm, where no loss is negative.
+
+    Where :math:`f \ge 0` and the curvature along the gradient is at most L, :math:`g^2 \le 2 L f`, so that
+    :math:`1/L \le 2f/g^2`. Where the gradient saturates, far along the step, secants miss that.
+    """
+    known = losses[np.isfinite(losses)]
+    if not len(known) or known.min() < 0 or known[0] == 0:
+        return math.inf
+    return 2 * float(known[0]) / grad_norm**2
 
 
 def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray) -> float:

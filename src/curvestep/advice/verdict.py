@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from curvestep.advice.decision import KEEP, LOWER, RAISE, RESCUE, TRY, Decision
+from curvestep.advice.decision import INERT, KEEP, LOWER, RAISE, RESCUE, TRY, Decision
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.rule import LITTLE_GAIN, Rule
 from curvestep.advice.settings import Setting
 from curvestep.fit.diagnostics import at_edge_of_stability, hardly_varies, kappa_saturated
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import LEAST_ELASTICITY
-
-INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
 
 _OPENINGS = {RAISE: "Raise", LOWER: "Lower", TRY: "Cannot tell yet; next run"}
 
