@@ -161,11 +161,13 @@ WRONG_FILES = {
     "advise empty": "empty is empty: no trace was written to it",
     "advise garbage": "garbage is not a curvestep trace: its first line is no header",
     "advise rows": "rows is not a curvestep trace: its first line is no trace header",
-    "advise folder": "There is no folder/trace.jsonl",
+    "advise folder": "There is neither a run folder nor a trace in folder",
+    "advise broken": "broken/config.json is not JSON",
+    "report one -o rows": "rows is there already and is not a page about these runs. Choose another `output`",
     "report empty": "empty is empty",
     "report garbage": "garbage is not a curvestep trace",
     "report folder": "There is neither a run folder nor a trace in folder",
-    "report one --output folder": "folder: is a directory",
+    "report one --output folder": "must be an HTML file, got the folder folder. Try folder/report.html",
     "report one --output one/page.html": "one is a file, and a folder is needed",
     "report one --output page.html --figures garbage": "garbage is a file, and a folder is needed",
     "report broken": "broken/config.json is not JSON",
@@ -209,6 +211,53 @@ def test_a_trace_of_one_row_gets_a_page_and_what_can_be_said(capsys, wrong_files
     code, out, err = run(capsys, "report", "one", "--output", "page.html")
     assert (code, err) == (0, "")
     assert Path("page.html").exists()
+
+
+def test_a_trace_without_rows_gets_a_page_and_one_line(capsys, wrong_files):
+    Trace("none").close()
+    code, out, err = run(capsys, "advise", "none")
+    assert (code, out.count("\n"), err) == (1, 1, "")
+    assert out.startswith("No advice: ")
+    code, out, err = run(capsys, "report", "none", "-o", "page.html")
+    assert (code, err) == (0, "")
+    assert "report: page.html" in out
+
+
+def test_report_replaces_a_page_about_the_same_runs_only(capsys, wrong_files):
+    assert run(capsys, "report", "one", "-o", "page.html")[0] == 0
+    assert run(capsys, "report", "one", "-o", "page.html")[0] == 0
+    before = Path("page.html").read_bytes()
+    Path("two").write_bytes(Path("one").read_bytes())
+    code, out, err = run(capsys, "report", "two", "-o", "page.html")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert Path("page.html").read_bytes() == before
+    assert run(capsys, "report", "two", "-o", "page.html", "--overwrite")[0] == 0
+    assert Path("page.html").read_bytes() != before
+
+
+@pytest.mark.slow
+def test_report_and_advise_find_the_same_runs_in_a_folder(capsys, tmp_path):
+    for seed in (0, 1):
+        make_run(tmp_path / "all" / "deep" / f"seed{seed}", seed=seed)
+    make_run(tmp_path / "all" / "other", batch_size=40)
+    make_run(tmp_path / "all" / "bare", traced=False, steps=20)
+    trace = tmp_path / "all" / "mine.jsonl"
+    trace.write_bytes((tmp_path / "all" / "other" / "trace.jsonl").read_bytes())
+    code, out, err = run(capsys, "advise", str(tmp_path / "all"), "--json")
+    assert (code, err) == (0, "")
+    tasks = json.loads(out)["tasks"]
+    assert [entry["task"].partition(", ")[0] for entry in tasks] == ["ptb-lstm", "ptb-lstm", "walls"]
+    assert all("fit" not in entry["advice"] for entry in tasks)
+    code, out, err = run(capsys, "report", str(tmp_path / "all"), "-o", str(tmp_path / "p.html"), "--json")
+    assert (code, err) == (0, "")
+    page = json.loads(out)
+    assert len(page["runs"]) == 5
+    assert [v["verdict"] for v in page["verdicts"]] == [entry["advice"]["verdict"] for entry in tasks]
+    code, out, _ = run(capsys, "advise", str(tmp_path / "all"))
+    assert "batch 20 (2 runs)\n" in out
+    code, out, err = run(capsys, "advise", str(tmp_path / "all" / "bare"))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "nothing was measured. Train with a probe." in err
 
 
 @pytest.mark.skipif(os.name == "posix" and os.getuid() == 0, reason="root may write anywhere")
@@ -270,7 +319,7 @@ def test_report_writes_page_and_figures_and_prints_the_verdict(capsys, tmp_path)
         capsys, "report", str(folder), "--output", str(page), "--figures", str(tmp_path / "figures")
     )
     assert code == 0
-    assert "Clipping" in out
+    assert advise(Trace.load(folder / "trace.jsonl")).verdict in out
     assert page.stat().st_size > 1e6
     names = {
         f"run-{kind}.{suffix}" for kind in ("scatter", "norm", "loss", "edge") for suffix in ("png", "svg")

@@ -107,7 +107,7 @@ def report(args: list[str]) -> int:
         raise UsageError("curvestep report: name a run folder or a trace file. See curvestep report --help.")
     from curvestep.lab.report.page import write_page
 
-    page = write_page(chosen.RUN, chosen.output, title=chosen.title)
+    page = write_page(chosen.RUN, chosen.output, title=chosen.title, overwrite=chosen.overwrite)
     if chosen.figures:
         from curvestep.lab.report.page import save_figures
 
@@ -131,18 +131,22 @@ def advise(args: list[str]) -> int:
     if not chosen.TRACE:
         raise UsageError("curvestep advise: name a trace file or a run folder. See curvestep advise --help.")
     from curvestep.advice.advice import advise as library
-    from curvestep.fit.fit import fit_smoothness
-    from curvestep.smoothness.trace import Trace
+    from curvestep.lab.report.views import traces_by_task
 
-    traces = [Trace.load(_trace_file(path)) for path in chosen.TRACE]
-    advice = library(*traces)
+    tasks = traces_by_task(chosen.TRACE)
+    found = {task: library(*traces) for task, traces in tasks.items()}
     if chosen.json:
-        _print_json(advice)
+        told = [{"task": task, "advice": advice} for task, advice in found.items()]
+        _print_json(told[0]["advice"] if len(told) == 1 else {"tasks": told})
     else:
-        print(advice.verdict if advice.refused else advice)
-        if len(traces) == 1 and advice.lr_interval is not None:  # there were rows enough for a fit
-            print(f"\n{fit_smoothness(traces[0])}")
-    return FAILED if advice.refused else OK
+        for number, (task, advice) in enumerate(found.items()):
+            if len(found) > 1:
+                runs = len(tasks[task])
+                print(f"{chr(10) * (number > 0)}{task or 'other runs'} ({runs} run{'s' * (runs > 1)})")
+            print(advice.verdict if advice.refused else advice)
+            if len(tasks[task]) == 1 and advice.fit is not None:
+                print(f"\n{advice.fit}")
+    return FAILED if any(advice.refused for advice in found.values()) else OK
 
 
 def calibrate(args: list[str]) -> int:
@@ -241,16 +245,6 @@ def _help(kind: type, prog: str) -> int:
     return OK
 
 
-def _trace_file(path: str) -> Path:
-    """The trace in a run folder, or the file itself."""
-    found = Path(path)
-    if found.is_dir():
-        found = found / "trace.jsonl"
-    if not found.exists():
-        raise ValueError(f"There is no {found}. Train with a probe, or name the trace file.")
-    return found
-
-
 def _ending(result: Any) -> str:
     """How a run ended, in a line or two."""
     words = f"{result.status} after {result.step} steps"
@@ -286,7 +280,8 @@ def _print_json(value: Any) -> None:
 def _plain(value: Any) -> Any:
     """``value`` for JSON: dataclasses as objects, what JSON has no form for in words."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        shown = [item.name for item in dataclasses.fields(value) if item.repr]  # not what it was read from
+        return {name: _plain(getattr(value, name)) for name in shown}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -19,6 +19,7 @@ from curvestep.lab.recipes import SCALES, Recipe, Scale, choices_of, get_recipe,
 Options = TypeVar("Options")
 Figure = Literal["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"]
 Engine = Literal["joblib", "ray"]
+SHORT = {"output": "-o"}
 NOT_OPTIONS = ("name", "figures", "scale")  # fields of a recipe: its name and scale choose it
 # What other programs call our options.
 ALIASES = {
@@ -127,11 +128,12 @@ class Sweep:
 class Report:
     """One self-contained HTML page about runs, sweeps, or traces of your own loop.
 
-    Example: curvestep report runs/mine runs/other --output report.html
+    Example: curvestep report runs/mine runs/other -o report.html
 
     Args:
         RUN: Run folders, folders of runs, trace files.
-        output: HTML file to write.
+        output: HTML file to write; a page about other runs is not replaced.
+        overwrite: Replace the file whatever it is.
         title: Heading of the page; none: what was found.
         figures: Folder for each figure as PNG and SVG; none writes none.
         json: Print the verdict as JSON instead of words.
@@ -140,6 +142,7 @@ class Report:
 
     RUN: tuple[str, ...] = ()
     output: str = "report.html"
+    overwrite: bool = False
     title: str = ""
     figures: str = ""
     json: bool = False
@@ -153,7 +156,7 @@ class Advise:
     Example: curvestep advise runs/mine/trace.jsonl
 
     Args:
-        TRACE: Trace files or run folders, of one task.
+        TRACE: Run folders, folders of runs, trace files; tasks are judged one by one.
         json: Print JSON instead of words.
     """
 
@@ -326,7 +329,7 @@ def add_option(
         settings["metavar"] = name
         parser.add_argument(name, **settings)
     else:
-        parser.add_argument(flag, dest=name, **settings)
+        parser.add_argument(flag, *filter(None, [SHORT.get(name)]), dest=name, **settings)
 
 
 def reader_of(hint: Any, *, auto: bool = False) -> Callable[[str], Any]:

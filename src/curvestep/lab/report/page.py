@@ -77,7 +77,7 @@ def write_page(
         ValueError: there is no run and no trace in ``paths``, or ``output`` is a file to keep.
     """
     sources = list(paths)
-    places = [place_of(source) if isinstance(source, Trace) else Path(source) for source in sources]
+    places = [place_of(path if isinstance(path, Trace) else Path(path)) for path in sources]
     subject = hashlib.sha256("\n".join(sorted(str(place.resolve()) for place in places)).encode()).hexdigest()
     output = Path(output)
     if output.is_dir():

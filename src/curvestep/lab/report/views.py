@@ -18,7 +18,7 @@ from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import final_loss
+from curvestep.fit.samples import check_trace, final_loss
 from curvestep.lab.recipes import to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
@@ -136,36 +136,54 @@ def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = (
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
-    places = [path if isinstance(path, Trace) else Path(path) for path in paths]
-    known = {run.folder.resolve(): run for run in loaded}
-    sources = [
-        known.get(source.folder.resolve(), source) if isinstance(source, Run) else source
-        for place in places
-        for source in ([place] if isinstance(place, Trace) else _sources(place))
-    ]
-    if not sources and places:
-        return []
+    sources = find_sources(paths)
     if not sources:
-        raise ValueError("`paths` must name at least one run folder or trace file, got none.")
+        return []
+    known = {run.folder.resolve(): run for run in loaded}
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
-    files = [
-        source.folder
-        if isinstance(source, Run)
-        else place_of(source)
-        if isinstance(source, Trace)
-        else source
-        for source in sources
-    ]
+    files = [place_of(source) for source in sources]
     names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
     return [
-        _run_view(source, name) if isinstance(source, Run) else _trace_view(source, name)
+        _run_view(known.get(source.folder.resolve(), source), name)
+        if isinstance(source, Run)
+        else _trace_view(source, name)
         for source, name in zip(sources, names, strict=True)
     ]
 
 
-def place_of(trace: Trace) -> Path:
-    """The file of a trace; of one in memory a name for it."""
-    return trace.path or Path(str(trace.header.get("model", "a trace in memory")))
+def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]]:
+    """The traces in ``paths``, found as for the page, those that can be compared together.
+
+    Raises:
+        ValueError: there is no trace.
+    """
+    found: dict[str, list[Trace]] = {}
+    sources = find_sources(paths)
+    for source in sources:
+        if isinstance(source, Run) and not source.trace_path.exists():
+            continue
+        trace = source.trace if isinstance(source, Run) else check_trace(source)
+        found.setdefault(task_of(source if isinstance(source, Run) else trace), []).append(trace)
+    if not found:
+        where = ", ".join(str(place_of(source)) for source in sources) or "these folders"
+        raise ValueError(f"There is no trace in {where}: nothing was measured. Train with a probe.")
+    return found
+
+
+def task_of(source: Run | Trace) -> str:
+    """What was trained on what: runs that agree in it can be compared."""
+    if isinstance(source, Run):
+        recipe = source.recipe
+        return f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}"
+    about = ("model", "num_parameters", "measured_on")
+    return ", ".join(str(source.header[key]) for key in about if key in source.header)
+
+
+def place_of(source: Run | Trace | Path) -> Path:
+    """The folder of a run or the file of a trace; of a trace in memory a name for it."""
+    if isinstance(source, Trace):
+        return source.path or Path(str(source.header.get("model", "a trace in memory")))
+    return source.folder if isinstance(source, Run) else source
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -183,8 +201,16 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [visible("/".join(folder.parts[depth:])) for folder in absolute]
 
 
-def _sources(path: Path) -> list[Run | Path]:
-    if path.is_file():
+def find_sources(paths: Iterable[str | Path | Trace]) -> list[Run | Path | Trace]:
+    """The runs, trace files and traces in ``paths``."""
+    places = [path if isinstance(path, Trace) else Path(path) for path in paths]
+    if not places:
+        raise ValueError("`paths` must name at least one run folder or trace file, got none.")
+    return [source for place in places for source in _sources(place)]
+
+
+def _sources(path: Path | Trace) -> Sequence[Run | Path | Trace]:
+    if isinstance(path, Trace) or path.is_file():
         return [path]
     if not path.exists():
         raise ValueError(f"There is no {path}. Name run folders, folders of runs, or trace files.")
@@ -221,7 +247,7 @@ def _run_view(run: Run, name: str) -> RunView:
     return RunView(
         name=name,
         setting=run.recipe.label,
-        task=f"{run.recipe.name}, {run.recipe.scale}, {run.recipe.problem}, batch {run.recipe.batch_size}",
+        task=task_of(run),
         status=str(status.get("status", "")),
         step=int(status.get("step") or 0),
         train=train,
@@ -256,12 +282,10 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
             warnings.simplefilter("ignore")  # rows written by hand have no checksum
             rows = [row for chunk in read_rows(file, beside) for row in chunk]
     held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
-    about = ("model", "num_parameters", "measured_on")
-    told = [str(trace.header[key]) for key in about if key in trace.header]
     return RunView(
         name=name,
         setting="a trace of your own loop",
-        task=", ".join(told),
+        task=task_of(trace),
         status="diverged" if len(trace) and trace[-1]["status"] == NONFINITE else "",
         step=int(trace.column("step")[-1]) if len(trace) else 0,
         max_norm=common_threshold(measurement["measured"]["clip_norm"]),
