@@ -12,7 +12,7 @@ from benchmarks.calibrate_tasks import DEVELOPMENT, TASKS
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, MAX_KAPPA
+from curvestep.calibration.search import CLIP_AT, MAX_KAPPA, SLOPE_SHARE
 from curvestep.lab.paper.style import COLOURS, panels, styled
 
 Row = dict[str, Any]
@@ -190,7 +190,7 @@ def adam_shares(rows: list[Row]) -> list[str]:
         losses = [r["first_loss"] if r["diverged"] else r["loss"] for r in grid]
         rates, best = np.log([r["options"]["lr"] for r in grid]), min(losses)
         for share in SHARES:
-            loss = np.interp(math.log(_median(mine) * share / ADAM_SHARE), rates, losses)
+            loss = np.interp(math.log(_median(mine) * share / SLOPE_SHARE), rates, losses)
             found[share][name] = float((loss - best) / (grid[0]["first_loss"] - best))
     if not found[SHARES[0]]:
         return []

@@ -30,7 +30,7 @@ from benchmarks.calibrate_report import (
 )
 from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
 
-from curvestep.calibration.search import ADAM_SHARE, CLIP_AT, MAX_KAPPA
+from curvestep.calibration.search import CLIP_AT, MAX_KAPPA, SLOPE_SHARE
 
 SMALL = ["logistic regression"]
 
@@ -176,7 +176,7 @@ def test_shares_for_adam_are_read_off_its_grid():
         row("grid, AdamW", loss, seed=100, options={"lr": lr})
         for lr, loss in ((0.01, 2.0), (0.1, 1.0), (1.0, 2.0))
     ]
-    mine = row("calibrated, AdamW", 1.0, chosen={"lr": 0.1 * ADAM_SHARE}, problem="")
+    mine = row("calibrated, AdamW", 1.0, chosen={"lr": 0.1 * SLOPE_SHARE}, problem="")
     said = "".join(adam_shares([*grid, mine]))
     assert "| 1 | 0.0 % | 0.0 % (CNN) | 1 |" in said  # the whole step is the best learning rate
     assert "| 0.1 | 50.0 % | 50.0 % (CNN) | 1 |" in said  # half of the way from 3 to 1 is missed

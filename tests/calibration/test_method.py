@@ -144,7 +144,7 @@ def test_optimizer_of_a_method_has_its_groups_and_options():
 
 @pytest.mark.parametrize(
     ("options", "kind"),
-    [({}, "plain"), ({"momentum": 0.9}, "momentum"), ({"optimizer": "AdamW"}, "signs")],
+    [({}, "plain"), ({"momentum": 0.9}, "momentum")],
 )
 def test_peak_of_a_schedule_is_a_multiple_and_the_threshold_is_kept(options, kind):
     model, loss, batches = network()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate
-from curvestep.calibration.search import ADAM_CLIP_AT, ADAM_SHARE, CLIP_AT
+from curvestep.calibration.search import ADAM_CLIP_AT, ADAM_SHARE, CLIP_AT, SCHEDULED, SLOPE_SHARE
 from curvestep.vectors import global_norm
 
 
@@ -158,17 +158,21 @@ def test_normalized_sgd_takes_the_same_step_at_small_gradients():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, ClippedAdamW, "AdamW"])
-def test_adam_goes_along_the_signs_to_where_the_gradient_has_changed_by_itself(optimizer):
-    # f = 1/2 sum L_i x_i^2 along sign(x): sum |L_i h| is sum |L_i x_i| at h = sum |L_i x_i| / sum L_i.
+def test_adam_goes_along_the_signs_to_where_the_slope_ends(optimizer):
+    # f = 1/2 sum L_i x_i^2 along sign(x): the slope ends at h = sum |L_i x_i| / sum L_i.
     model, L = Vector([3.0, -4.0]), torch.tensor([1.0, 2.0])
     cal = calibrate(model, lambda b: 0.5 * (L * model.x.square()).sum(), [0] * 4, optimizer=optimizer)
-    assert math.isclose(cal.lr, ADAM_SHARE * (3.0 + 8.0) / 3.0, rel_tol=1e-9)
+    assert math.isclose(cal.lr, SLOPE_SHARE * (3.0 + 8.0) / 3.0, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
-def test_adam_gets_a_threshold_and_words_of_its_own(optimizer):
+def test_adam_gets_words_of_its_own_and_a_threshold_under_a_schedule(optimizer):
     model, loss, batches = mlp()
-    cal = calibrate(model, loss, batches, optimizer=optimizer)
+    constant = calibrate(model, loss, batches, optimizer=optimizer)
+    assert constant.max_norm == constant.step_cap == math.inf
+    assert "max_norm" not in str(constant)
+    assert "the slope of a batch's loss along it" in str(constant)
+    cal = calibrate(model, loss, batches, optimizer=optimizer, schedule="warmup-decay")
     assert math.isclose(cal.max_norm, ADAM_CLIP_AT[0] * cal.grad_norm)
     assert cal.step_cap == math.inf
     assert "step_cap" not in str(cal)
@@ -180,8 +184,12 @@ def test_adam_gets_a_threshold_and_words_of_its_own(optimizer):
 def test_change_along_signs_counts_coordinates_that_the_slope_cannot_see():
     # Along sign(g) = (1, 1): L = (3, -1) makes the slope fall by 2h only, and the gradient change by 4h.
     model, L = Vector([1.0, -1.0]), torch.tensor([3.0, -1.0])
-    cal = calibrate(model, lambda b: 0.5 * (L * model.x.square()).sum(), [0] * 4, optimizer="AdamW")
-    assert math.isclose(cal.lr, ADAM_SHARE * 4.0 / 4.0, rel_tol=1e-9)
+    loss = lambda b: 0.5 * (L * model.x.square()).sum()  # noqa: E731
+    cal = calibrate(model, loss, [0] * 4, optimizer="AdamW", schedule="warmup-decay")
+    assert math.isclose(cal.lr, SCHEDULED["signs"] * ADAM_SHARE * 4.0 / 4.0, rel_tol=1e-9)
+    assert math.isclose(
+        calibrate(model, loss, [0] * 4, optimizer="AdamW").lr, SLOPE_SHARE * 4.0 / 2.0, rel_tol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("optimizer", "enters"), [("Adam", True), ("AdamW", False)])

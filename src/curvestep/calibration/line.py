@@ -33,12 +33,13 @@ class Line:
     r"""A batch's loss and gradient along :math:`x - h\,d`; use it as a context.
 
     The relative change of the gradient is taken in the norm dual to that of the step: the Euclidean one along
-    the gradient, the sum of absolute values along its signs, whose largest entry is the length of the step,
+    the gradient, the sum of absolute values along its signs, whose largest entry is the length of the step.
+    With ``slope`` it is, along signs, that of the slope alone:
 
     .. math::
-        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert}{\lVert \nabla f(x) \rVert}
-        = h\,\hat L(h), \qquad
-        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert_1}{\lVert \nabla f(x) \rVert_1} .
+        \kappa(h) = \frac{\lVert \nabla f(x - h d) - \nabla f(x) \rVert_*}{\lVert \nabla f(x) \rVert_*}
+        \;(= h\,\hat L(h) \text{ along the gradient}), \qquad
+        \kappa(h) = 1 - \frac{\langle \nabla f(x - h d), d \rangle}{\langle \nabla f(x), d \rangle} .
 
     Groups whose learning rates are shares :math:`r` of the largest take :math:`d = r g`; the norms are then
     those of :math:`\sqrt r\,\nabla f`, or of :math:`r\,\nabla f` along signs.
@@ -57,6 +58,7 @@ class Line:
         closure: Returns the loss.
         max_kappa: Largest safe :math:`\kappa`.
         method: The optimizer: which way it steps, and the penalty that belongs to its loss.
+        slope: Along signs, measure the change of the slope.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Line:
         *,
         max_kappa: float,
         method: Method,
+        slope: bool = False,
     ) -> None:
         self.model, self.max_kappa, self.method = model, max_kappa, method
+        self._by_slope = slope and method.along_signs
         self.points: list[Point] = []
         self.num_gradients = 0
         self._replay = Replay(model, closure)
@@ -194,6 +198,8 @@ class Line:
         ]
 
     def _change(self, gradients: list[Tensor | None]) -> float:
+        if self._by_slope:
+            return 1.0 - dot(gradients, self.direction) / self._slope
         changes = difference(gradients, self._gradients, overwrite=True)
         if self.method.along_signs or set(self._shares) != {1.0}:
             squared = dot(changes, self._weighted(changes)) / self._slope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -46,7 +47,8 @@ class Calibration:
     Args:
         optimizer: The optimizer they are for.
         lr: Learning rate :math:`\eta` for ``schedule``; the largest one if groups differ.
-        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``.
+        max_norm: Gradient norm :math:`\gamma` at which to clip; for NormalizedSGD its ``offset``; infinite
+            for Adam without a schedule.
         step_cap: Longest step a clipped run can take, :math:`\eta\gamma/(1-\beta)` with momentum
             :math:`\beta`; infinite for Adam, whose steps do not follow the gradient's length.
         lr_interval: 90 % interval of ``lr`` from the spread of the batches; NaN for a single batch.
@@ -93,7 +95,9 @@ class Calibration:
 
     @property
     def threshold(self) -> str:
-        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line."""
+        """The threshold by its optimizer's name for it, ready to follow ``lr`` in a line; empty for none."""
+        if math.isinf(self.max_norm):
+            return ""
         return f", {'offset' if self.optimizer == 'NormalizedSGD' else 'max_norm'} {self.max_norm:.3g}"
 
     @property
@@ -104,17 +108,17 @@ class Calibration:
         norm = f"The gradient norm at the start is {self.grad_norm:.3g}"
         clipped = f"; clipping at {self.clip_at:.2g} times that"
         if self.along_signs:
-            peak = self.schedule != "constant"
+            slope = self.schedule == "constant"
+            change = "the slope of a batch's loss along it" if slope else "a batch's gradient (by its 1-norm)"
+            kept = "a threshold is not part of it."
+            if not math.isinf(self.max_norm):
+                kept = f"{norm.lower()}{clipped} keeps single gradients out of both moments."
+            if not slope:
+                kept += " Warm up over a tenth of the steps or so: without it this lr is too large."
             return (
-                f"A step of {step:.3g} along the signs of the gradient, and no longer one, changes a batch's "
-                f"gradient by at most {self.max_kappa:g} times itself (sums of absolute values) and {falls}; "
-                f"lr is {self.lr / step:.2g} of that.",
-                f"{norm}{clipped} keeps single gradients out of both moments"
-                + (
-                    ". Warm up over a tenth of the steps or so: without it this lr is too large."
-                    if peak
-                    else "."
-                ),
+                f"A step of {step:.3g} along the signs of the gradient, and no longer one, changes {change} "
+                f"by at most {self.max_kappa:g} times itself and {falls}.",
+                f"The learning rate is {self.lr / step:.2g} of that; {kept}",
             )
         measured = (
             f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from statistics import median
 from typing import Any
@@ -78,7 +79,9 @@ from curvestep.smoothness.snapshot import RandomState
 MAX_KAPPA = 1.0
 CLIP_AT = (0.6, 1.75)
 ADAM_CLIP_AT = (1 / 3, 1 / 3)
-ADAM_SHARE = 0.75  # of the safe step along signs, for a constant learning rate
+NO_CLIP = (math.inf, math.inf)  # Adam at a constant learning rate: there is no evidence for a threshold
+ADAM_SHARE = 0.75  # of the safe step along signs; under a schedule it is multiplied as below
+SLOPE_SHARE = 1 / 5  # of the step that ends the slope along signs, for a constant learning rate
 # The peak of a schedule with warm-up and decay, in units of the best constant learning rate.
 SCHEDULED = {"signs": 2.4, "momentum": 3.0, "plain": 2.0}
 
@@ -141,8 +144,8 @@ def calibrate(
             batches.
         max_kappa: Largest safe :math:`\kappa`, the change of the gradient relative to itself.
         clip_at: Threshold in units of the gradient norm at the start: one number, or two, for batches whose
-            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD, 1/3
-            for Adam.
+            gradients have nothing in common and for batches that agree. Default: 0.6 and 1.75 for SGD;
+            for Adam 1/3 under a schedule, and none without.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
 
@@ -171,15 +174,17 @@ def calibrate(
             f"least {FEWEST_PILOT} of them."
         )
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
-    if clip_at is None:
-        clip_at = ADAM_CLIP_AT if method.along_signs else CLIP_AT
-    ends = tuple(clip_at) if isinstance(clip_at, (tuple, list)) else (clip_at, clip_at)
-    if len(ends) != 2:
-        raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
-    for end in ends:
-        check_positive("clip_at", end)
-    share = ADAM_SHARE if method.along_signs else min(1.0, ends[0])
-    search = _Search(model, method, max_kappa, max_gradients, share=share)
+    slope = schedule == "constant"
+    ends = CLIP_AT if not method.along_signs else NO_CLIP if slope else ADAM_CLIP_AT
+    if clip_at is not None:
+        ends = tuple(clip_at) if isinstance(clip_at, (tuple, list)) else (clip_at, clip_at)
+        if len(ends) != 2:
+            raise ValueError(f"`clip_at` must be one number or two, got {clip_at!r}.")
+        for end in ends:
+            check_positive("clip_at", end)
+    share = (SLOPE_SHARE if slope else ADAM_SHARE) if method.along_signs else min(1.0, ends[0])
+    line_of = partial(Line, model, max_kappa=max_kappa, method=method, slope=slope)
+    search = _Search(model, method, line_of, max_gradients, share=share)
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
         stream = (closure_of(loss_of_batch, batch, model) for batch in shared(batches, model))
@@ -188,14 +193,14 @@ def calibrate(
             known += islice(stream, max(0, i + 1 - len(known)))
             if i == len(known):
                 break
-            with Line(model, known[i], max_kappa=max_kappa, method=method) as line:
+            with line_of(known[i]) as line:
                 if search.add(line):
                     search.look_at(line, known[:i] + known[i + 1 :])
             enough = len(search.curve) >= num_batches and (search.half_width <= SURE or search.noisy)
             kept = 2 * FEWEST_ARM if search.steep and len(search.curve) >= num_batches else 0
             if enough or search.left < FEWEST + kept:
                 break
-        found = search.result(clip_at=ends, num_batches=num_batches)
+        found = search.result(max_kappa=max_kappa, clip_at=ends, num_batches=num_batches)
         if search.steep or search.noisy:
             known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
             found = search.compared(found, known) if search.steep else search.tried(found, known)
@@ -233,10 +238,16 @@ class _Search:
     """Safe steps of one batch after another, each search starting at the answer before it."""
 
     def __init__(
-        self, model: nn.Module, method: Method, max_kappa: float, max_gradients: int, *, share: float
+        self,
+        model: nn.Module,
+        method: Method,
+        line_of: Callable[[Closure], Line],
+        max_gradients: int,
+        *,
+        share: float,
     ) -> None:
-        self.model, self.method = model, method
-        self.max_kappa, self.max_gradients, self.share = max_kappa, max_gradients, share
+        self.model, self.method, self.line_of = model, method, line_of
+        self.max_gradients, self.share = max_gradients, share
         self.num_gradients = 0
         self.num_fitted = 0  # batches whose loss ends before their gradient changes too much
         self.falls: list[float] = []  # of each batch's loss over its safe step, as a share of it
@@ -275,9 +286,9 @@ class _Search:
                 ) from None
             self.num_gradients += line.num_gradients
             return False
-        step = crossing(bracket, max_kappa=self.max_kappa, loss=line.highest_loss)
+        step = crossing(bracket, max_kappa=line.max_kappa, loss=line.highest_loss)
         self._check_precision(line, bracket.low.step)
-        self.num_fitted += bracket.high.kappa <= self.max_kappa and bracket.high.loss < line.loss
+        self.num_fitted += bracket.high.kappa <= line.max_kappa and bracket.high.loss < line.loss
         self.falls.append((line.loss - bracket.low.loss) / abs(line.loss) if line.loss else 0.0)
         points = tuple(sorted(line.points, key=lambda point: point.step))
         self.curve.append(BatchCurve(points=points, safe_step=step, loss=line.loss, grad_norm=line.raw_norm))
@@ -382,7 +393,7 @@ class _Search:
             self.changes = []
             for i in range(num_lines):
                 others = [*closures[:i], *closures[i + 1 :]][:MOST_OTHERS]
-                with Line(self.model, closures[i], max_kappa=self.max_kappa, method=self.method) as line:
+                with self.line_of(closures[i]) as line:
                     watched = Others(line, others)
                     self.changes.append((watched.change(PART * step), watched.change(step)))
             self.num_gradients += num_lines
@@ -421,7 +432,7 @@ class _Search:
         spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
         return float(stats.t.ppf(0.95, number - 1)) * spread / math.sqrt(number)
 
-    def result(self, *, clip_at: tuple[float, float], num_batches: int) -> Calibration:
+    def result(self, *, max_kappa: float, clip_at: tuple[float, float], num_batches: int) -> Calibration:
         """The medians, as the optimizer takes them."""
         name, momentum, signs = self.method.name, self.method.momentum, self.method.along_signs
         if not self.curve:
@@ -440,7 +451,7 @@ class _Search:
         lr = (
             median(batch.safe_step * batch.stretch for batch in self.curve)
             * (1.0 - momentum)
-            * (ADAM_SHARE if signs else 1.0)
+            * (self.share if signs else 1.0)
         )
         if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
@@ -480,7 +491,7 @@ class _Search:
             lr_interval=(lr / factor, lr * factor),
             grad_norm=grad_norm,
             num_gradients=self.num_gradients,
-            max_kappa=self.max_kappa,
+            max_kappa=max_kappa,
             clip_at=multiple,
             agreement=agreement,
             curve=tuple(self.curve),
