@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from benchmarks.calibrate_report import (
     write,
 )
 from benchmarks.calibrate_tasks import DEVELOPMENT, HELD_OUT, TASKS
+from matplotlib.patches import Rectangle
 
 from curvestep.calibration.search import CLIP_AT, MAX_KAPPA, SLOPE_SHARE
 
@@ -195,9 +197,11 @@ def test_numbers_of_batches_are_compared_where_all_of_them_ran():
 
 def test_figure_shows_only_tasks_with_a_mark_and_an_aim_without_a_left_end():
     panel = figure(regrets([row("best of grid", 1.0), row("mine", 1.5)])).axes[0]
-    legend = panel.get_legend()
+    legend, (aim, *_) = panel.get_legend(), panel.patches
+    assert legend is not None
+    assert isinstance(aim, Rectangle)
     assert [text.get_text() for text in legend.get_texts()] == ["CNN"]
-    assert panel.patches[0].get_x() == panel.get_xlim()[0]
+    assert aim.get_x() == panel.get_xlim()[0]
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -243,8 +247,8 @@ def test_table_of_hard_cases_counts_regret_only_where_the_result_is_sure():
     from benchmarks.calibrate_cases import CASES, table
 
     assert len(CASES) >= 12
-    sure = {"limit": "curvature", "words": ""}
-    unsure = {"limit": "unknown", "words": "cannot tell: ..."}
+    sure: dict[str, Any] = {"limit": "curvature", "words": ""}
+    unsure: dict[str, Any] = {"limit": "unknown", "words": "cannot tell: ..."}
     rows = [
         case_row("grid", 1.0),
         case_row("calibrated", 1.2, **sure),
