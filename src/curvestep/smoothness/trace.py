@@ -62,121 +62,63 @@ class Field:
 
 # Every key that the probe writes. Reading, documentation and labels follow from this table. In a trace any
 # key may be missing, in some rows or in all; d is the step from x to x + d, g the gradient of one batch.
-FIELDS: dict[str, Field] = {
-    "step": Field("count", "steps", "step", "Number of the training step; the key of a row."),
-    "loss": Field(
-        "number", "loss", "loss", "Loss at x, as given to the probe; without it that after the step."
-    ),
-    "loss_after": Field("number", "loss", "loss after the step", "Loss of the same batch at x + d."),
-    "grad_norm": Field("number", "loss/x", "gradient norm", "‖g(x)‖, before any clipping."),
-    "step_norm": Field("number", "x", "step length", "‖d‖."),
-    "smoothness": Field(
-        "number", "loss/x²", "smoothness", "The paper's L̂: the largest of `secants`, along the step."
-    ),
-    "secants": Field(
-        "numbers",
-        "loss/x²",
-        "secant smoothness",
-        "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in the header's `fractions`.",
-    ),
-    "grad_norms": Field(
-        "numbers",
-        "loss/x",
-        "gradient norm on the step",
-        "‖g(x + γd)‖ for each γ in the header's `fractions`.",
-    ),
-    "local_smoothness": Field(
-        "number", "loss/x²", "local smoothness", "‖∇²f(x) d‖/‖d‖, at x along the step."
-    ),
-    "local_converged": Field(
-        "flag",
-        "",
-        "local converged",
-        "Whether `local_error` is at most 0.1; if not, the value is not usable.",
-    ),
-    "local_error": Field(
-        "number", "1", "local error", "Relative change of ∇²f(x) d when the difference step is halved."
-    ),
-    "spectral_smoothness": Field("number", "loss/x²", "spectral smoothness", "‖∇²f(x)‖ over all directions."),
-    "spectral_converged": Field("flag", "", "spectral converged", "Whether Lanczos reached its tolerance."),
-    "spectral_residual": Field(
-        "number", "1", "spectral residual", "Residual of the eigenvector, relative to the eigenvalue."
-    ),
-    "kappa": Field(
-        "number", "1", "κ", "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ: the relative change over the step."
-    ),
-    "edge": Field(
-        "number",
-        "1",
-        "lr · smoothness / 2",
-        "lr times the first smoothness that was measured, over 2: 1 at the edge.",
-    ),
-    "curvature": Field(
-        "number", "loss/x²", "curvature along the step", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."
-    ),
-    "cosine": Field("number", "1", "cos(d, −g)", "Cosine of the angle between the step and −g(x)."),
-    "noise": Field(
-        "number",
-        "loss/x",
-        "gradient noise",
-        "‖g₁ − g₂‖/2 of the halves of the batch (DDP: of the ranks): standard deviation of g.",
-    ),
-    "grad_variance": Field(
-        "number",
-        "(loss/x)²",
-        "variance of a sample's gradient",
-        "tr Σ, of the gradient of one sample: `batch_size` times the square of `noise`.",
-    ),
-    "grad_signal": Field(
-        "number",
-        "(loss/x)²",
-        "squared norm of the mean gradient",
-        "‖G‖² without the noise, g₁ᵀg₂ of the halves: right on average, negative at times.",
-    ),
-    "lr": Field(
-        "number", "x²/loss", "learning rate", "lr of the optimizer that stepped; of several the largest."
-    ),
-    "coefficient": Field(
-        "number",
-        "1",
-        "clipping coefficient",
-        "What clipping multiplied the gradient by; 1 if it did not clip.",
-    ),
-    "optimizer": Field("word", "", "optimizer", "Class of the optimizer that stepped."),
-    "momentum": Field("number", "1", "momentum", "Its momentum β; of Adam β₁."),
-    "optimizer_smoothness": Field(
-        "number",
-        "1/lr",
-        "smoothness in the optimizer's metric",
-        "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD; lr times it is a pure number.",
-    ),
-    "optimizer_spectral": Field(
-        "number", "1/lr", "spectral smoothness in the optimizer's metric", "‖P⁻¹∇²f(x)‖ over all directions."
-    ),
-    "optimizer_converged": Field(
-        "flag", "", "optimizer's spectral converged", "Whether Lanczos reached its tolerance in the metric."
-    ),
-    "optimizer_limit": Field(
-        "number",
-        "1",
-        "edge of stability",
-        "Largest stable lr · `optimizer_spectral` on a quadratic: 2 for SGD, 38 for Adam at β₁ = 0.9.",
-    ),
-    "optimizer_missing": Field(
-        "word", "", "no metric", "Why there is no smoothness in the optimizer's metric."
-    ),
-    "batch_size": Field("count", "samples", "batch size", "Samples of the step, over all calls and ranks."),
-    "eps": Field(
-        "number", "1", "precision", "Relative precision of the gradients: of the dtype or of autocast."
-    ),
-    "self_test": Field(
-        "number", "1", "self-test", "Relative difference of one gradient that was replayed twice."
-    ),
-    "status": Field(
-        "word", "", "status", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'
-    ),
-    "layers": Field("group", "", "layers", "The same keys for each layer, by its name."),
-}
+# fmt: off
+_TABLE = (
+    ("step", "count", "steps", "step", "Number of the training step; the key of a row."),
+    ("loss", "number", "loss", "loss", "Loss at x, as given to the probe; without it that after the step."),
+    ("loss_after", "number", "loss", "loss after the step", "Loss of the same batch at x + d."),
+    ("grad_norm", "number", "loss/x", "gradient norm", "‖g(x)‖, before any clipping."),
+    ("step_norm", "number", "x", "step length", "‖d‖."),
+    ("smoothness", "number", "loss/x²", "smoothness",
+     "The paper's L̂: the largest of `secants`, along the step."),
+    ("secants", "numbers", "loss/x²", "secant smoothness",
+     "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in the header's `fractions`."),
+    ("grad_norms", "numbers", "loss/x", "gradient norm on the step",
+     "‖g(x + γd)‖ for each γ in the header's `fractions`."),
+    ("local_smoothness", "number", "loss/x²", "local smoothness", "‖∇²f(x) d‖/‖d‖, at x along the step."),
+    ("local_converged", "flag", "", "local converged",
+     "Whether `local_error` is at most 0.1; if not, the value is not usable."),
+    ("local_error", "number", "1", "local error",
+     "Relative change of ∇²f(x) d when the difference step is halved."),
+    ("spectral_smoothness", "number", "loss/x²", "spectral smoothness", "‖∇²f(x)‖ over all directions."),
+    ("spectral_converged", "flag", "", "spectral converged", "Whether Lanczos reached its tolerance."),
+    ("spectral_residual", "number", "1", "spectral residual",
+     "Residual of the eigenvector, relative to the eigenvalue."),
+    ("kappa", "number", "1", "κ",
+     "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ: the relative change over the step."),
+    ("edge", "number", "1", "lr · smoothness / 2",
+     "lr times the first smoothness that was measured, over 2: 1 at the edge."),
+    ("curvature", "number", "loss/x²", "curvature along the step",
+     "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
+    ("cosine", "number", "1", "cos(d, −g)", "Cosine of the angle between the step and −g(x)."),
+    ("noise", "number", "loss/x", "gradient noise",
+     "‖g₁ − g₂‖/2 of the halves of the batch (DDP: of the ranks): standard deviation of g."),
+    ("grad_variance", "number", "(loss/x)²", "variance of a sample's gradient",
+     "tr Σ, of the gradient of one sample: `batch_size` times the square of `noise`."),
+    ("grad_signal", "number", "(loss/x)²", "squared norm of the mean gradient",
+     "‖G‖² without the noise, g₁ᵀg₂ of the halves: right on average, negative at times."),
+    ("lr", "number", "x²/loss", "learning rate", "lr of the optimizer that stepped; of several the largest."),
+    ("coefficient", "number", "1", "clipping coefficient",
+     "What clipping multiplied the gradient by; 1 if it did not clip."),
+    ("optimizer", "word", "", "optimizer", "Class of the optimizer that stepped."),
+    ("momentum", "number", "1", "momentum", "Its momentum β; of Adam β₁."),
+    ("optimizer_smoothness", "number", "1/lr", "smoothness in the optimizer's metric",
+     "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD; lr times it is a pure number."),
+    ("optimizer_spectral", "number", "1/lr", "spectral smoothness in the optimizer's metric",
+     "‖P⁻¹∇²f(x)‖ over all directions."),
+    ("optimizer_converged", "flag", "", "optimizer's spectral converged",
+     "Whether Lanczos reached its tolerance in the metric."),
+    ("optimizer_limit", "number", "1", "edge of stability",
+     "Largest stable lr · `optimizer_spectral` on a quadratic: 2 for SGD, 38 for Adam at β₁ = 0.9."),
+    ("optimizer_missing", "word", "", "no metric", "Why there is no smoothness in the optimizer's metric."),
+    ("batch_size", "count", "samples", "batch size", "Samples of the step, over all calls and ranks."),
+    ("eps", "number", "1", "precision", "Relative precision of the gradients: of the dtype or of autocast."),
+    ("self_test", "number", "1", "self-test", "Relative difference of one gradient that was replayed twice."),
+    ("status", "word", "", "status", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'),
+    ("layers", "group", "", "layers", "The same keys for each layer, by its name."),
+)
+# fmt: on
+FIELDS = {name: Field(*rest) for name, *rest in _TABLE}
 # What an estimator is called: by the probe, the fit and the column.
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 
