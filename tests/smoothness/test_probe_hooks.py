@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
@@ -18,7 +19,7 @@ from curvestep.smoothness.probe import SmoothnessProbe
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, tensors_of
 
-SGD, ADAMW, CLIPPED = "SGD", "AdamW", "ClippedSGD"
+SGD, ADAMW, FUSED, CLIPPED = "SGD", "AdamW", "fused AdamW", "ClippedSGD"
 
 
 def net():
@@ -28,8 +29,8 @@ def net():
 def make_optimizer(kind, model):
     if kind == SGD:
         return torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
-    if kind == ADAMW:
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind in (ADAMW, FUSED):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=kind == FUSED)
     return cs.ClippedSGD(model.parameters(), lr=0.4, max_norm=0.3)
 
 
@@ -93,6 +94,7 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16, "kind": ADAMW, "clip": 0.2},
     "float16, scaled": {"dtype": torch.float16, "scale": 1024.0, "accumulate": 2},
     "float16, scaled, clipped": {"dtype": torch.float16, "scale": 1024.0, "clip": 0.2, "kind": ADAMW},
+    "float16, fused": {"dtype": torch.float16, "scale": 1024.0, "kind": FUSED},
     "float16, scaled inside the step": {"dtype": torch.float16, "scale": 1024.0, "kind": CLIPPED},
 }
 
@@ -108,7 +110,7 @@ def test_probed_and_unprobed_runs_are_bit_identical(case, shape):
 
 
 @pytest.mark.parametrize("shape", ["watch", "begin"])
-@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].get("kind") != ADAMW])
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].get("kind") not in (ADAMW, FUSED)])
 def test_rows_hold_lr_coefficient_batch_size_and_precision(case, shape):
     options = CASES[case]
     trace = loop(shape, **options)[3].trace
@@ -192,6 +194,23 @@ def test_weights_are_the_shares_of_micro_batches():
     assert row["self_test"] < 1e-12
     with pytest.raises(ValueError, match="`weight` must be positive"):
         probe.record(lambda: whole, weight=0.0)
+
+
+def test_coefficient_of_a_step_that_unscales_itself_is_one():
+    trace = loop("watch", **CASES["float16, fused"])[3].trace
+    np.testing.assert_allclose(trace.column("coefficient"), 1.0, rtol=0.02)
+
+
+def test_batch_size_given_to_record_stays():
+    model, x = net(), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        call = model.forward if step < 2 else model  # a framework may not call the module itself
+        probe.record(lambda call=call: call(x).square().mean(), batch_size=5).backward()
+        optimizer.step()
+    assert probe.trace.column("batch_size").tolist() == [5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("order", ["zero_grad last", "zero_grad between forward and backward"])
@@ -317,6 +336,12 @@ def test_failing_probe_in_the_mode_off_warns_once_and_ends_nothing():
     assert not probe.due
     assert not optimizer._optimizer_step_pre_hooks
     assert probe.trace[0]["status"].startswith("failed")
+    held = SmoothnessProbe(model, every=1, trace=probe.trace, on_error="off").watch(optimizer)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="already holds a run.*Nothing is measured"):
+        held.record(loss_fn).backward()
+    optimizer.step()
+    assert len(probe.trace) == 1
     strict = SmoothnessProbe(model, every=1).watch(optimizer)
     optimizer.zero_grad()
     strict.record(loss_fn).backward()
@@ -387,6 +412,22 @@ def test_compiled_model_is_watched_bit_for_bit():
     assert probed[3].trace.ok.all()
 
 
+def measured_in_adams_metric(wrap, share):
+    """Rows of AdamW on a fixed batch, of which each rank has a share."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
+    x, y = torch.randn(8, 6)[share], torch.randint(3, (8,))[share]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    probe = SmoothnessProbe(model, every=2, estimators={"smoothness": 1, "optimizer_spectral": 2})
+    probe.watch(optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        probe.record(lambda: F.cross_entropy(model(x), y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [dict(row) for row in probe.trace]
+
+
 def on_ranks(rank):
     def results(shape, accumulate):
         *run, probe = loop(
@@ -394,13 +435,16 @@ def on_ranks(rank):
         )
         return run, None if probe is None else [dict(row) for row in probe.trace]
 
-    return {n: [results(shape, n) for shape in (None, "watch", "begin")] for n in (1, 2)}
+    share = slice(4 * rank, 4 * rank + 4)
+    metric = [measured_in_adams_metric(wrap, share) for wrap in (DistributedDataParallel, fully_shard)]
+    return {n: [results(shape, n) for shape in (None, "watch", "begin")] for n in (1, 2)}, metric
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_are_watched_bit_for_bit():
-    for ranks in run_on_processes(on_ranks):
+    alone = measured_in_adams_metric(lambda m: m, slice(0, 8))
+    for ranks, metric in run_on_processes(on_ranks):
         for accumulate, ((plain, _), *probed) in ranks.items():
             for run, rows in probed:
                 assert_same_run(plain, run)
@@ -408,3 +452,11 @@ def test_two_ranks_are_watched_bit_for_bit():
                 assert [row["batch_size"] for row in rows] == [16 * accumulate] * 4
                 for row in rows:
                     assert row["coefficient"] == pytest.approx(min(1.0, 0.2 / row["grad_norm"]), rel=1e-4)
+        for rows in metric:
+            for row, expected in zip(rows, alone, strict=True):
+                assert row.keys() == expected.keys()
+                for name in ("status", "optimizer_converged", "batch_size"):
+                    assert row[name] == expected[name]
+                for name in ("optimizer_smoothness", "optimizer_spectral", "coefficient", "smoothness"):
+                    if expected[name] is not None:
+                        assert row[name] == pytest.approx(expected[name], rel=1e-5), name

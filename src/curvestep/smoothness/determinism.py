@@ -88,7 +88,8 @@ class SelfTest:
         if math.isfinite(error):
             if self.error is None:
                 self.error = error
-            elif record.replayed.calls:  # a stray pass is not among them
+            elif record.replayed.calls and not any(part.calls.calls for part in record.passes):
+                # A stray pass is among training's calls, but neither among the replays nor recorded.
                 record.trained.size = record.replayed.size / (1 + repeat)
             self.calls, self.eps = record.trained.calls, eps
         return gradients
@@ -100,7 +101,7 @@ def check_determinism(
     *,
     calls: ForwardCalls | None = None,
     replayed: ForwardCalls | None = None,
-    eps: float | None = None,
+    eps: float = 0.0,
     clipped: bool = False,
     repeat: bool = True,
 ) -> Determinism:
@@ -113,7 +114,7 @@ def check_determinism(
         trained: The gradient that training computed there, if the closure is to give the same.
         calls: What the model was called with in training.
         replayed: Filled by the caller's hook with what it is called with in replays.
-        eps: :math:`\varepsilon`; default: that of the coarsest dtype that the loss is computed in.
+        eps: :math:`\varepsilon`, at least; where the loss is computed in a coarser dtype, that one's.
         clipped: Whether ``trained`` may be clipped or scaled: then only the direction of each parameter's
             part is compared, up to clipping by value.
         repeat: Whether to replay twice; if not, the error is zero.
@@ -124,7 +125,7 @@ def check_determinism(
             first = replay.gradient().gradients
     except UntrackedParametersError as error:
         raise NonDeterministicError(str(error)) from None
-    eps = max(precision(replay.parameters), eps or 0.0, *found)
+    eps = max(precision(replay.parameters), eps, *found)
     tolerance = eps**0.5
     if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold

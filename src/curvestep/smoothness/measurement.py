@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +238,18 @@ class Measurement:
             "spectral_converged": result.converged,
             "spectral_residual": result.residual,
         }
+
+
+def noise_of_halves(first: AbstractContextManager[Replay], second: AbstractContextManager[Replay]) -> Row:
+    """The row's ``noise`` and ``grad_signal``, from the losses of the two halves of a batch."""
+    with first as replay:
+        one = replay.gradient().gradients
+    with second as replay:
+        two = replay.gradient().gradients
+    squares = global_norm(one).item() ** 2 + global_norm(two).item() ** 2
+    apart = global_norm(difference(two, one, overwrite=True)).item()
+    # Independent halves: E‖g₁ − g₂‖² = 4 tr Σ / batch_size, and E g₁ᵀg₂ = ‖G‖².
+    return {"noise": apart / 2, "grad_signal": (squares - apart**2) / 2}
 
 
 def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:

@@ -187,7 +187,7 @@ class StepRecord:
         trained: Training's calls of the model since the step before.
         replayed: The replays' calls of it in the self-test.
         ranks: This rank's own gradient, under DDP.
-        eps: Relative precision under autocast, None without.
+        eps: Relative precision under autocast, zero without.
         in_block: Whether the optimizer is stepping: it may call the model as often as it likes.
         in_replay: Whether a replay calls the model.
         spent: Seconds of this step that went into measuring.
@@ -204,7 +204,7 @@ class StepRecord:
     trained: ForwardCalls = field(default_factory=ForwardCalls)
     replayed: ForwardCalls = field(default_factory=ForwardCalls)
     ranks: RankGradients | None = None
-    eps: float | None = None
+    eps: float = 0.0
     in_block: bool = False
     in_replay: bool = False
     spent: float = 0.0
@@ -383,15 +383,26 @@ def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that steps, inside the wrappers of frameworks."""
+    while not isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
+        optimizer, "optimizer"
+    ):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"`optimizer` must be a torch optimizer, got {type(optimizer).__name__}.")
+    return optimizer
+
+
 def _grad_scale(optimizer: Optimizer) -> float:
     """What a GradScaler multiplied the gradient by, if the optimizer is to divide by it itself."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
 
 
-def autocast_precision(parameter: Tensor) -> float | None:
-    """Relative precision under autocast on the parameter's device; None without autocast."""
+def autocast_precision(parameter: Tensor) -> float:
+    """Relative precision under autocast on the parameter's device; zero without autocast."""
     device = parameter.device.type
     if not torch.is_autocast_enabled(device):
-        return None
+        return 0.0
     return torch.finfo(torch.get_autocast_dtype(device)).eps

@@ -32,7 +32,13 @@ from curvestep.distributed import (
 from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
 from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.geometry import geometry_of
-from curvestep.smoothness.measurement import Measurement, Workspace, check_estimators, layer_groups
+from curvestep.smoothness.measurement import (
+    Measurement,
+    Workspace,
+    check_estimators,
+    layer_groups,
+    noise_of_halves,
+)
 from curvestep.smoothness.observer import (
     ForwardCalls,
     Pass,
@@ -43,13 +49,14 @@ from curvestep.smoothness.observer import (
     autocast_precision,
     observe_forward,
     trains_any,
+    unwrapped,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import ESTIMATORS, FAILED, NONFINITE, OK, ZERO_STEP, Trace
-from curvestep.vectors import difference, global_norm, precision
+from curvestep.vectors import global_norm, precision
 
 
 class SmoothnessProbe:
@@ -216,9 +223,10 @@ class SmoothnessProbe:
                 tokens, their number. The loss measured is :math:`\sum w_i f_i / \sum w_i`.
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
         """
+        if self.due:
+            self._check_fresh()
         if not self.due:
             return loss_fn()
-        self._check_fresh()
         check_positive("weight", weight)
         if self._record.row is not None:  # the step that had begun raised
             self._forget_step()
@@ -357,7 +365,8 @@ class SmoothnessProbe:
         try:
             before = self._attempt(row, lambda: self._measure_before(row, clipped=clipped))
             if halves is not None:  # before the step: after it the batch's halves are no longer independent
-                row.update(self._attempt(row, partial(self._noise, halves)) or {})
+                replays = [self._replaying(half) for half in halves]
+                row.update(self._attempt(row, partial(noise_of_halves, *replays)) or {})
         except BaseException:
             self._finish_step()
             raise
@@ -387,11 +396,15 @@ class SmoothnessProbe:
         """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
         if self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
             where = self.trace.path or "in memory"
-            raise ValueError(
+            words = (
                 f"`trace` already holds a run ({where}), and this probe begins at step 0. Make it with "
                 'if_exists="new" for a new file beside it or if_exists="overwrite" to replace it; to resume '
                 "that run, call `probe.load_state_dict(state)` first."
             )
+            if self.on_error != "off":
+                raise ValueError(words)
+            self._warn_once("measure", f"{words} Nothing is measured.")
+            self.close()
 
     def _check_parameters(self) -> None:
         now = trainable_parameters(self.model)
@@ -461,7 +474,7 @@ class SmoothnessProbe:
         if row["batch_size"] is None and self._record.trained.calls:
             row["batch_size"] = round(over_ranks(self._record.trained.size, self.model, mean=False))
         row.update(before.norms(self.parameters))
-        eps = row["eps"] = max(precision(self.parameters), self._record.eps or 0.0, self._test.eps)
+        eps = row["eps"] = max(precision(self.parameters), self._record.eps, self._test.eps)
         row["lr"] = steps.lr
         row["coefficient"] = steps.coefficient(
             before.gradients if self.oracle is None else None, before.raw_norm
@@ -497,17 +510,6 @@ class SmoothnessProbe:
         if row["lr"] is not None and measured:
             row["edge"] = row["lr"] * measured[0] / 2
 
-    def _noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> dict[str, float]:
-        first, second = halves
-        with self._replaying(first) as replay:
-            one = replay.gradient().gradients
-        with self._replaying(second) as replay:
-            two = replay.gradient().gradients
-        squares = global_norm(one).item() ** 2 + global_norm(two).item() ** 2
-        apart = global_norm(difference(two, one, overwrite=True)).item()
-        # Independent halves: E‖g₁ − g₂‖² = 4 tr Σ / batch_size, and E g₁ᵀg₂ = ‖G‖².
-        return {"noise": apart / 2, "grad_signal": (squares - apart**2) / 2}
-
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
         self._record.in_replay = True
@@ -535,7 +537,7 @@ class SmoothnessProbe:
             self._record.state = PassState(self.model, self.keep)
         if self._record.ranks is None and self.oracle is None and self._averages:
             self._record.ranks = RankGradients(self.parameters)
-        self._record.eps = autocast_precision(self.parameters[0])
+        self._record.eps = max(self._record.eps, autocast_precision(self.parameters[0]))
         self._record.trained.record(args, kwargs, with_inputs=self.self_test is None)
         self._record.spent += self.schedule.clock() - started
 
@@ -625,14 +627,3 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header, if_exists=if_exists)
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, inside the wrappers of frameworks."""
-    while not isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
-        optimizer, "optimizer"
-    ):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"`optimizer` must be a torch optimizer, got {type(optimizer).__name__}.")
-    return optimizer

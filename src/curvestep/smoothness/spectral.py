@@ -21,7 +21,7 @@ from curvestep.smoothness.estimators import (
     listed,
     shaped_like,
 )
-from curvestep.vectors import precision
+from curvestep.vectors import global_norm, precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def spectral_smoothness(
             direction = _unflattened(v, x, part)
             if roots is not None:
                 direction = [d * r for d, r in zip(direction, roots, strict=True)]
-            if not any(bool(d.any()) for d in direction):  # P^(-1/2) is zero there
+            if roots is not None and global_norm(direction) == 0:
                 return np.zeros(v.size)
             full = listed(
                 hessian_product(
