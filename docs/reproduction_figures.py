@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from curvestep.lab.paper.claims import Claim, Spread, claims_table
+from curvestep.lab.paper.fig1_scatter import clipped_share, control_exponents, elasticity, exponent, spread
 from curvestep.lab.paper.plan import Plan, Results
 from curvestep.lab.paper.reproduction import LONGER_CLAIMS, draw_all, make_claims, make_plan
-from curvestep.lab.paper.scatter import clipped_share, control_exponents, elasticity, exponent, spread
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json, write_json
 
 DOCS = Path(__file__).parent

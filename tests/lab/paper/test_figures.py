@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
-from curvestep.lab.paper.curves import gather
+from curvestep.lab.paper.fig4_curves import gather
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
 from curvestep.smoothness.trace import Trace

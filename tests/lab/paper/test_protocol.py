@@ -14,11 +14,8 @@ from curvestep.lab.paper.claims import (
     NotPlanned,
     Spread,
 )
-from curvestep.lab.paper.data_fraction import SHARES, judge_shares
 from curvestep.lab.paper.equivalence import NORMALIZED, judge_equivalence, step_ratio
-from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, THREE, Results
-from curvestep.lab.paper.reproduction import make_claims, make_plan
-from curvestep.lab.paper.scatter import (
+from curvestep.lab.paper.fig1_scatter import (
     absent,
     beyond_control,
     clipped_share,
@@ -26,6 +23,9 @@ from curvestep.lab.paper.scatter import (
     exponent,
     grows_inside_steps,
 )
+from curvestep.lab.paper.fig6_data_fraction import SHARES, judge_shares
+from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, THREE, Results
+from curvestep.lab.paper.reproduction import make_claims, make_plan
 from curvestep.smoothness.trace import Trace
 from tests.lab.paper.test_reproduction import fake_runs
 
@@ -111,7 +111,7 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
             set_control(run, value, limits)
     shares = {ALWAYS_CLIPPED: 1.0, BY_HAND: 0.3}
     monkeypatch.setattr(
-        sys.modules["curvestep.lab.paper.scatter"],  # the package has a function of this name, too
+        sys.modules["curvestep.lab.paper.fig1_scatter"],  # the package has a function of this name, too
         "clipped_share",
         lambda run: shares[run.folder.name.rpartition("-seed")[0]],
     )

@@ -26,8 +26,8 @@ from curvestep.lab.paper.claims import (
     as_markdown,
     decide,
 )
-from curvestep.lab.paper.curves import IMAGE_SWEEP, steps_to
-from curvestep.lab.paper.lstm_gd import two_layer_settings
+from curvestep.lab.paper.fig4_curves import IMAGE_SWEEP, steps_to
+from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, Results
 from curvestep.lab.paper.reproduction import (
     FIGURES,

@@ -11,7 +11,7 @@ pytest.importorskip("lightning_fabric")
 
 from curvestep.calibration.result import CALIBRATION, read_calibration
 from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED
-from curvestep.lab.paper.curves import CALIBRATED
+from curvestep.lab.paper.fig4_curves import CALIBRATED
 from curvestep.lab.paper.plan import BY_HAND, Results
 from curvestep.lab.paper.reproduction import make_claims, make_plan, reproduce
 from curvestep.lab.run.folder import Run

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from curvestep.lab.paper.fig7_synthetic import draw_synthetic
 from curvestep.lab.paper.synthetic import (
     METHODS,
     SyntheticConfig,
@@ -15,7 +16,6 @@ from curvestep.lab.paper.synthetic import (
     run_synthetic,
     summarize,
 )
-from curvestep.lab.paper.synthetic_figures import draw_synthetic
 from curvestep.theory import ClippedStep, FixedStep, Quartic, descend
 
 # The whole experiment but for M up to 40 instead of 2000.

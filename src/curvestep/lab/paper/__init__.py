@@ -1,11 +1,11 @@
 """The training figures of the paper, drawn from run folders alone."""
 
-from curvestep.lab.paper.curves import curves as curves
-from curvestep.lab.paper.data_fraction import (
+from curvestep.lab.paper.fig1_scatter import scatter as scatter
+from curvestep.lab.paper.fig4_curves import curves as curves
+from curvestep.lab.paper.fig6_data_fraction import (
     Agreement as Agreement,
     agreement as agreement,
     data_fraction as data_fraction,
 )
-from curvestep.lab.paper.lstm_gd import Comparison as Comparison, compare as compare, lstm_gd as lstm_gd
-from curvestep.lab.paper.scatter import scatter as scatter
+from curvestep.lab.paper.fig8_lstm_gd import Comparison as Comparison, compare as compare, lstm_gd as lstm_gd
 from curvestep.lab.paper.style import save as save

@@ -8,7 +8,7 @@ The rule, for a claim that says that something is positive, such as a difference
 3. Supported if the interval lies above zero, contradicted if below, cannot tell if across. Not testable at
    this scale if the runs are missing.
 
-What is compared in figures 2 and 3 is said in :mod:`curvestep.lab.paper.scatter`.
+What is compared in figures 2 and 3 is said in :mod:`curvestep.lab.paper.fig1_scatter`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.lab.paper.claims import Evidence, Spread, decide
-from curvestep.lab.paper.curves import SMOOTHING, draw, final_loss, gather
+from curvestep.lab.paper.fig4_curves import SMOOTHING, draw, final_loss, gather
 from curvestep.lab.paper.plan import (
     BY_HAND,
     PaperFigure,

@@ -200,7 +200,7 @@ class Results:
 
 # THE PROTOCOL. Fixed before the seeds that decide are run; what chose it were development seeds from 90 on.
 # The rule of the verdicts is at the top of claims.py, what figures 2 and 3 compare at the top of
-# scatter.py. An earlier rule compared exponents without a control where all steps are clipped; it was judged
+# fig1_scatter.py. An earlier rule compared exponents without a control where all steps are clipped; it was judged
 # on seeds 0 to 4 of the laptop scale, so this one has new seeds there, 5 to 9. Of the longer runs, with seeds
 # 0 to 2, nothing had been looked at when this rule was written.
 #

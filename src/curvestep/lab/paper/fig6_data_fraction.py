@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from curvestep.lab.paper.claims import CANNOT_TELL, CONTRADICTED, SUPPORTED, Evidence
+from curvestep.lab.paper.fig1_scatter import GRADIENT, SMOOTHNESS, measured
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -24,7 +25,6 @@ from curvestep.lab.paper.plan import (
     Statement,
     cost_of,
 )
-from curvestep.lab.paper.scatter import GRADIENT, SMOOTHNESS, measured
 from curvestep.lab.paper.style import COLOURS, ITERATIONS, describe, loaded, log_axes, panels, styled
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from curvestep.lab.paper.claims import Evidence, Spread, decide
-from curvestep.lab.paper.curves import SMOOTHING, Curve, draw, gather
+from curvestep.lab.paper.fig1_scatter import GRADIENT, measured, scatter_panel
+from curvestep.lab.paper.fig4_curves import SMOOTHING, Curve, draw, gather
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -23,7 +24,6 @@ from curvestep.lab.paper.plan import (
     cost_of,
     language_runs,
 )
-from curvestep.lab.paper.scatter import GRADIENT, measured, scatter_panel
 from curvestep.lab.paper.style import describe, loaded, log_axes, panels, styled
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
