@@ -12,7 +12,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -47,36 +48,44 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw(panel: Axes, chart: Chart) -> None:
-    """Draw a chart into a panel of matplotlib."""
+def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> None:
+    """Draw a chart into a panel of matplotlib.
+
+    Args:
+        panel: Where to.
+        chart: What.
+        iterations: Scale of the colours of iterations that other panels have, too; then no bar is drawn.
+    """
     assert panel.figure is not None
     if chart.grid is not None:
         _draw_grid(panel, chart.grid)
     if chart.span is not None:
         panel.axvspan(*chart.span, color=_INK["soft"], alpha=0.15, linewidth=0)
     for series in chart.series:
-        _draw_series(panel, series)
+        _draw_series(panel, series, iterations)
+    named = sum(bool(series.name) for series in chart.series)
     if chart.grid is None:
         log_axes(panel, x=chart.x.log, y=chart.y.log)
-        if chart.y.range is not None and np.ptp(chart.y.range) > 0:
-            panel.set_ylim(chart.y.range)
-        if len(chart.series) > 4:
+        for axis, limit in ((chart.x, panel.set_xlim), (chart.y, panel.set_ylim)):
+            if axis.range is not None and np.ptp(axis.range) > 0:
+                limit(axis.range)
+        if named > 4:
             legend_below(panel, columns=2)
-        else:
+        elif named:
             panel.legend(loc="best")
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
 
 
-def _draw_series(panel: Axes, series: Series) -> None:
+def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = None) -> None:
     colour = COLOURS[series.colour] if isinstance(series.colour, int) else _INK[series.colour]
     name = _literal(series.name)
     if series.shade is not None:
-        points = panel.scatter(
-            series.x, series.y, c=series.shade, cmap=ITERATIONS, s=12, linewidths=0, label=name
-        )
+        look = {"cmap": ITERATIONS, "norm": iterations, "s": 12, "linewidths": 0}
+        points = panel.scatter(series.x, series.y, c=series.shade, label=name, **look)
         assert panel.figure is not None
-        panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+        if iterations is None:
+            panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
         return
     if series.low is not None and series.high is not None:
         panel.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
@@ -147,7 +156,16 @@ class Picture(Figure):
         return packed.getvalue()
 
 
-def figure_of(charts: Sequence[Chart], *, title: str = "", note: str = "", columns: int = 2) -> Figure:
+def figure_of(
+    charts: Sequence[Chart],
+    *,
+    title: str = "",
+    note: str = "",
+    columns: int = 2,
+    share: str = "",
+    words: bool = False,
+    size: tuple[float, float] = (5.0, 3.4),
+) -> Figure:
     """Charts side by side in one figure.
 
     Args:
@@ -155,21 +173,40 @@ def figure_of(charts: Sequence[Chart], *, title: str = "", note: str = "", colum
         title: Above the panels; each panel has its chart's own.
         note: In small print below them.
         columns: Panels beside each other at most.
+        share: Axes on which all panels have the same range, ``x``, ``y`` or ``xy``; iterations then have one
+            scale of colours, too.
+        words: Put each chart's words under its panel, line by line.
+        size: Of a panel, in inches.
     """
     grid = charts[0].grid
-    width = max(5.0, 2.6 + 1.1 * len(grid.across)) if grid is not None and grid.text else 5.0
+    width = max(size[0], 2.6 + 1.1 * len(grid.across)) if grid is not None and grid.text else size[0]
     columns = min(columns, len(charts))
+    shades = [one.shade for chart in charts for one in chart.series if one.shade is not None]
+    shades = np.concatenate(shades) if shades and share else np.array([])
+    iterations = Normalize(shades.min(), shades.max()) if len(shades) else None
     with styled():
-        figure, axes = panels(-(-len(charts) // columns), columns, width=width)
+        figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=size[1])
         for panel, chart in zip(axes, charts, strict=False):
-            draw(panel, chart)
+            draw(panel, chart, iterations=iterations)
             panel.set_title(_literal(chart.title))
+            if words and chart.words:
+                # Part of the label, so that the layout leaves room for it.
+                lines = f"{chart.x.label}\n\n{chart.words}"
+                panel.set_xlabel("\n".join(map(_literal, lines.split("\n"))), fontsize=8)
         for panel in axes[len(charts) :]:
             panel.remove()
+        axes = axes[: len(charts)]
+        for name in share:
+            ends = np.array([getattr(panel, f"get_{name}lim")() for panel in axes])
+            for panel in axes:
+                getattr(panel, f"set_{name}lim")(ends[:, 0].min(), ends[:, 1].max())
+        if iterations is not None:
+            bar = ScalarMappable(norm=iterations, cmap=ITERATIONS)
+            figure.colorbar(bar, ax=axes, label="iteration", pad=0.01, aspect=30)
         if title:
-            figure.suptitle(_literal(title), fontsize=11, fontweight="bold")
+            figure.suptitle("\n".join(map(_literal, title.split("\n"))), fontsize=11, fontweight="bold")
         if note:
-            figure.supxlabel(_literal(note), fontsize=7.5, color="#555555")
+            figure.supxlabel("\n".join(map(_literal, note.split("\n"))), fontsize=7.5, color="#555555")
     return figure
 
 

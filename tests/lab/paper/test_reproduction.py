@@ -39,6 +39,7 @@ from curvestep.lab.paper.reproduction import (
     watch_runs,
 )
 from curvestep.lab.progress import print_notice_once
+from curvestep.lab.recipes import LanguageRecipe
 from curvestep.lab.report import views
 from curvestep.lab.run import folder as run_folder
 from curvestep.lab.run.folder import METRICS, STATUS, Run, find_runs, open_run, read_json, write_json
@@ -79,6 +80,7 @@ def test_the_central_pictures_have_the_protocol_that_was_fixed():
         assert [run.recipe.seed for run in plan.of(setting)] == [5, 6, 7, 8, 9]
     assert all(run.recipe.fractions == (0.1, 0.5, 1.0) for run in plan.runs)
     language = plan.of(BY_HAND)[0].recipe
+    assert isinstance(language, LanguageRecipe)
     assert (language.embedding, language.hidden, language.vocabulary) == (64, 100, 2000)
     assert (language.steps, language.probe_every) == (400, 10)
     task = make_task(language, offline=True)
@@ -286,7 +288,7 @@ def fake_runs(plan, folder, *, loss_of, diverged=(), every=1, coefficients=()):
             {"step": every * i, "split": "train", "loss": "NaN" if lost else float(v), "grad_norm": 1.0}
             for i, v in enumerate(values, 1)
         ]
-        for row, value in itertools.zip_longest(rows, coefficients, fillvalue=1.0):
+        for row, value in zip(rows, itertools.chain(coefficients, itertools.repeat(1.0)), strict=False):
             row["coefficient"] = value
         if not lost:
             end = {"step": every * len(values), "loss": float(values[-1])}

@@ -62,6 +62,7 @@ def test_reproduction_measures_trains_keeps_the_curve_and_compares(tmp_path):
     result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
     (folder,) = [path.parent for path in (tmp_path / "out" / "runs").rglob(CALIBRATION)]
     cal, recipe = read_calibration(folder), Run.load(folder).recipe
+    assert cal is not None
     assert (recipe.lr, recipe.max_norm) == (cal.lr, cal.max_norm)
     claim = the_claim(result.claims)
     assert f"lr {cal.lr:.3g} and max_norm {cal.max_norm:.3g} from {cal.num_gradients}" in claim.measured

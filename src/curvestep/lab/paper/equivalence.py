@@ -7,12 +7,14 @@ at every gradient norm. The paper concludes that both methods are the same up to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from curvestep.display.results import level
 from curvestep.lab.paper.claims import Evidence, Spread, decide
-from curvestep.lab.paper.fig4_curves import SMOOTHING, draw, final_loss, gather
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, final_loss, loss_chart, on_common_steps
 from curvestep.lab.paper.plan import (
     BY_HAND,
     PaperFigure,
@@ -23,7 +25,7 @@ from curvestep.lab.paper.plan import (
     cost_of,
     language_runs,
 )
-from curvestep.lab.paper.style import COLOURS, describe, panels, styled
+from curvestep.lab.paper.style import EXPONENT, described
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.steps import clipped_step, normalized_from_clipped, normalized_step
@@ -88,20 +90,17 @@ def draw_equivalence(clipped: Sequence[Run], normalized: Sequence[Run], *, title
         normalized: The normalized runs with the same seeds.
         title: Title of the figure.
     """
-    with styled():
-        figure, (left, right) = panels(1, 2, width=5.2, height=3.6)
-        draw(left, gather([*clipped, *normalized], "loss", "train", smoothing=SMOOTHING))
-        left.set(title=f"training loss, running mean of {SMOOTHING} steps", ylabel="training loss")
-        left.legend(loc="best")
-        for colour, one, other in zip(COLOURS, clipped, normalized, strict=False):
-            steps, ratio = step_ratio(one, other)
-            right.plot(steps, ratio, color=colour, linewidth=0.8, label=f"seed {one.recipe.seed}")
-        for bound in (0.5, 2.0):
-            right.axhline(bound, color="#888888", linestyle="--", linewidth=1)
-        right.set(title="step sizes, normalized over clipped", xlabel="iteration", yscale="log")
-        right.legend(loc="best")
-        describe(figure, title, [*clipped, *normalized])
-    return figure
+    steps, values = on_common_steps([step_ratio(*pair) for pair in zip(clipped, normalized, strict=True)])
+    right = curve_chart(
+        [Curve(label="normalized over clipped", steps=steps, values=values, colour=EXPONENT)],
+        "ratio of step sizes",
+        title="step sizes, normalized over clipped",
+        log=True,
+    )
+    bounds = [level(steps, bound, "a factor of two" * (bound > 1), colour="soft") for bound in (0.5, 2.0)]
+    right = replace(right, series=(*right.series, *bounds))
+    runs = [*clipped, *normalized]
+    return described([loss_chart(runs), right], runs, title=title, size=(5.2, 3.6))
 
 
 EQUIVALENCE = PaperFigure(

@@ -1,8 +1,8 @@
 r"""Smoothness against gradient norm along training: figures 1, 2, 3 and 5 of the paper.
 
-Each panel is one run: a point a measurement, coloured by iteration; the fitted line :math:`L_0 + L_1 g`; the
-frontier, the least that any pair (L0, L1) allows at each gradient norm; and the rank correlation with its
-interval, beside what the same procedure shows where there is no (L0, L1) effect.
+Each panel is one setting with all its seeds: a point a measurement, coloured by iteration; the fitted line
+:math:`L_0 + L_1 g`; the frontier, the least that any pair (L0, L1) allows at each gradient norm; the power
+law of every seed; and the numbers, beside what the same procedure shows where there is no (L0, L1) effect.
 
 What decides a claim about growth is the exponent, the slope of :math:`\log\hat L` on
 :math:`\log\lVert g\rVert` over the rows of a run:
@@ -22,17 +22,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
 from curvestep.fit.correlation import slope, spearman
-from curvestep.fit.fit import SmoothnessFit
-from curvestep.fit.samples import LEAST_ROWS, clip_norms
+from curvestep.fit.frontier import envelope, frontier_points, quantile_line
+from curvestep.fit.samples import LEAST_ROWS
 from curvestep.fit.within import LEAST_ELASTICITY
 from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned, Spread, decide
 from curvestep.lab.paper.plan import (
@@ -49,116 +50,103 @@ from curvestep.lab.paper.plan import (
     image_runs,
     language_runs,
 )
-from curvestep.lab.paper.style import (
-    FRONTIER,
-    ITERATIONS,
-    LINE,
-    describe,
-    legend_below,
-    loaded,
-    log_axes,
-    panels,
-    setting,
-    styled,
-)
+from curvestep.lab.paper.style import EXPONENT, LINE, described, loaded, setting
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
+from curvestep.steps import clip_norms
 
-GRADIENT = r"gradient norm $\|\nabla f(x)\|$"
-SMOOTHNESS = r"local smoothness $\hat{L}(x)$"
+Runs = Run | str | Path | Sequence[Run]
 
 
 def scatter(
-    runs: Sequence[Run | str | Path],
+    runs: Sequence[Runs],
     *,
     title: str = "Smoothness against gradient norm",
     log: bool | Sequence[bool] = True,
     notes: Sequence[str] = (),
 ) -> Figure:
-    """One panel a run, titled by its setting.
+    """One panel a setting, all on the same axes.
 
     Args:
-        runs: Runs or run folders with a trace.
+        runs: For each panel a run, a run folder with a trace, or the seeds of one setting.
         title: Title of the figure.
         log: Logarithmic axes, for all panels or for each.
         notes: What to add to the titles of the panels.
     """
-    found = [loaded(run) for run in runs]
+    found = [[loaded(run)] if isinstance(run, (Run, str, Path)) else list(run) for run in runs]
     if not found:
         raise ValueError("`runs` must be at least one run folder, got none.")
     scales = [log] * len(found) if isinstance(log, bool) else list(log)
-    with styled():
-        figure, axes = panels(1, len(found), height=5.4)
-        for panel, run, scale in zip(axes, found, scales, strict=True):
-            scatter_panel(panel, run, log=scale)
-        for panel, note in zip(axes, notes, strict=False):
-            panel.set_title(f"{panel.get_title()}, {note}")
-        describe(figure, title, found)
-    return figure
+    charts = [scatter_chart(seeds, log=scale) for seeds, scale in zip(found, scales, strict=True)]
+    for i, note in enumerate(notes):
+        charts[i] = replace(charts[i], title=f"{charts[i].title}, {note}")
+    same = len(set(scales)) == 1
+    everything = [run for seeds in found for run in seeds]
+    size = (4.4, 4.6)
+    return described(charts, everything, title=title, columns=4, share="xy" if same else "", size=size)
 
 
-def scatter_panel(panel: Axes, run: Run, *, log: bool = True) -> None:
-    """Draw one run: points, fitted line, frontier, and a legend with the numbers."""
-    panel.set_title(setting(run))
-    panel.set_xlabel(GRADIENT)
-    panel.set_ylabel(SMOOTHNESS)
-    steps, norms, smoothness = measured(run)
+def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
+    """The seeds of one setting: their points, the line and the frontier over all, and the numbers."""
+    rows = [measured(run) for run in runs]
+    steps, norms, smoothness = (np.concatenate(values) for values in zip(*rows, strict=True))
+    ends = [None if log or not len(steps) else (0.0, 1.05 * values.max()) for values in (norms, smoothness)]
+    axes = Axis(GRADIENT, log=log, range=ends[0]), Axis(SMOOTHNESS, log=log, range=ends[1])
     if len(steps) == 0:
-        panel.text(0.5, 0.5, "nothing was measured", ha="center", va="center", transform=panel.transAxes)
-        return
-    if log:
-        log_axes(panel)
-    points = panel.scatter(norms, smoothness, c=steps, cmap=ITERATIONS, s=12, linewidths=0, alpha=0.85)
-    if not log:
-        panel.set_xlim(left=0)
-        panel.set_ylim(bottom=0)
-    assert panel.figure is not None
-    panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+        return Chart("scatter", setting(runs[0]), *axes, words="nothing was measured")
+    points = Series("measured", norms, smoothness, dash="", mark="circle", shade=steps)
     try:
-        fit = run.fit
+        words = "\n".join(words_of(runs))
     except ValueError as error:
         words = "\n".join(textwrap.wrap(f"no fit: {str(error).split('. ')[0]}", 45))
-        panel.plot([], [], " ", label=words)
-        legend_below(panel)
-        return
-    draw_fit(panel, fit, norms, log=log, words=words_of(run))
+        return Chart("scatter", setting(runs[0]), *axes, (points,), words=words)
+    g = np.geomspace(norms.min(), norms.max(), 100)
+    quantile = runs[0].fit.quantile
+    L0, L1 = quantile_line(norms, smoothness, quantile=quantile)
+    line = f"{quantile:.0%} line: {L0:.3g} + {L1:.3g}‖g‖"
+    frontier = envelope(frontier_points(norms, smoothness), g)
+    series = [
+        points,
+        Series(line, g, L0 + L1 * g, colour=LINE),
+        Series("frontier", g, frontier, colour="ink", dash="dash", thin=True),
+    ]
+    for number, (run, (_, own, ell)) in enumerate(zip(runs, rows, strict=True)):
+        ends, alpha = np.array([own.min(), own.max()]), exponent(run)
+        level = np.exp(np.log(ell).mean() - alpha * np.log(own).mean())
+        name = "exponent" + ", a line a seed" * (len(runs) > 1)
+        look = {"colour": EXPONENT, "dash": "dot", "thin": True}
+        series.append(Series(name * (number == 0), ends, level * ends**alpha, **look))
+    return Chart("scatter", setting(runs[0]), *axes, tuple(series), words=words)
 
 
-def draw_fit(
-    panel: Axes, fit: SmoothnessFit, norms: np.ndarray, *, log: bool, words: Sequence[str] = ()
-) -> None:
-    """The fitted line and the frontier over the range of the gradient norms, and the legend."""
-    low, high = norms.min(), norms.max()
-    g = np.geomspace(low, high, 200) if log else np.linspace(low, high, 200)
-    line = f"{fit.quantile:.0%} line $L_0 + L_1 g$: $L_0$ = {fit.L0:.3g}, $L_1$ = {fit.L1:.3g}"
-    panel.plot(g, fit.L0 + fit.L1 * g, color=LINE, label=line)
-    panel.plot(g, fit.envelope(g), color=FRONTIER, linestyle="--", linewidth=1, label="frontier")
-    for line in words:
-        panel.plot([], [], " ", label=line)
-    legend_below(panel)
+def words_of(runs: Sequence[Run]) -> list[str]:
+    """The numbers of a panel: exponent, rank correlation, control, inside steps, clipped steps.
 
+    Over several seeds means with intervals of the mean; of one run with its own intervals.
+    """
+    fits = [run.fit for run in runs]
 
-def words_of(run: Run) -> list[str]:
-    """The numbers of a panel: exponent, rank correlation, control, inside steps, clipped steps."""
-    fit = run.fit
-    low, high = fit.exponent_interval
-    words = [rf"exponent $\alpha$ = {fit.exponent:.2f} [{low:.2f}, {high:.2f}]"]
-    if fractions_of(run):
-        parts = ", ".join(f"{exponent(run, part):.2f} at {part:g}" for part in fractions_of(run))
-        words.append(f"by fraction of the step: {parts}")
-    low, high = fit.spearman_interval
-    words.append(rf"rank correlation $\rho$ = {fit.spearman:.2f} [{low:.2f}, {high:.2f}]")
-    if fit.control is not None:
-        low, high = fit.control.exponent_interval
-        words.append(
-            rf"control, constant Hessian: $\alpha$ = {fit.control.exponent:.2f} [{low:.2f}, {high:.2f}], "
-            rf"$\rho$ = {fit.control.spearman:.2f}"
-        )
-    if not fit.within.missing:
-        low, high = fit.within.elasticity_interval
-        words.append(f"elasticity inside steps {fit.within.elasticity:.2f} [{low:.2f}, {high:.2f}]")
-    words.append(f"{clipped_share(run):.0%} of steps clipped")
-    return words
+    def said(name: str, values: Sequence[float], interval: tuple[float, float]) -> str:
+        found = Spread(values=tuple(values))
+        low, high = found.interval if len(values) > 1 else interval
+        return f"{name} {found.mean:.2f} [{low:.2f}, {high:.2f}]"
+
+    words = [said("exponent α =", [exponent(run) for run in runs], fits[0].exponent_interval)]
+    if fractions_of(runs[0]):
+        parts = [
+            f"{spread(runs, partial(exponent, fraction=f)).mean:.2f} at {f:g}" for f in fractions_of(runs[0])
+        ]
+        words.append(f"by fraction of the step: {', '.join(parts)}")
+    words.append(said("rank correlation ρ =", [fit.spearman for fit in fits], fits[0].spearman_interval))
+    controls = [fit.control for fit in fits if fit.control is not None]
+    if len(controls) == len(fits):
+        low, high = control_exponents(runs).interval if len(runs) > 1 else controls[0].exponent_interval
+        alpha, rho = (np.mean([getattr(one, name) for one in controls]) for name in ("exponent", "spearman"))
+        words.append(f"control, constant Hessian: α = {alpha:.2f} [{low:.2f}, {high:.2f}], ρ = {rho:.2f}")
+    with suppress(MissingRuns):
+        inside = [elasticity(run) for run in runs]
+        words.append(said("elasticity inside steps", inside, fits[0].within.elasticity_interval))
+    return [*words, f"{spread(runs, clipped_share).mean:.0%} of steps clipped"]
 
 
 def measured(run: Run, fraction: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from curvestep.advice.settings import best_setting
 from curvestep.calibration.result import read_calibration
+from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.lab.grid import SweepResult, trial_in
 from curvestep.lab.paper.claims import (
     CONTRADICTED,
@@ -39,7 +39,7 @@ from curvestep.lab.paper.plan import (
     image_runs,
     language_runs,
 )
-from curvestep.lab.paper.style import COLOURS, DASHES, describe, loaded, panels, styled
+from curvestep.lab.paper.style import described, loaded
 from curvestep.lab.recipes import LanguageRecipe, get_recipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
 
@@ -55,19 +55,24 @@ class Curve:
         steps: Iterations that all seeds reached, ascending.
         values: One row a seed, shaped (seeds, steps).
         diverged: Steps at which seeds diverged.
+        colour: Number in the palette, by learning rate and momentum.
+        dash: Solid with clipping, dashed without; dotted where the learning rate drops.
     """
 
     label: str
     steps: np.ndarray
     values: np.ndarray
     diverged: tuple[int, ...] = ()
+    colour: int = 0
+    dash: str = "solid"
 
 
 def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and without clipping") -> Figure:
     """A row of two panels for each task: training loss, and what the paper shows beside it.
 
     For a language model that is the validation loss, for images the test accuracy. A line is the mean over
-    the seeds of a setting, the band their range; a cross marks where a run diverged.
+    the seeds of a setting, the band their range; a triangle at the upper edge marks where a run diverged.
+    Colours are learning rates; lines are solid with clipping and dashed without.
 
     Args:
         runs: Runs or run folders, of one task or of both, any settings and seeds.
@@ -76,81 +81,85 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
     found = [loaded(run) for run in runs]
     if not found:
         raise ValueError("`runs` must be at least one run folder, got none.")
-    tasks = [[run for run in found if is_language(run) == kind] for kind in (True, False)]
-    tasks = [task for task in tasks if task]
-    with styled():
-        figure, axes = panels(len(tasks), 2, width=5.0)
-        for row, task in enumerate(tasks):
-            _task(axes[2 * row], axes[2 * row + 1], task)
-        describe(figure, title, found)
-    return figure
-
-
-def is_language(run: Run) -> bool:
-    """Whether the run trains a language model."""
-    return isinstance(run.recipe, LanguageRecipe)
-
-
-def _task(left: Axes, right: Axes, runs: Sequence[Run]) -> None:
-    language = is_language(runs[0])
-    name = runs[0].recipe.name
-    training = gather(runs, "loss", "train", smoothing=SMOOTHING)
-    held_out = gather(runs, "loss", "valid") if language else gather(runs, "accuracy", "test")
-    draw(left, training)
-    draw(right, held_out)
-    left.set_title(f"{name}: training loss, running mean of {SMOOTHING} steps")
-    left.set_ylabel("training loss")
-    _cap(left, training)
-    right.set_title(f"{name}: {'validation loss' if language else 'test accuracy'}")
-    right.set_ylabel("validation loss" if language else "test accuracy (%)")
-    left.legend(loc="best")
+    charts = []
+    for language in (True, False):
+        task = [run for run in found if isinstance(run.recipe, LanguageRecipe) == language]
+        if not task:
+            continue
+        name = task[0].recipe.name
+        charts.append(loss_chart(task, title=f"{name}: training loss, running mean of {SMOOTHING} steps"))
+        column, split = ("loss", "valid") if language else ("accuracy", "test")
+        label = "validation loss" if language else "test accuracy (%)"
+        beside = curve_chart(
+            gather(task, column, split), label, title=f"{name}: {label.removesuffix(' (%)')}"
+        )
+        # The legend stands once, beside the training loss.
+        charts.append(replace(beside, series=tuple(replace(one, name="") for one in beside.series)))
+    return described(charts, found, title=title, size=(5.4, 4.0))
 
 
 def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) -> list[Curve]:
     """The curves of one column, one for each setting, in the order in which settings first appear."""
-    settings = dict.fromkeys(run.recipe.label for run in runs)
+    settings: dict[str, list[Run]] = {}
+    for run in runs:
+        settings.setdefault(run.recipe.label, []).append(run)
+    rates = list(dict.fromkeys((run.recipe.lr, run.recipe.momentum, run.recipe.optimizer) for run in runs))
     found = []
-    for label in settings:
-        own = [run for run in runs if run.recipe.label == label]
+    for label, own in settings.items():
         series = [running_mean(*run.column(column, split), smoothing) for run in own]
-        diverged = tuple(int(run.status["step"]) for run in own if run.status.get("status") == "diverged")
-        # Seeds end at different steps where one diverged: the mean is over steps that all of them have.
-        steps = reduce(np.intersect1d, [steps for steps, _ in series])
-        values = np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(own), len(steps))
-        found.append(Curve(label=label, steps=steps, values=values, diverged=diverged))
+        diverged = tuple(int(run.status["step"]) for run in own if run.status.get("status") == DIVERGED)
+        steps, values = on_common_steps(series)
+        recipe = own[0].recipe
+        looks = ("dashdot", "dot") if recipe.lr_drops else ("solid", "dash")
+        found.append(
+            Curve(
+                label=label,
+                steps=steps,
+                values=values,
+                diverged=diverged,
+                colour=rates.index((recipe.lr, recipe.momentum, recipe.optimizer)) % NUM_COLOURS,
+                dash=looks[recipe.max_norm == math.inf],
+            )
+        )
     return found
 
 
-def draw(panel: Axes, found: Sequence[Curve]) -> None:
-    """Draw curves: colour and dash tell settings apart, the band is the range over seeds."""
-    panel.set_xlabel("iteration")
-    for number, curve in enumerate(found):
-        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-        label = curve.label
+def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps that all seeds have, and their values, shaped (seeds, steps): seeds may end at different ones."""
+    steps = reduce(np.intersect1d, [steps for steps, _ in series])
+    return steps, np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(series), len(steps))
+
+
+def loss_chart(runs: Sequence[Run], *, title: str = "") -> Chart:
+    """The training loss of every setting among ``runs``, as a running mean."""
+    title = title or f"training loss, running mean of {SMOOTHING} steps"
+    return curve_chart(gather(runs, "loss", "train", smoothing=SMOOTHING), "training loss", title=title)
+
+
+def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = False) -> Chart:
+    """Curves over the iterations: the mean over the seeds, their range as a band.
+
+    Where a run diverged, the axis ends a little above those that did not, so that they can be told apart.
+    """
+    calm = [curve.values for curve in found if not curve.diverged and curve.values.size]
+    limits = None
+    if calm and any(curve.diverged for curve in found):
+        low, high = min(v.min() for v in calm), max(v.max() for v in calm)
+        limits = low - 0.05 * (high - low), high + 0.15 * (high - low)
+    series = []
+    for curve in found:
+        name, look = curve.label, {"colour": curve.colour, "dash": curve.dash}
         if curve.diverged:
             last = max(curve.diverged)
-            label += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by step {last})"
-        if len(curve.steps) == 0:
-            panel.plot([], [], color=colour, linestyle=dash, label=label)
-            continue
-        mean = curve.values.mean(axis=0)
-        few = "o" if len(curve.steps) < 12 else None
-        panel.plot(curve.steps, mean, color=colour, linestyle=dash, marker=few, markersize=4, label=label)
-        if len(curve.values) > 1:
-            low, high = curve.values.min(axis=0), curve.values.max(axis=0)
-            panel.fill_between(curve.steps, low, high, color=colour, alpha=0.18, linewidth=0)
-        if curve.diverged:
-            # At the upper edge: where it went is out of the range of the others.
-            end = {"transform": panel.get_xaxis_transform(), "clip_on": False}
-            panel.plot(max(curve.diverged), 1.0, marker="x", color=colour, markersize=8, **end)
-
-
-def _cap(panel: Axes, found: Sequence[Curve]) -> None:
-    """Leave what explodes out of the range, so that the runs that train can be told apart."""
-    calm = [c.values for c in found if not c.diverged and c.values.size]
-    if calm and any(c.diverged for c in found):
-        low, high = min(v.min() for v in calm), max(v.max() for v in calm)
-        panel.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
+            name += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by step {last})"
+        few = "circle" if 0 < len(curve.steps) < 12 else ""
+        ends = curve.values if len(curve.steps) else np.zeros((1, 0))
+        band = {"low": ends.min(axis=0), "high": ends.max(axis=0)} if len(ends) > 1 else {}
+        series.append(Series(name, curve.steps, ends.mean(axis=0), mark=few, **look, **band))
+        if curve.diverged and limits is not None:
+            at = np.array([max(curve.diverged)]), np.array([limits[1]])
+            series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))
+    return Chart("curves", title, Axis("iteration"), Axis(label, log=log, range=limits), tuple(series))
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -363,8 +372,9 @@ def _draw_curves(results: Results, title: str) -> Figure:
 
 def _draw_sweep(results: Results, title: str) -> Figure:
     trials = [
-        trial_in({"lr": lr, "max_norm": max_norm}, results.shown(setting).folder)
+        trial_in({"lr": lr, "max_norm": max_norm}, run.folder)
         for setting, (lr, max_norm) in IMAGE_SWEEP.items()
+        for run in results.shown(setting)
     ]
     return SweepResult(folder=results.folder, trials=tuple(trials)).figure(title=title)
 

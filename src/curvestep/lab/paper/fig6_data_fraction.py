@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
 from curvestep.lab.paper.claims import CANNOT_TELL, CONTRADICTED, SUPPORTED, Evidence
-from curvestep.lab.paper.fig1_scatter import GRADIENT, SMOOTHNESS, measured
+from curvestep.lab.paper.fig1_scatter import measured
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -25,7 +25,7 @@ from curvestep.lab.paper.plan import (
     Statement,
     cost_of,
 )
-from curvestep.lab.paper.style import COLOURS, ITERATIONS, describe, loaded, log_axes, panels, styled
+from curvestep.lab.paper.style import described, loaded
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 
@@ -66,15 +66,23 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
     """
     part, whole = loaded(part), loaded(whole)
     names = share(part), share(whole)
-    gradient, smoothness = agreement(part, whole)
-    with styled():
-        figure, axes = panels(2, 2, width=4.6, height=3.0)
-        for column, (found, name) in enumerate(((gradient, GRADIENT), (smoothness, SMOOTHNESS))):
-            _over_time(axes[column], found, name, names)
-            _against(axes[2 + column], found, name, names)
-        default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
-        describe(figure, title or default, [part, whole])
-    return figure
+    above, below = [], []
+    for found, label in zip(agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
+        quantity = label.rpartition(" ")[0]
+        series = (
+            Series(names[1], found.steps, found.whole, colour="soft"),
+            Series(names[0], found.steps, found.part, colour=1, dash="dash"),
+        )
+        axes = Axis("iteration"), Axis(label, log=True)
+        above.append(Chart("over-time", f"{quantity} over training", *axes, series))
+        points = Series("iterates", found.whole, found.part, dash="", mark="circle", shade=found.steps)
+        ends = np.array([found.whole.min(), found.whole.max()]) if len(found.steps) else np.array([])
+        equal = Series("equal", ends, ends, colour="soft", thin=True)
+        axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
+        words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
+        below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
+    default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
+    return described([*above, *below], [part, whole], title=title or default)
 
 
 def share(run: Run) -> str:
@@ -111,33 +119,6 @@ def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreemen
         ratio=ratio,
         errors=(float(middle), float(most)),
     )
-
-
-def _over_time(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
-    panel.set_title(f"{name.split('$')[0]}over training")
-    panel.set_xlabel("iteration")
-    panel.set_ylabel(name)
-    log_axes(panel, x=False)
-    panel.plot(found.steps, found.whole, color=COLOURS[6], linewidth=2.2, alpha=0.5, label=shares[1])
-    panel.plot(found.steps, found.part, color=COLOURS[1], linestyle="--", label=shares[0])
-    panel.legend(loc="best")
-
-
-def _against(panel: Axes, found: Agreement, name: str, shares: tuple[str, str]) -> None:
-    panel.set_title(f"{name.split('$')[0]}from both")
-    panel.set_xlabel(f"from {shares[1]}")
-    panel.set_ylabel(f"from {shares[0]}")
-    if len(found.steps) == 0:
-        return
-    log_axes(panel)
-    points = panel.scatter(found.whole, found.part, c=found.steps, cmap=ITERATIONS, s=14, linewidths=0)
-    assert panel.figure is not None
-    panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
-    ends = np.array([found.whole.min(), found.whole.max()])
-    panel.plot(ends, ends, color="#888888", linewidth=1, label="equal")
-    words = f"correlation of logs {found.correlation:.3f}\nmedian ratio {found.ratio:.3f}"
-    panel.plot([], [], " ", label=words)
-    panel.legend(loc="upper left")
 
 
 ACCURATE = 0.2  # relative error that nine of ten estimates may have
@@ -191,7 +172,9 @@ FIG6 = PaperFigure(
             title="Figure 6: a tenth of the data against all of it",
             caption="Gradient norm and smoothness of one run, from a tenth of its text and from all of it. "
             "At laptop scale all is 100,000 words of PTB, and a tenth of it 10,000.",
-            draw=lambda results, title: data_fraction(*map(results.shown, SHARES), title=title),
+            draw=lambda results, title: data_fraction(
+                *(results.shown(name)[0] for name in SHARES), title=title
+            ),
         ),
     ),
     claims=(

@@ -3,16 +3,17 @@ r"""GD against clipped GD on the 2-layer LSTM: figure 8 of the paper, and its qu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from curvestep.display.chart import GRADIENT
 from curvestep.lab.paper.claims import Evidence, Spread, decide
-from curvestep.lab.paper.fig1_scatter import GRADIENT, measured, scatter_panel
-from curvestep.lab.paper.fig4_curves import SMOOTHING, Curve, draw, gather
+from curvestep.lab.paper.fig1_scatter import Runs, measured, scatter_chart
+from curvestep.lab.paper.fig4_curves import SMOOTHING, Curve, curve_chart, gather, on_common_steps
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -24,7 +25,7 @@ from curvestep.lab.paper.plan import (
     cost_of,
     language_runs,
 )
-from curvestep.lab.paper.style import describe, loaded, log_axes, panels, styled
+from curvestep.lab.paper.style import CLIPPED, GD, described, loaded, on_same_axes
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 
@@ -79,42 +80,46 @@ def compare(gd: Run | str | Path, clipped: Run | str | Path) -> Comparison:
     )
 
 
-def lstm_gd(gd: Run | str | Path, clipped: Run | str | Path, *, title: str = "") -> Figure:
-    """Gradient norm and loss over the iterations, and the scatter of each run.
+def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
+    """Gradient norm and loss over the iterations, and the scatter of each setting.
 
     Args:
-        gd: The run without clipping.
-        clipped: The run with clipping.
+        gd: The run without clipping, or its seeds.
+        clipped: The run with clipping, or the same seeds of it.
         title: Title of the figure.
     """
-    runs = [loaded(gd), loaded(clipped)]
-    with styled():
-        figure, axes = panels(2, 2, width=5.0, height=4.0)
-        _norms(axes[0], runs)
-        axes[1].set_title(f"training loss, running mean of {SMOOTHING} steps")
-        axes[1].set_ylabel("training loss")
-        draw(axes[1], gather(runs, "loss", "train", smoothing=SMOOTHING))
-        axes[1].legend(loc="best")
-        for panel, run in zip(axes[2:], runs, strict=True):
-            scatter_panel(panel, run)
-        try:
-            words = f"\n{compare(*runs)}"
-        except ValueError:  # a run too short to fit
-            words = ""
-        describe(figure, (title or "GD against clipped GD on the 2-layer LSTM") + words, runs)
-    return figure
-
-
-def _norms(panel: Axes, runs: list[Run]) -> None:
-    panel.set_title("gradient norm")
+    sides = [[loaded(side)] if isinstance(side, (Run, str, Path)) else list(side) for side in (gd, clipped)]
+    runs = [run for side in sides for run in side]
     found = []
-    for run in runs:
-        steps, norms, _ = measured(run)
-        found.append(Curve(label=run.recipe.label, steps=steps, values=np.atleast_2d(norms)))
-    draw(panel, found)
-    log_axes(panel, x=False)
-    panel.set_ylabel(GRADIENT)
-    panel.legend(loc="best")
+    for colour, side in zip((GD, CLIPPED), sides, strict=True):
+        steps, values = on_common_steps([measured(run)[:2] for run in side])
+        found.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
+    losses = gather(runs, "loss", "train", smoothing=SMOOTHING)
+    losses = [
+        replace(one, colour=colour, dash="solid") for one, colour in zip(losses, (GD, CLIPPED), strict=False)
+    ]
+    charts = [
+        curve_chart(found, GRADIENT, title="gradient norm", log=True),
+        curve_chart(losses, "training loss", title=f"training loss, running mean of {SMOOTHING} steps"),
+        *on_same_axes([scatter_chart(side) for side in sides]),
+    ]
+    title = title or "GD against clipped GD on the 2-layer LSTM"
+    with suppress(ValueError):  # a run too short to fit
+        pairs = [compare(*pair) for pair in zip(*sides, strict=False)]
+        title += f"\n{pairs[0]}" if len(pairs) == 1 else f"\n{ratio_words(pairs)}"
+    return described(charts, runs, title=title, size=(5.0, 4.0))
+
+
+def ratio_words(found: Sequence[Comparison]) -> str:
+    """The comparisons of several seeds in words."""
+    measured, corrected, printed = (
+        Spread(values=tuple(getattr(one, name) for one in found))
+        for name in ("measured", "corrected", "printed")
+    )
+    predicted = f"{printed} as printed and {corrected} with the square root that the theorems have"
+    if any(math.isinf(one.printed) for one in found):
+        predicted = "nothing, for L0 of a clipped run is 0"
+    return f"gradients of GD are {measured} times those of clipped GD; predicted {predicted}"
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:
@@ -161,14 +166,7 @@ def judge_ratio(results: Results) -> Evidence:
     """Gradient norms of GD over those of clipped GD, measured and predicted."""
     pairs = zip(*results.paired(*two_layer_settings(results.plan.scale)), strict=True)
     found = [compare(gd, clipped) for gd, clipped in pairs]
-    measured, corrected, printed = (
-        Spread(values=tuple(getattr(one, name) for one in found))
-        for name in ("measured", "corrected", "printed")
-    )
-    predicted = f"{printed} as printed and {corrected} with the square root that the theorems have"
-    if any(math.isinf(one.printed) for one in found):
-        predicted = "nothing, for L0 of a clipped run is 0"
-    words = f"gradients of GD are {measured} times those of clipped GD; predicted {predicted}"
+    words = ratio_words(found)
     return decide(words, Spread(values=tuple(math.log(one.measured) for one in found)))
 
 

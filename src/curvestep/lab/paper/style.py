@@ -1,26 +1,28 @@
-"""How the figures of the paper are described; how they look is ``display/drawing``."""
+"""The figures of the paper as charts beside each other, and what is said around them."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
+from curvestep.display.chart import Chart
 from curvestep.display.drawing import (
     COLOURS as COLOURS,
-    DASHES as DASHES,
-    FRONTIER as FRONTIER,
-    ITERATIONS as ITERATIONS,
-    LINE as LINE,
-    legend_below as legend_below,
-    log_axes as log_axes,
+    figure_of,
     panels as panels,
     save as save,
     styled as styled,
 )
 from curvestep.lab.run.folder import Run
+
+# One colour a role in every figure: numbers of the palette.
+GD, CLIPPED = 0, 1
+LINE, EXPONENT = 1, 3
 
 
 def loaded(run: Run | str | Path) -> Run:
@@ -35,15 +37,51 @@ def setting(run: Run) -> str:
     return run.recipe.label
 
 
-def describe(figure: Figure, title: str, runs: Sequence[Run]) -> None:
-    """Put the title above the panels, and below them what was trained on which data."""
-    width = figure.get_figwidth()
-    figure.suptitle(_wrapped(title, width / 0.095), fontsize=11, fontweight="bold")
+def on_same_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts with logarithmic axes of the same range, a little beyond all their points."""
+    found = list(charts)
+    for name in ("x", "y"):
+        values = np.concatenate([getattr(one, name) for chart in charts for one in chart.series] or [[]])
+        values = values[np.isfinite(values) & (values > 0)]
+        if len(values):
+            ends = float(values.min()) / 1.15, float(values.max()) * 1.15
+            found = [replace(one, **{name: replace(getattr(one, name), range=ends)}) for one in found]
+    return found
+
+
+def described(
+    charts: Sequence[Chart],
+    runs: Sequence[Run],
+    *,
+    title: str,
+    columns: int = 2,
+    share: str = "",
+    size: tuple[float, float] = (5.0, 3.4),
+) -> Figure:
+    """Charts with a title above, and below them what was trained on which data.
+
+    Args:
+        charts: The panels; their words go under them.
+        runs: What they show.
+        title: Above them.
+        columns: Panels beside each other.
+        share: As in :func:`curvestep.display.drawing.figure_of`.
+        size: Of a panel.
+    """
     recipes = dict.fromkeys(f"{run.recipe.name}, {run.recipe.scale} scale" for run in runs)
     data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
     seeds = sorted({run.recipe.seed for run in runs})
     words = [*recipes, f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}", *data]
-    figure.supxlabel(_wrapped("; ".join(words), width / 0.062), fontsize=7.5, color="#555555")
+    width = size[0] * min(columns, len(charts))
+    return figure_of(
+        charts,
+        title=_wrapped(title, width / 0.095),
+        note=_wrapped("; ".join(words), width / 0.062),
+        columns=columns,
+        share=share,
+        words=True,
+        size=size,
+    )
 
 
 def _wrapped(text: str, characters: float) -> str:
