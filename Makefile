@@ -5,7 +5,17 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help test fast reproduce check format bench docs build clean
+# The oldest versions that pyproject.toml admits. A torch of its own index may be given: OLDEST_PIP="--index-url …".
+OLDEST      ?= .oldest
+OLDEST_SET  := torch==2.6.0 numpy==1.26.0 scipy==1.11.1
+OLDEST_PIP  ?=
+PYTHON_OLD  ?= $(shell for p in python3.10 ~/.pyenv/versions/3.10*/bin/python3.10 $(PYTHON); do $$p -c '' 2>/dev/null && echo $$p && break; done)
+STRICT      := tests/test_strict_device.py tests/optim/test_device.py tests/optim/test_graphs.py
+CORE        := tests/test_kernel.py tests/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/calibration
+# torch 2.6 says of its own SequentialLR that it is deprecated.
+CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
+
+.PHONY: help test fast reproduce check format bench oldest compat docs build clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +47,24 @@ format: $(READY)  ## rewrite the code as `make check` wants it
 bench: $(READY)  ## speed, side by side with the alternatives
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
+$(OLDEST)/.ready: pyproject.toml hatch_build.py $(wildcard src/curvestep/_kernel/*.[ch])
+	$(PYTHON_OLD) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(OLDEST_PIP) \
+		$(OLDEST_SET) -e . pytest pytest-xdist hypothesis "pandas<3"
+	@touch $@
+
+define core
+	$(1) -c "import sys, torch, numpy as n, scipy as s; print(sys.version[:7], torch.__version__, n.__version__, s.__version__)"
+	$(1) -m pytest -q $(STRICT)
+	$(1) $(CORE_TESTS) $(CORE) $(addprefix --ignore=,$(STRICT))
+endef
+
+oldest: $(OLDEST)/.ready  ## the core tests with the oldest versions that pyproject.toml admits
+	$(call core,$(OLDEST)/bin/python)
+
+compat: oldest $(READY)  ## the same with the pinned versions too
+	$(call core,$(BIN)/python)
+
 docs: $(READY)  ## the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
 
@@ -44,4 +72,4 @@ build: $(READY)  ## wheel and source archive in dist/
 	$(BIN)/python -m build
 
 clean:  ## remove the environment and everything made
-	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) dist site .pytest_cache .ruff_cache .hypothesis

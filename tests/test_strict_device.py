@@ -103,7 +103,7 @@ def test_what_waits_is_counted_and_lists_of_two_devices_are_refused(device):
         torch.stack([t.sum(), u.norm()])
     for read in (
         lambda: t[0].item(), lambda: bool(t.sum() > 0), lambda: t.tolist(), lambda: t.cpu(), t.nonzero,
-        lambda: torch.equal(t, u), lambda: torch.tensor(1.0, device=device), torch.accelerator.synchronize,
+        lambda: torch.equal(t, u), lambda: torch.tensor(1.0, device=device),
     ):  # fmt: skip
         with waits(1):
             read()
@@ -115,6 +115,7 @@ def test_what_waits_is_counted_and_lists_of_two_devices_are_refused(device):
         t.add_(torch.zeros(3))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 does not ask the device whether it is there")
 def test_other_tests_see_no_accelerator():
     with strict_device():
         pass

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from curvestep import ClippedSGD, NormalizedSGD
-from curvestep.optim import _update, scaled
+from curvestep._kernel import native
+from curvestep.optim import _update, adamw, scaled
 from curvestep.vectors import cpu_norm, device_norm, global_norm
 
 
@@ -37,6 +38,15 @@ def test_fake_tensors_raise_and_do_not_end_the_process():
             ClippedSGD([p], lr=0.1, max_norm=1.0).step()
         with pytest.raises(RuntimeError):
             global_norm([torch.ones(70_000)])
+
+
+@pytest.mark.parametrize("available", [native, _update.fused_sgd, adamw.fused_adamw])
+def test_a_kernel_that_is_first_tried_among_fake_tensors_is_found_all_the_same(available):
+    found = available()
+    for context in (FakeTensorMode(), torch.device("meta")):
+        available.cache_clear()
+        with context:
+            assert type(available()) is type(found)
 
 
 @pytest.mark.parametrize("size", [3, 70_000])

@@ -242,11 +242,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-    bool isBuilt() const override { return true; }
-    bool isAvailable() const override { return available; }
+    bool isBuilt() const { return true; }
+    bool isAvailable() const { return available; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return available; }
-    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return generator(); }
-    at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(0); }
+    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const { return generator(); }
+    at::Generator getNewGenerator(c10::DeviceIndex) const { return at::detail::createCPUGenerator(0); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

@@ -10,7 +10,8 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from struct import Struct
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # A library beside this file, named as the build names it.
 LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
@@ -210,7 +212,15 @@ def native() -> Kernel | None:
         kernel = Kernel(LIBRARY)
     except (OSError, AttributeError):  # built for another machine, or by another version
         return None
-    return kernel if _follows_formula(kernel) else None
+    with real_cpu_tensors():
+        return kernel if _follows_formula(kernel) else None
+
+
+@contextmanager
+def real_cpu_tensors() -> Iterator[None]:
+    """A block in which tensors are real and on CPU: a trial may run first where torch makes fake ones."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
 
 
 def _follows_formula(kernel: Kernel) -> bool:

@@ -26,7 +26,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import DTYPES, View, is_non_overlapping_and_dense, native, same_layout
+from curvestep._kernel import (
+    DTYPES,
+    View,
+    is_non_overlapping_and_dense,
+    native,
+    real_cpu_tensors,
+    same_layout,
+)
 from curvestep.distributed import is_sharded
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
@@ -501,7 +508,8 @@ def fused_sgd() -> Callable[..., None] | None:
     torch promises nothing about a function with an underscore, so it is tried on a small case first.
     """
     kernel = getattr(torch, "_fused_sgd_", None)
-    return kernel if kernel is not None and _follows_formula(kernel) else None
+    with real_cpu_tensors():
+        return kernel if kernel is not None and _follows_formula(kernel) else None
 
 
 def _follows_formula(kernel: Callable[..., None]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep._kernel import native
+from curvestep._kernel import native, real_cpu_tensors
 from curvestep.optim._update import Bundle
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 from curvestep.steps import clipped_step
@@ -242,7 +242,8 @@ def fused_adamw() -> Callable[..., None] | None:
     torch promises nothing about a function with an underscore, so it is tried on a small case first.
     """
     kernel = getattr(torch, "_fused_adamw_", None)
-    return kernel if kernel is not None and _computes_adamw(kernel) else None
+    with real_cpu_tensors():
+        return kernel if kernel is not None and _computes_adamw(kernel) else None
 
 
 def _computes_adamw(kernel: Callable[..., None]) -> bool:
