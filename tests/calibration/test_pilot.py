@@ -13,7 +13,7 @@ from torch import nn
 
 from curvestep import calibrate
 from curvestep.calibration.method import method_of
-from curvestep.calibration.pilot import LEAST_FRACTION, LONGEST, MOST_FRACTION, Trial, fly, lowest
+from curvestep.calibration.pilot import LEAST_FRACTION, LONGEST, MOST_FRACTION, Trial, lowest, run_pilots
 from curvestep.smoothness.replay import Replay
 
 
@@ -247,12 +247,12 @@ def test_pilot_finds_the_best_peak_and_goes_on_where_it_is_at_an_end(start, expe
             return -1.0 + 0.1 * math.log(peak / expected, 3) ** 2 + np.array([-0.01, 0.01]), len(rates)
 
     model = Noisy(1.0)
-    flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), start, 20)
+    pilots = run_pilots(Race(model, method_of("AdamW", model), 1.0, [], []), start, 20)
     best = expected if start == 1.0 else start * (9.0 if start < 1 else 1 / 9)
-    assert flown.lr is not None
-    assert math.isclose(flown.lr, expected if start == 1.0 else best * 3 ** (1 if start < 1 else -1))
-    assert flown.num_gradients == 20 * len(flown.rates)
-    assert len(flown.rates) == (3 if start == 1.0 else 5)
+    assert pilots.lr is not None
+    assert math.isclose(pilots.lr, expected if start == 1.0 else best * 3 ** (1 if start < 1 else -1))
+    assert pilots.num_gradients == 20 * len(pilots.rates)
+    assert len(pilots.rates) == (3 if start == 1.0 else 5)
 
 
 def test_pilots_that_cannot_be_told_apart_decide_nothing():
@@ -261,7 +261,7 @@ def test_pilots_that_cannot_be_told_apart_decide_nothing():
             return np.array([-1.0, 1.0]) * max(rates) - 1.0, len(rates)
 
     model = Noisy(1.0)
-    assert fly(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20).lr is None
+    assert run_pilots(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20).lr is None
 
 
 def test_pilot_that_diverges_counts_as_its_start():
@@ -271,10 +271,10 @@ def test_pilot_that_diverges_counts_as_its_start():
             return np.array([end, end]), len(rates)
 
     model = Noisy(1.0)
-    flown = fly(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20)
-    assert [change for lr, change in zip(flown.rates, flown.changes, strict=True) if lr > 0.2] == [0.0]
-    assert flown.lr is not None
-    assert flown.lr < 0.1
+    pilots = run_pilots(Race(model, method_of("AdamW", model), 1.0, [], []), 0.1, 20)
+    assert [change for lr, change in zip(pilots.rates, pilots.changes, strict=True) if lr > 0.2] == [0.0]
+    assert pilots.lr is not None
+    assert pilots.lr < 0.1
 
 
 @pytest.mark.parametrize("options", OPTIMIZERS[:3])
@@ -285,9 +285,9 @@ def test_pilot_moves_the_learning_rate_half_way_and_puts_everything_back(options
     method = method_of(options.get("optimizer", "SGD"), model, momentum=options.get("momentum"))
     closures = [lambda b=b: model(b) for b in batches]
     trial = Trial(model, method, plain.max_norm, closures[8:], closures[:8])
-    flown = fly(trial, plain.lr, 20)
-    assert flown.lr is not None
-    assert math.isclose(cal.lr, math.sqrt(plain.lr * flown.lr), rel_tol=1e-9)
+    pilots = run_pilots(trial, plain.lr, 20)
+    assert pilots.lr is not None
+    assert math.isclose(cal.lr, math.sqrt(plain.lr * pilots.lr), rel_tol=1e-9)
     assert all(change <= 0.0 for _, change in cal.pilot)
     assert cal.num_gradients <= 40 + 20 * len(cal.pilot)
     assert "Pilots of the whole schedule" in str(cal)
@@ -339,6 +339,26 @@ def test_trials_keep_the_learning_rate_where_the_loss_stays_as_it_is():
     cal = calibrate(model, lambda b: 0.5 * (L * (model.x - b).square()).sum(), batches)
     assert "that with a third of lr ended higher" in str(cal)
     assert math.isclose(cal.lr, median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("whole", "third", "fraction"),
+    [
+        ([-1.0, -1.1], [-2.0, -2.1], 1 / 3),
+        ([-1.0, -1.1], [-0.5, -0.6], 1.0),
+        ([0.5, 0.6], [-0.5, -0.6], 1 / 9),
+        ([math.nan, -1.0], [-0.5, -0.6], 1 / 9),
+        ([math.inf, math.inf], [-0.5, -0.6], 1 / 9),
+        ([0.5, 0.6], [math.nan, math.nan], LEAST_FRACTION),
+        ([-0.5, -0.6], [math.nan, math.nan], 1.0),
+    ],
+)
+def test_better_of_two_trials_decides(monkeypatch, whole, third, fraction):
+    ends = [np.array(third), np.array(whole)]
+    monkeypatch.setattr(Trial, "run", lambda self, rates, **_: (ends.pop(), len(rates)))
+    model, batches = Noisy(3.0), targets(0.3)
+    cal = calibrate(model, model, batches)
+    assert math.isclose(cal.lr, fraction * median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
 
 
 def test_trials_that_all_rise_say_that_nothing_can_be_told():

@@ -51,13 +51,11 @@ class Others:
 
     def __init__(self, line: Line, closures: Sequence[Closure]) -> None:
         self._line, self._closures = line, closures
-        self.num_losses = 0
         self._start = 0.0
         self._start = self.change(0.0)
 
     def change(self, step: float) -> float:
         """Change of the mean loss over the step."""
-        self.num_losses += len(self._closures)
         return float(self._line.losses_of(self._closures, step).mean()) - self._start
 
     def straight(self, step: float, slope: float) -> float:
@@ -148,8 +146,8 @@ class Trial:
         with Replay(self.model, self.steps[0]) as replay:
             replay.keep_home()
             start = np.zeros(len(self.judges))
-            optimizer = self.method.build(replay.parameters, rates[0] or 1.0)
-            shares = [group["lr"] / (rates[0] or 1.0) for group in optimizer.param_groups]
+            optimizer = self.method.build(replay.parameters, 1.0)
+            shares = [group["lr"] for group in optimizer.param_groups]
             for taken, lr in enumerate(rates, 1):
                 replay.closure = partial(_reseeded, self.steps[(taken - 1) % len(self.steps)], taken)
                 gradients = replay.gradient().gradients
@@ -192,7 +190,7 @@ class Pilot:
     num_gradients: int
 
 
-def fly(trial: Trial, lr: float, num_steps: int) -> Pilot:
+def run_pilots(trial: Trial, lr: float, num_steps: int) -> Pilot:
     """Run the schedule, compressed to ``num_steps``, at peaks three times apart around ``lr``.
 
     It begins with three peaks and adds further ones while the best is at an end, five at most.

@@ -149,7 +149,7 @@ class Calibration:
 
     def __str__(self) -> str:
         warnings = (f"Warning: {words}" for words in self.warnings)
-        return "\n".join([self._headline, *self.reasons, *([self._flown] if self.pilot else []), *warnings])
+        return "\n".join([self._headline, *self.reasons, *([self._pilots] if self.pilot else []), *warnings])
 
     def __repr__(self) -> str:
         return f"<Calibration of {self.optimizer}: lr {self.lr:.3g}{self.threshold}>"
@@ -160,7 +160,7 @@ class Calibration:
             for number, batch in enumerate(self.curve)
         ]
         names = ("batch", "loss", "gradient norm", "largest safe step")
-        notes = (*self.reasons, *([self._flown] if self.pilot else []), *self.warnings)
+        notes = (*self.reasons, *([self._pilots] if self.pilot else []), *self.warnings)
         return html_table(self._headline, [names, *rows], notes)
 
     def plot(self, *, title: str = "") -> Figure:
@@ -172,7 +172,7 @@ class Calibration:
         return figure_of(calibration(self), title=title, note=note)
 
     @property
-    def _flown(self) -> str:
+    def _pilots(self) -> str:
         runs = ", ".join(f"{change:+.3g} at {lr:.2g}" for lr, change in self.pilot)
         return f"Pilots of the whole schedule changed the loss by {runs}; lr is between their best and h."
 

@@ -59,9 +59,9 @@ from curvestep.calibration.pilot import (
     Closure,
     Others,
     Trial,
-    fly,
     lowest,
     mean_and_error,
+    run_pilots,
 )
 from curvestep.calibration.refusals import (
     check_arguments,
@@ -334,10 +334,11 @@ class _Search:
         third, _ = trial.run([found.lr / 3] * num_steps, window=window)
         self.num_gradients += 2 * num_steps
         found = replace(found, num_gradients=self.num_gradients)
-        (change, spread), (gain, error) = mean_and_error(whole), mean_and_error(third - whole)
-        if not min(change + spread, sum(mean_and_error(third))) < 0:
+        falls, falls_by_third = (sum(mean_and_error(arm)) < 0 for arm in (whole, third))
+        if not (falls or falls_by_third):  # NaN, from a trial that diverged, does not fall
             return limited(found, LEAST_FRACTION, "unknown")
-        fraction = 1.0 if not gain + error < 0 else 1 / 3 if change + spread < 0 else 1 / 9
+        lower = falls_by_third and not (falls and sum(mean_and_error(third - whole)) >= 0)
+        fraction = 1.0 if not lower else 1 / 3 if falls else 1 / 9
         words = f"{says}. Of two trials of {num_steps} steps, that with a third of lr ended higher."
         if fraction < 1:
             kept = f"lr is {fraction:.2g} of what curvature allows."
@@ -355,13 +356,13 @@ class _Search:
         """``found`` with the geometric mean of its ``lr`` and that of a pilot."""
         if len(closures) < 2:
             raise ValueError("`pilot` needs two batches at least: one to step on and another to judge by.")
-        flown = fly(self.trial(found, closures), found.lr, num_steps)
-        lr = found.lr if flown.lr is None else math.sqrt(found.lr * flown.lr)
-        words = () if flown.lr else ("the pilots cannot be told apart: lr is the measured one.",)
+        pilots = run_pilots(self.trial(found, closures), found.lr, num_steps)
+        lr = found.lr if pilots.lr is None else math.sqrt(found.lr * pilots.lr)
+        words = () if pilots.lr else ("the pilots cannot be told apart: lr is the measured one.",)
         return replace(
             found.times(lr / found.lr),
-            pilot=tuple(zip(flown.rates, flown.changes, strict=True)),
-            num_gradients=found.num_gradients + flown.num_gradients,
+            pilot=tuple(zip(pilots.rates, pilots.changes, strict=True)),
+            num_gradients=found.num_gradients + pilots.num_gradients,
             warnings=(*found.warnings, *words),
         )
 
