@@ -47,6 +47,8 @@ class SmoothnessCallback(Callback):
         fractions: Where on the step to take gradients, each in (0, 1].
         estimators: Columns of the trace, or a mapping from column to its period in measurements.
         trace: File for the rows; None for memory.
+        if_exists: What to do with a file that holds a run: ``"resume"`` needs a checkpoint to go on from,
+            ``"new"`` writes beside it, ``"overwrite"`` starts it again.
         max_overhead: Share of the training time that measuring may take, such as 0.02.
         layers: Also measure each layer.
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
@@ -63,6 +65,7 @@ class SmoothnessCallback(Callback):
         fractions: tuple[float, ...] = (0.5, 1.0),
         estimators: list[str] | dict[str, int] | None = None,
         trace: str | None = None,
+        if_exists: str = "resume",
         max_overhead: float | None = None,
         layers: bool = False,
         on_error: str = "off",
@@ -71,7 +74,8 @@ class SmoothnessCallback(Callback):
         super().__init__()
         self.options: dict[str, Any] = {
             "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
-            "trace": trace, "max_overhead": max_overhead, "layers": layers, "on_error": on_error,
+            "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
+            "on_error": on_error,
         }  # fmt: skip
         self.log = log
         self.probe: SmoothnessProbe | None = None

@@ -1,0 +1,324 @@
+"""Smoothness and calibration inside a Hugging Face Trainer, with PEFT models and TRL's trainers too.
+
+.. code-block:: python
+
+    from curvestep.integrations.transformers import calibrate, watch
+
+    trainer = Trainer(model, args, train_dataset=data)
+    calibrate(trainer)  # sets args.learning_rate and args.max_grad_norm
+    watch(trainer, every=50, trace="trace.jsonl")
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Number
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from curvestep._files import write_atomically
+from curvestep.calibration import search
+from curvestep.calibration.result import Calibration
+from curvestep.integrations.reporting import need, sink_of, warn_if_clipped_twice
+from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.probe import SmoothnessProbe, unwrapped
+from curvestep.smoothness.trace import Trace
+
+need("transformers", "5.0", "transformers")
+need("accelerate", "1.1", "transformers")
+
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+STATE = "curvestep.json"  # in a checkpoint's folder
+
+
+def watch(
+    trainer: Trainer,
+    *,
+    every: int = 50,
+    fractions: tuple[float, ...] = (0.5, 1.0),
+    estimators: list[str] | dict[str, int] | None = None,
+    trace: Trace | str | Path | None = None,
+    if_exists: str = "resume",
+    max_overhead: float | None = None,
+    layers: bool = False,
+    on_error: str = "off",
+    log: bool = True,
+) -> SmoothnessCallback:
+    """Measure smoothness along ``trainer.train()``; training stays bit for bit. One line before it.
+
+    Gradient accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and
+    resuming from a checkpoint are taken care of.
+
+    Args:
+        trainer: A ``Trainer``, or one of TRL's.
+        every: Optimizer steps between measurements.
+        fractions: Where on the step to take gradients, each in (0, 1].
+        estimators: Columns of the trace, or a mapping from column to its period in measurements.
+        trace: Where the rows go: a path, a trace, or None for memory.
+        if_exists: What to do with a file that holds a run: ``"resume"`` needs a checkpoint to go on from,
+            ``"new"`` writes beside it, ``"overwrite"`` starts it again.
+        max_overhead: Share of the training time that measuring may take, such as 0.02.
+        layers: Also measure each layer.
+        on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
+            ``"raise"`` stops training.
+        log: Whether rows go where ``report_to`` says, as ``curvestep/…``.
+
+    Returns:
+        The callback; ``callback.probe.trace`` has the rows once training has begun.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
+    if any(isinstance(c, SmoothnessCallback) for c in trainer.callback_handler.callbacks):
+        raise ValueError("This trainer is watched already: call `watch` once.")
+    options = {
+        "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"], "trace": trace,
+        "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers, "on_error": on_error,
+    }  # fmt: skip
+    callback = SmoothnessCallback(trainer, options, log=log)
+    trainer.add_callback(callback)
+    return callback
+
+
+class SmoothnessCallback(TrainerCallback):
+    """What :func:`watch` adds: a callback alone sees neither batch nor loss, and only clipped gradients.
+
+    Args:
+        trainer: The Trainer.
+        options: Those of :class:`~curvestep.smoothness.probe.SmoothnessProbe`.
+        log: Whether rows go where ``report_to`` says.
+
+    Attributes:
+        probe: The probe, from the first training step on.
+    """
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any], *, log: bool) -> None:
+        self.probe: SmoothnessProbe | None = None
+        self._trainer, self._options, self._log = trainer, options, log
+        self._begun = False
+        self._hooks: list[Any] = []
+        self._training_step: Callable[..., Tensor] = trainer.training_step
+        trainer.training_step = self._recorded_step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn where the Trainer clips before an optimizer that clips as well."""
+        self.on_train_end(args, state, control)
+        self.probe = None
+        optimizer = kwargs.get("optimizer")
+        if args.max_grad_norm and optimizer is not None:
+            setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
+            warn_if_clipped_twice(unwrapped(optimizer), setting, "Set max_grad_norm=0.")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End a step that the optimizer did not take."""
+        self._end()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep beside the checkpoint what a resumed run needs to measure the same steps."""
+        folder = _checkpoint_of(args, state)
+        if self.probe is not None and state.is_world_process_zero and folder.is_dir():
+            write_atomically(folder / STATE, json.dumps(self.probe.state_dict()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the trace; ``callback.probe`` keeps the rows."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.probe is not None:
+            self.probe.close()
+
+    def _start(self, model: Any) -> SmoothnessProbe:
+        """Make the probe: only now are model and optimizer prepared and wrapped."""
+        trainer = self._trainer
+        optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
+        backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
+        self.probe = probe = SmoothnessProbe(model, backward=backward, **self._options)
+        if trainer.state.global_step > 0:
+            self._resume(probe)
+        if self._log:
+            probe.listen(sink_of(optimizer, self._report))
+        if scaler is None:
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end()))
+        else:  # which may skip the step after the gradients were shown
+            probe.watch(optimizer)
+        return probe
+
+    def _resume(self, probe: SmoothnessProbe) -> None:
+        step, every = self._trainer.state.global_step, probe.schedule.every
+        path = _checkpoint_of(self._trainer.args, self._trainer.state) / STATE
+        if path.exists():
+            probe.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            return
+        done = math.ceil(step / every)  # resumed from elsewhere: go on by the rule
+        schedule = probe.schedule.state_dict()
+        if schedule["next"] is not None:
+            schedule["next"] = done * every
+        probe.load_state_dict({"step": step, "measurements": done, "schedule": schedule})
+
+    def _recorded_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The Trainer's ``training_step``, its loss recorded at steps that are due."""
+        trainer = self._trainer
+        probe = self._start(model) if self.probe is None else self.probe
+        if not probe.due:
+            loss = self._training_step(model, inputs, num_items_in_batch)
+        else:
+            num_parts = trainer.current_gradient_accumulation_steps
+            kept, outputs = copy.copy(inputs), []  # a training step may pop from its inputs
+
+            def loss_fn() -> Any:
+                # Each loss is this batch's share of a sum, and the probe takes means.
+                if not outputs:
+                    outputs.append(self._training_step(model, inputs, num_items_in_batch))
+                    return outputs[0].item() * num_parts
+                with _untouched(trainer), _caught_loss(trainer) as caught:
+                    self._training_step(model, copy.copy(kept), num_items_in_batch)
+                return caught[0] * num_parts
+
+            probe.record(loss_fn, batch_size=round(batch_length(inputs)))
+            loss = outputs[0]
+        if trainer.accelerator.sync_gradients and trainer.accelerator.scaler is None:
+            probe.begin(unwrapped(trainer.optimizer))  # clipping by max_grad_norm comes next
+            self._begun = True
+        return loss
+
+    def _end(self) -> None:
+        if self._begun and self.probe is not None:
+            self._begun = False
+            self.probe.end()
+
+    def _report(self, numbers: dict[str, float], _: int) -> None:
+        """To the callbacks at once: one more call of ``trainer.log`` would empty the metrics of TRL."""
+        trainer = self._trainer
+        trainer.callback_handler.call_event(
+            "on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers)
+        )
+
+
+def calibrate(
+    trainer: Trainer,
+    *,
+    schedule: str | None = None,
+    pilot: int = 0,
+    num_batches: int = 3,
+    max_gradients: int = 40,
+) -> Calibration:
+    """Measure learning rate and threshold before ``trainer.train()``, and set them; 15 to 40 gradients.
+
+    Sets ``args.learning_rate``, and ``args.max_grad_norm`` if the Trainer clips; of an optimizer given as
+    ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its own ``lr`` and ``max_norm``. Model, random states and
+    the Trainer's metrics stay as they were. Do not call it before ``train(resume_from_checkpoint=…)``: the
+    checkpoint has its learning rate.
+
+    Args:
+        trainer: A ``Trainer``, or one of TRL's, that has not trained yet.
+        schedule: ``"constant"`` or ``"warmup-decay"``, of which the learning rate is the peak. Default: the
+            latter unless ``args.lr_scheduler_type`` is constant.
+        pilot: Steps of a pilot of the whole schedule; 0 for none.
+        num_batches: Batches to measure.
+        max_gradients: Largest number of gradients to evaluate.
+    """
+    args, model = trainer.args, cast(Any, trainer.model)
+    if isinstance(trainer.train_dataset, Iterator):
+        raise ValueError(
+            "calibrate would use up samples of `train_dataset`, which is an iterator. Give the Trainer a "
+            "data set that can be read again."
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            "calibrate(trainer) measures in one process, before the model is spread over ranks. Run it alone "
+            "with the whole batch, and give `learning_rate` to the run with several."
+        )
+    if trainer.accelerator.scaler is not None:
+        raise ValueError("calibrate(trainer) does not undo fp16's loss scale. Use bf16=True, or float32.")
+    if schedule is None:
+        kind_of_schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
+    own = trainer.optimizer_cls_and_kwargs
+    kind, values = own or trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = kind if trainer.optimizer is None else unwrapped(trainer.optimizer)
+    loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
+
+    def batches() -> Iterator[Any]:
+        source = iter(loader)
+        while (found := trainer.get_batch_samples(source, steps, args.device))[0]:
+            yield found
+
+    def loss_of_batch(batch: Any) -> float:
+        samples, count = batch
+        trainer.current_gradient_accumulation_steps = len(samples)
+        total = 0.0
+        for inputs in samples:
+            with _untouched(trainer), trainer.accelerator.autocast():
+                # Of the class: the trainer's own may be the one that `watch` records.
+                loss = type(trainer).training_step(trainer, model, copy.copy(inputs), count)
+            total += loss.item()
+        return total
+
+    training = model.training
+    try:
+        found = search.calibrate(
+            model.train(),
+            loss_of_batch, batches(), optimizer=optimizer, schedule=schedule, pilot=pilot,
+            num_batches=num_batches, max_gradients=max_gradients,
+            **({"weight_decay": args.weight_decay} if trainer.optimizer is None and own is None else {}),
+        )  # fmt: skip
+    finally:
+        model.train(training)
+        if hasattr(loader, "end"):  # of Accelerate's, which counts the loaders that are being read
+            loader.end()  # pyright: ignore[reportAttributeAccessIssue]
+    if trainer.optimizer is not None:
+        schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
+        found.apply(unwrapped(trainer.optimizer), *schedulers)
+    elif own is not None:
+        name = "offset" if "offset" in values else "max_norm"
+        threshold = {name: found.max_norm} if name in values else {}
+        trainer.optimizer_cls_and_kwargs = (kind, {**values, "lr": found.lr, **threshold})
+    args.learning_rate = found.lr
+    if args.max_grad_norm and not hasattr(kind if trainer.optimizer is None else optimizer, "clip_stats"):
+        args.max_grad_norm = found.max_norm
+    return found
+
+
+def _checkpoint_of(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+@contextmanager
+def _caught_loss(trainer: Trainer) -> Iterator[list[Tensor]]:
+    """The losses that ``accelerator.backward`` is given, which does not run."""
+    own, caught = vars(trainer.accelerator), []
+    own["backward"] = lambda loss, **_: caught.append(loss)
+    try:
+        yield caught
+    finally:
+        del own["backward"]
+
+
+@contextmanager
+def _untouched(trainer: Trainer) -> Iterator[None]:
+    """TRL's trainers count tokens and keep metrics in attributes, which a replay must not add to."""
+    kept = {
+        name: copy.deepcopy(value)
+        for name, value in vars(trainer).items()
+        if _is_plain(value) and not name.endswith("_dataset")
+    }
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, or nested lists and dicts of numbers."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, (Number, str)) and not isinstance(value, bool)

@@ -1,0 +1,373 @@
+"""A Hugging Face run with our callback is the run without it, bit for bit, and its rows are right."""
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportPrivateImportUsage=false
+# transformers types its Trainer loosely.
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra `transformers`")
+pytest.importorskip("accelerate", reason="needs the extra `transformers`")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_TELEMETRY="1")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
+
+import curvestep as cs
+from curvestep.integrations.transformers import calibrate, watch
+from tests.integrations.runs import digest, state_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, count=48):
+        self.ids = torch.randint(64, (count, 16), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+
+
+OPTIMIZERS = {
+    "ClippedSGD": lambda p: cs.ClippedSGD(p, lr=0.5, max_norm=0.4),
+    "clip": lambda p: (opt := torch.optim.AdamW(p, lr=1e-3), cs.clip(opt, 0.4))[0],
+}
+
+
+def trainer_of(folder, optimizer=None, kind=Trainer, model=None, data=None, **options):
+    set_seed(0)
+    model = gpt2() if model is None else model()
+    settings = {"max_steps": 8, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True, report_to="none",
+        **(settings | options),
+    )  # fmt: skip
+    if isinstance(optimizer, str):
+        own = {"optimizers": (OPTIMIZERS[optimizer](model.parameters()), None)}
+    else:
+        own = {} if optimizer is None else {"optimizer_cls_and_kwargs": optimizer}
+    return kind(model, args, train_dataset=Tokens() if data is None else data, **own)
+
+
+def finish(trainer):
+    """Train; what is left, the logged metrics among it."""
+    trainer.train()
+    state = state_of(trainer.model, trainer.optimizer)
+    names = ("loss", "grad_norm", "learning_rate", "num_tokens", "mean_token_accuracy", "entropy")
+    history = [{k: v for k, v in entry.items() if k in names} for entry in trainer.state.log_history]
+    return state | {"logs": digest(history)}
+
+
+@contextmanager
+def warned(match):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    assert [w for w in seen if re.search(match, str(w.message))], [str(w.message) for w in seen]
+
+
+def lora():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1))
+
+
+MODES = {
+    "AdamW": {},
+    "max_grad_norm 0.1": {"max_grad_norm": 0.1},
+    "no clipping": {"max_grad_norm": 0.0},
+    "accumulated": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
+    "a short last group": {"gradient_accumulation_steps": 5, "max_steps": 6},
+    "bf16": {"bf16": True, "max_grad_norm": 0.5},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "ClippedSGD": {"optimizer": "ClippedSGD", "max_grad_norm": 0.0},
+    "optimizer_cls_and_kwargs": {
+        "optimizer": (cs.ClippedSGD, {"lr": 0.5, "max_norm": 0.4}), "max_grad_norm": 0.0,
+    },
+    "cs.clip": {"optimizer": "clip", "max_grad_norm": 0.0},
+    "LoRA": {"model": lora},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "compiled" else m for m in MODES]
+)
+def test_a_watched_run_is_the_run_without(mode, tmp_path):
+    plain = finish(trainer_of(tmp_path, **MODES[mode]))
+    trainer = trainer_of(tmp_path, **MODES[mode])
+    callback = watch(trainer, every=2, on_error="raise")
+    assert finish(trainer) == plain
+    rows = list(callback.probe.trace)
+    assert [row["step"] for row in rows] == list(range(0, trainer.args.max_steps, 2))
+    parts = trainer.args.gradient_accumulation_steps
+    limit = trainer.args.max_grad_norm or (0.4 if "optimizer" in MODES[mode] else float("inf"))
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["smoothness"] > 0
+        short = mode == "a short last group" and row["step"] % 3 == 2  # 12 batches: 5, 5 and 2
+        assert row["batch_size"] == 4 * (2 if short else parts)
+        assert row["eps"] == pytest.approx(
+            torch.finfo(torch.bfloat16 if mode == "bf16" else torch.float32).eps
+        )
+        logged = losses[row["step"]]
+        assert row["lr"] == pytest.approx(logged["learning_rate"])
+        assert row["loss"] == pytest.approx(logged["loss"], abs=2e-4)
+        if trainer.args.max_grad_norm:  # then the Trainer logs the norm before clipping
+            assert row["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-3)
+        expected = min(1.0, limit / row["grad_norm"])
+        assert row["coefficient"] == pytest.approx(expected, rel=2e-2 if mode == "bf16" else 1e-4)
+
+
+def test_sft_of_trl_keeps_its_counts(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs trl")
+    datasets = pytest.importorskip("datasets", reason="needs trl")
+
+    def make():
+        set_seed(0)
+        args = trl.SFTConfig(
+            str(tmp_path), per_device_train_batch_size=4, max_steps=6, logging_steps=1, save_strategy="no",
+            use_cpu=True, disable_tqdm=True, report_to="none", dataset_kwargs={"skip_prepare_dataset": True},
+            bf16=False, gradient_checkpointing=False, max_length=16,
+        )  # fmt: skip
+        data = datasets.Dataset.from_dict({"input_ids": Tokens().ids.tolist()})
+        return trl.SFTTrainer(gpt2(), args, train_dataset=data, processing_class=tokenizer())
+
+    plain = finish(make())
+    trainer = make()
+    callback = watch(trainer, every=2, on_error="raise")
+    assert finish(trainer) == plain
+    assert [row["status"] for row in callback.probe.trace] == ["ok"] * 3
+    assert any("num_tokens" in entry for entry in trainer.state.log_history)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(62)} | {"<unk>": 62, "<pad>": 63}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>", eos_token="<pad>"
+    )
+
+
+def test_two_clippings_are_said_and_measured(tmp_path):
+    trainer = trainer_of(tmp_path, optimizer="ClippedSGD", max_grad_norm=0.2)
+    callback = watch(trainer, every=2, on_error="raise")
+    with warned(r"max_grad_norm=0.2\) clips before ClippedSGD.*max_grad_norm=0\."):
+        trainer.train()
+    for row in callback.probe.trace:
+        assert row["coefficient"] == pytest.approx(0.2 / row["grad_norm"], rel=1e-3)
+
+
+class Listener(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def test_rows_and_clip_share_go_to_every_reporting_callback(tmp_path):
+    trainer = trainer_of(tmp_path, optimizer="ClippedSGD", max_grad_norm=0.0, logging_steps=100)
+    listener = Listener()
+    trainer.add_callback(listener)
+    callback = watch(trainer, every=3)
+    trainer.train()
+    rows = [(step, logs) for step, logs in listener.logs if "curvestep/smoothness" in logs]
+    assert [step for step, _ in rows] == [0, 3, 6]
+    for (_, logs), row in zip(rows, callback.probe.trace, strict=True):
+        assert logs["curvestep/grad_norm"] == row["grad_norm"]
+        assert 0 < logs["curvestep/clipped_fraction"] <= 1
+
+
+def test_rows_are_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "logs")
+    try:
+        trainer = trainer_of(tmp_path)
+        from transformers.integrations import TensorBoardCallback
+
+        trainer.add_callback(TensorBoardCallback())
+        callback = watch(trainer, every=4)
+        trainer.train()
+    finally:
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    (name,) = [tag for tag in events.Tags()["scalars"] if tag.endswith("curvestep/smoothness")]
+    found = [(event.step, event.value) for event in events.Scalars(name)]
+    assert [step for step, _ in found] == [0, 4]
+    assert [value for _, value in found] == pytest.approx([row["smoothness"] for row in callback.probe.trace])
+
+
+@pytest.mark.parametrize("beside_the_checkpoint", [True, False])
+def test_a_resumed_run_measures_the_same_steps_in_the_same_file(beside_the_checkpoint, tmp_path):
+    def go(name, resume=None, stop=None):
+        trainer = trainer_of(tmp_path / name, save_strategy="steps", save_steps=5, max_steps=10)
+        watch(trainer, every=2, trace=tmp_path / f"{name}.jsonl", on_error="raise")
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        trainer.train(resume_from_checkpoint=resume)
+        return digest(trainer.model.state_dict())
+
+    class Stop(TrainerCallback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+    whole = go("whole")
+    with pytest.raises(KeyboardInterrupt):
+        go("halves", stop=7)
+    checkpoint = tmp_path / "halves" / "checkpoint-5"
+    assert (checkpoint / "curvestep.json").exists()
+    if not beside_the_checkpoint:
+        (checkpoint / "curvestep.json").unlink()
+    assert go("halves", resume=str(checkpoint)) == whole
+    one, two = (cs.Trace.load(tmp_path / f"{name}.jsonl") for name in ("whole", "halves"))
+    assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 2, 4, 6, 8]
+    assert [row["smoothness"] for row in two] == pytest.approx([row["smoothness"] for row in one], rel=1e-4)
+
+
+def test_a_failing_probe_never_stops_training(tmp_path):
+    class Unrepeatable(Trainer):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            type(self).calls += 1
+            return self.calls * super().compute_loss(*args, **kwargs)
+
+    trainer = trainer_of(tmp_path, kind=Unrepeatable)
+    watch(trainer, every=2)
+    with warned("No more are taken"):
+        trainer.train()
+    assert trainer.state.global_step == 8
+
+
+@pytest.mark.parametrize("options", [
+    {"lr_scheduler_type": "constant"},
+    {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    {"optimizer": "ClippedSGD", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
+    {"optimizer": (cs.ClippedAdamW, {"lr": 1e-3, "max_norm": 1.0}), "max_grad_norm": 0.0},
+])  # fmt: skip
+def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path):
+    trainer = trainer_of(tmp_path, **options)
+    before = digest([trainer.model.state_dict(), torch.get_rng_state()])
+    watch(trainer, every=3)
+    cal = calibrate(trainer)
+    assert digest([trainer.model.state_dict(), torch.get_rng_state()]) == before
+    assert trainer.args.learning_rate == cal.lr
+    assert cal.schedule == ("constant" if options.get("lr_scheduler_type") == "constant" else "warmup-decay")
+    found = finish(trainer)
+    typed = {**options, "learning_rate": cal.lr}
+    twin = None
+    if options.get("optimizer") == "ClippedSGD":
+        assert trainer.optimizer.param_groups[0]["max_norm"] == cal.max_norm
+        twin = trainer_of(tmp_path, **typed)
+        twin.optimizer.param_groups[0].update(
+            lr=trainer.optimizer.param_groups[0]["lr"], max_norm=cal.max_norm
+        )
+    elif "optimizer" in options:
+        typed["optimizer"] = (cs.ClippedAdamW, {"lr": cal.lr, "max_norm": cal.max_norm})
+    else:
+        assert trainer.args.max_grad_norm == cal.max_norm
+        typed["max_grad_norm"] = cal.max_norm
+    assert finish(twin or trainer_of(tmp_path, **typed)) == found
+
+
+def test_bad_input_gets_one_clear_line(tmp_path):
+    with pytest.raises(TypeError, match="`trainer` must be a transformers Trainer, got a Linear"):
+        watch(torch.nn.Linear(2, 2))
+    trainer = trainer_of(tmp_path)
+    watch(trainer)
+    with pytest.raises(ValueError, match="watched already"):
+        watch(trainer)
+    once = trainer_of(tmp_path)
+    once.train_dataset = iter(Tokens())
+    with pytest.raises(ValueError, match="`train_dataset`, which is an iterator"):
+        calibrate(once)
+
+    def frozen():
+        model = gpt2()
+        model.requires_grad_(False)
+        return model
+
+    with pytest.raises(ValueError, match="no parameter with `requires_grad`"):
+        calibrate(trainer_of(tmp_path, model=frozen))
+
+
+DDP = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from tests.integrations.test_transformers import finish, trainer_of, watch
+folder = sys.argv[1]
+for parts in (1, 2):
+    found = []
+    for probed in (False, True):
+        trainer = trainer_of(folder, gradient_accumulation_steps=parts, max_steps=4, max_grad_norm=0.5)
+        if probed:
+            watch(trainer, every=2, on_error="raise", trace=f"{folder}/{parts}.jsonl")
+        found.append(finish(trainer))
+    assert found[0] == found[1], found
+    print("same")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_measure_together(tmp_path):
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, script, tmp_path],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same") == 4
+    for parts in (1, 2):
+        rows = list(cs.Trace.load(tmp_path / f"{parts}.jsonl"))
+        assert [row["step"] for row in rows] == [0, 2]
+        for row in rows:
+            assert row["status"] == "ok"
+            assert row["batch_size"] == 8 * parts
+            assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / row["grad_norm"]), rel=1e-4)
