@@ -1,6 +1,7 @@
 """Advice judged by following it: train, ask, train again with the answer.
 
-    python -m benchmarks.advice [--set development|held-out] [--optimizer ClippedSGD|SGD|AdamW] [--report]
+    python -m benchmarks.advice [--set development|held-out] [--optimizer ClippedSGD|SGD|AdamW]
+        [--tasks …] [--seeds 1 2 3] [--rivals advice calibrate] [--out docs/results/advice.md]
 
 Every task is trained from four settings: a tenth of the calibrated learning rate without clipping ("too
 small"), the calibrated setting ("good"), ten times its learning rate at its threshold ("too large"), and the
@@ -79,12 +80,11 @@ class Bench:
             made = TASKS[task]
             model = made.start(seed).train()
             batches = list(islice(made.stream(seed, "measuring"), 8))
-            name = {"ClippedSGD": "ClippedSGD", "SGD": "SGD", "AdamW": "AdamW"}[self.optimizer]
             found = cs.calibrate(
                 model,
                 lambda batch: made.loss(model, batch),
                 batches,
-                optimizer=name,
+                optimizer=self.optimizer,
                 momentum=MOMENTUM[self.optimizer],
             )
             self.keep(key, {"lr": found.lr, "max_norm": found.max_norm})
@@ -196,7 +196,9 @@ def follow(advice: Advice, start: Setting) -> Setting:
     return {"lr": float(f"{advice.lr:.6g}"), "max_norm": float(f"{advice.max_norm:.6g}")}
 
 
-def cases(bench: Bench, tasks: tuple[str, ...], seeds: tuple[int, ...]) -> Iterator[Setting]:
+def cases(
+    bench: Bench, tasks: tuple[str, ...], seeds: tuple[int, ...], rivals: tuple[str, ...]
+) -> Iterator[Setting]:
     """Each start with what came of it, of the advice, and of the rivals."""
     for task in tasks:
         for seed in seeds:
@@ -205,16 +207,19 @@ def cases(bench: Bench, tasks: tuple[str, ...], seeds: tuple[int, ...]) -> Itera
                 ran = bench.run(task, seed, setting, probed=True)
                 advice = advise(Trace.load(bench.trace_of(task, seed, setting)))
                 lr, norm = setting["lr"], setting["max_norm"]
+                tried = {
+                    "advice": follow(advice, setting),
+                    "lr / 3": {"lr": lr / 3, "max_norm": norm},
+                    "lr x 3": {"lr": lr * 3, "max_norm": norm},
+                }
                 yield {
                     "task": task,
                     "seed": seed,
                     "start": name,
                     "ran": ran,
                     "said": advice.verdict,
-                    "advice": bench.run(task, seed, follow(advice, setting)),
                     "calibrate": calibrated,
-                    "lr / 3": bench.run(task, seed, {"lr": lr / 3, "max_norm": norm}),
-                    "lr x 3": bench.run(task, seed, {"lr": lr * 3, "max_norm": norm}),
+                    **{rival: bench.run(task, seed, tried[rival]) for rival in rivals if rival in tried},
                 }
 
 
@@ -234,7 +239,7 @@ def rescued(case: Setting, rival: str) -> bool:
     return case[rival]["loss"] <= target + RESCUED * (first - target)
 
 
-def table(found: list[Setting]) -> str:
+def table(found: list[Setting], rivals: tuple[str, ...] = RIVALS) -> str:
     """Shares of outcomes for each kind of start and each rival."""
     lines = [
         "| start | cases | followed | better | equal | worse | diverged | rescued |",
@@ -242,7 +247,7 @@ def table(found: list[Setting]) -> str:
     ]
     for start in (*STARTS, "all"):
         group = [case for case in found if start in (case["start"], "all")]
-        for rival in RIVALS:
+        for rival in rivals:
             count = Counter(outcome(case, rival) for case in group)
             shares = [f"{count[kind] / max(len(group), 1):.0%}" for kind in OUTCOMES]
             lost = [case for case in group if case["start"] == "diverged"]
@@ -262,20 +267,29 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=list(MOMENTUM), default="ClippedSGD")
     parser.add_argument("--tasks", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--out", type=Path, help="write the table into this page, between its marks")
     parser.add_argument("--folder", type=Path, default=Path("runs/advice"))
     options = parser.parse_args()
     bench = Bench(options.folder, options.optimizer)
     found = []
-    for case in cases(bench, tuple(options.tasks or SETS[options.set]), tuple(options.seeds)):
+    rivals = tuple(options.rivals)
+    for case in cases(bench, tuple(options.tasks or SETS[options.set]), tuple(options.seeds), rivals):
         found.append(case)
-        ends = "  ".join(f"{name} {case[name]['loss']:.4g}" for name in ("ran", *RIVALS))
+        ends = "  ".join(f"{name} {case[name]['loss']:.4g}" for name in ("ran", *rivals))
         print(f"{case['task']} {case['seed']} {case['start']}: {outcome(case, 'advice')}  {ends}", flush=True)
         print(
             f"   lr {case['ran']['lr']:.3g}, max_norm {case['ran']['max_norm']:.3g} -> "
             f"{case['advice']['lr']:.3g}, {case['advice']['max_norm']:.3g}  {case['said'][:150]}",
             flush=True,
         )
-    print(table(found))
+    written = table(found, rivals)
+    print(written)
+    if options.out:
+        begin, end = (f"<!-- {word} {options.optimizer} {options.set} -->" for word in ("begin", "end"))
+        before, rest = options.out.read_text(encoding="utf-8").split(begin)
+        after = rest.split(end)[1]
+        options.out.write_text(f"{before}{begin}\n{written}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep._checks import check_count, check_positive
-from curvestep.advice.decision import KEEP, LOWER, RAISE, Decision, decide, untold
+from curvestep.advice.decision import KEEP, LOWER, RAISE, Decision, decide, room, untold
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.advice.rule import Rule, below_spectral, other_steps, rule_for
+from curvestep.advice.rule import Rule, below_spectral, check_steps, rule_for
 from curvestep.advice.settings import Setting, best_of, check_alike, neighbours, next_setting, settings_of
 from curvestep.advice.verdict import (
     does_clipping_pay,
+    doubts,
     first_line,
     is_inert,
     reasons,
     reasons_of_lost,
+    reasons_of_method,
     reasons_of_settings,
     verdict_on_settings,
+    what_the_threshold_does,
 )
 from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit, fit_samples, fit_smoothness
@@ -224,11 +227,12 @@ def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -
 
 def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> Advice:
     samples = fit.samples
-    other = other_steps(samples)
+    if not outcome.method.descent:
+        return _of_other_steps(fit, outcome)
+    check_steps(samples)
     rule = rule_for(fit, outcome.start, **options)
     decision = decide(outcome, most_factor=rule.most_lr / rule.today)
-    if other is None:
-        decision = _guarded(decision, fit, rule, options["constant"])
+    decision = _guarded(decision, fit, rule, options["constant"])
     lr, max_norm = decision.lr, decision.max_norm
     return Advice(
         lr=lr,
@@ -245,7 +249,27 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
         verdict=first_line(decision, outcome),
         clipping=does_clipping_pay(fit, rule),
         reasons=reasons(fit, rule, outcome, decision),
-        warnings=rule.warnings,
+        warnings=(*doubts(outcome), *rule.warnings),
+        fit=fit,
+    )
+
+
+def _of_other_steps(fit: SmoothnessFit, outcome: Outcome) -> Advice:
+    """For momentum, Adam and the like, to whose steps (L0, L1) gives no bound."""
+    if not outcome.method.name:
+        check_steps(fit.samples)
+    decision = decide(outcome, most_factor=room(outcome.method))
+    return Advice(
+        lr=decision.lr,
+        max_norm=decision.max_norm,
+        step_cap=None if outcome.method.adaptive else decision.lr * decision.max_norm,
+        clipped_fraction=float(np.mean(fit.samples.grad_norm > decision.max_norm)),
+        lr_is_inert=is_inert(fit) and not outcome.method.adaptive,
+        action=decision.action,
+        verdict=first_line(decision, outcome),
+        clipping=what_the_threshold_does(outcome),
+        reasons=reasons_of_method(fit, outcome, decision),
+        warnings=(*doubts(outcome), *fit.warnings),
         fit=fit,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from curvestep.advice.outcome import Outcome
+from curvestep.advice.outcome import Method, Outcome
 from curvestep.fit.samples import LEAST_ROWS
 
 FAR = 3.0  # times the step that was run: where the start's is further, steps are too short
@@ -19,6 +19,7 @@ WORTH = 0.4  # yield from which longer steps are worth a try, if the start allow
 SHORT = 0.75  # and if the start was not measured
 LONG = 0.2  # yield below which steps are too long
 TURNS = 1.6  # κ from which clipped steps go back and forth
+NOISY = 5.0  # times the scatter of the loss, that steps took off their own batches without lowering it
 MOST = 3.0  # times the step that was run: further than that no trace can vouch for
 CLIP_AT = 0.6  # of the start's gradient norm, after a lost run: calibrate's, where batches may not agree
 LESS = 3.0  # by which lr is divided where nothing says how far
@@ -54,7 +55,8 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
         why = f"the loss rose, from {first:.3g} to {last:.3g}: steps were too long, or batches too noisy"
         return shorter(outcome, LOWER, why)
     factor = start.factor if start is not None else math.inf if gained > SHORT else math.nan
-    if outcome.fell is False and not factor > FAR:
+    # Short steps that took much off their own batches and nothing off the loss followed the noise.
+    if outcome.fell is False and not (factor > FAR and not outcome.own_fall > NOISY * outcome.scatter):
         return shorter(outcome, LOWER, "the loss did not fall below its first value")
     if gained < LONG and not factor > OVER:
         return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
@@ -63,10 +65,16 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
         found = shorter(outcome, LOWER, why)
         return replace(found, lr=min(found.lr, outcome.step_size / 2))
     if factor > FAR and gained > WORTH:
-        if outcome.falling is False:
+        if outcome.fell and outcome.falling is False:
             return replace(keep, why=f"{keep.why}, but the loss has stopped falling: noise may be the limit")
         return longer(outcome, min(factor, most_factor), f"{_yielded(gained)}: steps are short")
     return keep
+
+
+def room(method: Method) -> float:
+    """By how much lr may grow until half the edge of stability in the optimizer's own metric is reached."""
+    largest = max(method.spectral, method.product if math.isfinite(method.product) else 0.0)
+    return 0.5 * method.limit / largest if largest > 0 and math.isfinite(method.limit) else math.inf
 
 
 def untold(outcome: Outcome) -> Decision:
@@ -106,8 +114,9 @@ def shorter(outcome: Outcome, action: str, why: str) -> Decision:
         first, last = outcome.rise
         lr = outcome.lr / min(max(last / first if first > 0 else LESS, LESS), 10.0)
     if start is not None and outcome.lr > 0:
-        lr = min(lr, start.step_size, start.most_size)
-        max_norm = min(max_norm, CLIP_AT * start.grad_norm)
+        lr = min(lr, start.lr, start.most_lr)
+        # Adam divides by the gradient's own size: a threshold below its usual norms would be no limit.
+        max_norm = min(max_norm, (1.0 if outcome.method.adaptive else CLIP_AT) * start.grad_norm)
     return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
 
 

@@ -25,6 +25,8 @@ from curvestep.fit.samples import History, typical_clip_norm
 from curvestep.smoothness.trace import NONFINITE
 from curvestep.steps import clip_norms
 
+ADAM_SHARE = 0.2
+UNKNOWN_SHARE = 0.1  # for steps that are not lr times the gradient, by an optimizer that is not known
 _NEAR_START = 3  # rows that count as the start
 
 
@@ -33,16 +35,51 @@ class Start:
     """What the first rows say, before curvature has adapted to the step."""
 
     grad_norm: float
-    factor: float  # times the step that was taken: there κ is 1
-    step_size: float  # the length of that step over the gradient norm
-    most_size: float  # of a step that lowers the first loss to zero and no further, by its slope
+    factor: float  # times the run's step: there κ is 1 for plain descent, calibrate's share of it for others
+    lr: float  # that gives this step
+    most_lr: float  # that gives a step which lowers the first loss to zero and no further, by its slope
     edge: float  # step size · smoothness / 2 of the first row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """The optimizer that stepped, as far as the rows tell."""
+
+    name: str  # its class; empty if unknown
+    momentum: float
+    descent: bool  # plain or clipped descent: steps are lr times the gradient, clipped or not
+    product: float  # lr times smoothness in its own metric, in the median of the later half
+    spectral: float  # lr times the largest converged spectral value in its metric
+    limit: float  # of that product, on a quadratic
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether it divides by the gradient's own size."""
+        return "Adam" in self.name
+
+    @property
+    def share(self) -> float:
+        """Of the step that changes the start's gradient by its norm: calibrate's, for this optimizer.
+
+        Momentum makes a step 1/(1 − β) times as long in the end. For Adam a fifth is what calibrate takes.
+        """
+        if self.adaptive:
+            return ADAM_SHARE
+        if self.momentum > 0:
+            return 1 - self.momentum
+        return 1.0 if self.descent or self.name else UNKNOWN_SHARE
+
+    @property
+    def uneven(self) -> bool:
+        """Whether steps are not lr times the gradient although nothing but lr should make them."""
+        return bool(self.name) and not (self.descent or self.adaptive or self.momentum > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a run went, from every row there is; NaN where the rows do not say."""
 
+    method: Method
     num_rows: int  # with a measurement
     lr: float
     max_norm: float  # inf if no step was clipped
@@ -53,6 +90,8 @@ class Outcome:
     fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
     falling: bool | None  # whether the loss still falls at the end
     step_yield: float  # of the later half of the run
+    own_fall: float  # what all steps together took off the losses of their own batches, about
+    scatter: float  # of the last losses
     kappa: float  # of the later half
     step_size: float  # length of a step over the gradient norm, in the median
     grad_norm: float  # the largest
@@ -61,18 +100,24 @@ class Outcome:
 
 def outcome_of(history: History) -> Outcome:
     """How the run with these rows went."""
+    with np.errstate(all="ignore"):  # a lost run's numbers overflow
+        return _outcome(history)
+
+
+def _outcome(history: History) -> Outcome:
     rows = history.columns
     lr = history.lr[np.isfinite(history.lr)]
     g, length, kappa = rows["grad_norm"], rows["step_norm"], rows["kappa"]
-    with np.errstate(all="ignore"):
-        kappa = np.where(np.isfinite(kappa), kappa, rows["smoothness"] * length / g)
+    kappa = np.where(np.isfinite(kappa), kappa, rows["smoothness"] * length / g)
     measured = history.ok & np.isfinite(kappa) & (g > 0) & (length > 0)
     late = measured.copy()
     late[np.flatnonzero(measured)[: int(measured.sum()) // 2]] = False
     clip = clip_norms(rows["coefficient"], g, step_norm=length, lr=rows["lr"])
     known = clip[~np.isnan(clip) & history.ok]
     finite = history.loss[np.isfinite(history.loss)]
+    method, gained = _method(history, measured, late), _gained(rows, late)
     return Outcome(
+        method=method,
         num_rows=int(measured.sum()),
         lr=float(np.median(lr)) if len(lr) else math.nan,
         max_norm=typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip),
@@ -82,11 +127,13 @@ def outcome_of(history: History) -> Outcome:
         rise=loss_rise(history.loss),
         fell=has_fallen(history.loss),
         falling=is_falling(history.loss),
-        step_yield=_yield(rows, late),
+        step_yield=gained[1],
+        own_fall=gained[0] * float(np.ptp(history.step) + 1) if len(history.step) else math.nan,
+        scatter=float(finite[-max(5, len(finite) // 10) :].std()) if len(finite) else math.nan,
         kappa=float(np.median(kappa[late])) if late.any() else math.nan,
         step_size=float(np.median((length / g)[measured])) if measured.any() else math.nan,
         grad_norm=float(g[measured].max()) if measured.any() else math.nan,
-        start=_start(history, kappa, measured),
+        start=_start(history, kappa, measured, method),
     )
 
 
@@ -164,24 +211,50 @@ def is_falling(losses: np.ndarray) -> bool | None:
     return bool(before.mean() - last.mean() > 2 * error)
 
 
-def _yield(rows: dict[str, np.ndarray], part: np.ndarray) -> float:
-    """Median fall of a step's own loss over the median of what its slope promises."""
+def _gained(rows: dict[str, np.ndarray], part: np.ndarray) -> tuple[float, float]:
+    """Median fall of a step's own loss, and the same over the median of what its slope promises."""
     length = rows["step_norm"][part]
     cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)[part]  # 1 along the gradient
     promise = cosine * rows["grad_norm"][part] * length
-    with np.errstate(invalid="ignore"):
-        fall = (rows["loss"] - rows["loss_after"])[part]
+    fall = (rows["loss"] - rows["loss_after"])[part]
     # Without training's own loss the row holds that after the step, twice. Then the gradients at both ends
     # of the step have to do, by the trapezoidal rule.
     if not np.isfinite(fall).any() or np.nanmax(np.abs(fall)) == 0:
         fall = promise - rows["curvature"][part] * length**2 / 2
     known = np.isfinite(fall) & np.isfinite(promise)
     if not known.any() or not np.median(promise[known]) > 0:
-        return math.nan
-    return float(np.median(fall[known]) / np.median(promise[known]))
+        return math.nan, math.nan
+    middle = float(np.median(fall[known]))
+    return middle, middle / float(np.median(promise[known]))
 
 
-def _start(history: History, kappa: np.ndarray, measured: np.ndarray) -> Start | None:
+def _method(history: History, measured: np.ndarray, late: np.ndarray) -> Method:
+    rows = history.columns
+    name = next((str(word) for word in rows["optimizer"] if word is not None), "")
+    momentum = _median(rows["momentum"][measured], missing=0.0)
+    product = rows["lr"] * rows["optimizer_smoothness"]
+    spectral = (rows["lr"] * rows["optimizer_spectral"])[rows["optimizer_converged"] != 0]
+    expected = rows["lr"] * rows["grad_norm"]
+    expected = expected * np.where(np.isfinite(rows["coefficient"]), rows["coefficient"], 1.0)
+    ratio = _median((rows["step_norm"] / expected)[measured], missing=1.0)
+    # Where no coefficient was recorded, a step shorter than lr·‖g‖ may simply have been clipped.
+    clipped = ratio < 0.9 and not np.isfinite(rows["coefficient"][measured]).all()
+    return Method(
+        name=name,
+        momentum=momentum,
+        descent="Adam" not in name and momentum == 0 and (0.9 <= ratio <= 1.1 or clipped),
+        product=_median(product[late], missing=math.nan),
+        spectral=float(np.nanmax(spectral, initial=-math.inf)),
+        limit=_median(rows["optimizer_limit"], missing=math.nan),
+    )
+
+
+def _median(values: np.ndarray, *, missing: float) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else missing
+
+
+def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Method) -> Start | None:
     """The first rows up to the first step with κ above 1: beyond that the run is somewhere else."""
     rows = history.columns
     first = np.flatnonzero(measured)[:_NEAR_START]
@@ -198,11 +271,17 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray) -> Start |
             factors.append(factor_to_kappa_one(fractions, secants * fractions * step / norm))
         else:
             factors.append(1 / max(float(kappa[row]), 1e-300))
+    scaled = method.share * np.array(factors)
+    lr = rows["lr"][first]
+    # Under a warm-up the start's lr is not the run's.
+    part = lr / _median(history.lr, missing=math.nan)
     return Start(
         grad_norm=float(np.median(g)),
-        factor=float(np.median(factors)),
-        step_size=float(np.median(np.array(factors) * length / g)),
-        most_size=_most_size(history.loss, float(g[0])),
+        factor=float(np.median(scaled * np.where(np.isfinite(part), part, 1.0))),
+        lr=float(np.median(scaled * (lr if method.adaptive or method.uneven else length / g))),
+        most_lr=math.inf
+        if method.adaptive or method.uneven
+        else method.share * _most_size(history.loss, float(g[0])),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
     )
 

@@ -178,8 +178,8 @@ def highest_lr(
     if fit.supports_slope:
         return limits[0]
     if start is not None:
-        words = f"{run}, and a step size of {start.step_size:.3g} changes the start's gradient by its norm"
-        limits.append((max(start.step_size, today), words))
+        words = f"{run}, and a step size of {start.lr:.3g} changes the start's gradient by its norm"
+        limits.append((max(start.lr, today), words))
     elif gain < LITTLE_GAIN:
         careful = constant / float(np.quantile(samples.smoothness, 0.95))
         words = f"{constant:g} over the largest smoothness measured, but for one in twenty, is {careful:.3g}"
@@ -255,32 +255,24 @@ def plausible_lines(
     return [one for one in found if max(one) > 0]
 
 
-def other_steps(samples: Samples) -> str | None:
-    """None for steps of plain or clipped descent; else what they are, as far as the rows tell.
+def check_steps(samples: Samples) -> None:
+    """Refuse steps that are unknown, and those of normalized descent, whose lr is a length.
 
-    Raises:
-        ValueError: If the steps are unknown, or those of normalized descent.
+    Normalized steps of length ρ = ηg/(g + β) have the same ηg/ρ - g all along.
     """
     known = np.isfinite(samples.lr) & np.isfinite(samples.step_norm)
     if not known.any():
         raise ValueError("neither lr nor step lengths were recorded, so the step taken is unknown.")
-    recorded = np.isfinite(samples.coefficient)
-    expected = samples.lr * samples.grad_norm * np.where(recorded, samples.coefficient, 1.0)
-    ratio = float(np.median((samples.step_norm / expected)[known]))
-    # Where no coefficient was recorded, a step shorter than lr·‖g‖ may simply have been clipped.
-    if 0.9 <= ratio <= 1.1 or (ratio < 0.9 and not recorded[known].all()):
-        return None
-    if ratio > 0:
-        # Normalized steps of length ρ = ηg/(g + β) have the same ηg/ρ - g all along.
-        moved = np.isfinite(samples.lr) & (samples.step_norm > 0)
-        g, lr = samples.grad_norm[moved], float(np.nanmedian(samples.lr))
-        offsets = samples.lr[moved] * g / samples.step_norm[moved] - g
-        low, middle, high = np.quantile(offsets, [0.1, 0.5, 0.9])
-        if middle > 0 and high - low <= 0.01 * middle + 1e-4 * float(np.median(g)):
-            raise ValueError(
-                f"these are steps of normalized descent (NormalizedSGD, lr {lr:.3g}, offset {middle:.3g}), "
-                "whose lr is a length; lr and max_norm are those of clipped descent. Probe a run of "
-                f"ClippedSGD, for steps alike lr {lr / middle:.3g} with max_norm {middle:.3g}, or read the "
-                "fit itself."
-            )
-    return f"steps are {ratio:.3g} times what lr, gradient and clipping give"
+    moved = np.isfinite(samples.lr) & (samples.step_norm > 0)
+    if not moved.any():
+        return
+    g, lr = samples.grad_norm[moved], float(np.nanmedian(samples.lr))
+    offsets = samples.lr[moved] * g / samples.step_norm[moved] - g
+    low, middle, high = np.quantile(offsets, [0.1, 0.5, 0.9])
+    if middle > 0 and high - low <= 0.01 * middle + 1e-4 * float(np.median(g)):
+        raise ValueError(
+            f"these are steps of normalized descent (NormalizedSGD, lr {lr:.3g}, offset {middle:.3g}), "
+            "whose lr is a length; lr and max_norm are those of clipped descent. Probe a run of "
+            f"ClippedSGD, for steps alike lr {lr / middle:.3g} with max_norm {middle:.3g}, or read the "
+            "fit itself."
+        )

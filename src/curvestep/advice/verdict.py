@@ -142,15 +142,80 @@ def reasons(fit: SmoothnessFit, rule: Rule, outcome: Outcome, decision: Decision
     return tuple(found)
 
 
+def reasons_of_method(fit: SmoothnessFit, outcome: Outcome, decision: Decision) -> tuple[str, ...]:
+    """The numbers behind an advice on momentum, Adam and the like, and what they cannot say."""
+    method = outcome.method
+    name = method.name or "an optimizer that is not named in the rows"
+    found = [decision.why, *reasons_of_start(outcome)]
+    if math.isfinite(method.product) and math.isfinite(method.limit):
+        far = (
+            f"; over all directions it reached {method.spectral:.3g}"
+            if math.isfinite(method.spectral)
+            else ""
+        )
+        found.append(
+            f"lr times smoothness in the metric of {name} is {method.product:.3g} in the median of the later "
+            f"half{far}; the edge of stability is {method.limit:.3g}"
+        )
+    if fit.noise_scale is not None:
+        found.append(
+            f"the gradient noise scale is {fit.noise_scale:.3g} samples: batches far below it are mostly "
+            "noise, and gain from a lower lr"
+        )
+    if method.uneven:
+        found.append(
+            "lr is the largest of the groups', and steps are not that times the gradient: groups have other "
+            "learning rates, parts are frozen, or weights decay. Change all groups by the same factor"
+        )
+    found.append(
+        f"steps of {name} are not lr times the gradient, so L0 and L1 give no lr for them; which lr is best "
+        "under a schedule, and how much weight decay, no trace can say"
+    )
+    return tuple(found)
+
+
+def what_the_threshold_does(outcome: Outcome) -> str:
+    """Whether a threshold is a safety net, a limit, or without effect; for momentum, Adam and the like."""
+    share, adaptive = outcome.clipped, outcome.method.adaptive
+    if math.isnan(share):
+        return "Whether steps were clipped was not recorded."
+    if share == 0:
+        return "No measured step was clipped: a threshold, if there is one, is a safety net."
+    told = f"{share:.0%} of the measured steps were clipped, at {outcome.max_norm:.3g}: "
+    if share < 0.5:
+        return told + "the threshold is a safety net."
+    if adaptive:
+        return (
+            told + "Adam divides by the gradient's own size, so a factor that all gradients share has no "
+            "effect; the threshold only evens out their norms. Above the usual norm it is a safety net."
+        )
+    if share < INERT:
+        return told + "the threshold limits most steps, so lr and max_norm act together."
+    return told + "lr is inert: only lr·max_norm acts."
+
+
 def reasons_of_start(outcome: Outcome) -> tuple[str, ...]:
     """What the first rows say, before curvature has adapted to the step."""
     start = outcome.start
     if start is None:
         return ()
+    measured = "changes the gradient by its own norm"
+    if outcome.method.share < 1:
+        measured = "is what calibrate would take"
     long = f", lr·L/2 = {start.edge:.3g}" if start.edge > 1 else ""
     return (
-        f"where the run started, {start.factor:.2g} times its step changes the gradient by its own norm"
-        f"{long}; the gradient norm there is {start.grad_norm:.3g}",
+        f"where the run started, {start.factor:.2g} times its step {measured}{long}; the gradient norm there "
+        f"is {start.grad_norm:.3g}",
+    )
+
+
+def doubts(outcome: Outcome) -> tuple[str, ...]:
+    """What to doubt besides the fit."""
+    if outcome.rise is None:
+        return ()
+    return (
+        "If another network is trained against this one, as in a GAN, a rising loss is no sign of long "
+        "steps: go by what a step does to the loss of its own batch.",
     )
 
 

@@ -347,7 +347,8 @@ def check_untracked_parameters(loss: Tensor, known: set[int]) -> None:
             f"The loss also trains {len(untracked)} tensors outside `model` ({numbers} numbers, the first of "
             f"shape {tuple(untracked[0].shape)}), which move with the step and collect gradients in a "
             "replay. Give one module that holds all that is trained, such as `nn.ModuleList([encoder, "
-            "head])`; detach what is not trained."
+            "head])`; detach what is not trained. If another optimizer trains them, as of a GAN's other "
+            "network, freeze them around this step: `other.requires_grad_(False)`, and True after it."
         )
 
 
