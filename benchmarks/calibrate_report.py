@@ -324,21 +324,14 @@ def cost(rows: list[Row]) -> str:
 
 
 def in_short(rows: list[Row]) -> str:
-    """The part of the report that the page about calibration quotes."""
+    """The part of the report that the page about calibration quotes: our rows, and the tuned grids."""
     found = regrets(rows)
+    wanted = (TUNED, "calibrated", *OWN_GRIDS, *OWN_GRIDS.values())
     lines = [f"{cost(rows)[0].upper()}{cost(rows)[1:]}. On the tasks that no choice was made on:\n"]
-    lines += [line for _, line in summary(found, "held out")]
-    lines += ["\nThe calibrated rows on the tasks that rule and constants were chosen on:\n"]
-    few = {label: found[label] for label in ("calibrated", *OWN_GRIDS.values()) if label in found}
-    lines += [line for _, line in summary(few, "development")]
+    lines += [line for _, line in summary({w: found[w] for w in wanted if w in found}, "held out")]
     for label, mine in OWN_GRIDS.items():
-        own = {mine: regrets(rows, against=label).get(mine, {})}
-        held_out = [line for _, line in summary(own, "held out")]
-        if len(held_out) > 1:
-            lines += [
-                f"\n{mine[0].upper()}{mine[1:]}, against the tuned grid of its own optimizer, held out:\n"
-            ]
-            lines += held_out
+        own = {f"{mine}, against its own grid": regrets(rows, against=label).get(mine, {})}
+        lines += [line for _, line in summary(own, "held out")[1:]]
     return "\n".join(lines) + "\n"
 
 
