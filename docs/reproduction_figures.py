@@ -25,6 +25,7 @@ from curvestep.lab.paper.claims import Claim, Spread, claims_table
 from curvestep.lab.paper.fig1_scatter import clipped_share, control_exponents, elasticity, exponent, spread
 from curvestep.lab.paper.plan import Plan, Results
 from curvestep.lab.paper.reproduction import LONGER_CLAIMS, draw_all, make_claims, make_plan
+from curvestep.lab.report.captions import findings
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json, write_json
 
 DOCS = Path(__file__).parent
@@ -176,9 +177,7 @@ def write_results(page: Page) -> None:
         if page.scale == "longer":
             write_json(LONGER_CLAIMS, kept)
         hours = sum(run.status["seconds"] for run in results.runs) / 3600
-        verdicts = [claim.verdict for claim in claims]
-        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        found = f"{note} {hours:.1f} hours of training, one core each. Of {len(claims)} claims: {counts}."
+        found = f"{note} {hours:.1f} hours of training, one core each.\n\n{findings(kept['claims'])}"
         file = DOCS / "results" / f"{page.name}.md"
         parts = {"found": found, "runs": runs_table(results), "claims": claims_table(claims)}
         parts["figures"] = "\n\n".join(shown)

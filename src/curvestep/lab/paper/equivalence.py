@@ -25,7 +25,7 @@ from curvestep.lab.paper.plan import (
     cost_of,
     language_runs,
 )
-from curvestep.lab.paper.style import EXPONENT, described
+from curvestep.lab.paper.style import CLIPPED, NORMALIZED as NORMALIZED_STEPS, described
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.steps import clipped_step, normalized_from_clipped, normalized_step
@@ -92,7 +92,7 @@ def draw_equivalence(clipped: Sequence[Run], normalized: Sequence[Run], *, title
     """
     steps, values = on_common_steps([step_ratio(*pair) for pair in zip(clipped, normalized, strict=True)])
     right = curve_chart(
-        [Curve(label="normalized over clipped", steps=steps, values=values, colour=EXPONENT)],
+        [Curve(label="normalized over clipped", steps=steps, values=values, colour=NORMALIZED_STEPS)],
         "ratio of step sizes",
         title="step sizes, normalized over clipped",
         log=True,
@@ -100,7 +100,8 @@ def draw_equivalence(clipped: Sequence[Run], normalized: Sequence[Run], *, title
     bounds = [level(steps, bound, "a factor of two" * (bound > 1), colour="soft") for bound in (0.5, 2.0)]
     right = replace(right, series=(*right.series, *bounds))
     runs = [*clipped, *normalized]
-    return described([loss_chart(runs), right], runs, title=title, size=(5.2, 3.6))
+    left = loss_chart(runs, roles=(CLIPPED, NORMALIZED_STEPS))
+    return described([left, right], runs, title=title, size=(5.2, 3.6))
 
 
 EQUIVALENCE = PaperFigure(

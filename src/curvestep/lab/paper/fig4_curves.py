@@ -130,10 +130,19 @@ def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np
     return steps, np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(series), len(steps))
 
 
-def loss_chart(runs: Sequence[Run], *, title: str = "") -> Chart:
-    """The training loss of every setting among ``runs``, as a running mean."""
+def loss_chart(runs: Sequence[Run], *, title: str = "", roles: Sequence[int] = ()) -> Chart:
+    """The training loss of every setting among ``runs``, as a running mean.
+
+    Args:
+        runs: Any settings and seeds.
+        title: Above it.
+        roles: Colours of the settings in their order, where they have one in other figures, too.
+    """
     title = title or f"training loss, running mean of {SMOOTHING} steps"
-    return curve_chart(gather(runs, "loss", "train", smoothing=SMOOTHING), "training loss", title=title)
+    found = gather(runs, "loss", "train", smoothing=SMOOTHING)
+    for i, role in enumerate(roles[: len(found)]):
+        found[i] = replace(found[i], colour=role, dash="solid")
+    return curve_chart(found, "training loss", title=title)
 
 
 def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = False) -> Chart:

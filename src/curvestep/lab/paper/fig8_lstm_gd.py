@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from curvestep.display.chart import GRADIENT
 from curvestep.lab.paper.claims import Evidence, Spread, decide
 from curvestep.lab.paper.fig1_scatter import Runs, measured, scatter_chart
-from curvestep.lab.paper.fig4_curves import SMOOTHING, Curve, curve_chart, gather, on_common_steps
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart, on_common_steps
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -94,13 +94,9 @@ def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
     for colour, side in zip((GD, CLIPPED), sides, strict=True):
         steps, values = on_common_steps([measured(run)[:2] for run in side])
         found.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
-    losses = gather(runs, "loss", "train", smoothing=SMOOTHING)
-    losses = [
-        replace(one, colour=colour, dash="solid") for one, colour in zip(losses, (GD, CLIPPED), strict=False)
-    ]
     charts = [
         curve_chart(found, GRADIENT, title="gradient norm", log=True),
-        curve_chart(losses, "training loss", title=f"training loss, running mean of {SMOOTHING} steps"),
+        loss_chart(runs, roles=(GD, CLIPPED)),
         *on_same_axes([scatter_chart(side) for side in sides]),
     ]
     title = title or "GD against clipped GD on the 2-layer LSTM"

@@ -21,7 +21,7 @@ from curvestep.display.drawing import (
 from curvestep.lab.run.folder import Run
 
 # One colour a role in every figure: numbers of the palette.
-GD, CLIPPED = 0, 1
+GD, CLIPPED, NORMALIZED = 0, 1, 2
 LINE, EXPONENT = 1, 3
 
 
