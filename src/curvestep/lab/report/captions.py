@@ -233,7 +233,7 @@ def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
         "title": title,
         "verdict": advice.verdict,
         "advice": advice_table(advice),
-        "reasons": advice.reasons,
+        "reasons": [words for words in (*advice.reasons, advice.clipping) if words],
         "warnings": [*warnings, *missing[:_MOST_SHOWN]],
         "more": missing[_MOST_SHOWN:],
     }

@@ -21,39 +21,22 @@ _MOST_COMPARED = 500  # points of a curve among others
 _NOT_SETTINGS = ("name", "figures", "scale", "seed")
 
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
+_AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
 TEMPLATE: dict[str, Any] = {
     "layout": {
-        "margin": {"l": 56, "r": 14, "t": 12, "b": 44},
-        "hovermode": "closest",
-        "dragmode": False,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 56, "r": 14, "t": 12, "b": 44}, "hovermode": "closest", "dragmode": False,
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--ink)"},
         "hoverlabel": {
-            "bgcolor": "var(--card)",
-            "bordercolor": "var(--line)",
-            "font": {"color": "var(--ink)"},
+            "bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"}
         },
         "legend": {
-            "orientation": "h",
-            "y": 1.02,
-            "yanchor": "bottom",
-            "x": 0,
-            "itemclick": False,
+            "orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemclick": False,
             "itemdoubleclick": False,
         },
-        **{
-            name: {
-                "gridcolor": "var(--line)",
-                "linecolor": "var(--line)",
-                "zeroline": False,
-                "automargin": True,
-                "exponentformat": "power",
-            }
-            for name in ("xaxis", "yaxis")
-        },
+        **{name: {**_AXIS, "exponentformat": "power"} for name in ("xaxis", "yaxis")},
     }
-}
+}  # fmt: skip
 
 
 def run_charts(view: RunView) -> list[Chart]:
@@ -113,17 +96,22 @@ def heat_map(trials: Sequence[tuple[Mapping[str, Any], float, str]]) -> Chart:
         trials: Of each run its fields, its final training loss and its status; at least one. The mean is over
             runs that agree in both fields, and a cell with a run that has no loss says what became of it.
     """
-    values = {name: _values(trials, name) for name in trials[0][0]}
+
+    def value_of(fields: Mapping[str, Any], name: str) -> Any:
+        found = fields.get(name)
+        return tuple(found) if isinstance(found, list) else found
+
+    values: dict[str, list[Any]] = {}
+    for name in trials[0][0]:
+        found = list(dict.fromkeys(value_of(fields, name) for fields, _, _ in trials))
+        values[name] = sorted(found) if all(isinstance(v, (int, float)) for v in found) else found
     columns, *others = sorted(values, key=lambda name: (name in _NOT_SETTINGS, -len(values[name])))
     rows = next((name for name in others if len(values[name]) > 1 and name not in _NOT_SETTINGS), "")
     down, across = values.get(rows, [None]), values[columns]
-    cells = [
-        [
-            [(loss, status) for fields, loss, status in trials if _at(fields, rows, columns) == (i, j)]
-            for j in across
-        ]
-        for i in down
-    ]
+    cells: list[list[list[tuple[float, str]]]] = [[[] for _ in across] for _ in down]
+    for fields, loss, status in trials:
+        row, column = down.index(value_of(fields, rows)), across.index(value_of(fields, columns))
+        cells[row][column].append((loss, status))
     grid = Grid(
         [_short(value) for value in across],
         [_short(value) for value in down],
@@ -196,16 +184,6 @@ def _calm_range(
     return low - room, high + room
 
 
-def _values(trials: Sequence[tuple[Mapping[str, Any], float, str]], name: str) -> list[Any]:
-    found = list(dict.fromkeys(_at(fields, name)[0] for fields, _, _ in trials))
-    return sorted(found) if all(isinstance(value, (int, float)) for value in found) else found
-
-
-def _at(fields: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
-    found = [fields.get(name) for name in names]
-    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
-
-
 def _mean(cell: Sequence[tuple[float, str]]) -> float:
     losses = [loss for loss, _ in cell]
     return sum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
@@ -246,10 +224,8 @@ def to_plotly(chart: Chart) -> dict[str, Any]:
     data = [_plotly_grid(chart.grid, chart)] if chart.grid is not None else []
     for number, series in enumerate(chart.series):
         data += _plotly_series(series, number)
-    layout: dict[str, Any] = {
-        **axes,
-        "showlegend": chart.grid is None and len(chart.series) <= 2 * NUM_COLOURS,
-    }
+    legend = chart.grid is None and len(chart.series) <= 2 * NUM_COLOURS
+    layout: dict[str, Any] = {**axes, "showlegend": legend}
     if chart.span is not None and all(map(math.isfinite, chart.span)):
         low, high = chart.span
         upright = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": high, "y0": 0, "y1": 1}
@@ -270,17 +246,15 @@ def rounded(values: Sequence[Any] | np.ndarray) -> list[Any]:
         >>> rounded(np.array([0.123456789, 20.0, np.nan]))
         [0.12346, 20, None]
     """
-    found: list[Any] = []
-    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+
+    def one(value: Any) -> Any:
         if isinstance(value, str):
-            found.append(plain(value))
-        elif not math.isfinite(value):
-            found.append(None)
-        else:
-            found.append(
-                int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
-            )
-    return found
+            return plain(value)
+        if not math.isfinite(value):
+            return None
+        return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
+
+    return [one(value) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
 
 
 def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
@@ -350,13 +324,8 @@ def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
     lonely = np.isfinite(series.y).sum() < 2  # a line through one point cannot be seen
     marks = series.mark or ("circle" if lonely else "")
     mode = "+".join(part for part, on in (("lines", series.dash), ("markers", marks)) if on)
-    trace: dict[str, Any] = {
-        **common,
-        "name": name,
-        "x": rounded(series.x),
-        "y": rounded(series.y),
-        "mode": mode,
-    }
+    trace: dict[str, Any] = {**common, "name": name, "mode": mode}
+    trace |= {"x": rounded(series.x), "y": rounded(series.y)}
     if series.dash:
         trace["line"] = {"color": colour, "width": 1.3 if series.thin else 1.6, "dash": series.dash}
     if marks:

@@ -115,6 +115,9 @@
 
   figures.filter(isNear).forEach(draw);
   figures.forEach((figure) => sight.observe(figure));
+  // Then a dozen more while nothing else is to do, so that a short page is whole before anybody scrolls.
+  const idle = window.requestIdleCallback || setTimeout;
+  figures.filter((figure) => figure.checkVisibility()).slice(0, 12).forEach((figure) => idle(() => drawn.has(figure) || draw(figure)));
   window.curvestepPage = { drawAll, drawn, charts };
   document.documentElement.dataset.ready = "yes";
 })();
