@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from docs.outputs import PAGES as PAGES_WITH_OUTPUT, with_outputs
 from torch import nn
 from torch.nn import functional as F
 
+import curvestep
 from curvestep.cli.commands import COMMANDS
 from curvestep.lab.recipes import RECIPES
 
@@ -60,6 +62,19 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     namespace = stage()
     for number, block in enumerate(blocks(page, "python"), 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES_WITH_OUTPUT)
+def test_what_a_page_shows_is_what_its_blocks_print(name):
+    shown = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    torch.set_default_dtype(torch.float32)
+    printed = with_outputs(shown)
+    # The last digits are the machine's; words, lines and the size of numbers are not.
+    number = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+    assert number.sub("#", shown) == number.sub("#", printed)
+    ours, theirs = ([float(found) for found in number.findall(text)] for text in (shown, printed))
+    assert ours == pytest.approx(theirs, rel=0.1, abs=0.1)
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
@@ -123,7 +138,9 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_site_builds_strictly(site):
-    assert "clip_stats" in (site / "api.html").read_text()
+    assert "clip_stats" in (site / "api" / "optimizers.html").read_text()
+    listed = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in curvestep.__all__ if f"`{name}`" not in listed and name != "theory"] == []
 
 
 ALL_DRAWN = "[...document.querySelectorAll('.arithmatex')].every(formula => formula.querySelector('.katex'))"

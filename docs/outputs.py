@@ -1,0 +1,29 @@
+"""Write what the Python blocks of a page print below each block: ``python docs/outputs.py``."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+PAGES = ("index.md",)  # pages whose blocks stand by themselves
+BLOCK = re.compile(r"(^```python\n(.*?)^```\n)(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
+
+
+def with_outputs(text: str) -> str:
+    """The page with the output of each of its Python blocks, run in order in one namespace."""
+    namespace = {"__name__": "page"}
+
+    def run(match: re.Match[str]) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(match[2], "page", "exec"), namespace)
+        shown = "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+        return match[1] + (f"\n```text\n{shown}\n```\n" if shown else "")
+
+    return BLOCK.sub(run, text)
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        page = Path(__file__).parent / name
+        page.write_text(with_outputs(page.read_text(encoding="utf-8")), encoding="utf-8")
