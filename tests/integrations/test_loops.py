@@ -1,0 +1,184 @@
+"""Loops of Accelerate, Fabric and a GradScaler: two added lines leave them as they are; the examples run."""
+# pyright: reportArgumentType=false
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import curvestep as cs
+from tests.integrations.runs import classes, network, state_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore")
+BF16 = torch.finfo(torch.bfloat16).eps
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def optimizer_of(name, model):
+    if name == "ClippedSGD":
+        return cs.ClippedSGD(model.parameters(), lr=0.2, max_norm=0.3)
+    return torch.optim.AdamW(model.parameters(), lr=0.2)
+
+
+def accelerate_run(probed, parts, precision, name):
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra `transformers`")
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=parts, mixed_precision=precision
+    )
+    model = network()
+    loader = torch.utils.data.DataLoader(classes(), batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(name, model), loader)
+    probe = cs.SmoothnessProbe(model, every=2, on_error="raise").watch(optimizer) if probed else None
+    for x, y in loader:
+        with accelerator.accumulate(model):
+
+            def loss_fn(x=x, y=y):
+                return F.cross_entropy(model(x), y)
+
+            loss = loss_fn() if probe is None else probe.record(loss_fn)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and name == "AdamW":
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(accelerator.unwrap_model(model), optimizer), probe
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ClippedSGD"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_an_accelerate_loop_stays_as_it_is(parts, precision, name):
+    plain, _ = accelerate_run(False, parts, precision, name)
+    probed, probe = accelerate_run(True, parts, precision, name)
+    assert probed == plain
+    check_rows(
+        probe, steps=range(0, 12 // parts, 2), size=8 * parts, eps=BF16 if precision == "bf16" else 2**-23
+    )
+
+
+def check_rows(probe, *, steps, size, eps, lr=lambda step: 0.2):
+    assert [row["step"] for row in probe.trace] == list(steps)
+    for row in probe.trace:
+        assert row["status"] == "ok"
+        assert row["batch_size"] == size
+        assert row["eps"] == pytest.approx(eps)
+        assert row["lr"] == pytest.approx(lr(row["step"]))
+        expected = min(1.0, 0.3 / row["grad_norm"])
+        assert row["coefficient"] == pytest.approx(expected, rel=1e-4 if eps < 1e-4 else 2e-2)
+
+
+def fabric_run(probed, precision, name):
+    fabric_of = pytest.importorskip("lightning_fabric", reason="needs the extra `lab`").Fabric
+    torch.manual_seed(0)
+    fabric = fabric_of(accelerator="cpu", devices=1, precision=precision)
+    model = network()
+    model, optimizer = fabric.setup(model, optimizer_of(name, model))
+    probe = None
+    if probed:
+        probe = cs.SmoothnessProbe(model, every=2, on_error="raise", backward=fabric.backward).watch(
+            optimizer
+        )
+    for x, y in torch.utils.data.DataLoader(classes(), batch_size=8, shuffle=True):
+
+        def loss_fn(x=x, y=y):
+            return F.cross_entropy(model(x), y)
+
+        loss = loss_fn() if probe is None else probe.record(loss_fn)
+        fabric.backward(loss)
+        if name == "AdamW":
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model, optimizer), probe
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ClippedSGD"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_fabric_loop_stays_as_it_is(precision, name):
+    plain, _ = fabric_run(False, precision, name)
+    probed, probe = fabric_run(True, precision, name)
+    assert probed == plain
+    check_rows(probe, steps=range(0, 12, 2), size=8, eps=BF16 if "bf16" in precision else 2**-23)
+
+
+def amp_run(probed, parts, clip):
+    torch.manual_seed(0)
+    model = network()
+    optimizer = optimizer_of("AdamW", model)
+    if clip == "cs.clip":
+        cs.clip(optimizer, 0.3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    probe = None
+    if probed:
+        probe = cs.SmoothnessProbe(
+            model, every=2, on_error="raise", backward=lambda loss: scaler.scale(loss).backward()
+        ).watch(optimizer)
+    for i, (x, y) in enumerate(torch.utils.data.DataLoader(classes(), batch_size=8, shuffle=True)):
+
+        def loss_fn(x=x, y=y):
+            with torch.autocast("cpu", dtype=torch.float16):
+                return F.cross_entropy(model(x), y)
+
+        loss = loss_fn() if probe is None else probe.record(loss_fn)
+        scaler.scale(loss / parts).backward()
+        if (i + 1) % parts == 0:
+            if clip == "clip_grad_norm_":
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+    return state_of(model, optimizer), probe
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "cs.clip"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loop_with_a_grad_scaler_stays_as_it_is(parts, clip):
+    plain, _ = amp_run(False, parts, clip)
+    probed, probe = amp_run(True, parts, clip)
+    assert probed == plain
+    check_rows(
+        probe, steps=range(0, 12 // parts, 2), size=8 * parts, eps=torch.finfo(torch.float16).eps,
+        lr=lambda step: 0.2 / (1 + step),
+    )  # fmt: skip
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+EXAMPLES = {
+    "accelerate_loop": ([], "4 rows", ["accelerate"]),
+    "amp_loop": ([], "step 30: lr 0.0015", []),
+    "fabric_loop": ([], "4 rows", ["lightning_fabric"]),
+    "torchrun_ddp": (TORCHRUN, "4 rows of 32 samples on 2 ranks", []),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_runs_as_its_first_lines_say(name, tmp_path):
+    launcher, words, packages = EXAMPLES[name]
+    for package in packages:
+        pytest.importorskip(package, reason=f"needs {package}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", *launcher, ROOT / "examples" / f"{name}.py", tmp_path],
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert words in done.stdout
+    assert [row["status"] for row in cs.Trace.load(tmp_path / "trace.jsonl")] == ["ok"] * 4
