@@ -1,0 +1,206 @@
+"""Inside Lightning: what the callback costs, and `calibrate` side by side with Lightning's own `lr_find`.
+
+python benchmarks/frameworks.py rates [--seeds 5] [--steps 300] [--json docs/results/frameworks.json]
+python benchmarks/frameworks.py overhead [--steps 500] [--repeats 5]
+
+Both learning rates are used as they come: as the peak of a warm-up over a tenth of the steps and a cosine
+decay.
+"""
+# ruff: noqa: D101, D102
+# pyright: reportPrivateImportUsage=false, reportIncompatibleMethodOverride=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false
+
+import argparse
+import json
+import logging
+import math
+import pydoc_data.topics
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.tuner import Tuner as RangeTest
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import curvestep as cs
+from curvestep.integrations.lightning import SmoothnessCallback, Tuner
+
+LENGTH, WIDTH = 32, 64
+
+
+class Transformer(nn.Module):
+    """Two layers over letters."""
+
+    def __init__(self, num_letters):
+        super().__init__()
+        self.letters = nn.Embedding(num_letters, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.out = nn.Linear(WIDTH, num_letters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, x):
+        h = self.letters(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.out(self.body(h, mask=self.mask, is_causal=True)).transpose(1, 2)
+
+
+def digits():
+    """1,797 images of digits: training and held-out data, and the model."""
+    x, y = load_digits(return_X_y=True)
+    data = torch.utils.data.TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+    parts = torch.utils.data.random_split(data, [1500, 297], torch.Generator().manual_seed(0))
+    return *parts, lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), 32
+
+
+def letters():
+    """Python's own manual, letter by letter."""
+    text = "".join(pydoc_data.topics.topics.values())[:300_000]
+    alphabet = sorted(set(text))
+    ids = torch.tensor([alphabet.index(c) for c in text])
+    rows = ids[: len(ids) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    data = torch.utils.data.TensorDataset(rows[:, :-1], rows[:, 1:])
+    cut = len(data) - 512
+    train, held_out = (torch.utils.data.Subset(data, part) for part in (range(cut), range(cut, len(data))))
+    return train, held_out, lambda: Transformer(len(alphabet)), 16
+
+
+TASKS = {"digits MLP": digits, "letters transformer": letters}
+
+
+class Module(L.LightningModule):
+    def __init__(self, make, steps, optimizer="AdamW", lr=1e-3, max_norm=math.inf):
+        super().__init__()
+        self.net, self.steps, self.kind, self.lr, self.max_norm = make(), steps, optimizer, lr, max_norm
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        if self.kind == "AdamW":
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        else:
+            optimizer = cs.ClippedSGD(self.parameters(), lr=self.lr, max_norm=self.max_norm)
+        warm = max(1, self.steps // 10)
+
+        def share(k):
+            return (
+                (k + 1) / warm
+                if k < warm
+                else 0.5 + 0.5 * math.cos(math.pi * (k - warm) / (self.steps - warm))
+            )
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def trainer_of(steps, *callbacks):
+    return L.Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, callbacks=list(callbacks),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def final_loss(module, held_out):
+    module.eval()
+    with torch.no_grad():
+        batches = list(torch.utils.data.DataLoader(held_out, batch_size=256))
+        losses = [F.cross_entropy(module.net(x), y).item() * len(x) for x, y in batches]
+    return sum(losses) / len(held_out)
+
+
+def find(method, module, loader, steps):
+    """The learning rate, the threshold and the gradients that a method needs."""
+    if method == "1e-3":
+        return 1e-3, math.inf, 0
+    if method == "lr_find":
+        finder = RangeTest(trainer_of(steps)).lr_find(module, loader, update_attr=False)
+        return finder.suggestion(), math.inf, len(finder.results["lr"])
+    found = Tuner(trainer_of(steps)).lr_find(module, loader, update_attr=False)
+    return found.suggestion(), found.max_norm, found.calibration.num_gradients
+
+
+def rates(seeds, steps, path):
+    rows = []
+    for task, data_of in TASKS.items():
+        train, held_out, make, batch_size = data_of()
+        for optimizer, method in (
+            ("AdamW", "1e-3"), ("AdamW", "lr_find"), ("AdamW", "calibrate"), ("ClippedSGD", "lr_find"),
+            ("ClippedSGD", "calibrate"),
+        ):  # fmt: skip
+            for seed in range(seeds):
+                L.seed_everything(seed, verbose=False)
+                loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
+                module = Module(make, steps, optimizer, lr=1e-3, max_norm=1.0)
+                lr, max_norm, gradients = find(method, module, loader, steps)
+                L.seed_everything(seed, verbose=False)
+                clipped = optimizer == "ClippedSGD"
+                module = Module(make, steps, optimizer, lr=lr, max_norm=max_norm if clipped else math.inf)
+                trainer_of(steps).fit(module, loader)
+                loss = final_loss(module, held_out)
+                rows.append(
+                    {"task": task, "optimizer": optimizer, "method": method, "seed": seed, "lr": lr,
+                     "max_norm": max_norm if math.isfinite(max_norm) else None, "gradients": gradients,
+                     "loss": loss}
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    if path:
+        Path(path).write_text(json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
+    print("| task | optimizer | lr from | gradients | lr | held-out loss, median (lowest to highest) |")
+    print("|---|---|---|---|---|---|")
+    for key in dict.fromkeys((r["task"], r["optimizer"], r["method"]) for r in rows):
+        some = [r for r in rows if (r["task"], r["optimizer"], r["method"]) == key]
+        losses, lrs, used = ([r[name] for r in some] for name in ("loss", "lr", "gradients"))
+        print(
+            f"| {' | '.join(key)} | {min(used)} to {max(used)} | {min(lrs):.2g} to {max(lrs):.2g} | "
+            f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}) |"
+        )
+
+
+def overhead(steps, repeats):
+    """Seconds of a run without, with a waiting and with a measuring callback, in turn; medians."""
+    train, _, make, batch_size = letters()
+    kinds = {"none": None, "waiting": steps + 1, "every=50": 50}
+    seconds = {name: [] for name in kinds}
+    for _ in range(repeats):
+        for name, every in kinds.items():
+            L.seed_everything(0, verbose=False)
+            loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
+            callbacks = [] if every is None else [SmoothnessCallback(every=every, log=False)]
+            module = Module(make, steps)
+            started = time.perf_counter()
+            trainer_of(steps, *callbacks).fit(module, loader)
+            seconds[name].append(time.perf_counter() - started)
+    plain = statistics.median(seconds["none"])
+    for name, taken in seconds.items():
+        middle = statistics.median(taken)
+        print(f"{name:10} {middle:7.2f} s  {middle / plain - 1:+.1%}  ({min(taken):.2f} to {max(taken):.2f})")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    options = commands.add_parser("rates")
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--json", default="")
+    options = commands.add_parser("overhead")
+    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--repeats", type=int, default=5)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if chosen.command == "rates":
+        rates(chosen.seeds, chosen.steps, chosen.json)
+    else:
+        overhead(chosen.steps, chosen.repeats)
