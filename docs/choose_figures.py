@@ -50,7 +50,7 @@ def ending(folder: Path) -> dict[str, object]:
 folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/choose"))
 run(f"{TRAIN} --lr 10 --max-norm inf --folder {folder}/first")
 run(f"{TRAIN} --lr 2 --max-norm inf --folder {folder}/lower")
-said = {"lower": run(f"curvestep advise {folder}/lower")}
+said = {name: run(f"curvestep advise {folder}/{name}") for name in ("first", "lower")}
 said["calibrate"] = run(f"curvestep calibrate ptb-lstm {SMALL}")
 found = json.loads(run(f"curvestep calibrate ptb-lstm {SMALL} --json"))
 lr, max_norm = f"{found['lr']:.3g}", f"{found['max_norm']:.3g}"

@@ -94,6 +94,19 @@ def test_a_lost_run_whose_first_step_was_not_measured_gets_a_guess_that_is_calle
     assert any("a third of the lr is a guess" in reason for reason in advice.reasons)
 
 
+def test_a_run_that_was_ended_when_its_loss_ran_away_has_diverged_though_every_loss_is_finite():
+    g, kappa = [0.14, 0.2, 3.3, 0.34], [0.52, 1.03, 1.01, 612.0]
+    ell = np.array(kappa) / 10
+    loss = {"loss": [9.21, 8.84, 9.83, 9.07], "loss_after": [9.03, 8.31, 9.71, 61.8]}
+    trace = make_trace(g, ell, lr=10.0, step_norm=10 * np.array(g), coefficient=1.0, every=2, **loss)
+    advice = advise(trace)
+    # The start bears steps of lr 10 and more, so what was missing is a threshold.
+    assert advice.verdict.startswith("Diverged at step 7: try lr 10, max_norm 0.1")
+    assert "inf" not in str(advice)
+    ended = make_trace(g[:3], ell[:3], lr=10.0, step_norm=10 * np.array(g[:3]), loss=[9.2, 8.3, 110.0])
+    assert advise(ended).verdict.startswith("Diverged at step 2: ")
+
+
 def header(**facts):
     g, ell = simulated(np.random.default_rng(0), num=40)
     columns = {name: facts.pop(name) for name in ("batch_size", "momentum") if name in facts}

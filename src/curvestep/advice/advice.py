@@ -111,7 +111,7 @@ class Advice:
                 ("max_norm", self.max_norm, self.max_norm_interval),
                 ("step_cap", self.step_cap, self.step_cap_interval),
             )
-            if value is not None
+            if value is not None and math.isfinite(value)
         ]
         if self.next_setting is not None:
             rows.append(

@@ -21,6 +21,7 @@ LONG = 0.2  # yield below which steps are too long
 TURNS = 1.6  # κ from which clipped steps go back and forth
 NOISY = 5.0  # times the scatter of the loss, that steps took off their own batches without lowering it
 MOST = 3.0  # times the step that was run: further than that no trace can vouch for
+ENOUGH = 0.8  # times the step that was run: where the start's is no shorter, it was not too long there
 CLIP_AT = 0.6  # of the start's gradient norm, after a lost run: calibrate's, where batches may not agree
 LESS = 3.0  # by which lr is divided where nothing says how far
 
@@ -114,6 +115,8 @@ def shorter(outcome: Outcome, action: str, why: str) -> Decision:
         first, last = outcome.rise
         lr = outcome.lr / min(max(last / first if first > 0 else LESS, LESS), 10.0)
     if start is not None and outcome.lr > 0:
+        if action == RESCUE and outcome.rise is None and start.factor > ENOUGH and math.isinf(max_norm):
+            lr = outcome.lr  # the start bears this step: what the run lacked is clipping
         lr = min(lr, start.lr, start.most_lr)
         # Adam divides by the gradient's own size: a threshold below its usual norms would be no limit.
         max_norm = min(max_norm, (1.0 if outcome.method.adaptive else CLIP_AT) * start.grad_norm)

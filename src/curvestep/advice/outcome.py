@@ -85,7 +85,7 @@ class Outcome:
     max_norm: float  # inf if no step was clipped
     clipped: float  # share of the steps
     diverged_at: int | None  # training step
-    losses: Interval  # first, and last that is finite
+    losses: Interval  # first, and last that is finite, before or after its step
     rise: Interval | None  # mean of the first and of the last losses, if it rose
     fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
     falling: bool | None  # whether the loss still falls at the end
@@ -123,7 +123,9 @@ def _outcome(history: History) -> Outcome:
         max_norm=typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip),
         clipped=float(np.isfinite(known).mean()) if len(known) else math.nan,
         diverged_at=diverged_at(history),
-        losses=(float(finite[0]), float(finite[-1])) if len(finite) else (math.nan, math.nan),
+        losses=(float(finite[0]), float(np.fmax(finite[-1], rows["loss_after"][-1])))
+        if len(finite)
+        else (math.nan, math.nan),
         rise=loss_rise(history.loss),
         fell=has_fallen(history.loss),
         falling=is_falling(history.loss),
@@ -142,7 +144,8 @@ def diverged_at(history: History) -> int | None:
 
     Far above: the last losses lie above the first by more than four times the losses' own spread. That of
     the middle half, so that a sudden rise at the end does not add to it; a steady rise stays below three.
-    Losses may be negative.
+    Losses may be negative. Or the last one, before or after its step, is three times the largest of all
+    others: such a run was ended because of it.
     """
     loss, lost = history.loss, history.columns["status"] == NONFINITE
     known = np.isfinite(loss)
@@ -153,6 +156,13 @@ def diverged_at(history: History) -> int | None:
         begin = len(gone) - int(np.argmin(gone[::-1])) if not gone.all() else 0
         return int(history.step[min(begin, len(gone) - 1)])
     losses, steps = loss[known], history.step[known]
+    last, after = float(losses[-1]), float(history.columns["loss_after"][known][-1])
+    if len(losses) > 1 and losses.min() > 0:
+        most = 3 * float(losses[:-1].max())
+        if last > most:
+            return int(steps[-1])
+        if after > most:
+            return int(steps[-1]) + 1
     low, high = np.quantile(losses, [0.25, 0.75])
     bound = losses[0] + 4 * (high - low) / 1.349
     return int(steps[np.argmax(losses > bound)]) if np.median(losses[-3:]) > bound else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from curvestep.advice.decision import INERT, KEEP, LOWER, RAISE, RESCUE, TRY, Decision
+from curvestep.advice.decision import FAR, INERT, KEEP, LOWER, RAISE, RESCUE, TRY, Decision
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.rule import LITTLE_GAIN, Rule
 from curvestep.advice.settings import Setting
@@ -112,7 +112,12 @@ def reasons(fit: SmoothnessFit, rule: Rule, outcome: Outcome, decision: Decision
     if decision.action == RAISE and rule.limit and rule.most_lr < 3.01 * rule.today:
         found.append(f"no further: {rule.limit}")
     if decision.action == KEEP:
-        found.append("no other setting can be expected to do better by what this run shows")
+        found.append(
+            "longer steps would gain little where the run is now; one that takes the start's step from the "
+            "beginning may go elsewhere, and calibrate measures that step"
+            if outcome.start is not None and outcome.start.factor > FAR
+            else "no other setting can be expected to do better by what this run shows"
+        )
     found.append(
         f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; step sizes below {rule.constant:g} over that are "
         f"those of lr {rule.lr:.3g}, max_norm {rule.max_norm:.3g}. Curvature adapts to the step: this holds "
