@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration.method import method_of
 from curvestep.calibration.search import ADAM_SHARE, SCHEDULED
 
@@ -237,6 +237,18 @@ def test_apply_sets_lr_and_threshold_and_nothing_else():
     cal = calibrate(model, loss, batches, optimizer=normal)
     cal.apply(normal)
     assert (normal.param_groups[0]["offset"], normal.param_groups[0]["lr"]) == (cal.offset, cal.lr)
+
+
+def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():
+    model, loss, batches = network()
+    opt = torch.optim.AdamW(model.parameters())
+    clip(opt, max_norm=math.inf)
+    cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
+    cal.apply(opt)
+    assert opt.param_groups[0]["max_norm"] == cal.max_norm < math.inf
+    plain = torch.optim.AdamW(model.parameters())
+    cal.apply(plain)
+    assert "max_norm" not in plain.param_groups[0]
 
 
 def test_learning_rate_that_is_a_tensor_stays_that_tensor():

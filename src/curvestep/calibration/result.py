@@ -192,8 +192,8 @@ class Calibration:
         The largest peak of its groups becomes ``lr``; every other learning rate is multiplied by the same
         factor, so that groups keep their ratios and schedules their shape: ``initial_lr``, the schedulers'
         ``base_lrs``, their floors (``eta_min``, ``min_lrs``) and, wherever the schedule stands, the ``lr`` of
-        this step. ``max_norm`` (or ``offset``) is set in the groups of an optimizer that clips by itself;
-        for others use ``curvestep.clip`` or ``clip_grad_norm_``.
+        this step. ``max_norm`` (or ``offset``) is set in the groups of an optimizer that clips by itself
+        or by ``curvestep.clip``; for others it is left to ``clip_grad_norm_``.
 
         Args:
             optimizer: Of the kind that was calibrated for.
