@@ -57,7 +57,7 @@ def metric(optimizer, model):
             v = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
             hat = (v / (1 - group["betas"][1] ** float(state["step"]))).sqrt()
             P = torch.maximum(hat + group["eps"], FLOOR * hat.square().mean().sqrt())
-            scales[p] = torch.where(v > 0, P, math.inf) * ratio
+            scales[p] = P * ratio
     return [scales.get(p, torch.full_like(p, math.inf)).detach() for p in model.parameters()]
 
 

@@ -13,6 +13,9 @@ and :math:`\eta L_P` is a pure number. A quadratic diverges where :math:`\eta\la
 summed one such as that of SGD.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch names its functions for lists of tensors with an underscore.
+
 from __future__ import annotations
 
 import math
@@ -24,35 +27,52 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.vectors import global_norm
+from curvestep.distributed import is_sharded
+from curvestep.vectors import PIECE, SMALL, dot
 
 # By name: what steps like them, ours and other people's. A subclass counts as its base.
 ADAM = ("Adam", "AdamW", "ClippedAdamW", "FusedAdam")
 SGD = ("SGD", "ClippedSGD", "NormalizedSGD", "ScaledSGD")
-# P is at least this share of its root mean square over the tensor: a coordinate that gets a gradient after a
-# long time without one would count for more than all others. Those that never had one are left out.
+# P is at least this share of its root mean square over the tensor: a coordinate that gets its first gradient,
+# or one after a long time without, would count for more than all others.
 FLOOR = 1e-3
+TINY = 1e-30  # at least, where a whole tensor has never had a gradient
 
 
 @dataclass(frozen=True)
 class Scale:
-    r"""P of one parameter: :math:`r\,(\sqrt{v}\,c + \varepsilon)`, or r alone where there is no v."""
+    r"""P of one parameter: :math:`r\,(c\sqrt{v} + \varepsilon)`, or r alone where there is no v.
+
+    Attributes:
+        ratio: r.
+        square: v.
+        correction: c.
+        eps: :math:`\varepsilon`.
+    """
 
     ratio: float
     square: Tensor | None = None
     correction: float = 1.0
     eps: float = 0.0
 
-    def roots(self) -> tuple[Any, Any]:
-        r""":math:`P^{1/2}` and :math:`P^{-1/2}`, both zero for coordinates that never had a gradient."""
+    @property
+    def floor(self) -> float:
+        """The least value of P; reads all of v."""
         if self.square is None:
-            return math.sqrt(self.ratio), 1 / math.sqrt(self.ratio)
-        square = self.square.detach()
-        square = square.float() if square.dtype in (torch.float16, torch.bfloat16) else square
-        root = square.sqrt() * self.correction
-        floor = FLOOR * global_norm([root]).item() / math.sqrt(max(root.numel(), 1))
-        P = (root + self.eps).clamp(min=floor) * self.ratio
-        return P.sqrt() * (square > 0), torch.where(square > 0, P.rsqrt(), 0.0)
+            return 0.0
+        mean: Any = self.square.detach().mean(dtype=torch.float32)
+        mean = mean.full_tensor() if is_sharded(mean) else mean
+        return self.floor_of(math.sqrt(mean.item()))
+
+    def floor_of(self, root: float) -> float:
+        """The least value of P, given the root mean square of the root of v."""
+        return max(TINY, FLOOR * self.correction * root) * self.ratio
+
+    def values(self, square: Tensor, floor: float) -> Tensor:
+        """P where v is ``square``."""
+        wide = square.float() if square.dtype in (torch.float16, torch.bfloat16) else square
+        root = wide.sqrt().mul_(self.correction * self.ratio)
+        return root.add_(self.eps * self.ratio).clamp_(min=floor)
 
 
 @dataclass(frozen=True)
@@ -78,30 +98,81 @@ class Geometry:
         """Whether P is the identity for all parameters."""
         return all(s is not None and s.square is None and s.ratio == 1.0 for s in self.scales)
 
-    def weigh_change(self, i: int, new: Tensor | None, old: Tensor | None) -> Tensor | None:
-        """The i-th part of P^(-1/2)(new - old): its joint norm is that of the change of the gradient."""
-        scale = self.scales[i]
-        if scale is None or (new is None and old is None):
-            return None
-        change = new if old is None else -old if new is None else new - old
-        assert change is not None
-        return (change.to_dense() if change.is_sparse else change) * scale.roots()[1]
-
-    def step_norm(self, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-        """Norm of P^(1/2)(x' - x)."""
-        norms = [
-            global_norm([(p.detach() - s) * scale.roots()[0]]).item()
-            for p, s, scale in zip(parameters, start, self.scales, strict=True)
-            if scale is not None
-        ]
-        return math.hypot(*norms)
-
     def inverse_roots(self, like: Sequence[Tensor]) -> list[Tensor]:
         """P^(-1/2), one tensor for each parameter; zeros for one that is not moved."""
-        return [
-            torch.zeros_like(p) if scale is None else torch.ones_like(p) * scale.roots()[1]
-            for p, scale in zip(like, self.scales, strict=True)
-        ]
+        roots = []
+        for p, scale in zip(like, self.scales, strict=True):
+            if scale is None:
+                roots.append(torch.zeros_like(p))
+            elif scale.square is None:
+                roots.append(torch.full_like(p, scale.ratio**-0.5))
+            else:
+                roots.append(scale.values(scale.square.detach(), scale.floor).rsqrt().to(p.dtype))
+        return roots
+
+
+class ChangeInMetric:
+    """Squares of a change of the gradient and of the step in the optimizer's metric.
+
+    Called with the index of each parameter and its new and old gradient while a backward pass goes on. Large
+    parameters are taken at once, in pieces that stay in the cache; small ones later, all together.
+
+    Args:
+        geometry: The metric.
+        parameters: Where the gradient is new.
+        start: Other points; the step is from there to the parameters.
+    """
+
+    def __init__(self, geometry: Geometry, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+        self._scales, self._parameters, self._start = geometry.scales, parameters, start
+        self._changes: list[Tensor] = []
+        self._steps: list[Tensor] = []
+        self._small: list[tuple[Scale, Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
+        """Take one parameter's part."""
+        scale, p, start = self._scales[i], self._parameters[i].detach(), self._start[i]
+        if scale is None:
+            return
+        n, o = (torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g in (new, old))
+        if not p.is_cpu or is_sharded(p) or p.is_complex() or p.dtype in (torch.float16, torch.bfloat16):
+            P = scale.ratio if scale.square is None else scale.values(scale.square, scale.floor)
+            for squares, d, weighed in ((self._steps, p - start, P), (self._changes, n - o, 1 / P)):
+                squares.append(torch.tensor(dot([d.abs()], [d.abs() * weighed]), dtype=torch.float64))
+        elif p.numel() <= SMALL and scale.square is not None:
+            # The difference now: the new gradient may be overwritten after this call.
+            self._small.append((scale, p, start, n - o))
+        else:
+            floor = scale.floor
+            pieces = [t.reshape(-1).split(PIECE // 4) for t in (p, start, n, o)]
+            squares = None if scale.square is None else scale.square.reshape(-1).split(PIECE // 4)
+            for k, (x, y, a, b) in enumerate(zip(*pieces, strict=True)):
+                P = scale.ratio if squares is None else scale.values(squares[k], floor)
+                step, change = x - y, a - b
+                self._steps.append(torch.dot(step, step * P))
+                self._changes.append(torch.dot(change, change / P))
+
+    @property
+    def norms(self) -> tuple[float, float]:
+        """‖P^(-1/2) change of the gradient‖ and ‖P^(1/2) step‖; to be read once."""
+        if self._small:
+            scales, p, start, change = zip(*self._small, strict=True)
+            P: Any = torch._foreach_sqrt([scale.square for scale in scales])
+            roots = torch.stack(torch._foreach_norm(P)).tolist()
+            torch._foreach_mul_(P, [scale.correction * scale.ratio for scale in scales])
+            torch._foreach_add_(P, [scale.eps * scale.ratio for scale in scales])
+            floors = [
+                s.floor_of(r / math.sqrt(max(x.numel(), 1))) for s, r, x in zip(scales, roots, p, strict=True)
+            ]
+            torch._foreach_clamp_min_(P, floors)
+            for squares, d, combine in (
+                (self._steps, torch._foreach_sub(p, start), torch._foreach_mul),
+                (self._changes, change, torch._foreach_div),
+            ):
+                flat = [torch.cat([t.reshape(-1) for t in part]) for part in (d, combine(d, P))]
+                squares.append(torch.dot(*flat))
+        change, step = (math.fsum(s.item() for s in squares) for squares in (self._changes, self._steps))
+        return math.sqrt(change), math.sqrt(step)
 
 
 def geometry_of(

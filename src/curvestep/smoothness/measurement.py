@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvestep._checks import check_choice, check_count
 from curvestep.smoothness.estimators import central_length, hessian_product
-from curvestep.smoothness.geometry import Geometry
+from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Change, Replay
 from curvestep.smoothness.spectral import spectral_smoothness
 from curvestep.smoothness.trace import ESTIMATORS
@@ -114,20 +114,16 @@ class Measurement:
         grad_norms: dict[float, float] = {}
         layers: dict[str, dict[str, Any]] = row.get("layers", {})
         result: Row = {}
-        length = self._length_in_metric(replay)  # before the start is used up
         for fraction in replay.along(self.start, fractions):
             at_end, largest = fraction == 1.0, fraction == max(fractions)
-            there = replay.change(
-                self.gradients,
-                start=self.start if at_end else None,
-                weigh=self.geometry.weigh_change if length and largest and self.geometry else None,
-            )
+            visit = self._visitor(replay) if largest else None
+            there = replay.change(self.gradients, start=self.start if at_end else None, visit=visit)
             size = global_norm(there.parts).item()
             secants[fraction] = size / (fraction * row["step_norm"])
             grad_norms[fraction] = there.grad_norm
             if largest:
                 result["kappa"] = _kappa(size, row)
-                result |= self._in_metric(there, size, length, fraction, row)
+                result |= self._in_metric(visit, size, fraction, row)
             if at_end:
                 result |= _end_of_step(there, row)
             for name, part in self.groups.items():
@@ -179,27 +175,29 @@ class Measurement:
 
     def end(self, replay: Replay, row: Row) -> Row:
         """What :meth:`segment` says of the end of the step, for a row without it: κ, loss and curvature."""
-        length = self._length_in_metric(replay)
-        weigh = self.geometry.weigh_change if length and self.geometry else None
-        there = replay.change(self.gradients, start=self.start, weigh=weigh)
+        visit = self._visitor(replay)
+        there = replay.change(self.gradients, start=self.start, visit=visit)
         size = global_norm(there.parts).item()
-        in_metric = self._in_metric(there, size, length, 1.0, row)
+        in_metric = self._in_metric(visit, size, 1.0, row)
         return {"kappa": _kappa(size, row), **in_metric, **_end_of_step(there, row)}
 
-    def _length_in_metric(self, replay: Replay) -> float:
-        """Length of the step in the optimizer's metric; zero where that is the Euclidean one, or none."""
+    def _visitor(self, replay: Replay) -> ChangeInMetric | None:
+        """What measures the change of the gradient in the optimizer's metric, if that is another one."""
         geometry = self.geometry
         if geometry is None or geometry.missing or geometry.is_euclidean:
-            return 0.0
-        return geometry.step_norm(replay.parameters, self.start)
+            return None
+        return ChangeInMetric(geometry, replay.parameters, self.start)
 
-    def _in_metric(self, there: Change, size: float, length: float, fraction: float, row: Row) -> Row:
+    def _in_metric(self, visit: ChangeInMetric | None, size: float, fraction: float, row: Row) -> Row:
         """Smoothness along the step in the optimizer's metric."""
         if self.geometry is None or self.geometry.missing:
             return {}
-        if self.geometry.is_euclidean:
+        if visit is None:
             return {"optimizer_smoothness": size / (fraction * row["step_norm"])}
-        return {} if there.weighed is None else {"optimizer_smoothness": there.weighed / (fraction * length)}
+        change, step = visit.norms
+        # Inside the step the start holds its end, see Replay.along: the rest of the step was seen.
+        length = step if fraction == 1.0 else step / (1 - fraction)
+        return {"optimizer_smoothness": change / (fraction * length)} if length else {}
 
     def optimizer_spectral(self, replay: Replay, row: Row, *, eps: float | None, due: bool) -> Row:
         """Norm of the Hessian at the start in the optimizer's metric, if it is due or known already."""

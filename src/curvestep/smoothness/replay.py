@@ -52,14 +52,12 @@ class Change:
             the gradient there: each is the change itself, or its norm.
         grad_norm: Norm of the new gradient.
         along: Inner product of the change with the step from ``start`` to here; None if it was not asked for.
-        weighed: Norm of the change in another metric; None if it was not asked for.
     """
 
     loss: Tensor
     parts: list[Tensor | None]
     grad_norm: float
     along: float | None = None
-    weighed: float | None = None
 
 
 class _Norm:
@@ -178,7 +176,7 @@ class Replay:
         old: Gradients,
         *,
         start: Sequence[Tensor] | None = None,
-        weigh: Callable[[int, Tensor | None, Tensor | None], Tensor | None] | None = None,
+        visit: Callable[[int, Tensor | None, Tensor | None], None] | None = None,
     ) -> Change:
         r"""How the gradient where the parameters are differs from ``old``.
 
@@ -189,22 +187,20 @@ class Replay:
         Args:
             old: The gradient to compare with.
             start: If given, :attr:`Change.along` is the inner product of the change with the step from there.
-            weigh: If given, called with the index of a parameter and its new and old gradient:
-                :attr:`Change.weighed` is the joint norm of what it returns.
+            visit: If given, called with the index of each parameter and its new and old gradient.
         """
-        size, weighed = _Norm(), _Norm()
+        size = _Norm()
         along: list[Tensor] = []
 
         def look(i: int, new: Tensor | None) -> None:
             size.add(new)
             if start is not None:
                 along.append(dot_of_changes(self.parameters[i], start[i], new, old[i]))
-            if weigh is not None:
-                weighed.add(weigh(i, new, old[i]))
+            if visit is not None:
+                visit(i, new, old[i])
 
-        def totals() -> tuple[float | None, float | None]:
-            slope = None if start is None else math.fsum(part.item() for part in along)
-            return slope, None if weigh is None else weighed.value()
+        def total() -> float | None:
+            return None if start is None else math.fsum(part.item() for part in along)
 
         if not self._one_by_one:
             there = self.gradient()
@@ -212,7 +208,7 @@ class Replay:
                 look(i, new)
             grad_norm = size.value()  # before the gradient is overwritten
             parts = difference(there.gradients, old, overwrite=True)
-            return Change(there.loss, parts, grad_norm, *totals())
+            return Change(there.loss, parts, grad_norm, total())
         parts: list[Tensor | None] = [None] * len(self.parameters)
         times = [0] * len(parts)
 
@@ -226,12 +222,12 @@ class Replay:
         loss = self._differentiate(take)
         if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
             self._one_by_one = False
-            return self.change(old, start=start, weigh=weigh)
+            return self.change(old, start=start, visit=visit)
         self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
         for i, p in enumerate(self.parameters):
             if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
                 take(i, p)
-        return Change(loss, parts, size.value(), *totals())
+        return Change(loss, parts, size.value(), total())
 
     def gradient_at(
         self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None
