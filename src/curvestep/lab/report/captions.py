@@ -305,13 +305,13 @@ def page_title(views: Sequence[RunView], *, reproduction: bool) -> str:
     return views[0].name if len(views) == 1 else f"{len(views)} runs"
 
 
-def subtitle(views: Sequence[RunView]) -> str:
-    """How many runs, how they ended, and on which data."""
+def subtitle(views: Sequence[RunView], *, reproduction: bool) -> str:
+    """How many runs, how they ended, and on which data, which a reproduction names beside its claims."""
     if not views:
         return "figures and claims"
     states = [view.status or "measured" for view in views]
     counts = ", ".join(f"{states.count(status)} {status}" for status in dict.fromkeys(states))
-    data = dict.fromkeys(str(view.facts["data"]) for view in views if view.facts.get("data"))
+    data = dict.fromkeys(str(v.facts["data"]) for v in views if v.facts.get("data") and not reproduction)
     return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({counts})", *data])
 
 

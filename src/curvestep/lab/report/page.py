@@ -165,7 +165,7 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         title=title or captions.page_title(views, reproduction=claims is not None),
         subject=subject,
-        subtitle=captions.subtitle(views),
+        subtitle=captions.subtitle(views, reproduction=claims is not None),
         verdicts=verdicts,
         claims=claims,
         figures=figures,

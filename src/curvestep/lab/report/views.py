@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,9 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
         model = runs[0].header.get("model") if len(runs) > 1 else None
         name = str(runs[0].fields.get("name") or model or runs[0].name)
         tasks.append(Task(name=name, runs=tuple(runs), advice=advice))
-    return tasks
+    # Of one recipe or model, tasks are told apart by all that makes them differ.
+    names = [task.name for task in tasks]
+    return [replace(task, name=task.runs[0].task) if names.count(task.name) > 1 else task for task in tasks]
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
