@@ -50,7 +50,7 @@ def test_a_result_at_a_prompt_is_one_short_line_with_its_numbers(shown):
 def test_a_notebook_shows_a_table_with_everything_that_is_printed(shown):
     for name, result in shown.items():
         page = result._repr_html_()
-        assert re.fullmatch(r"<p>.*</p><table>(<tr>.*</tr>)+</table>(<ul>.*</ul>)?", page, re.DOTALL), name
+        assert re.fullmatch(r"<p>.*</p>(<table>(<tr>.*</tr>)+</table>)?(<ul>.*</ul>)?", page, re.DOTALL), name
         for warning in getattr(result, "warnings", ()):
             assert warning.partition(" ")[0] in page
     assert f"{shown['calibration'].curve[1].safe_step:.3g}" in shown["calibration"]._repr_html_()
@@ -59,6 +59,7 @@ def test_a_notebook_shows_a_table_with_everything_that_is_printed(shown):
 
 
 def test_names_in_a_table_are_text():
+    assert html_table("nothing to set", []) == "<p>nothing to set</p>"
     assert html_table("<b>", [("\x1b", "<i>")], ["&"]) == (
         "<p>&lt;b&gt;</p><table><tr><th>\\u001b</th><td>&lt;i&gt;</td></tr></table><ul><li>&amp;</li></ul>"
     )

@@ -38,4 +38,5 @@ def html_table(title: str, rows: Iterable[Sequence[str]], notes: Iterable[str] =
         for name, *cells in rows
     )
     items = "".join(f"<li>{plain(note)}</li>" for note in notes)
-    return f"<p>{plain(title)}</p><table>{table}</table>" + (f"<ul>{items}</ul>" if items else "")
+    parts = f"<table>{table}</table>" * bool(table), f"<ul>{items}</ul>" * bool(items)
+    return f"<p>{plain(title)}</p>" + "".join(parts)
