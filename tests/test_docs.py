@@ -26,7 +26,13 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
 # Pages whose blocks are run, and their output checked, by a test of their own.
-ELSEWHERE = {"measure.md": "smoothness/test_measure_page.py", "theorems.md": "theory/test_docs.py"}
+ELSEWHERE = {
+    "measure.md": "smoothness/test_measure_page.py",
+    "theorems.md": "theory/test_docs.py",
+    **dict.fromkeys(
+        ("lightning.md", "transformers.md", "loops.md", "clip_questions.md"), "integrations/test_pages.py"
+    ),
+}
 
 
 def blocks(page, language):
