@@ -162,6 +162,30 @@ def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, d
 
 
 @needs_kernel
+@needs_kernel
+@pytest.mark.parametrize("size", [7, 8, 61, (1 << 18) + 9])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adamw_of_numbers_that_a_quick_root_would_get_wrong(size, amsgrad, threads):
+    odd = torch.tensor([0.0, 1e-45, 1e-38, 1e-31, 1.0, 1e29, 1e31, 3e38], dtype=torch.float32)
+    v = odd.repeat(size // 8 + 1)[:size].clone()
+    v[size // 2] = math.inf
+    p, g, m = (torch.randn(size, dtype=torch.float32) for _ in range(3))
+    g *= 1e-3 * v.clamp(max=1e30).sqrt() + 1e-22
+    lists = [[t.clone()] for t in (g, p, m, v, *([v / 2] if amsgrad else []))]
+    steps = [torch.tensor(4.0, dtype=torch.float32)]
+    native().adamw(
+        native().view(*lists), native().view(steps), scale=0.5, lr=0.1, betas=(0.9, 0.75), eps=1e-30,
+        weight_decay=0.1,
+    )  # fmt: skip
+    p, g, m, v = (t.double() for t in (p, 0.5 * g, m, v))
+    m, v = 0.9 * m + 0.1 * g, 0.75 * v + 0.25 * g * g
+    v = torch.maximum(v, lists[3][0].double() / 2) if amsgrad else v
+    expected = 0.99 * p - 0.1 / (1 - 0.9**5) * m / ((v / (1 - 0.75**5)).sqrt() + 1e-30)
+    close = v > 1e-36  # below, a float32 has lost digits before any root is taken
+    torch.testing.assert_close(lists[1][0].double()[close], expected[close], rtol=1e-6, atol=1e-6)
+    assert torch.isfinite(lists[1][0]).all()
+
+
 def test_no_decay_leaves_infinite_parameters_alone():
     p, g = torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0])
     for nesterov, buffers in [(False, []), (False, [[torch.zeros(2)]]), (True, [[torch.zeros(2)]])]:
