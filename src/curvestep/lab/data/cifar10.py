@@ -6,7 +6,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,23 +102,18 @@ def placeholder_cifar10(*, subset: bool = True) -> Images:
     arrays = []
     for size in (10 * SUBSET_TRAIN, 10 * SUBSET_TEST) if subset else (50_000, 10_000):
         arrays += [torch.zeros(size, 3, 32, 32, dtype=torch.uint8), torch.arange(size) % 10]
-    train_x, train_y, test_x, test_y = arrays
-    return Images(
-        name="cifar10-subset" if subset else "cifar10",
-        train_x=train_x,
-        train_y=train_y,
-        test_x=test_x,
-        test_y=test_y,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
-        classes=CLASSES,
-        source="black images",
-    )
+    return _images(arrays, "black images", subset=subset, statistics=((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
 
 
-def _images(arrays: tuple[Tensor, Tensor, Tensor, Tensor], source: str, *, subset: bool) -> Images:
+def _images(
+    arrays: Sequence[Tensor],
+    source: str,
+    *,
+    subset: bool,
+    statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+) -> Images:
     train_x, train_y, test_x, test_y = arrays
-    mean, std = channel_statistics(train_x)
+    mean, std = statistics or channel_statistics(train_x)
     return Images(
         name="cifar10-subset" if subset else "cifar10",
         train_x=train_x,
