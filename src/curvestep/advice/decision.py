@@ -63,8 +63,9 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
         return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
     if gained < LONG and outcome.clipped >= INERT and outcome.kappa > TURNS:
         why = f"clipped steps go back and forth: each changes the gradient by {outcome.kappa:.2f} of its norm"
-        found = shorter(outcome, LOWER, why)
-        return replace(found, lr=min(found.lr, outcome.step_size / 2))
+        # Half as long at today's gradients, and shorter as they fade.
+        lr = outcome.step_size / 2
+        return Decision(action=LOWER, lr=lr, max_norm=outcome.lr * outcome.max_norm / (2 * lr), why=why)
     if factor > FAR and gained > WORTH:
         if outcome.fell and outcome.falling is False:
             return replace(keep, why=f"{keep.why}, but the loss has stopped falling: noise may be the limit")

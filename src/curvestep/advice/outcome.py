@@ -311,17 +311,24 @@ def _most_size(losses: np.ndarray, grad_norm: float) -> float:
 def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray) -> float:
     r"""How many times a step has :math:`\kappa = 1`, from its values at fractions of the step.
 
-    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion.
+    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion. Where
+    it is above 100 at the first, proportion leads nowhere: there it goes as the power of the step that it
+    has between the first two fractions, at least 1.
 
     Example:
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([0.1, 0.2]))
         5.0
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 9.0]))
         0.25
+        >>> round(factor_to_kappa_one(np.array([0.5, 1.0]), np.array([1000.0, 8000.0])), 6)
+        0.05
     """
     beyond = np.flatnonzero(kappa > 1)
     if not len(beyond):
         return float(fractions[-1] / max(kappa[-1], 1e-300))
     end = int(beyond[0])
+    if end == 0 and kappa[0] > 100 and len(kappa) > 1:
+        power = math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0])
+        return float(fractions[0] * kappa[0] ** (-1 / max(power, 1.0)))
     low, below = (fractions[end - 1], kappa[end - 1]) if end else (0.0, 0.0)
     return float(low + (fractions[end] - low) * (1 - below) / (kappa[end] - below))
