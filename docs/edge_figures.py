@@ -1,4 +1,4 @@
-"""The picture and the numbers of docs/adamw.md: python docs/edge_figures.py [folder] [--steps SHARE].
+"""Picture and numbers of docs/measure.md on AdamW: python docs/edge_figures.py [folder] [--steps SHARE].
 
 Trains three small networks at two peak learning rates each, 3.3 apart, under warm-up and cosine decay, and
 measures smoothness in the optimizer's metric. Without a folder they go where the page finds them,

@@ -1,6 +1,8 @@
 """Every python block of the page on measuring runs as it stands, one after the other."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,24 @@ def test_blocks_of_the_page_run_as_they_are(capsys):
     assert "(L0, L1) along this trajectory: 12 rows" in printed
     assert "failed" not in printed
     assert "[128. 128. 128.]" in printed  # four micro-batches of 32
+
+
+def test_numbers_of_the_edge_are_those_of_the_results():
+    page = PAGE.read_text(encoding="utf-8")
+    runs = json.loads((PAGE.parent / "results" / "edge.json").read_text(encoding="utf-8"))["runs"]
+    for task, name in (
+        ("characters, GPT, AdamW", "GPT"),
+        ("words, LSTM, AdamW", "LSTM"),
+        ("digits, CNN, momentum", "CNN"),
+    ):
+        products = [run["lr·L_P"] for run in runs[task].values()]
+        count = len(products[0])
+        middle = slice(round(0.1 * count), round(0.67 * count))
+        low, high = (statistics.median(values[middle]) for values in products)
+        found = re.search(rf"([\d.]+) and ([\d.]+) for the {name}", page)
+        assert [float(x) for x in found.groups()] == [float(f"{x:.2g}") for x in (low, high)]
+        assert f"{high / low:.1f}" in page
+    for run, words in zip(runs["characters, GPT, AdamW"].values(), ("6.8 to 12", "17 to 34"), strict=True):
+        values = [v for v in run["lr·λ"] if v is not None][1:5]  # after the warm-up, before lr is nearly zero
+        assert f"{min(values):.2g} to {max(values):.2g}" == words
+        assert words in page
