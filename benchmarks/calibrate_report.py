@@ -324,9 +324,9 @@ def cost(rows: list[Row]) -> str:
 
 
 def in_short(rows: list[Row]) -> str:
-    """The part of the report that the page about calibration quotes: our rows, and the tuned grids."""
+    """The part of the report that the page about calibration quotes: our rows alone."""
     found = regrets(rows)
-    wanted = (TUNED, "calibrated", *OWN_GRIDS, *OWN_GRIDS.values())
+    wanted = ("calibrated", *OWN_GRIDS.values())
     lines = [f"{cost(rows)[0].upper()}{cost(rows)[1:]}. On the tasks that no choice was made on:\n"]
     lines += [line for _, line in summary({w: found[w] for w in wanted if w in found}, "held out")]
     for label, mine in OWN_GRIDS.items():
