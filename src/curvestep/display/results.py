@@ -202,7 +202,7 @@ def calibration(found: Calibration) -> list[Chart]:
     positive = np.append(positive[np.isfinite(positive)], found.max_kappa)
     every = np.concatenate([series.x for series in kappas])
     step, span = Axis("step h", log=True), (low, high) if low < high else None
-    along = "change of the gradient, κ(h)"
+    along = f"change of the {'slope' if found.schedule == 'constant' else 'gradient'}, κ(h)"
     changes = Axis(along if found.along_signs else "change of the gradient, h·L̂(h)", log=True)
 
     def upright(ends: tuple[float, float]) -> Series:
