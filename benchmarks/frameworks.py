@@ -7,8 +7,6 @@ Both learning rates are used as they come: as the peak of a warm-up over a tenth
 decay.
 """
 # ruff: noqa: D101, D102
-# pyright: reportPrivateImportUsage=false, reportIncompatibleMethodOverride=false, reportOptionalMemberAccess=false
-# pyright: reportArgumentType=false
 
 import argparse
 import json

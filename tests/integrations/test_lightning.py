@@ -1,6 +1,4 @@
 """A Lightning run with our callbacks is the run without them, bit for bit, and its rows are right."""
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportAttributeAccessIssue=false
-# pyright: reportIncompatibleMethodOverride=false
 # Lightning types its hooks and hyperparameters loosely.
 
 import os

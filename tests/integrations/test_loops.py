@@ -1,5 +1,4 @@
 """Loops of Accelerate, Fabric and a GradScaler: two added lines leave them as they are; the examples run."""
-# pyright: reportArgumentType=false
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
 """A Hugging Face run with our callback is the run without it, bit for bit, and its rows are right."""
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportPrivateImportUsage=false
 # transformers types its Trainer loosely.
 
 import os
