@@ -109,7 +109,8 @@ def runs_table(results: Results) -> str:
     for setting in dict.fromkeys(run.setting for run in results.plan.runs):
         runs = results.of(setting)
         lost = sum(run.status["status"] == "diverged" for run in runs)
-        steps = " to ".join(map(str, sorted({run.status["step"] for run in runs})[:: max(1, len(runs) - 1)]))
+        ends = [run.status["step"] for run in runs]
+        steps = " to ".join(str(step) for step in sorted({min(ends), max(ends)}))
         cells = [
             runs[0].recipe.label + f" ({lost} diverged)" * bool(lost),
             ", ".join(str(run.recipe.seed) for run in runs),
@@ -119,11 +120,11 @@ def runs_table(results: Results) -> str:
             f"{spread(runs, clipped_share).mean:.0%}",
         ]
         measured = ["", "", "", ""]
-        with suppress(ValueError):
+        with suppress(ValueError, FileNotFoundError):  # too few rows, or a run that was not to be measured
             measured = [str(len(runs[0].trace)), str(spread(runs, exponent)), "", ""]
             measured[2] = str(control_exponents(runs))
             measured[3] = str(spread(runs, elasticity))
-        minutes = f"{sum(run.status['seconds'] for run in runs) / len(runs) / 60:.0f}"
+        minutes = f"{sum(run.status['seconds'] for run in runs) / len(runs) / 60:.1f}"
         lines.append([*cells, *measured, minutes])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
