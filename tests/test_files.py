@@ -142,6 +142,6 @@ def test_of_processes_that_start_at_once_one_gets_a_new_lock(tmp_path):
         children = [context.Process(target=enter, args=arguments) for _ in range(3)]
         for child in children:
             child.start()
-        assert sorted(entered.get(timeout=30) for _ in children) == [False, False, True]
+        assert sorted(entered.get(timeout=300) for _ in children) == [False, False, True]
         for child in children:
             child.join()

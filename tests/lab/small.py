@@ -1,8 +1,12 @@
 """Recipes and data small enough that a test trains in a second."""
 
+import os
 import random
+import signal
+from unittest import mock
 
 from curvestep.lab.recipes import get_recipe, with_fields
+from curvestep.lab.run.loop import train
 
 
 def write_text(path, *, words=40, lines=400, seed=0):
@@ -45,3 +49,15 @@ def small_images(**fields):
         "probe_every": 2,
     }
     return with_fields(get_recipe("cifar-resnet20", **small), **fields)
+
+
+def interrupt_at(step, recipe, folder):
+    """Train until the row of one step is written, then do as Ctrl-C does."""
+
+    def update(progress, now, **numbers):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with mock.patch("curvestep.lab.progress.Progress.update", update):
+        result = train(recipe, folder, resume=True, progress=False)
+    assert (result.status, result.step) == ("interrupted", step)

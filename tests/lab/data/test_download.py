@@ -90,13 +90,11 @@ def test_transfer_that_keeps_breaking_passes_to_the_next_source(server, cache, c
     assert "fetched from the mirror" in said[1]
 
 
-def test_no_answer_at_all_is_unreachable_and_quick(server, cache):
+def test_no_answer_at_all_is_unreachable(server, cache):
     missing = source(f"{server.url}/nothing.tgz", server.md5)
     closed = source("http://127.0.0.1:9/set.tgz", server.md5)
-    start = time.monotonic()
     with pytest.raises(Unreachable, match=r"nothing.tgz did not answer \(HTTPError\).*127.0.0.1:9"):
         fetch("set", HASHES, [missing, closed], progress=False)
-    assert time.monotonic() - start < 10
     assert left_over(cache) == []
 
 
@@ -191,9 +189,9 @@ def start(server, cache, *, file_limit=0):
 
 
 def result(process, answer):
-    assert answer.poll(60)
+    assert answer.poll(300)
     words = answer.recv()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     answer.close()
     return words
@@ -203,7 +201,7 @@ def result(process, answer):
 def test_processes_that_start_together_fetch_once_and_all_get_whole_files(server, cache):
     server.gate = threading.Event()
     running = [start(server, cache) for _ in range(4)]
-    assert server.half_sent.wait(60)
+    assert server.half_sent.wait(300)
     time.sleep(1)  # the others reach the lock
     server.gate.set()
     assert [result(*one) for one in running] == ["whole"] * 4
@@ -215,8 +213,9 @@ def test_processes_that_start_together_fetch_once_and_all_get_whole_files(server
 def test_killed_in_the_middle_of_a_transfer_the_next_process_starts_cleanly(server, cache):
     server.gate = threading.Event()
     killed, answer = start(server, cache)
-    assert server.half_sent.wait(60)
-    time.sleep(0.2)
+    assert server.half_sent.wait(300)
+    while not left_over(cache) and killed.is_alive():
+        time.sleep(0.01)
     killed.kill()
     killed.join()
     answer.close()

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import signal
 import threading
 import time
 
@@ -15,7 +14,7 @@ from curvestep.lab.run.folder import Run, find_runs, locked
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
 from curvestep.lab.tasks import make_task
-from tests.lab.small import small_images, small_language
+from tests.lab.small import interrupt_at, small_images, small_language
 
 quiet = {"progress": False}
 
@@ -235,7 +234,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_a_corrupt_checkpoint_is_one_line_and_stays(tmp_path):
     recipe = small_language(tmp_path)
-    _interrupt_at(recipe, tmp_path / "run", step=8)
+    interrupt_at(8, recipe, tmp_path / "run")
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"torn")
     rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"corrupt or is no checkpoint. Delete it to start the run again"):
@@ -247,13 +246,13 @@ def test_a_corrupt_checkpoint_is_one_line_and_stays(tmp_path):
 def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("curvestep.lab.run.folder.PATIENCE", 0.2)
     recipe = small_language(tmp_path)
-    _interrupt_at(recipe, tmp_path / "run", step=3)
+    interrupt_at(3, recipe, tmp_path / "run")
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="Another process is training in"):
         train(recipe, tmp_path / "run", resume=True, **quiet)
 
 
 def test_two_processes_that_start_together_do_not_both_get_the_folder(tmp_path, monkeypatch):
-    both, entered, refused = threading.Barrier(2), [], []
+    both, entered, refused, one_refused = threading.Barrier(2), [], [], threading.Event()
     write_json = folders.write_json
 
     def write_slowly(path, values):
@@ -266,7 +265,7 @@ def test_two_processes_that_start_together_do_not_both_get_the_folder(tmp_path, 
 
     def launch(*arguments):
         entered.append(1)
-        time.sleep(1.0)
+        one_refused.wait(300)
         raise RuntimeError("trained")
 
     monkeypatch.setattr(folders, "PATIENCE", 0.2)
@@ -279,6 +278,7 @@ def test_two_processes_that_start_together_do_not_both_get_the_folder(tmp_path, 
             train(recipe, tmp_path / "run", resume=True, **quiet)
         except (RuntimeError, ValueError) as error:
             refused.append(str(error))
+            one_refused.set()
 
     # Threads do as processes: each opens the lock file for itself.
     threads = [threading.Thread(target=start) for _ in range(2)]
@@ -374,34 +374,11 @@ def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
         make_task(small_language(tmp_path), world_size=3)
 
 
-def _interrupt_at(recipe, folder, *, step):
-    """Train until ``step`` rows are there, then do as Ctrl-C does."""
-    done = threading.Event()
-
-    def watch():
-        path = folder / "metrics.jsonl"
-        while not done.is_set():
-            if path.exists() and path.read_bytes().count(b"\n") >= step:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        return train(with_fields(recipe), folder, resume=True, **quiet)
-    finally:
-        done.set()
-        watcher.join()
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path):
     recipe = small_language(tmp_path, steps=300, dropout=0.2)
-    result = _interrupt_at(recipe, tmp_path / "stopped", step=40)
-    assert result.status == "interrupted"
-    assert 40 <= result.step < 300
-    assert load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["step"] == result.step
+    interrupt_at(40, recipe, tmp_path / "stopped")
+    assert load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["step"] == 40
     train(recipe, tmp_path / "stopped", resume=True, **quiet)
     train(recipe, tmp_path / "whole", **quiet)
     for name in ("metrics.jsonl", "trace.jsonl"):

@@ -1,32 +1,12 @@
 """At which steps a run writes rows, evaluates and ends, and that a resumed one does the same."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
-from tests.lab.small import small_language
-
-
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Train until the row of one step is written, then do as Ctrl-C does."""
-
-    def at(step, recipe, folder):
-        def update(progress, now, **numbers):
-            if now == step:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("curvestep.lab.progress.Progress.update", update)
-            result = train(recipe, folder, resume=True)
-        assert (result.status, result.step) == ("interrupted", step)
-
-    return at
+from tests.lab.small import interrupt_at, small_language
 
 
 def rows_of(folder):
@@ -56,10 +36,10 @@ def test_a_row_is_the_mean_loss_since_the_row_before(tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 8])
-def test_a_run_stopped_between_two_rows_evaluates_at_the_same_steps(tmp_path, interrupted, step):
+def test_a_run_stopped_between_two_rows_evaluates_at_the_same_steps(tmp_path, step):
     recipe = small_language(tmp_path, steps=12, eval_every=3, log_every=4, dropout=0.3)
     train(recipe, tmp_path / "whole", progress=False)
-    interrupted(step, recipe, tmp_path / "stopped")
+    interrupt_at(step, recipe, tmp_path / "stopped")
     train(recipe, tmp_path / "stopped", resume=True, progress=False)
     for name in ("metrics.jsonl", "trace.jsonl"):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
