@@ -29,10 +29,10 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep
 	@touch $@
 
 test: $(READY)  ## everything that CI runs, on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fast: $(READY)  ## the tests that take seconds
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 reproduce: $(READY)  ## every figure and table of the paper at laptop scale
 	$(BIN)/python -m curvestep reproduce $(ARGS)

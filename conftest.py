@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from importlib.util import find_spec
 
 import hypothesis
@@ -30,3 +31,9 @@ def known_start():
     torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def pytest_collection_modifyitems(items):
+    """Files with most slow tests first, so that no process is left with one at the end while others are idle."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
