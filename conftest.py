@@ -34,6 +34,6 @@ def known_start():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with most slow tests first, so that no process is left with one at the end while others are idle."""
+    """Files with most slow tests first, so that no process is left alone with one at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
