@@ -47,36 +47,44 @@ from curvestep.theory.rules import (
     SmoothClippedStep as SmoothClippedStep,
     StepRule as StepRule,
 )
-from curvestep.theory.theorems import (
+from curvestep.theory.theorems.clipped_gd import (
+    StepEquivalence as StepEquivalence,
+    descent_constant as descent_constant,
+    guaranteed_decrease as guaranteed_decrease,
+    ngd_equivalence as ngd_equivalence,
+    normalized_gd as normalized_gd,
+    theorem3 as theorem3,
+)
+from curvestep.theory.theorems.clipped_sgd import (
+    ClippingVerdict as ClippingVerdict,
+    noise_term as noise_term,
+    theorem7 as theorem7,
+    theorem8 as theorem8,
+    when_clipping_wins as when_clipping_wins,
+)
+from curvestep.theory.theorems.fixed_gd import (
+    LowerBoundPair as LowerBoundPair,
+    assumption4 as assumption4,
+    gradient_bound as gradient_bound,
+    lower_bound_pair as lower_bound_pair,
+    remark5 as remark5,
+    theorem4 as theorem4,
+    theorem6 as theorem6,
+    wall_height as wall_height,
+)
+from curvestep.theory.theorems.guarantee import (
     Assumption as Assumption,
     AssumptionError as AssumptionError,
     Bound as Bound,
-    ClippingVerdict as ClippingVerdict,
-    GradientBound as GradientBound,
     Guarantee as Guarantee,
+)
+from curvestep.theory.theorems.lemmas import (
+    GradientBound as GradientBound,
     Inequality as Inequality,
-    LowerBoundPair as LowerBoundPair,
     NoisyStep as NoisyStep,
-    StepEquivalence as StepEquivalence,
-    assumption4 as assumption4,
-    descent_constant as descent_constant,
-    gradient_bound as gradient_bound,
-    guaranteed_decrease as guaranteed_decrease,
     lemma2 as lemma2,
     lemma9 as lemma9,
     lemma11 as lemma11,
     lemma12 as lemma12,
     lemma13 as lemma13,
-    lower_bound_pair as lower_bound_pair,
-    ngd_equivalence as ngd_equivalence,
-    noise_term as noise_term,
-    normalized_gd as normalized_gd,
-    remark5 as remark5,
-    theorem3 as theorem3,
-    theorem4 as theorem4,
-    theorem6 as theorem6,
-    theorem7 as theorem7,
-    theorem8 as theorem8,
-    wall_height as wall_height,
-    when_clipping_wins as when_clipping_wins,
 )

@@ -10,13 +10,14 @@ Everything rests on the decrease that one step of size h from gradient norm g is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
-from curvestep._checks import check_choice, check_nonnegative, check_positive
+from curvestep._checks import check_choice, check_nonnegative
 from curvestep.steps import (
     check_threshold,
     clipped_step,
@@ -36,6 +37,7 @@ from curvestep.theory.rules import (
 from curvestep.theory.theorems.guarantee import (
     Assumption,
     Guarantee,
+    check_numbers,
     check_version,
     ratio,
     require,
@@ -153,8 +155,9 @@ def theorem3(
         >>> theorem3(**numbers, version="sharp").hyperparameters
         {'lr': 3.125, 'max_norm': 0.01824}
     """
-    _check(L0=L0, L1=L1, gap=gap, eps=eps)
+    numbers = check_numbers(L0=L0, L1=L1, gap=gap, eps=eps)
     check_version(version)
+    needs = (Assumption("L1 > 0", L1 > 0),) if version == "printed" else ()
     check_choice("form", form, ("clipped", "smooth", "logarithmic"))
     if form != "clipped" and version != "sharp":
         raise ValueError(f"`form` must be 'clipped' unless `version` is 'sharp', got {form!r}.")
@@ -164,11 +167,6 @@ def theorem3(
         rule, bound, where = _corrected(L0, L1, gap, eps, check_threshold("radius", radius))
     else:
         rule, bound, where = _sharp(L0, L1, gap, eps, form)
-
-    def decrease(g: Array) -> Array:
-        h = rule(g)
-        return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
-
     return Guarantee(
         theorem="Theorem 3",
         version=version,
@@ -176,12 +174,9 @@ def theorem3(
         kind="upper",
         bound=bound,
         rule=rule,
-        assumptions=require(*smooth_on(where), *_positive_L1(version, L1)),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        decrease=decrease,
+        assumptions=require(*smooth_on(where), *needs),
+        decrease=_decrease_of(rule, version, L0, L1),
+        **numbers,
     )
 
 
@@ -225,22 +220,17 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         >>> {k: round(v, 4) for k, v in normalized_gd(**numbers, version="sharp").hyperparameters.items()}
         {'lr': 0.3333, 'offset': 0.3333}
     """
-    _check(L0=L0, L1=L1, gap=gap, eps=eps)
+    numbers = check_numbers(L0=L0, L1=L1, gap=gap, eps=eps)
     check_version(version, ("corrected", "sharp"))
     positive = require(Assumption("L1 > 0 (with L1 = 0 use fixed steps)", L1 > 0))
     if version == "corrected":
-        clipped = theorem3(L0=L0, L1=L1, gap=gap, eps=eps)
+        clipped = theorem3(**numbers)
         lr, max_norm = (float(clipped.hyperparameters[k]) for k in ("lr", "max_norm"))
         rule = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm))
         bound = 2 * clipped.bound
     else:
         rule = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1))
         bound = gap * (2 * L0 / eps**2 + 3 * L1 / eps)
-
-    def decrease(g: Array) -> Array:
-        h = rule(g)
-        return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
-
     return Guarantee(
         theorem="Theorem 3 for normalized descent",
         version=version,
@@ -249,11 +239,8 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         bound=bound,
         rule=rule,
         assumptions=(*smooth_on("everywhere"), *positive),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        decrease=decrease,
+        decrease=_decrease_of(rule, version, L0, L1),
+        **numbers,
     )
 
 
@@ -301,12 +288,9 @@ def ngd_equivalence(
     )
 
 
-def _check(*, L0: float, L1: float, gap: float, eps: float) -> None:
-    check_positive("L0", L0)
-    check_nonnegative("L1", L1)
-    check_nonnegative("gap", gap)
-    check_positive("eps", eps)
+def _decrease_of(rule: StepRule, version: str, L0: float, L1: float) -> Callable[[Array], Array]:
+    def decrease(g: Array) -> Array:
+        h = rule(g)
+        return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
 
-
-def _positive_L1(version: str, L1: float) -> tuple[Assumption, ...]:
-    return (Assumption("L1 > 0", L1 > 0),) if version == "printed" else ()
+    return decrease

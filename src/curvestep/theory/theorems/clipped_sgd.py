@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep._checks import check_count
 from curvestep.theory.rules import FixedStep, ShiftedClippedStep
 from curvestep.theory.theorems.clipped_gd import SHARP_CONSTANT
 from curvestep.theory.theorems.guarantee import (
     Assumption,
     Guarantee,
+    check_numbers,
     check_version,
     ratio,
     require,
@@ -81,8 +82,7 @@ def theorem7(
         >>> round(theorem7(**numbers, version="printed").hyperparameters["cap"], 4)
         0.8
     """
-    _check(L0=L0, L1=L1, eps=eps, tau=tau)
-    check_positive("gap", gap)
+    numbers = check_numbers("gap", L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
     check_version(version)
     needs = require(Assumption("L1 > 0", L1 > 0))
     V = noise_term(L0=L0, L1=L1, tau=tau)
@@ -110,12 +110,8 @@ def theorem7(
         bound=bound,
         rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
         assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        tau=tau,
         num_steps=T,
+        **numbers,
     )
 
 
@@ -161,9 +157,7 @@ def theorem8(
         >>> [round(theorem8(**numbers, version=v).bound) for v in ("printed", "corrected", "sharp")]
         [108241, 110889, 384]
     """
-    _check(L0=L0, L1=L1, eps=eps, tau=tau)
-    check_nonnegative("gap", gap)
-    check_positive("M", M)
+    numbers = check_numbers("M", L0=L0, L1=L1, gap=gap, eps=eps, M=M, tau=tau)
     check_version(version)
     V, K = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2, L0 + L1 * M
     if version == "printed":
@@ -187,13 +181,8 @@ def theorem8(
         bound=bound,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        M=M,
-        tau=tau,
         num_steps=T,
+        **numbers,
     )
 
 
@@ -241,10 +230,7 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
         >>> when_clipping_wins(L0=1.0, L1=10.0, M=50.0, tau=100.0).verdict
         'no need to clip'
     """
-    check_positive("L0", L0)
-    check_nonnegative("L1", L1)
-    check_nonnegative("M", M)
-    check_nonnegative("tau", tau)
+    check_numbers(L0=L0, L1=L1, M=M, tau=tau)
     condition, threshold = 1 + L1 * M / L0, tau + ratio(L0, L1)
     excess = M / threshold
     verdict = "clipping wins" if excess >= 10 else "clipping may help" if excess >= 1 else "no need to clip"
@@ -284,10 +270,3 @@ def _horizon(bound: float, num_steps: int | None) -> int:
 
 def _noise(tau: float) -> tuple[Assumption, ...]:
     return (Assumption(f"unbiased gradients with noise at most τ = {tau:g}, always"),)
-
-
-def _check(*, L0: float, L1: float, eps: float, tau: float) -> None:
-    check_positive("L0", L0)
-    check_nonnegative("L1", L1)
-    check_positive("eps", eps)
-    check_nonnegative("tau", tau)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from scipy.optimize import brentq, minimize_scalar
 
-from curvestep._checks import check_nonnegative, check_positive
-from curvestep.theory.problems.base import Array
+from curvestep._checks import check_nonnegative
 from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.guarantee import (
     Assumption,
     Bound,
     Guarantee,
+    check_numbers,
     check_version,
     require,
     smooth_on,
@@ -38,8 +38,7 @@ def wall_height(M: float, *, L0: float, L1: float) -> float:
         >>> round(wall_height(7.0, L0=2.0, L1=3.0), 12) == round(float(wall.value(wall.start(M=7.0))), 12)
         True
     """
-    _check_class(L0, L1)
-    check_nonnegative("M", M)
+    check_numbers(L0=L0, L1=L1, M=M)
     if L1 == 0:
         return M * M / (2 * L0)
     growth = L1 * M / L0
@@ -62,8 +61,7 @@ def gradient_bound(gap: float, *, L0: float, L1: float, version: str = "sharp") 
         >>> round(gradient_bound(1.0, L0=1.0, L1=2.0, version="corrected"), 4)
         4.4495
     """
-    _check_class(L0, L1)
-    check_nonnegative("gap", gap)
+    check_numbers(L0=L0, L1=L1, gap=gap)
     check_version(version, ("corrected", "sharp"))
     closed = L1 * gap + math.sqrt((L1 * gap) ** 2 + 2 * L0 * gap)
     if version == "corrected" or gap == 0 or L1 == 0:
@@ -167,9 +165,7 @@ def theorem4(
         >>> [round(theorem4(**numbers, version=v).bound) for v in ("printed", "corrected", "sharp")]
         [7595, 6787, 27126]
     """
-    _check_class(L0, L1)
-    for name, value in (("L1", L1), ("M", M), ("gap", gap), ("eps", eps)):
-        check_positive(name, value)
+    numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version)
     growth, height = L1 * M / L0, wall_height(M, L0=L0, L1=L1)
     steepest = Assumption("a fixed step size")
@@ -198,11 +194,7 @@ def theorem4(
         bound=bound,
         rule=None,
         assumptions=(steepest, *require(*needs)),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        M=M,
+        **numbers,
     )
 
 
@@ -249,9 +241,7 @@ def remark5(
         >>> round(remark5(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1).bound)
         55494
     """
-    _check_class(L0, L1)
-    for name, value in (("L1", L1), ("M", M), ("gap", gap), ("eps", eps)):
-        check_positive(name, value)
+    numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version, ("printed", "corrected"))
     needs = require(Assumption("M > 1", M > 1)) if version == "printed" else ()
     log = math.log(M) if version == "printed" else math.log1p(L1 * M / L0)
@@ -263,12 +253,8 @@ def remark5(
         bound=(L1 * M / log + L0) * gap / eps**2,
         rule=None,
         assumptions=(Assumption("a fixed step size"), *needs),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
-        M=M,
         up_to_constant=True,
+        **numbers,
     )
 
 
@@ -304,17 +290,11 @@ def theorem6(
         >>> [round(theorem6(**numbers, version=v).bound) for v in ("printed", "corrected", "sharp")]
         [2800, 1867, 1400]
     """
-    _check_class(L0, L1)
-    check_nonnegative("gap", gap)
-    check_positive("eps", eps)
+    numbers = check_numbers(L0=L0, L1=L1, gap=gap, eps=eps)
     check_version(version)
     M = gradient_bound(gap, L0=L0, L1=L1) if M is None else check_nonnegative("M", M)
     K = L0 + L1 * M
     lr, constant = {"printed": (0.5 / K, 4.0), "corrected": (0.5 / K, 8 / 3), "sharp": (1 / K, 2.0)}[version]
-
-    def decrease(g: Array) -> Array:
-        return g * g / (constant * K)
-
     return Guarantee(
         theorem="Theorem 6",
         version=version,
@@ -323,15 +303,7 @@ def theorem6(
         bound=constant * K * gap / eps**2,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("on {f ≤ f(x0)}"), Assumption(f"‖∇f‖ ≤ M = {M:.6g} on {{f ≤ f(x0)}}")),
-        L0=L0,
-        L1=L1,
-        gap=gap,
-        eps=eps,
         M=M,
-        decrease=decrease,
+        decrease=lambda g: g * g / (constant * K),
+        **numbers,
     )
-
-
-def _check_class(L0: float, L1: float) -> None:
-    check_positive("L0", L0)
-    check_nonnegative("L1", L1)

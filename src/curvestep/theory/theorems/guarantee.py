@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from curvestep._checks import check_choice
+from curvestep._checks import check_choice, check_nonnegative, check_positive
 from curvestep.steps import Parameter
 from curvestep.theory.problems.base import Array
 from curvestep.theory.rules import StepRule
@@ -113,6 +114,13 @@ class Bound:
 def check_version(version: str, versions: tuple[str, ...] = VERSIONS) -> str:
     """``version`` if the theorem has it."""
     return check_choice("version", version, versions)
+
+
+def check_numbers(*positive: str, **numbers: float) -> dict[str, Any]:
+    """The numbers of a theorem by name: L0, eps and those named must be positive, the others not negative."""
+    for name, value in numbers.items():
+        (check_positive if name in ("L0", "eps", *positive) else check_nonnegative)(name, value)
+    return numbers
 
 
 def require(*assumptions: Assumption) -> tuple[Assumption, ...]:
