@@ -54,23 +54,17 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One row of the table.
+class Claim(Evidence):
+    """One row of the table: what the paper says, and the evidence.
 
     Args:
         figure: Figure of the paper.
         paper: What the paper says.
-        measured: What was measured, with intervals over the seeds.
-        verdict: One of ``VERDICTS``.
-        settle: What would settle it, where it is not settled.
         longer: The verdict of the longer runs on the same claim, where they have one.
     """
 
     figure: str
     paper: str
-    measured: str
-    verdict: str
-    settle: str = ""
     longer: str = ""
 
 

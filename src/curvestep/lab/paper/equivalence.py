@@ -21,7 +21,6 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    Statement,
     cost_of,
     language_runs,
 )
@@ -116,10 +115,7 @@ EQUIVALENCE = PaperFigure(
             draw=lambda results, title: draw_equivalence(*results.paired(BY_HAND, NORMALIZED), title=title),
         ),
     ),
-    claims=(
-        Statement(
-            paper="Clipped and normalized descent are the same up to a constant factor of the step.",
-            judge=judge_equivalence,
-        ),
-    ),
+    claims={
+        "Clipped and normalized descent are the same up to a constant factor of the step.": judge_equivalence,
+    },
 )

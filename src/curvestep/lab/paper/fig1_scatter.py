@@ -45,7 +45,6 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    Statement,
     cost_of,
     image_runs,
     language_runs,
@@ -375,30 +374,19 @@ FIG2 = PaperFigure(
             draw=_shown(BY_HAND, _SMALL_LR, _SMALL_LR_CLIPPED, ALWAYS_CLIPPED),
         ),
     ),
-    claims=(
-        Statement(
-            paper="Smoothness grows with the gradient norm under clipping with a large learning rate, and "
-            "much less at a small one without clipping.",
-            judge=contrast(BY_HAND, _SMALL_LR),
+    claims={
+        "Smoothness grows with the gradient norm under clipping with a large learning rate, and "
+        "much less at a small one without clipping.": contrast(BY_HAND, _SMALL_LR),
+        "At the small learning rate the correlation is much weaker with clipping too.": contrast(
+            BY_HAND, _SMALL_LR_CLIPPED
         ),
-        Statement(
-            paper="At the small learning rate the correlation is much weaker with clipping too.",
-            judge=contrast(BY_HAND, _SMALL_LR_CLIPPED),
-        ),
-        Statement(
-            paper="Not in the paper: the growth is more than a constant Hessian shows under the same steps.",
-            judge=beyond_control(BY_HAND),
-        ),
-        Statement(
-            paper="Not in the paper: inside single steps, too, smoothness grows with the gradient norm.",
-            judge=grows_inside_steps(BY_HAND),
-        ),
-        Statement(
-            paper="Not in the paper: clipping nearly every step makes the growth stronger at the same "
-            "learning rate.",
-            judge=contrast(ALWAYS_CLIPPED, BY_HAND),
-        ),
-    ),
+        "Not in the paper: the growth is more than a constant Hessian shows under the same "
+        "steps.": beyond_control(BY_HAND),
+        "Not in the paper: inside single steps, too, smoothness grows with the gradient "
+        "norm.": grows_inside_steps(BY_HAND),
+        "Not in the paper: clipping nearly every step makes the growth stronger at the same "
+        "learning rate.": contrast(ALWAYS_CLIPPED, BY_HAND),
+    },
 )
 FIG3 = PaperFigure(
     name="fig3",
@@ -412,17 +400,11 @@ FIG3 = PaperFigure(
             draw=_shown(*IMAGES),
         ),
     ),
-    claims=(
-        Statement(
-            paper="On images the growth appears with a large learning rate and clipping, and is weaker with "
-            "SGD and momentum.",
-            judge=contrast(_CLIPPED_IMAGES, _MOMENTUM),
-        ),
-        Statement(
-            paper="On images with SGD and momentum there is no correlation.",
-            judge=absent(_MOMENTUM),
-        ),
-    ),
+    claims={
+        "On images the growth appears with a large learning rate and clipping, and is weaker with "
+        "SGD and momentum.": contrast(_CLIPPED_IMAGES, _MOMENTUM),
+        "On images with SGD and momentum there is no correlation.": absent(_MOMENTUM),
+    },
 )
 FIG5 = PaperFigure(
     name="fig5",

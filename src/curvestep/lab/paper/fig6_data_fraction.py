@@ -22,7 +22,6 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    Statement,
     cost_of,
 )
 from curvestep.lab.paper.style import described, loaded
@@ -177,9 +176,7 @@ FIG6 = PaperFigure(
             ),
         ),
     ),
-    claims=(
-        Statement(
-            paper="A tenth of the data gives an accurate estimate of both quantities.", judge=judge_shares
-        ),
-    ),
+    claims={
+        "A tenth of the data gives an accurate estimate of both quantities.": judge_shares,
+    },
 )

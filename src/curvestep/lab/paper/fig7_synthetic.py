@@ -14,7 +14,7 @@ from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import level
 from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED, Evidence, MissingRuns
-from curvestep.lab.paper.plan import PaperFigure, Picture, Results, Statement
+from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.style import CLIPPED, GD, save, styled
 from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
 
@@ -249,11 +249,9 @@ FIG7 = PaperFigure(
     name="fig7",
     runs=lambda scale: (),
     pictures=tuple(_picture(name) for name in _DRAW),
-    claims=(
-        Statement(
-            paper="On x⁴ clipped descent converges much faster than gradient descent.", judge=judge_descent
-        ),
-        Statement(paper="There theory predicts gradients 1e5 times smaller.", judge=judge_theory),
-    ),
+    claims={
+        "On x⁴ clipped descent converges much faster than gradient descent.": judge_descent,
+        "There theory predicts gradients 1e5 times smaller.": judge_theory,
+    },
     experiment=run_once,
 )

@@ -21,7 +21,6 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    Statement,
     cost_of,
     language_runs,
 )
@@ -180,11 +179,8 @@ FIG8 = PaperFigure(
             ),
         ),
     ),
-    claims=(
-        Statement(paper="GD lowers the loss but not the gradient norm.", judge=gradients_stay),
-        Statement(
-            paper="GD's gradients are larger than those of clipped GD (about 3 times; theory says 5).",
-            judge=judge_ratio,
-        ),
-    ),
+    claims={
+        "GD lowers the loss but not the gradient norm.": gradients_stay,
+        "GD's gradients are larger than those of clipped GD (about 3 times; theory says 5).": judge_ratio,
+    },
 )

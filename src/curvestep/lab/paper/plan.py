@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,6 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statement:
-    """A sentence of the paper, and what the runs say about it; None leaves the sentence out."""
-
-    paper: str
-    judge: Callable[[Results], Evidence | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class PaperFigure:
     """A figure of the paper: its runs, its pictures with captions, its claims.
 
@@ -74,14 +66,14 @@ class PaperFigure:
         name: Such as ``fig2``.
         runs: The runs that it needs at a scale. Figures share a run by giving it the same name.
         pictures: What is drawn from them.
-        claims: What is judged from them.
+        claims: Sentences of the paper, each with what judges it from the runs; None leaves it out.
         experiment: What it computes without training: into the reproduction's folder, with progress or not.
     """
 
     name: str
     runs: Callable[[str], Iterable[Planned]]
     pictures: tuple[Picture, ...]
-    claims: tuple[Statement, ...] = ()
+    claims: Mapping[str, Callable[[Results], Evidence | None]] = field(default_factory=dict)
     experiment: Callable[[Path, bool], None] | None = None
 
 

@@ -164,9 +164,9 @@ def make_claims(results: Results) -> list[Claim]:
     """Every claim of the plan's figures, judged; one whose runs are missing says so."""
     claims = []
     for figure in results.plan.figures:
-        for statement in figure.claims:
+        for sentence, judge in figure.claims.items():
             try:
-                evidence = statement.judge(results)
+                evidence = judge(results)
             except NotPlanned:
                 continue
             except ValueError as error:  # runs are missing, or too short to fit
@@ -174,7 +174,7 @@ def make_claims(results: Results) -> list[Claim]:
                     measured=f"not measured: {error}", verdict=NOT_TESTABLE, settle="the missing runs"
                 )
             if evidence is not None:
-                claims.append(Claim(figure=figure.name, paper=statement.paper, **asdict(evidence)))
+                claims.append(Claim(figure=figure.name, paper=sentence, **asdict(evidence)))
     return claims
 
 
