@@ -85,11 +85,13 @@ def finish(trainer):
 
 
 @contextmanager
-def warned(match):
+def warned(match, unsaid=None):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield
-    assert [w for w in seen if re.search(match, str(w.message))], [str(w.message) for w in seen]
+    words = [str(w.message) for w in seen]
+    assert len([text for text in words if re.search(match, text)]) == 1, words
+    assert unsaid is None or not any(unsaid in text for text in words), words
 
 
 def lora():
@@ -183,10 +185,20 @@ def tokenizer():
 def test_two_clippings_are_said_and_measured(tmp_path):
     trainer = trainer_of(tmp_path, optimizer="ClippedSGD", max_grad_norm=0.2)
     callback = watch(trainer, every=2, on_error="raise")
-    with warned(r"max_grad_norm=0.2\) clips before ClippedSGD.*max_grad_norm=0\."):
+    with warned(
+        r"max_grad_norm=0.2\) clips before ClippedSGD.*max_grad_norm=0\.", unsaid="different gradients"
+    ):
         trainer.train()
     for row in callback.probe.trace:
         assert row["coefficient"] == pytest.approx(0.2 / row["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["ClippedSGD", "clip", (cs.ClippedAdamW, {"lr": 1e-3, "max_norm": 0.4})]
+)
+def test_two_clippings_are_said_without_our_callback(optimizer, tmp_path):
+    with warned(r"had the norm 0\.5 and none a larger.*max_grad_norm=0 in TrainingArguments"):
+        trainer_of(tmp_path, optimizer=optimizer, max_grad_norm=0.5).train()
 
 
 class Listener(TrainerCallback):

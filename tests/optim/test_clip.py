@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import warnings
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import curvestep as cs
 from curvestep.optim import scaled
+from curvestep.optim.clip import Clipping
 from curvestep.optim.counters import RECENT_STEPS
 from curvestep.vectors import device_norm
 from tests.reference import reference_norm
@@ -437,27 +439,59 @@ def loop(opt, params, steps, before_step=lambda: None):
         opt.step()
 
 
-def test_somebody_else_who_clips_is_noticed_once():
+CLIPPING: dict[str, Any] = {
+    "clip": lambda params, lr: (opt := torch.optim.SGD(params, lr=lr), cs.clip(opt, max_norm=1.0))[0],
+    "ClippedSGD": lambda params, lr: cs.ClippedSGD(params, lr=lr, max_norm=1.0),
+    "ClippedAdamW by tensor": lambda params, lr: cs.ClippedAdamW(
+        params, lr=lr, max_norm=1.0, norm_scope="tensor"
+    ),
+}
+every_clipping = pytest.mark.parametrize("make", CLIPPING.values(), ids=CLIPPING)
+CLIPPED_BEFORE = r"4 different gradients had the norm 2 and none a larger.*max_grad_norm=0.*gradient_clip_val"
+
+
+@every_clipping
+def test_somebody_else_who_clips_now_and_then_is_noticed_once(make):
     params = parameters((40,), (5,))
-    opt: Any = torch.optim.SGD(params, lr=0.1)
-    cs.clip(opt, max_norm=1.0)
-    with pytest.warns(
-        UserWarning, match=r"gradient norm was 2 at 4 steps.*clip_grad_norm_.*Leave out"
-    ) as seen:
-        loop(opt, params, 20, lambda: clip_grad_norm_(params, 2.0))
+    opt = make(params, 0.1)
+
+    def clip_now_and_then():
+        for p in params:
+            p.grad *= 1.0 if p.grad.abs().max() > 2.5 else 0.1
+        clip_grad_norm_(params, 2.0)
+
+    with pytest.warns(UserWarning, match=CLIPPED_BEFORE) as seen:
+        loop(opt, params, 60, clip_now_and_then)
     assert len(seen) == 1
 
 
-def test_equal_norms_of_equal_gradients_are_nobody_clipping():
+@every_clipping
+def test_equal_norms_of_gradients_along_one_line_are_nobody_clipping(make):
     params = parameters((40,))
-    opt: Any = torch.optim.SGD(params, lr=1e-9)
-    cs.clip(opt, max_norm=1.0)
+    opt = make(params, 1e-9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(10):  # the whole batch at a tiny lr
-            params[0].grad = params[0].detach().clone()
+        for step in range(10):  # the whole batch at a tiny lr, or to and fro in a valley
+            params[0].grad = (-1) ** step * params[0].detach().clone()
             opt.step()
         loop(opt, params, 30)
+
+
+@every_clipping
+def test_on_a_device_another_clipping_is_noticed_when_the_counters_are_read(make, monkeypatch):
+    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
+    monkeypatch.setattr(Clipping, "_norms", lambda self, parts: [device_norm([*chain(*parts)])])
+    params = parameters((40,), (5,))
+    opt = make(params, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(opt, params, 10, lambda: clip_grad_norm_(params, 2.0))
+    with pytest.warns(UserWarning, match=CLIPPED_BEFORE):
+        opt.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(opt, params, 10, lambda: clip_grad_norm_(params, 2.0))
+        opt.clip_stats()
 
 
 def test_sparse_and_half_precision_gradients_are_clipped():

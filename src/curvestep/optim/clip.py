@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from curvestep._checks import check_choice
 from curvestep.distributed import local
 from curvestep.optim.counters import (
     COUNTERS,
-    RECENT_STEPS,
     ClipStats,
     check_skip_above,
     clip_stats_of,
@@ -26,13 +24,10 @@ from curvestep.optim.counters import (
     new_counters,
     read_counters,
 )
+from curvestep.optim.norm_bound import NormBound
 from curvestep.optim.scaled import has_zero_lr, nonfinite_gradient
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm
-
-# Norms in a row that are the same to this precision, of gradients that point elsewhere, were made so.
-SAME_NORM, SAME_NORMS, SAME_DIRECTION = 1e-5, 4, 0.99
-NUM_SAMPLES = 64  # entries of a gradient that tell whether it points elsewhere
 
 
 def clip(
@@ -120,7 +115,7 @@ class Clipping:
         self._skip_above = check_skip_above(skip_above)
         self._counters = new_counters()
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._others = _OtherClipping()
+        self._norm_bound = NormBound(inner)
         for group in inner.param_groups:
             group.setdefault("max_norm", max_norm)
         self.optimizer.clip_stats = self.clip_stats
@@ -133,7 +128,7 @@ class Clipping:
 
     def clip_stats(self) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return clip_stats_of(self._counters)
+        return clip_stats_of(self._counters, self._norm_bound)
 
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
@@ -188,7 +183,7 @@ class Clipping:
                 p.grad = None
             count_step(self._counters, norm, [1.0], [False], skip=True)
             return
-        self._others.look(norm, decisions[0][1])
+        self._norm_bound.look(norm, [grads for _, grads in decisions])
         bounds = [group.get("max_norm", self._max_norm) for group, _ in decisions]
         coefficients = [
             clipped_step(n, lr=1.0, max_norm=bound) for n, bound in zip(norms, bounds, strict=True)
@@ -221,44 +216,12 @@ class Clipping:
         return self._skip_above is not None and bool(is_above(norm, self._skip_above, self._counters))
 
     def _save(self, optimizer: Any, state: dict[str, Any]) -> None:
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters)
+        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._norm_bound)
 
     def _load(self, optimizer: Any) -> None:
         self._counters = optimizer.param_groups[0].pop(COUNTERS, None) or new_counters()
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
-
-
-class _OtherClipping:
-    """Notices that somebody clips before the step: norms that are the same while directions are not."""
-
-    def __init__(self) -> None:
-        self._looks = self._same = 0
-        self._norm, self._sample = math.nan, torch.zeros(0)
-
-    def look(self, norm: Any, grads: list[Tensor]) -> None:
-        """Compare one more gradient with the one before; warn once, and only in the first steps."""
-        if self._looks >= RECENT_STEPS or isinstance(norm, Tensor) or not math.isfinite(norm) or norm == 0:
-            return
-        self._looks += 1
-        largest = local(max(grads, key=Tensor.numel))
-        values = largest.to_dense().flatten() if largest.layout != torch.strided else largest.flatten()
-        sample = values[:: max(1, values.numel() // NUM_SAMPLES)].real.double() / norm
-        moved = (
-            sample.shape == self._sample.shape
-            and torch.cosine_similarity(sample, self._sample, dim=0).item() < SAME_DIRECTION
-        )
-        self._same = self._same + 1 if moved and abs(norm - self._norm) <= SAME_NORM * norm else 0
-        self._norm, self._sample = norm, sample
-        if self._same + 1 >= SAME_NORMS:
-            self._looks = RECENT_STEPS
-            warnings.warn(
-                f"The gradient norm was {norm:.6g} at {SAME_NORMS} steps in a row although the gradient "
-                "changed: something else clips before the optimizer's step (clip_grad_norm_, Lightning's "
-                "gradient_clip_val, the Trainer's max_grad_norm). clip_stats() counts what is left of the "
-                "gradient then. Leave out one of the two.",
-                stacklevel=2,
-            )
 
 
 def _scale_(grads: list[Tensor], coefficient: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
@@ -29,6 +30,7 @@ from curvestep.optim.counters import (
     read_counters,
     stacked,
 )
+from curvestep.optim.norm_bound import NormBound
 from curvestep.vectors import cpu_norm, global_norm
 
 if TYPE_CHECKING:
@@ -203,12 +205,12 @@ class ScaledOptimizer(Optimizer, ABC):
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
         dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
         """
-        return clip_stats_of(self._counters)
+        return clip_stats_of(self._counters, self._norm_bound)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters)
+        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._norm_bound)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -258,6 +260,8 @@ class ScaledOptimizer(Optimizer, ABC):
         if skip is True:
             count_step(self._counters, norm, [1.0], [False], skip)
             return
+        if not self.defaults["capturable"]:  # a graph would fill what is kept again and again
+            self._norm_bound.look(norm, [bundle.grads for bundle in bundles])
         parts = [sort(bundle, self.state) for bundle in bundles]
         seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
         if self.defaults.get("clip") == "momentum":
@@ -320,6 +324,10 @@ class ScaledOptimizer(Optimizer, ABC):
         if policy == "raise" and any(flags[large:]) and not flags[0]:
             raise FloatingPointError(nonfinite_gradient(self.param_groups))
         return any(flags)
+
+    @cached_property
+    def _norm_bound(self) -> NormBound:
+        return NormBound(self)
 
     @property
     def _counters(self) -> dict[str, Any]:
