@@ -123,6 +123,7 @@ class ScaledOptimizer(Optimizer, ABC):
             )
         if settings["capturable"] and settings["differentiable"]:
             raise RuntimeError("`capturable` does not support `differentiable`")
+        self.check_group(values | settings)  # before the parameters are looked at, as torch does
         super().__init__(params, values | settings)
 
     @property
