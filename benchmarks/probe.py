@@ -1,6 +1,6 @@
 """What a measurement of smoothness costs: time, memory, and eigenvalue tracking beside it.
 
-    python benchmarks/probe.py [--tasks lstm …] [--parts cost run budget rival memory] [--json PATH]
+    python benchmarks/probe.py [--tasks lstm …] [--parts cost run budget geometry rival memory] [--json PATH]
 
 Everything is timed in CPU time of one thread, and the variants take turns in one process, so that a busy
 machine slows them alike; medians count.
@@ -70,12 +70,13 @@ def cpu_seconds(work):
 
 
 class Loop:
-    """A training loop of plain clipped SGD, with or without a probe."""
+    """A training loop of clipped SGD or AdamW, with or without a probe."""
 
-    def __init__(self, make, quick, **options):
+    def __init__(self, make, quick, *, adamw=False, **options):
         torch.manual_seed(0)
         self.model, self.loss_fn = make(quick)
-        self.optimizer = cs.ClippedSGD(self.model.parameters(), lr=0.1, max_norm=0.25)
+        make_optimizer = partial(cs.ClippedAdamW, lr=1e-3) if adamw else partial(cs.ClippedSGD, lr=0.1)
+        self.optimizer = make_optimizer(self.model.parameters(), max_norm=0.25)
         self.probe = cs.SmoothnessProbe(self.model, **options) if options else None
 
     def forward_backward(self):
@@ -129,6 +130,22 @@ def cost_of_one_measurement(make, *, rounds, quick):
         units.append(statistics.median(passes))
         costs[n] = (statistics.median(measured) - statistics.median(plain)) / units[-1]
     return statistics.median(units), costs
+
+
+def cost_of_geometry(make, *, rounds, quick):
+    """Extra time of a measurement in AdamW's own metric beside one without it, in forward-backward passes."""
+    passes, plain, measured = [], [], []
+    for _ in range(MODELS):
+        loop = Loop(make, quick, adamw=True, every=1, fractions=(1.0,))
+        loop.steps(2)
+        for _ in range(math.ceil(rounds / MODELS)):
+            with loop.unprobed():
+                passes.append(cpu_seconds(loop.forward_backward))
+            for geometry, times in (("euclidean", plain), ("auto", measured)):
+                loop.probe.geometry = geometry
+                times.append(cpu_seconds(loop.step))
+        assert loop.probe.trace[-1]["optimizer_smoothness"] > 0
+    return (statistics.median(measured) - statistics.median(plain)) / statistics.median(passes)
 
 
 def length_of_run(make, *, rounds, quick, every=10):
@@ -267,6 +284,12 @@ def report_budget(make, *, rounds, quick):
     return {"budget_run_ratio": ratio, "budget_rows": rows, "budget_steps": 20 * rounds}
 
 
+def report_geometry(make, *, rounds, quick):
+    cost = cost_of_geometry(make, rounds=rounds, quick=quick)
+    print(f"  AdamW's own metric: {cost:.2f} forward-backwards more", flush=True)
+    return {"geometry_in_forward_backwards": cost}
+
+
 def report_rival(make, *, rounds, quick):
     loop = Loop(make, quick, every=1, fractions=(1.0,))
     loop.steps(2)
@@ -288,7 +311,10 @@ def report_memory():
     return memory
 
 
-PARTS = {"cost": report_cost, "run": report_run, "budget": report_budget, "rival": report_rival}
+PARTS = {
+    "cost": report_cost, "run": report_run, "budget": report_budget, "geometry": report_geometry,
+    "rival": report_rival,
+}  # fmt: skip
 # Memory that is freed stays with the process, so that every pass finds it there.
 STEADY = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -314,12 +340,22 @@ def keep(path, results):
 
 def page(known, path):
     """The results in Markdown."""
-    head = ["task", "1 fraction", "2", "4", "run, every=10", "run, max_overhead=0.05", "power iteration"]
+    head = [
+        "task",
+        "1 fraction",
+        "2",
+        "4",
+        "AdamW's metric",
+        "run, every=10",
+        "run, max_overhead=0.05",
+        "power iteration",
+    ]
     lines = [head, ["---"] * len(head)]
     for name, values in known.items():
         costs = values.get("cost_in_forward_backwards", {})
         cells = [f"{costs[n]:.2f}" if n in costs else "" for n in ("1", "2", "4")]
         for key, form in (
+            ("geometry_in_forward_backwards", "{:.2f}"),
             ("run_ratio_every_10_one_fraction", "{:.3f}"),
             ("budget_run_ratio", "{:.3f}"),
             ("power_iteration_over_probe", "{:.0f} times"),
@@ -331,9 +367,9 @@ def page(known, path):
     return f"""# Cost of a measurement
 
 Extra time of a measured step in forward-backward passes of training (`zero_grad()`, loss, `backward()`) for
-1, 2 and 4 fractions; length of a whole run against the same run without a probe, one fraction, with
-`every=10` and with `max_overhead=0.05` (self-test included); time of an eigenvalue by power iteration against
-a measurement.
+1, 2 and 4 fractions, and what the smoothness in AdamW's own metric adds to it; length of a whole run against
+the same run without a probe, one fraction, with `every=10` and with `max_overhead=0.05` (self-test included);
+time of an eigenvalue by power iteration against a measurement.
 
 CPU time of one thread, torch {torch.__version__}, variants in turn, medians; put together from several calls
 of the command below, some tasks and parts at a time (`--tasks`, `--parts`). Repetitions on busy cores differ

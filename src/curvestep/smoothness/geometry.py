@@ -13,9 +13,6 @@ and :math:`\eta L_P` is a pure number. A quadratic diverges where :math:`\eta\la
 summed one such as that of SGD.
 """
 
-# pyright: reportPrivateImportUsage=false
-# torch names its functions for lists of tensors with an underscore.
-
 from __future__ import annotations
 
 import math
@@ -27,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep._kernel import native
 from curvestep.distributed import is_sharded
 from curvestep.vectors import PIECE, SMALL, dot
 
@@ -62,11 +60,7 @@ class Scale:
             return 0.0
         mean: Any = self.square.detach().mean(dtype=torch.float32)
         mean = mean.full_tensor() if is_sharded(mean) else mean
-        return self.floor_of(math.sqrt(mean.item()))
-
-    def floor_of(self, root: float) -> float:
-        """The least value of P, given the root mean square of the root of v."""
-        return max(TINY, FLOOR * self.correction * root) * self.ratio
+        return max(TINY, FLOOR * self.correction * math.sqrt(mean.item())) * self.ratio
 
     def values(self, square: Tensor, floor: float) -> Tensor:
         """P where v is ``square``."""
@@ -115,7 +109,8 @@ class ChangeInMetric:
     """Squares of a change of the gradient and of the step in the optimizer's metric.
 
     Called with the index of each parameter and its new and old gradient while a backward pass goes on. Large
-    parameters are taken at once, in pieces that stay in the cache; small ones later, all together.
+    parameters are taken at once, by the kernel or in pieces that stay in the cache; small ones later, all
+    together.
 
     Args:
         geometry: The metric.
@@ -125,8 +120,8 @@ class ChangeInMetric:
 
     def __init__(self, geometry: Geometry, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
         self._scales, self._parameters, self._start = geometry.scales, parameters, start
-        self._changes: list[Tensor] = []
-        self._steps: list[Tensor] = []
+        self._changes: list[float] = []
+        self._steps: list[float] = []
         self._small: list[tuple[Scale, Tensor, Tensor, Tensor]] = []
 
     def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
@@ -135,44 +130,54 @@ class ChangeInMetric:
         if scale is None:
             return
         n, o = (torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g in (new, old))
-        if not p.is_cpu or is_sharded(p) or p.is_complex() or p.dtype in (torch.float16, torch.bfloat16):
-            P = scale.ratio if scale.square is None else scale.values(scale.square, scale.floor)
-            for squares, d, weighed in ((self._steps, p - start, P), (self._changes, n - o, 1 / P)):
-                squares.append(torch.tensor(dot([d.abs()], [d.abs() * weighed]), dtype=torch.float64))
-        elif p.numel() <= SMALL and scale.square is not None:
+        if p.numel() <= SMALL and p.is_cpu and scale.square is not None:
             # The difference now: the new gradient may be overwritten after this call.
             self._small.append((scale, p, start, n - o))
-        else:
-            floor = scale.floor
-            pieces = [t.reshape(-1).split(PIECE // 4) for t in (p, start, n, o)]
-            squares = None if scale.square is None else scale.square.reshape(-1).split(PIECE // 4)
-            for k, (x, y, a, b) in enumerate(zip(*pieces, strict=True)):
-                P = scale.ratio if squares is None else scale.values(squares[k], floor)
-                step, change = x - y, a - b
-                self._steps.append(torch.dot(step, step * P))
-                self._changes.append(torch.dot(change, change / P))
+        elif not self._add_by_kernel([scale], [p], [start], [n], [o]):
+            self._add(scale, p, start, n, o)
+
+    def _add_by_kernel(
+        self, scales: Sequence[Scale], p: list[Tensor], start: list[Tensor], *gradients: list[Tensor]
+    ) -> bool:
+        """Whether the kernel could take these: parameters, where they were, and gradients or their change."""
+        squares = [s.square.detach() for s in scales if s.square is not None]
+        kernel = native()
+        view = None if kernel is None else kernel.view(p, start, squares, *gradients)
+        if kernel is None or view is None:
+            return False
+        step, change = kernel.squares_in_metric(
+            view,
+            [s.correction * s.ratio for s in scales],
+            [s.eps * s.ratio for s in scales],
+            [TINY * s.ratio for s in scales],
+            FLOOR,
+        )
+        self._steps.append(step)
+        self._changes.append(change)
+        return True
+
+    def _add(self, scale: Scale, p: Tensor, start: Tensor, *gradients: Tensor) -> None:
+        """What the kernel does, for all that it cannot take."""
+        floor = scale.floor
+        pieces = [p, start, *gradients, *([] if scale.square is None else [scale.square.detach()])]
+        whole = not p.is_cpu or is_sharded(p)
+        for x, y, new, *rest in (
+            [pieces] if whole else zip(*(t.reshape(-1).split(PIECE // 4) for t in pieces), strict=True)
+        ):
+            P = scale.ratio if scale.square is None else scale.values(rest.pop(), floor)
+            step, change = (x - y).abs(), (new - rest[0] if rest else new).abs()
+            self._steps.append(dot([step], [step * P]))
+            self._changes.append(dot([change], [change / P]))
 
     @property
     def norms(self) -> tuple[float, float]:
         """‖P^(-1/2) change of the gradient‖ and ‖P^(1/2) step‖; to be read once."""
         if self._small:
-            scales, p, start, change = zip(*self._small, strict=True)
-            P: Any = torch._foreach_sqrt([scale.square for scale in scales])
-            roots = torch.stack(torch._foreach_norm(P)).tolist()
-            torch._foreach_mul_(P, [scale.correction * scale.ratio for scale in scales])
-            torch._foreach_add_(P, [scale.eps * scale.ratio for scale in scales])
-            floors = [
-                s.floor_of(r / math.sqrt(max(x.numel(), 1))) for s, r, x in zip(scales, roots, p, strict=True)
-            ]
-            torch._foreach_clamp_min_(P, floors)
-            for squares, d, combine in (
-                (self._steps, torch._foreach_sub(p, start), torch._foreach_mul),
-                (self._changes, change, torch._foreach_div),
-            ):
-                flat = [torch.cat([t.reshape(-1) for t in part]) for part in (d, combine(d, P))]
-                squares.append(torch.dot(*flat))
-        change, step = (math.fsum(s.item() for s in squares) for squares in (self._changes, self._steps))
-        return math.sqrt(change), math.sqrt(step)
+            scales, *lists = map(list, zip(*self._small, strict=True))
+            if not self._add_by_kernel(scales, *lists):
+                for small in self._small:
+                    self._add(*small)
+        return math.sqrt(math.fsum(self._changes)), math.sqrt(math.fsum(self._steps))
 
 
 def geometry_of(
