@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from curvestep.calibration.search import CLIP_AT, MAX_KAPPA, SLOPE_SHARE
-from curvestep.lab.paper.style import COLOURS, panels, styled
+from curvestep.display.drawing import COLOURS, panels, styled
 
 Row = dict[str, Any]
 Regrets = dict[str, dict[str, list[float]]]  # method, task, one number a seed; inf where it diverged

@@ -214,36 +214,16 @@ def _held_out(trial: Trial) -> dict[str, float]:
 
 
 def _write_csv(result: SweepResult, path: Path) -> None:
-    names = list(result.trials[0].fields)
     units = sorted({key for trial in result.trials for key in _held_out(trial)})
+    held_out = [f"held_out_{unit}" for unit in units]
+    header = [*result.trials[0].fields, "status", "steps", "train_loss", *held_out]
+    rows: list[list[Any]] = [[*header, "seconds", "folder", "message"]]
+    for trial in result.trials:
+        step, seconds = (trial.result.step, round(trial.result.seconds, 1)) if trial.result else (0, "")
+        numbers = [step, trial.train_loss, *(_held_out(trial).get(unit, "") for unit in units), seconds]
+        rows.append([*trial.fields.values(), trial.status, *numbers, trial.folder.name, trial.message])
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                *names,
-                "status",
-                "steps",
-                "train_loss",
-                *(f"held_out_{unit}" for unit in units),
-                "seconds",
-                "folder",
-                "message",
-            ]
-        )
-        for trial in result.trials:
-            held_out = _held_out(trial)
-            writer.writerow(
-                [
-                    *trial.fields.values(),
-                    trial.status,
-                    trial.result.step if trial.result else 0,
-                    trial.train_loss,
-                    *(held_out.get(unit, "") for unit in units),
-                    round(trial.result.seconds, 1) if trial.result else "",
-                    trial.folder.name,
-                    trial.message,
-                ]
-            )
+        csv.writer(file).writerows(rows)
 
 
 def short(value: Any) -> str:

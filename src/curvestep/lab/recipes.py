@@ -398,7 +398,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     """``value`` as the field's type, if that loses nothing."""
     try:
         if hint is bool:
-            return _as_bool(value)
+            return value if isinstance(value, bool) else {"true": True, "false": False}[value.lower()]
         if hint is int:
             number = float(value) if isinstance(value, str) else value
             if isinstance(value, bool) or int(number) != number:
@@ -412,17 +412,9 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             return str(value)
         inner = float if hint == tuple[float, ...] else str
         return tuple(inner(item) for item in ([value] if isinstance(value, (str, float, int)) else value))
-    except (TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         needed = getattr(hint, "__name__", str(hint)) if hint in (bool, int, float, str) else str(hint)
         raise ValueError(f"`{name}` must be of type {needed}, got {value!r}.") from None
-
-
-def _as_bool(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -148,7 +148,8 @@ def _largest_eigenvalue(
         else:
             start = np.random.default_rng(seed).standard_normal(size)
             # eigsh hands over unit vectors, but only nearly: the operator is linear in them.
-            operator: Any = _Symmetric(size, lambda v: counted(v) * np.linalg.norm(v))
+            make: Any = LinearOperator  # whose stubs know subclasses only
+            operator = make((size, size), matvec=lambda v: counted(v) * np.linalg.norm(v), dtype=np.float64)
             _, vectors = eigsh(operator, k=1, which="LM", v0=start, tol=tol)  # pyright: ignore[reportArgumentType] (scipy-stubs: int)
             v = vectors[:, 0]
             image, seen = counted(v), longest[0]
@@ -171,15 +172,6 @@ def _largest_eigenvalue(
         converged=found and residual <= 10 * tol,
         num_products=count,
     )
-
-
-class _Symmetric(LinearOperator):
-    def __init__(self, size: int, product: Callable[[np.ndarray], np.ndarray]) -> None:
-        super().__init__(np.float64, (size, size))
-        self._product = product
-
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        return self._product(x)
 
 
 class _OutOfProducts(Exception):

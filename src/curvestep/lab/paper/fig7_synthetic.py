@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
-from curvestep.display.drawing import figure_of
+from curvestep.display.drawing import figure_of, save, styled
 from curvestep.display.results import level
 from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED, Evidence, MissingRuns
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
-from curvestep.lab.paper.style import CLIPPED, GD, save, styled
+from curvestep.lab.paper.style import CLIPPED, GD
 from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
 
 Array = NDArray[Any]
@@ -54,14 +54,10 @@ def trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str)
             charts.append(Chart(name, f"{method}: {label}", *axes, tuple(series)))
     # Below one another the same quantity: on the same axis.
     for i in range(3):
-        ends = [
-            np.nanmin(one.y) for chart in charts[i::3] for one in chart.series if np.isfinite(one.y).any()
-        ]
-        tops = [
-            np.nanmax(one.y) for chart in charts[i::3] for one in chart.series if np.isfinite(one.y).any()
-        ]
+        values = np.concatenate([one.y for chart in charts[i::3] for one in chart.series])
+        ends = np.nanmin(values) / 2, 2 * np.nanmax(values)
         for j in (i, i + 3):
-            charts[j] = replace(charts[j], y=replace(charts[j].y, range=(min(ends) / 2, 2 * max(tops))))
+            charts[j] = replace(charts[j], y=replace(charts[j].y, range=ends))
     note = (
         f"x⁴ from {result.config.x0:g}; clipping threshold {result.config.max_norm:g}. After "
         f"{result.config.num_steps} iterations the best step sizes reach |f′| = {result.gd_grad_norm:.2g} "
@@ -189,25 +185,25 @@ def draw_synthetic(folder: Path, output: Path | None = None) -> list[Path]:
     return [
         path
         for picture in FIG7.pictures
-        for path in save(_DRAW[picture.name](*saved, picture.title), (output or folder) / picture.name)
+        for path in save(_DRAW[picture.name][0](*saved, picture.title), (output or folder) / picture.name)
     ]
 
 
-_DRAW = {"fig7": trajectories, "fig7_jittered": jittered, "fig7_table": table, "fig7_growth": growth}
-_CAPTIONS = {
-    "fig7": "gradient descent and clipped gradient descent on x⁴",
-    "fig7_jittered": "the same comparison over many starting points",
-    "fig7_table": "theory against experiment: printed, corrected, measured",
-    "fig7_growth": "iterations against the largest gradient norm, with the bounds",
+_DRAW = {
+    "fig7": (trajectories, "gradient descent and clipped gradient descent on x⁴"),
+    "fig7_jittered": (jittered, "the same comparison over many starting points"),
+    "fig7_table": (table, "theory against experiment: printed, corrected, measured"),
+    "fig7_growth": (growth, "iterations against the largest gradient norm, with the bounds"),
 }
 
 
 def _picture(name: str) -> Picture:
+    draw, caption = _DRAW[name]
     return Picture(
         name=name,
-        title=f"Figure 7: {_CAPTIONS[name]}",
-        caption=_CAPTIONS[name],
-        draw=lambda results, title: _DRAW[name](*load_synthetic(results.folder / FOLDER), title),
+        title=f"Figure 7: {caption}",
+        caption=caption,
+        draw=lambda results, title: draw(*load_synthetic(results.folder / FOLDER), title),
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from curvestep._checks import check_choice
+from curvestep.display.drawing import save
 from curvestep.lab.data import load_cifar10, load_ptb
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.paper.claims import NOT_TESTABLE, Claim, Evidence, NotPlanned, as_markdown, write_claims
@@ -29,7 +30,6 @@ from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
-from curvestep.lab.paper.style import save
 from curvestep.lab.progress import Progress, duration, show_progress
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.report.page import write_page

@@ -11,13 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
-from curvestep.display.drawing import (
-    COLOURS as COLOURS,
-    figure_of,
-    panels as panels,
-    save as save,
-    styled as styled,
-)
+from curvestep.display.drawing import figure_of
 from curvestep.lab.run.folder import Run
 
 # One colour a role in every figure: numbers of the palette.

@@ -22,7 +22,7 @@ from curvestep.lab.progress import show_progress
 from curvestep.lab.run.folder import read_json, write_json
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory.complexity import descend
-from curvestep.theory.problems import Problem, Quartic
+from curvestep.theory.problems import Quartic
 from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep, SmoothClippedStep, StepRule
 from curvestep.theory.theorems.clipped_gd import theorem3
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair, theorem4, theorem6, wall_height
@@ -235,7 +235,10 @@ def growth(config: SyntheticConfig) -> dict[str, Array]:
     valleys = [pair.valley_start for pair in pairs], pairs[0].valley
     iterations = []
     for rule, most in rules:
-        hits = [_hits(problem, rule, starts, math.ceil(most), eps) for starts, problem in (walls, valleys)]
+        num, hits = math.ceil(most), []
+        for starts, problem in (walls, valleys):
+            runs = descend(problem, rule, np.array(starts), num, eps=eps, every=num, until_hit=True)
+            hits.append(np.asarray(runs.hits))
         slower = np.maximum(*hits)
         iterations.append(slower.min(axis=0) if slower.ndim == 2 else slower)
     return {
@@ -247,15 +250,10 @@ def growth(config: SyntheticConfig) -> dict[str, Array]:
     }
 
 
-def _hits(problem: Problem, rule: StepRule, starts: list[float], num_steps: int, eps: float) -> Array:
-    hits = descend(problem, rule, np.array(starts), num_steps, eps=eps, every=num_steps, until_hit=True).hits
-    assert hits is not None
-    return hits
-
-
 def summarize(config: SyntheticConfig, numbers: dict[str, Array]) -> SyntheticResult:
     """The result from the arrays."""
-    best = {name: _best(numbers[f"{name}_final"]) for name in ("gd", "clipped")}
+    # The step sizes with the smallest final gradient norm; those that diverged are out.
+    best = {name: int(np.nanargmin(numbers[f"{name}_final"])) for name in ("gd", "clipped")}
     finals = {name: numbers[f"{name}_jittered_final"] for name in best}
     ratios = np.nanmin(finals["gd"], axis=0) / np.nanmin(finals["clipped"], axis=0)
     kept = finals["gd"][best["gd"]] / finals["clipped"][best["clipped"]]
@@ -331,11 +329,6 @@ def _table(
 
 def _short(value: float) -> str:
     return f"{value:.3g}".replace("e+0", "e")
-
-
-def _best(finals: Array) -> int:
-    """The step size with the smallest final gradient norm; those that diverged are out."""
-    return int(np.nanargmin(finals))
 
 
 def _slope(x: Array, y: Array) -> float:
