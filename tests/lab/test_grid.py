@@ -245,7 +245,8 @@ def _thread_count(threads):
 
 
 @pytest.mark.slow
-def test_workers_share_the_cores(tmp_path):
+def test_workers_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     jobs = [Job(name=str(i), folder=tmp_path, function=_thread_count, arguments={}) for i in range(2)]
     cores = os.cpu_count() or 1
     assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}

@@ -87,7 +87,7 @@ def run_jobs(
     check_count("workers", workers)
     if address is not None and engine != "ray":
         raise ValueError(f"`address` is for the engine 'ray', got {address!r} with {engine!r}.")
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = threads_of_each(workers)
     run = _on_ray(jobs, workers, threads, address) if engine == "ray" else _on_joblib(jobs, workers, threads)
     if watch is None:
         yield from run
@@ -97,6 +97,13 @@ def run_jobs(
             yield from run
     finally:
         watch()
+
+
+def threads_of_each(workers: int) -> int:
+    """Torch threads of each process: they share the cores, and none has more than ``OMP_NUM_THREADS``."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a number a level of nesting
+    return min(threads, int(limit)) if limit.isdecimal() and int(limit) else threads
 
 
 def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
