@@ -83,6 +83,41 @@ def test_after_nan_one_row_is_enough():
     assert followed < first
 
 
+def test_a_step_far_beyond_a_bend_is_traced_back_by_the_fall_of_the_loss():
+    x = nn.Parameter(torch.ones(1))
+    model = nn.ParameterList([x])
+    optimizer, probe = torch.optim.SGD([x], lr=30.0), cs.SmoothnessProbe(model)
+
+    def huber():  # curvature 1 between -1 and 1, none beyond: after the bend the gradient stands still
+        return F.huber_loss(x, torch.zeros(1), reduction="sum")
+
+    loss = huber()
+    loss.backward()
+    with probe(huber, loss=loss):
+        optimizer.step()
+    row = probe.trace[0]
+    assert row["kappa"] == pytest.approx(2)
+    assert row["secants"][0] == pytest.approx(2 * row["secants"][1])
+    advice = advise(probe.trace)
+    assert advice.action == "rescue"
+    assert advice.lr == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_run_that_learned_nothing_is_not_good_because_its_first_batch_was_a_bad_one():
+    rng = np.random.default_rng(0)
+    loss = 2.3 + 0.05 * rng.standard_normal(50)
+    loss[0], loss[-5:] = 2.36, [2.29, 2.31, 2.3, 2.28, 2.31]
+    g = 0.3 * rng.lognormal(sigma=0.3, size=50)
+    kappa = np.full(50, 0.2)
+    g[0], kappa[0] = 3.0, 7.0  # the first step left where training could start
+    trace = make_trace(
+        g, kappa / 2, lr=2.0, step_norm=2 * g, loss=loss, loss_after=loss - 0.08, coefficient=1.0
+    )
+    advice = advise(trace)
+    assert advice.action == "lower"
+    assert "did not fall" in advice.reasons[0]
+
+
 def test_a_lost_run_whose_first_step_was_not_measured_gets_a_guess_that_is_called_one():
     trace = make_trace([1.0, 3.0], [1.0, 2.0], lr=1.0, step_norm=[1.0, 3.0], loss=[2.0, 90.0], every=5)
     late = cs.Trace()

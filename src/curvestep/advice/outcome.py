@@ -28,6 +28,8 @@ from curvestep.steps import clip_norms
 ADAM_SHARE = 0.2
 UNKNOWN_SHARE = 0.1  # for steps that are not lr times the gradient, by an optimizer that is not known
 _NEAR_START = 3  # rows that count as the start
+_PROPORTIONAL = 3.0  # κ up to which it is taken to grow in proportion to the step
+_ALONG = 0.99  # cosine between step and gradient, from which gradient norms give slopes along the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ def diverged_at(history: History) -> int | None:
     Far above: the last losses lie above the first by more than four times the losses' own spread. That of
     the middle half, so that a sudden rise at the end does not add to it; a steady rise stays below three.
     Losses may be negative. Or the last one, before or after its step, is three times the largest of all
-    others: such a run was ended because of it.
+    others (of the first itself, after a single step): such a run was ended because of it.
     """
     loss, lost = history.loss, history.columns["status"] == NONFINITE
     known = np.isfinite(loss)
@@ -157,8 +159,8 @@ def diverged_at(history: History) -> int | None:
         return int(history.step[min(begin, len(gone) - 1)])
     losses, steps = loss[known], history.step[known]
     last, after = float(losses[-1]), float(history.columns["loss_after"][known][-1])
-    if len(losses) > 1 and losses.min() > 0:
-        most = 3 * float(losses[:-1].max())
+    if losses.min() > 0:
+        most = 3 * float(losses[: max(1, len(losses) - 1)].max())
         if last > most:
             return int(steps[-1])
         if after > most:
@@ -193,16 +195,23 @@ def loss_rise(losses: np.ndarray) -> Interval | None:
 def has_fallen(losses: np.ndarray) -> bool | None:
     """Whether the last tenth of the losses (five at least) lies below the first by more than they scatter.
 
+    Scatter is that of the last, or that between neighbours along the run: the first loss is that of one
+    batch, and a few last ones may agree by chance.
+
     Example:
         >>> has_fallen(np.linspace(3, 2, 40)), has_fallen(np.array([2.0, 9.0, *[2.1, 1.9] * 20]))
         (True, False)
+        >>> has_fallen(np.array([2.1, *[2.1, 1.9, 2.1, 1.9] * 5, *[2.0] * 5]))
+        False
     """
     losses = losses[np.isfinite(losses)]
     part = max(5, len(losses) // 10)
     if len(losses) < 2 * part:
         return None
     last = losses[-part:]
-    return bool(losses[0] - last.mean() > 2 * last.std(ddof=1))
+    # Of two values with standard deviation σ, the difference has the median 0.95 σ.
+    between = float(np.median(np.abs(np.diff(losses)))) / 0.954
+    return bool(losses[0] - last.mean() > 2 * max(last.std(ddof=1), between))
 
 
 def is_falling(losses: np.ndarray) -> bool | None:
@@ -276,9 +285,14 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
     factors = []
     fractions = np.asarray(history.header.get("fractions") or [], dtype=float)
     for row, norm, step in zip(first, g, length, strict=True):
-        secants = rows["secants"][row]
+        secants, norms = rows["secants"][row], rows["grad_norms"][row] / norm
         if len(fractions) and len(fractions) == len(secants) and np.isfinite(secants).all():
-            factors.append(factor_to_kappa_one(fractions, secants * fractions * step / norm))
+            changes = secants * fractions * step / norm
+            reached = None
+            if len(norms) == len(secants) and rows["cosine"][row] > _ALONG:
+                fall = float(rows["loss"][row] - rows["loss_after"][row]) / (norm * step)
+                reached = reached_at(fractions, (1 + norms**2 - changes**2) / 2, fall)
+            factors.append(factor_to_kappa_one(fractions, changes, reached))
         else:
             factors.append(1 / max(float(kappa[row]), 1e-300))
     scaled = method.share * np.array(factors)
@@ -308,27 +322,65 @@ def _most_size(losses: np.ndarray, grad_norm: float) -> float:
     return 2 * float(known[0]) / grad_norm**2
 
 
-def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray) -> float:
+def reached_at(fractions: np.ndarray, slopes: np.ndarray, fall: float) -> float | None:
+    r"""The fraction of a step after which the slope along it was what it is at the first one measured.
+
+    A step far beyond the curvature of its start ends where the gradient no longer changes: the first fraction
+    then says nothing of how soon it did. The fall of the loss does, because it is the integral of the slope.
+    With slopes :math:`s` relative to the first, which fall in proportion up to :math:`w` and stay up to the
+    first fraction :math:`\gamma`,
+
+    .. math::
+        \frac{f(x) - f(x + d)}{-\langle \nabla f(x), d\rangle} = \gamma s_\gamma + \tfrac{w}{2} (1 - s_\gamma)
+        + \int_\gamma^1 s .
+
+    Args:
+        fractions: Of the step, the last is 1.
+        slopes: There, relative to the slope where the step begins.
+        fall: Of the loss over the step, relative to what that slope promises.
+
+    Returns:
+        w, between a hundredth of the first fraction and all of it; None if the fall is not known.
+
+    Example:
+        >>> reached_at(np.array([0.5, 1.0]), np.array([0.0, 0.0]), 0.05)
+        0.1
+    """
+    if not math.isfinite(fall) or fall == 0 or not slopes[0] < 1:
+        return None
+    first = float(fractions[0])
+    rest = float(np.sum(np.diff(fractions) * (slopes[1:] + slopes[:-1]) / 2))
+    width = 2 * (fall - rest - first * float(slopes[0])) / (1 - float(slopes[0]))
+    return min(max(width, first / 100), first)
+
+
+def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray, reached: float | None = None) -> float:
     r"""How many times a step has :math:`\kappa = 1`, from its values at fractions of the step.
 
-    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion. Where
-    it is above 100 at the first, proportion leads nowhere: there it goes as the power of the step that it
-    has between the first two fractions, at least 1.
+    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion. Far
+    above 1, proportion leads nowhere: down to 3 it goes as the power of the step that it has between the
+    first two fractions, at least 1. The value at the first fraction may have been reached before it, at
+    ``reached``.
 
     Example:
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([0.1, 0.2]))
         5.0
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 9.0]))
         0.25
-        >>> round(factor_to_kappa_one(np.array([0.5, 1.0]), np.array([1000.0, 8000.0])), 6)
+        >>> round(factor_to_kappa_one(np.array([0.5, 1.0]), np.array([3000.0, 24000.0])), 6)
+        0.016667
+        >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 2.0]), 0.1)
         0.05
     """
     beyond = np.flatnonzero(kappa > 1)
     if not len(beyond):
         return float(fractions[-1] / max(kappa[-1], 1e-300))
     end = int(beyond[0])
-    if end == 0 and kappa[0] > 100 and len(kappa) > 1:
-        power = math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0])
-        return float(fractions[0] * kappa[0] ** (-1 / max(power, 1.0)))
-    low, below = (fractions[end - 1], kappa[end - 1]) if end else (0.0, 0.0)
+    if end == 0:
+        excess, power = max(float(kappa[0]) / _PROPORTIONAL, 1.0), 1.0
+        if len(kappa) > 1:
+            power = max(power, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
+        at = fractions[0] if reached is None else reached
+        return float(at * excess ** (-1 / power) / (kappa[0] / excess))
+    low, below = fractions[end - 1], kappa[end - 1]
     return float(low + (fractions[end] - low) * (1 - below) / (kappa[end] - below))
