@@ -347,7 +347,7 @@ def test_stages_of_one_run_are_compared_by_how_fast_the_loss_falls():
 def test_sweep_in_which_every_run_diverged_goes_by_the_smallest_lr():
     advice = advise(diverged(3.0), diverged(1.0))
     assert advice.action == "rescue"
-    assert advice.verdict.startswith("Diverged at step 3: try lr 0.333")
+    assert advice.verdict.startswith("Diverged at step 4: try lr 0.333")
     assert advice.lr < 1.0
 
 

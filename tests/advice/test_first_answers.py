@@ -125,7 +125,7 @@ def test_a_lost_run_whose_first_step_was_not_measured_gets_a_guess_that_is_calle
         late.append({**row, "step": row["step"] + 5})
     late.append({"step": 15, "loss": math.nan, "lr": 1.0, "status": "nonfinite"})
     advice = advise(late)
-    assert advice.verdict == "Diverged at step 15: try lr 0.333."
+    assert advice.verdict == "Diverged at step 16: try lr 0.333."
     assert any("a third of the lr is a guess" in reason for reason in advice.reasons)
 
 
@@ -136,10 +136,10 @@ def test_a_run_that_was_ended_when_its_loss_ran_away_has_diverged_though_every_l
     trace = make_trace(g, ell, lr=10.0, step_norm=10 * np.array(g), coefficient=1.0, every=2, **loss)
     advice = advise(trace)
     # The start bears steps of lr 10 and more, so what was missing is a threshold.
-    assert advice.verdict.startswith("Diverged at step 7: try lr 10, max_norm 0.1")
+    assert advice.verdict.startswith("Diverged at step 8: try lr 10, max_norm 0.1")
     assert "inf" not in str(advice)
     ended = make_trace(g[:3], ell[:3], lr=10.0, step_norm=10 * np.array(g[:3]), loss=[9.2, 8.3, 110.0])
-    assert advise(ended).verdict.startswith("Diverged at step 2: ")
+    assert advise(ended).verdict.startswith("Diverged at step 3: ")
 
 
 def header(**facts):

@@ -74,7 +74,7 @@ def test_loss_that_rose_is_said_and_lr_is_lowered():
     g = rng.lognormal(size=60) * 1.2 ** np.arange(60)
     trace = make_trace(g, 1 + 2 * g, loss=1.2 ** np.arange(60), step_norm=0.1 * g, lr=0.1)
     advice = advise(trace)
-    assert advice.verdict.startswith("Diverged at step 51: try lr 0.01, max_norm")  # it rose over tenfold
+    assert advice.verdict.startswith("Diverged at step 52: try lr 0.01, max_norm")  # it rose over tenfold
     rising = np.linspace(2.0, 3.0, 200) + 0.1 * rng.standard_normal(200)
     g, ell = simulated(rng, num=200)
     columns = {"step_norm": 0.01 * g, "lr": 0.01}

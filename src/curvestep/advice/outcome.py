@@ -86,7 +86,7 @@ class Outcome:
     lr: float
     max_norm: float  # inf if no step was clipped
     clipped: float  # share of the steps
-    diverged_at: int | None  # training step
+    diverged_at: int | None  # training step, counted from one
     losses: Interval  # first, and last that is finite, before or after its step
     rise: Interval | None  # mean of the first and of the last losses, if it rose
     fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
@@ -144,6 +144,8 @@ def _outcome(history: History) -> Outcome:
 def diverged_at(history: History) -> int | None:
     """The training step from which the loss is lost: not finite, or far above the first; None if it is not.
 
+    Counted from one, as runs count theirs, while rows are numbered from zero.
+
     Far above: the last losses lie above the first by more than four times the losses' own spread. That of
     the middle half, so that a sudden rise at the end does not add to it; a steady rise stays below three.
     Losses may be negative. Or the last one, before or after its step, is three times the largest of all
@@ -156,18 +158,18 @@ def diverged_at(history: History) -> int | None:
     if not history.ends_finite:
         gone = lost | ~known
         begin = len(gone) - int(np.argmin(gone[::-1])) if not gone.all() else 0
-        return int(history.step[min(begin, len(gone) - 1)])
+        return int(history.step[min(begin, len(gone) - 1)]) + 1
     losses, steps = loss[known], history.step[known]
     last, after = float(losses[-1]), float(history.columns["loss_after"][known][-1])
     if losses.min() > 0:
         most = 3 * float(losses[: max(1, len(losses) - 1)].max())
         if last > most:
-            return int(steps[-1])
-        if after > most:
             return int(steps[-1]) + 1
+        if after > most:
+            return int(steps[-1]) + 2
     low, high = np.quantile(losses, [0.25, 0.75])
     bound = losses[0] + 4 * (high - low) / 1.349
-    return int(steps[np.argmax(losses > bound)]) if np.median(losses[-3:]) > bound else None
+    return int(steps[np.argmax(losses > bound)]) + 1 if np.median(losses[-3:]) > bound else None
 
 
 def loss_rise(losses: np.ndarray) -> Interval | None:
