@@ -1,7 +1,8 @@
 """Advice judged by following it: train, ask, train again with the answer.
 
     python -m benchmarks.advice [--set development|held-out] [--optimizer ClippedSGD|SGD|AdamW]
-        [--tasks …] [--seeds 1 2 3] [--rivals advice calibrate] [--out docs/results/advice.md]
+        [--tasks …] [--seeds 1 2 3] [--starts diverged …] [--rivals advice calibrate]
+        [--out docs/results/advice.md]
 
 Every task is trained from four settings: a tenth of the calibrated learning rate without clipping ("too
 small"), the calibrated setting ("good"), ten times its learning rate at its threshold ("too large"), and the
@@ -197,13 +198,26 @@ def follow(advice: Advice, start: Setting) -> Setting:
 
 
 def cases(
-    bench: Bench, tasks: tuple[str, ...], seeds: tuple[int, ...], rivals: tuple[str, ...]
+    bench: Bench,
+    tasks: tuple[str, ...],
+    seeds: tuple[int, ...],
+    rivals: tuple[str, ...],
+    kinds: tuple[str, ...] = STARTS,
 ) -> Iterator[Setting]:
-    """Each start with what came of it, of the advice, and of the rivals."""
+    """Each start with what came of it, of the advice, and of the rivals.
+
+    Where ``calibrate`` refuses there is no setting to start from, and none to compare with.
+    """
     for task in tasks:
         for seed in seeds:
-            calibrated = bench.run(task, seed, bench.calibrated(task, seed))
+            try:
+                calibrated = bench.run(task, seed, bench.calibrated(task, seed))
+            except ValueError as refusal:
+                print(f"{task} {seed}: left out. {refusal}", flush=True)
+                continue
             for name, setting in bench.starts(task, seed).items():
+                if name not in kinds:
+                    continue
                 ran = bench.run(task, seed, setting, probed=True)
                 advice = advise(Trace.load(bench.trace_of(task, seed, setting)))
                 lr, norm = setting["lr"], setting["max_norm"]
@@ -247,9 +261,11 @@ def table(found: list[Setting], rivals: tuple[str, ...] = RIVALS) -> str:
     ]
     for start in (*STARTS, "all"):
         group = [case for case in found if start in (case["start"], "all")]
+        if not group:
+            continue
         for rival in rivals:
             count = Counter(outcome(case, rival) for case in group)
-            shares = [f"{count[kind] / max(len(group), 1):.0%}" for kind in OUTCOMES]
+            shares = [f"{count[kind] / len(group):.0%}" for kind in OUTCOMES]
             lost = [case for case in group if case["start"] == "diverged"]
             saved = f"{sum(rescued(case, rival) for case in lost)} of {len(lost)}" if lost else ""
             lines.append(f"| {start} | {len(group)} | {rival} | {' | '.join(shares)} | {saved} |")
@@ -267,6 +283,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=list(MOMENTUM), default="ClippedSGD")
     parser.add_argument("--tasks", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--out", type=Path, help="write the table into this page, between its marks")
     parser.add_argument("--folder", type=Path, default=Path("runs/advice"))
@@ -274,7 +291,8 @@ def main() -> None:
     bench = Bench(options.folder, options.optimizer)
     found = []
     rivals = tuple(options.rivals)
-    for case in cases(bench, tuple(options.tasks or SETS[options.set]), tuple(options.seeds), rivals):
+    tasks, seeds = tuple(options.tasks or SETS[options.set]), tuple(options.seeds)
+    for case in cases(bench, tasks, seeds, rivals, tuple(options.starts)):
         found.append(case)
         ends = "  ".join(f"{name} {case[name]['loss']:.4g}" for name in ("ran", *rivals))
         print(f"{case['task']} {case['seed']} {case['start']}: {outcome(case, 'advice')}  {ends}", flush=True)

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -154,27 +155,17 @@ def test_line_through_the_origin_still_gives_a_step_cap():
     assert advice.step_cap == pytest.approx(1.5 / 2 / math.exp(0.4 * 0.674), rel=0.5)
 
 
-def normalized(*, offset, lr=0.1):
-    g, ell = simulated(np.random.default_rng(0), num=60)
-    size = normalized_step(g, lr=lr, offset=offset)
-    return make_trace(g, ell, lr=lr, step_norm=size * g, coefficient=offset / (g + offset))
-
-
 @pytest.mark.parametrize(
     ("trace", "reason"),
     [
         (lambda: Trace(), "at least 10 usable rows, got 0"),
         (lambda: make_trace([1.0, 2.0] * 20, [1.0, 2.0] * 20), "neither lr nor step lengths"),
         (lambda: make_trace([1.0, 2.0] * 20, [0.0, 0.0] * 20, lr=0.1, step_norm=0.1), "no curvature"),
-        (lambda: normalized(offset=0.25), "normalized descent (NormalizedSGD, lr 0.1, offset 0.25)"),
-        (lambda: normalized(offset=0.02), "ClippedSGD, for steps alike lr 5 with max_norm 0.02"),
     ],
     ids=[
         "empty",
         "no steps",
         "flat",
-        "normalized",
-        "nearly all normalized",
     ],
 )
 def test_advice_is_refused_with_the_reason(trace, reason):
@@ -185,6 +176,33 @@ def test_advice_is_refused_with_the_reason(trace, reason):
     assert reason in str(advice)
     with pytest.raises(ValueError, match="at least one trace, fit or path"):
         advise()
+
+
+@pytest.mark.parametrize("offset", [0.25, 0.02])
+@pytest.mark.parametrize("name", [None, "NormalizedSGD"])
+def test_the_lr_of_normalized_descent_is_a_length(offset, name):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    size = normalized_step(g, lr=0.1, offset=offset)
+    loss = np.linspace(3, 2, 60)
+    columns = {"coefficient": offset / (g + offset), "loss_after": loss - 0.9 * size * g**2}
+    trace = Trace()
+    for row in make_trace(g, ell, lr=0.1, step_norm=size * g, loss=loss, **columns):
+        trace.append({**row, "optimizer": name})
+    advice = advise(trace)
+    assert advice.action in ("keep", "raise")
+    assert advice.step_cap == advice.lr
+    assert advice.max_norm == pytest.approx(offset)
+    told = str(advice)
+    assert f"far above the offset, {offset}" in told
+    assert f"plain SGD with lr {0.1 / offset:.3g}" in told
+    assert "clipped" not in told
+    # c/(L0 + L1 g) is η/(g + β) itself.
+    found = re.search(
+        r"about (\S+) \+ (\S+) ‖g‖; steps of 1.5 .* NormalizedSGD with lr (\S+), offset (\S+)\. ", told
+    )
+    L0, L1, lr, beta = map(float, found.groups())
+    assert lr == pytest.approx(1.5 / L1, rel=0.02)
+    assert beta == pytest.approx(L0 / L1, rel=0.02)
 
 
 @pytest.mark.parametrize(

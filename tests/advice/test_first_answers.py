@@ -323,3 +323,12 @@ def test_a_path_and_a_run_folder_are_as_good_as_the_trace(tmp_path):
             file.append(row)
     for use in (advise, cs.fit_smoothness):
         assert use(tmp_path) == use(str(tmp_path / "trace.jsonl")) == use(trace)
+
+
+@pytest.mark.parametrize("name", ["", "nowhere.jsonl"], ids=["folder", "file"])
+def test_a_path_without_a_trace_says_what_is_missing_and_how_to_get_it(tmp_path, name):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no trace at .*\.jsonl.*SmoothnessProbe\(model"
+    ) as told:
+        advise(tmp_path / name)
+    assert "\n" not in str(told.value)

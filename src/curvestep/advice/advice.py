@@ -22,12 +22,14 @@ from curvestep.advice.verdict import (
     reasons,
     reasons_of_lost,
     reasons_of_method,
+    reasons_of_normalized,
     reasons_of_settings,
     verdict_on_settings,
     what_the_threshold_does,
 )
 from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit, fit_samples, fit_smoothness
+from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import LEAST_ROWS, History, check_share, check_trace
 from curvestep.smoothness.trace import Trace
@@ -43,8 +45,9 @@ class Advice:
     ``verdict`` is one sentence to act on and ``action`` its kind: ``"keep"``, ``"raise"``, ``"lower"``,
     ``"rescue"`` (the run was lost), ``"try"`` (too few rows to tell), ``"take"`` (one of several settings) or
     ``"none"``. ``lr`` and ``max_norm`` are what to run next, ``step_cap`` (the longest step) their product;
-    None if advice was refused. Their intervals hold what the (L0, L1) line of the region tolerates; from
-    several traces those of ``lr`` and ``max_norm`` are the settings tried on either side.
+    None if advice was refused. For NormalizedSGD ``lr`` is itself that length, and ``max_norm`` the offset.
+    Their intervals hold what the (L0, L1) line of the region tolerates; from several traces those of ``lr``
+    and ``max_norm`` are the settings tried on either side.
     ``clipped_fraction`` is the share of the measured steps that ``max_norm`` would clip, ``gain`` the
     condition 1 + L1·M/L0 with M the largest gradient norm seen: how much larger a step clipping allows where
     the gradient is small. ``clipping`` says whether clipping pays, ``reasons`` what the verdict rests on,
@@ -218,7 +221,7 @@ def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -
     return Advice(
         lr=decision.lr,
         max_norm=decision.max_norm,
-        step_cap=decision.lr * decision.max_norm,
+        step_cap=decision.lr * (1.0 if outcome.method.normalized else decision.max_norm),
         action=decision.action,
         verdict=first_line(decision, outcome),
         reasons=(*found, decision.why) if decision.why else found,
@@ -228,7 +231,7 @@ def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -
 def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> Advice:
     samples = fit.samples
     if not outcome.method.descent:
-        return _of_other_steps(fit, outcome)
+        return _of_other_steps(fit, outcome, options)
     check_steps(samples)
     rule = rule_for(fit, outcome.start, **options)
     decision = decide(outcome, most_factor=rule.most_lr / rule.today)
@@ -254,11 +257,23 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
     )
 
 
-def _of_other_steps(fit: SmoothnessFit, outcome: Outcome) -> Advice:
-    """For momentum, Adam and the like, to whose steps (L0, L1) gives no bound."""
+def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> Advice:
+    """For momentum, Adam and the like, to whose steps (L0, L1) gives no bound, and normalized descent."""
     if not outcome.method.name:
         check_steps(fit.samples)
     decision = decide(outcome, most_factor=room(outcome.method))
+    if outcome.method.normalized:
+        line = quantile_line(fit.samples.grad_norm, fit.samples.smoothness, quantile=options["quantile"])
+        return Advice(
+            lr=decision.lr,
+            max_norm=decision.max_norm,
+            step_cap=decision.lr,
+            action=decision.action,
+            verdict=first_line(decision, outcome),
+            reasons=reasons_of_normalized(outcome, decision, *line, constant=options["constant"]),
+            warnings=(*doubts(outcome), *fit.warnings),
+            fit=fit,
+        )
     return Advice(
         lr=decision.lr,
         max_norm=decision.max_norm,

@@ -87,7 +87,8 @@ def untold(outcome: Outcome) -> Decision:
     )
     if start is not None and not 0.5 <= start.factor <= 2:
         lr *= min(max(start.factor, 1 / LESS), MOST)
-        max_norm = min(max_norm, start.grad_norm)
+        if not outcome.method.normalized:
+            max_norm = min(max_norm, start.grad_norm)
     return Decision(action=TRY, lr=lr, max_norm=max_norm, why=why)
 
 
@@ -119,6 +120,8 @@ def shorter(outcome: Outcome, action: str, why: str) -> Decision:
         if action == RESCUE and outcome.rise is None and start.factor > ENOUGH and math.isinf(max_norm):
             lr = outcome.lr  # the start bears this step: what the run lacked is clipping
         lr = min(lr, start.lr, start.most_lr)
+        if outcome.method.normalized:  # a smaller offset would make steps longer
+            return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
         # Adam divides by the gradient's own size: a threshold below its usual norms would be no limit.
         max_norm = min(max_norm, (1.0 if outcome.method.adaptive else CLIP_AT) * start.grad_norm)
     return Decision(action=action, lr=lr, max_norm=max_norm, why=why)

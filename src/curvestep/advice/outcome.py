@@ -53,6 +53,12 @@ class Method:
     product: float  # lr times smoothness in its own metric, in the median of the later half
     spectral: float  # lr times the largest converged spectral value in its metric
     limit: float  # of that product, on a quadratic
+    offset: float  # β of normalized descent, whose lr is a length; NaN for every other
+
+    @property
+    def normalized(self) -> bool:
+        """Whether steps are lr·g/(‖g‖ + β)."""
+        return math.isfinite(self.offset)
 
     @property
     def adaptive(self) -> bool:
@@ -84,7 +90,7 @@ class Outcome:
     method: Method
     num_rows: int  # with a measurement
     lr: float
-    max_norm: float  # inf if no step was clipped
+    max_norm: float  # inf if no step was clipped; the offset of normalized descent
     clipped: float  # share of the steps
     diverged_at: int | None  # training step, counted from one
     losses: Interval  # first, and last that is finite, before or after its step
@@ -115,14 +121,17 @@ def _outcome(history: History) -> Outcome:
     late = measured.copy()
     late[np.flatnonzero(measured)[: int(measured.sum()) // 2]] = False
     clip = clip_norms(rows["coefficient"], g, step_norm=length, lr=rows["lr"])
-    known = clip[~np.isnan(clip) & history.ok]
     finite = history.loss[np.isfinite(history.loss)]
     method, gained = _method(history, measured, late), _gained(rows, late)
+    max_norm = typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip)
+    if method.normalized:  # it shortens every step and clips none
+        max_norm, clip = method.offset, np.full_like(clip, math.inf)
+    known = clip[~np.isnan(clip) & history.ok]
     return Outcome(
         method=method,
         num_rows=int(measured.sum()),
         lr=float(np.median(lr)) if len(lr) else math.nan,
-        max_norm=typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip),
+        max_norm=max_norm,
         clipped=float(np.isfinite(known).mean()) if len(known) else math.nan,
         diverged_at=diverged_at(history),
         losses=(float(finite[0]), float(np.fmax(finite[-1], rows["loss_after"][-1])))
@@ -260,6 +269,9 @@ def _method(history: History, measured: np.ndarray, late: np.ndarray) -> Method:
     ratio = _median((rows["step_norm"] / expected)[measured], missing=1.0)
     # Where no coefficient was recorded, a step shorter than lr·‖g‖ may simply have been clipped.
     clipped = ratio < 0.9 and not np.isfinite(rows["coefficient"][measured]).all()
+    offset = _offset(rows, measured, name) if momentum == 0 else math.nan
+    if math.isfinite(offset):
+        name, ratio, clipped = name or "NormalizedSGD", math.nan, False
     return Method(
         name=name,
         momentum=momentum,
@@ -267,7 +279,23 @@ def _method(history: History, measured: np.ndarray, late: np.ndarray) -> Method:
         product=_median(product[late], missing=math.nan),
         spectral=float(np.nanmax(spectral, initial=-math.inf)),
         limit=_median(rows["optimizer_limit"], missing=math.nan),
+        offset=offset,
     )
+
+
+def _offset(rows: dict[str, np.ndarray], measured: np.ndarray, name: str) -> float:
+    """β, if steps of length ρ = ηg/(g + β) were taken: ηg/ρ - g is then the same all along; NaN if not."""
+    if name not in ("", "NormalizedSGD"):
+        return math.nan
+    g = rows["grad_norm"][measured]
+    offsets = rows["lr"][measured] * g / rows["step_norm"][measured] - g
+    if not np.isfinite(offsets).all() or len(g) < 3:
+        return math.nan
+    low, middle, high = np.quantile(offsets, [0.1, 0.5, 0.9])
+    alike = high - low <= 0.01 * middle + 1e-4 * float(np.median(g))
+    # Norms that are all the same would make any step look like one.
+    varies = float(np.ptp(np.quantile(g, [0.1, 0.9]))) > 0.02 * float(np.median(g))
+    return float(middle) if middle > 0 and alike and (varies or name) else math.nan
 
 
 def _median(values: np.ndarray, *, missing: float) -> float:

@@ -256,23 +256,6 @@ def plausible_lines(
 
 
 def check_steps(samples: Samples) -> None:
-    """Refuse steps that are unknown, and those of normalized descent, whose lr is a length.
-
-    Normalized steps of length ρ = ηg/(g + β) have the same ηg/ρ - g all along.
-    """
-    known = np.isfinite(samples.lr) & np.isfinite(samples.step_norm)
-    if not known.any():
+    """Refuse steps that are unknown."""
+    if not (np.isfinite(samples.lr) & np.isfinite(samples.step_norm)).any():
         raise ValueError("neither lr nor step lengths were recorded, so the step taken is unknown.")
-    moved = np.isfinite(samples.lr) & (samples.step_norm > 0)
-    if not moved.any():
-        return
-    g, lr = samples.grad_norm[moved], float(np.nanmedian(samples.lr))
-    offsets = samples.lr[moved] * g / samples.step_norm[moved] - g
-    low, middle, high = np.quantile(offsets, [0.1, 0.5, 0.9])
-    if middle > 0 and high - low <= 0.01 * middle + 1e-4 * float(np.median(g)):
-        raise ValueError(
-            f"these are steps of normalized descent (NormalizedSGD, lr {lr:.3g}, offset {middle:.3g}), "
-            "whose lr is a length; lr and max_norm are those of clipped descent. Probe a run of "
-            f"ClippedSGD, for steps alike lr {lr / middle:.3g} with max_norm {middle:.3g}, or read the "
-            "fit itself."
-        )

@@ -23,7 +23,8 @@ def first_line(decision: Decision, outcome: Outcome) -> str:
     if decision.action == KEEP:
         return "Good as it is."
     lr = decision.lr
-    norm = f"max_norm {decision.max_norm:.3g}" if math.isfinite(decision.max_norm) else ""
+    name = "offset" if outcome.method.normalized else "max_norm"
+    norm = f"{name} {decision.max_norm:.3g}" if math.isfinite(decision.max_norm) else ""
     if decision.action == RESCUE:
         setting = ", ".join(part for part in (f"lr {lr:.3g}", norm) if part)
         return f"Diverged at step {outcome.diverged_at}: try {setting}."
@@ -179,6 +180,28 @@ def reasons_of_method(fit: SmoothnessFit, outcome: Outcome, decision: Decision) 
     return tuple(found)
 
 
+def reasons_of_normalized(
+    outcome: Outcome, decision: Decision, L0: float, L1: float, *, constant: float
+) -> tuple[str, ...]:
+    r"""The numbers behind an advice on normalized descent, whose step is that of the bound itself.
+
+    .. math::
+        \frac{c}{L_0 + L_1 g} = \frac{\eta}{g + \beta} \quad\text{for}\quad \eta = c/L_1, \; \beta = L_0/L_1
+    """
+    offset = outcome.method.offset
+    own = "plain SGD, for smoothness does not grow with the gradient norm"
+    if L1 > 0:
+        own = f"NormalizedSGD with lr {constant / L1:.3g}, offset {L0 / L1:.3g}"
+    return (
+        decision.why,
+        *reasons_of_start(outcome),
+        f"lr is the length of a step where the gradient is far above the offset, {offset:.3g} (max_norm "
+        f"stands for it here); far below it steps are those of plain SGD with lr {outcome.lr / offset:.3g}",
+        f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; steps of {constant:g} over that are those of "
+        f"{own}. Curvature adapts to the step: this holds for the region that was visited",
+    )
+
+
 def what_the_threshold_does(outcome: Outcome) -> str:
     """Whether a threshold is a safety net, a limit, or without effect; for momentum, Adam and the like."""
     share, adaptive = outcome.clipped, outcome.method.adaptive
@@ -232,7 +255,8 @@ def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
         if math.isnan(last)
         else f"the loss went from {first:.3g} to {last:.3g}"
     )
-    clip = "without clipping" if math.isinf(outcome.max_norm) else f"with max_norm {outcome.max_norm:.3g}"
+    name = "offset" if outcome.method.normalized else "max_norm"
+    clip = "without clipping" if math.isinf(outcome.max_norm) else f"with {name} {outcome.max_norm:.3g}"
     found = [f"{went}, at lr {outcome.lr:.3g} {clip}", *reasons_of_start(outcome)]
     if outcome.start is None:
         found.append("the first step was not measured, so a third of the lr is a guess")

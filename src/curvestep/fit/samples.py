@@ -208,7 +208,13 @@ def check_trace(trace: Trace | str | Path) -> Trace:
     """``trace`` itself, or the trace in a file or in the folder of a run."""
     if isinstance(trace, (str, Path)):
         path = Path(trace)
-        return Trace.load(path / "trace.jsonl" if path.is_dir() else path)
+        file = path / "trace.jsonl" if path.is_dir() else path
+        if not file.exists():
+            raise FileNotFoundError(
+                f"there is no trace at {file}. Name its file or the folder of its run; "
+                f"SmoothnessProbe(model, trace={str(file)!r}) writes one."
+            )
+        return Trace.load(file)
     if not isinstance(trace, Trace):
         raise TypeError(f"`trace` must be a Trace, a path to its file or its run folder, got {trace!r}.")
     return trace
