@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -217,6 +218,19 @@ def calibration(found: Calibration) -> list[Chart]:
         Chart("calibration", titles[0], step, changes, first, span=span),
         Chart("calibration-loss", titles[1], step, change_of_loss, second, span=span),
     ]
+
+
+def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps that all seeds have, and their values, shaped (seeds, steps): seeds may end at different ones."""
+    steps = reduce(np.intersect1d, [steps for steps, _ in series])
+    return steps, np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(series), len(steps))
+
+
+def over_seeds(name: str, steps: np.ndarray, values: np.ndarray, **look: Any) -> Series:
+    """The mean over the seeds at each step, with their range as a band; ``values`` are (seeds, steps)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        band = {"low": values.min(axis=0), "high": values.max(axis=0)} if len(values) > 1 else {}
+        return Series(name, steps, values.mean(axis=0), **look, **band)
 
 
 def level(x: np.ndarray, y: float, name: str, *, colour: int | str = "ink") -> Series:

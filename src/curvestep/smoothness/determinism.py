@@ -236,7 +236,6 @@ def _why_not_training(
     if _clipped_by_value(replayed, trained, tolerance):
         return what + "it was clipped by value before the block. Clip inside the block."
     here = inputs.inputs[: len(inputs.inputs) // 2] if inputs is not None else []  # of the first replay
-    batchnorm = any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules())
     if calls is None or not calls.inputs:
         return what + (
             "and the probe did not see the forward pass of training, so that dropout masks cannot be drawn "
@@ -245,18 +244,11 @@ def _why_not_training(
         )
     if len(calls.inputs) != len(here):
         counts = f"training called the model {len(calls.inputs)} times, the closure {len(here)} times. "
-        if batchnorm:
-            return (
-                what
-                + counts
-                + (
-                    "BatchNorm statistics then come from other batches. Let the closure run the same "
-                    "micro-batches as training."
-                )
-            )
-        return what + (
-            counts + "Let the closure run the same micro-batches as training, and call the model under "
-            "`torch.no_grad()` for anything but training."
+        advice = "Let the closure run the same micro-batches as training"
+        if any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules()):
+            return f"{what}{counts}BatchNorm statistics then come from other batches. {advice}."
+        return (
+            f"{what}{counts}{advice}, and call the model under `torch.no_grad()` for anything but training."
         )
     if not all(alike(a, b, tolerance) for a, b in zip(calls.inputs, here, strict=True)):
         return what + (

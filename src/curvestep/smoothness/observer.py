@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from curvestep.distributed import any_rank, local, over_ranks
 from curvestep.smoothness.replay import checked_loss
@@ -298,11 +297,6 @@ class ForwardHook:
 
     def __reduce__(self) -> Any:
         return _no_hook, ()  # also when pickled with the model
-
-
-def observe_forward(model: nn.Module, listener: Listener) -> RemovableHandle:
-    """Call ``listener(args, kwargs)`` before every forward pass of ``model``."""
-    return model.register_forward_pre_hook(ForwardHook(listener), with_kwargs=True)
 
 
 def _tell(listener: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

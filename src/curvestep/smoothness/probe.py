@@ -41,13 +41,13 @@ from curvestep.smoothness.measurement import (
 )
 from curvestep.smoothness.observer import (
     ForwardCalls,
+    ForwardHook,
     Pass,
     RankGradients,
     StepObserver,
     StepRecord,
     TrainingLoss,
     autocast_precision,
-    observe_forward,
     trains_any,
     unwrapped,
 )
@@ -169,7 +169,8 @@ class SmoothnessProbe:
         self._record = StepRecord()
         # DDP averages whole gradients; FSDP2 never holds one.
         self._averages = spans_ranks(model) and not any(map(is_sharded, self.parameters))
-        self._handles: list[Any] = [observe_forward(model, self._record_forward)]
+        hook = ForwardHook(self._record_forward)
+        self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
 
     @contextmanager

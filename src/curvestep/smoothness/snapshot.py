@@ -34,7 +34,7 @@ class RandomState:
     def capture(cls) -> RandomState:
         """The states now."""
         device = _accelerator_in_use()
-        states = None if device is None else _all_states(device)
+        states = None if device is None else getattr(device, "get_rng_state_all", device.get_rng_state)()
         return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
@@ -165,7 +165,3 @@ def _accelerator_in_use() -> Any:
     device = torch.get_device_module(torch.accelerator.current_accelerator())
     started = getattr(device, "is_initialized", lambda: True)
     return device if started() else None
-
-
-def _all_states(device: Any) -> Any:
-    return getattr(device, "get_rng_state_all", device.get_rng_state)()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_count
-from curvestep.theory.complexity import first_hit, hitting_time, walk
+from curvestep.theory.complexity import descend, first_hit, hitting_time, walk
 from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.noise import BoundedNoise, Noise
 from curvestep.theory.rules import FixedStep
@@ -205,12 +205,8 @@ def certify_lower_bound(
 
 
 def _first_hits(problem: Problem, rule: FixedStep, starts: Array, eps: float, num_steps: int) -> Array:
-    hits = np.full(starts.shape, math.inf)
-    for start, block in walk(problem, rule, starts, num_steps):
-        hits = np.minimum(hits, start + first_hit(problem.grad_norm(block), eps))
-        if np.isfinite(hits).all():
-            break
-    return hits
+    runs = descend(problem, rule, starts, num_steps, eps=eps, every=num_steps, until_hit=True)
+    return np.asarray(runs.hits)
 
 
 def _class_reasons(problem: Problem, guarantee: Guarantee) -> list[str]:

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.results import level
+from curvestep.display.results import level, on_common_steps
 from curvestep.lab.paper.claims import Evidence, Spread, decide
-from curvestep.lab.paper.fig4_curves import Curve, curve_chart, final_loss, loss_chart, on_common_steps
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, final_loss, loss_chart
 from curvestep.lab.paper.plan import (
     BY_HAND,
     PaperFigure,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 from curvestep.advice.settings import best_setting
 from curvestep.calibration.result import read_calibration
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
+from curvestep.display.results import on_common_steps, over_seeds
 from curvestep.lab.grid import SweepResult, trial_in
 from curvestep.lab.paper.claims import (
     CONTRADICTED,
@@ -123,12 +123,6 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
     return found
 
 
-def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps that all seeds have, and their values, shaped (seeds, steps): seeds may end at different ones."""
-    steps = reduce(np.intersect1d, [steps for steps, _ in series])
-    return steps, np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(series), len(steps))
-
-
 def loss_chart(runs: Sequence[Run], *, title: str = "", roles: Sequence[int] = ()) -> Chart:
     """The training loss of every setting among ``runs``, as a running mean.
 
@@ -161,9 +155,8 @@ def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = F
             last = max(curve.diverged)
             name += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by step {last})"
         few = "circle" if 0 < len(curve.steps) < 12 else ""
-        ends = curve.values if len(curve.steps) else np.zeros((1, 0))
-        band = {"low": ends.min(axis=0), "high": ends.max(axis=0)} if len(ends) > 1 else {}
-        series.append(Series(name, curve.steps, ends.mean(axis=0), mark=few, **look, **band))
+        values = curve.values if len(curve.steps) else np.zeros((1, 0))
+        series.append(over_seeds(name, curve.steps, values, mark=few, **look))
         if curve.diverged and limits is not None:
             at = np.array([max(curve.diverged)]), np.array([limits[1]])
             series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))

@@ -11,9 +11,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT
+from curvestep.display.results import on_common_steps
 from curvestep.lab.paper.claims import Evidence, Spread, decide
 from curvestep.lab.paper.fig1_scatter import Runs, measured, scatter_chart
-from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart, on_common_steps
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from curvestep._checks import check_choice
 from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
-from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, FINISHED, STATUS, Run
+from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
 
 SHOWN_SEED = 5  # where there is room for one run, at laptop scale
 
@@ -179,10 +179,6 @@ class Results:
         if lost:
             raise MissingRuns(f"{lost} of {len(runs)} runs with {runs[0].recipe.label} diverged")
         return runs
-
-    def finished(self, setting: str) -> bool:
-        """Whether no seed of the setting diverged."""
-        return all(run.status["status"] == FINISHED for run in self.of(setting))
 
     def label(self, setting: str) -> str:
         """The setting in words."""

@@ -136,21 +136,10 @@ def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Seri
     found = [rows for rows in found if len(rows.get("step", ()))]
     if not found:
         return Series(name, np.array([]), np.array([]), **look)
-    # Seeds end at different steps where one diverged: the mean is over steps that all of them have.
-    steps = found[0]["step"]
-    for rows in found[1:]:
-        steps = np.intersect1d(steps, rows["step"])
-    curves = np.array(
-        [
-            (_running_mean(rows[kind]) if kind == "loss" else rows[kind])[np.isin(rows["step"], steps)]
-            for rows in found
-        ]
-    ).reshape(len(found), len(steps))
+    curves = [_running_mean(rows[kind]) if kind == "loss" else rows[kind] for rows in found]
+    steps, values = results.on_common_steps([(r["step"], c) for r, c in zip(found, curves, strict=True)])
     keep = results.thinned(np.arange(len(steps)), _MOST_COMPARED)
-    steps, curves = steps[keep], curves[:, keep]
-    with np.errstate(over="ignore", invalid="ignore"):
-        band = {"low": curves.min(axis=0), "high": curves.max(axis=0)} if len(found) > 1 else {}
-        return Series(name, steps, curves.mean(axis=0), **look, **band)
+    return results.over_seeds(name, steps[keep], values[:, keep], **look)
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

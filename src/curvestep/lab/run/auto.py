@@ -68,7 +68,7 @@ def calibrate_recipe(
             num_batches=num_batches,
             max_gradients=max_gradients,
         )
-    return replace(recipe, **_measured(recipe, found)), found
+    return replace(recipe, **{"lr": found.lr, _threshold(recipe): found.max_norm}), found
 
 
 def calibrate_run(
@@ -102,10 +102,9 @@ def calibrate_run(
             raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
         begun = Run.load(folder).recipe
         return replace(recipe, **{name: getattr(begun, name) for name in names}), read_calibration(folder)
-    _, found = calibrate_recipe(recipe, offline=offline)
-    measured = _measured(recipe, found)
+    measured, found = calibrate_recipe(recipe, offline=offline)
     write_calibration(folder, found)
-    return replace(recipe, **{name: measured[name] for name in names}), found
+    return replace(recipe, **{name: getattr(measured, name) for name in names}), found
 
 
 def run_calibrated(
@@ -118,11 +117,6 @@ def run_calibrated(
 
 def _threshold(recipe: Recipe) -> str:
     return "offset" if recipe.optimizer == "normalized" else "max_norm"
-
-
-def _measured(recipe: Recipe, found: Calibration) -> dict[str, float]:
-    """The fields of the recipe that the calibration names."""
-    return {"lr": found.lr, _threshold(recipe): found.max_norm}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.tasks import share_of_batch
 
 STRATEGIES = ("auto", "ddp", "fsdp")
-LOGGERS = ("csv", "tensorboard")
+LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
 
 # At import: workers log before our code runs.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
@@ -53,7 +53,7 @@ def make_fabric(
     check_count("devices", devices)
     check_choice("strategy", strategy, STRATEGIES)
     for name in loggers:
-        check_choice("loggers", name, LOGGERS)
+        check_choice("loggers", name, tuple(LOGGERS))
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator, strategy)
@@ -72,12 +72,7 @@ def make_fabric(
             plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
             if mixed
             else None,
-            loggers=[
-                CSVLogger(root_dir=folder, name="csv")
-                if name == "csv"
-                else TensorBoardLogger(root_dir=folder, name="tensorboard")
-                for name in loggers
-            ],
+            loggers=[LOGGERS[name](root_dir=folder, name=name) for name in loggers],
         )
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(

@@ -199,9 +199,7 @@ def make_probe(
     """The probe of ``recipe``, or None if it measures nothing."""
     if recipe.probe_every == 0:
         return None
-    oracle = None
-    if recipe.probe_data:
-        oracle = make_oracle(task, model, recipe.probe_data, fabric)
+    oracle = make_oracle(task, model, recipe.probe_data, fabric) if recipe.probe_data else None
     probe = SmoothnessProbe(
         model, every=recipe.probe_every, fractions=recipe.fractions, oracle=oracle, trace=path
     )
