@@ -334,6 +334,11 @@ def test_bad_input_gets_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match="`train_dataset`, which is an iterator"):
         calibrate(once)
 
+    with pytest.raises(ValueError, match=r"elsewhere holds no calibration.*Leave out `calibrate`"):
+        calibrate(trainer, resume_from_checkpoint=tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"`resume_from_checkpoint`.*holds no calibration"):
+        calibrate(trainer, resume_from_checkpoint=True)
+
     def frozen():
         model = gpt2()
         model.requires_grad_(False)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from curvestep._files import write_atomically
 from curvestep.calibration import search
-from curvestep.calibration.result import Calibration
+from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import need, sink_of, warn_if_clipped_twice
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe, unwrapped
@@ -35,6 +35,7 @@ need("transformers", "5.0", "transformers")
 need("accelerate", "1.1", "transformers")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 STATE = "curvestep.json"  # in a checkpoint's folder
 
@@ -208,13 +209,13 @@ def calibrate(
     pilot: int = 0,
     num_batches: int = 3,
     max_gradients: int = 40,
+    resume_from_checkpoint: str | Path | bool | None = None,
 ) -> Calibration:
     """Measure learning rate and threshold before ``trainer.train()``, and set them; 15 to 40 gradients.
 
     Sets ``args.learning_rate``, and ``args.max_grad_norm`` if the Trainer clips; of an optimizer given as
     ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its own ``lr`` and ``max_norm``. Model, random states and
-    the Trainer's metrics stay as they were. Do not call it before ``train(resume_from_checkpoint=…)``: the
-    checkpoint has its learning rate.
+    the Trainer's metrics stay as they were. Every checkpoint keeps what was found.
 
     Args:
         trainer: A ``Trainer``, or one of TRL's, that has not trained yet.
@@ -223,7 +224,62 @@ def calibrate(
         pilot: Steps of a pilot of the whole schedule; 0 for none.
         num_batches: Batches to measure.
         max_gradients: Largest number of gradients to evaluate.
+        resume_from_checkpoint: What ``trainer.train`` will be given. With a checkpoint, its numbers are set
+            again and nothing is measured; True for the last one.
     """
+    if resume_from_checkpoint:
+        found = _kept_calibration(trainer, resume_from_checkpoint)
+    else:
+        found = _measured(
+            trainer, schedule, pilot=pilot, num_batches=num_batches, max_gradients=max_gradients
+        )
+    trainer.remove_callback(_KeepCalibration)  # of a call before
+    trainer.add_callback(_KeepCalibration(found))
+    args, own = trainer.args, trainer.optimizer_cls_and_kwargs
+    clips = False
+    if trainer.optimizer is not None:
+        optimizer = unwrapped(trainer.optimizer)
+        schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
+        found.apply(optimizer, *schedulers)
+        clips = hasattr(optimizer, "clip_stats")
+    elif own is not None:
+        kind, values = own
+        name = "offset" if "offset" in values else "max_norm"
+        threshold = {name: found.max_norm} if name in values else {}
+        trainer.optimizer_cls_and_kwargs = (kind, {**values, "lr": found.lr, **threshold})
+        clips = hasattr(kind, "clip_stats")
+    args.learning_rate = found.lr
+    if args.max_grad_norm and not clips:
+        args.max_grad_norm = found.max_norm
+    return found
+
+
+class _KeepCalibration(TrainerCallback):
+    """Writes a calibration beside every checkpoint: a resumed Trainer reads no ``max_grad_norm`` there."""
+
+    def __init__(self, found: Calibration) -> None:
+        self.found = found
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = _checkpoint_of(args, state)
+        if state.is_world_process_zero and folder.is_dir():
+            write_calibration(folder, self.found)
+
+
+def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibration:
+    folder = get_last_checkpoint(str(trainer.args.output_dir)) if checkpoint is True else str(checkpoint)
+    found = None if folder is None else read_calibration(folder)
+    if found is None:
+        raise ValueError(
+            f"`resume_from_checkpoint`: {folder or trainer.args.output_dir} holds no calibration. The run "
+            "that wrote it was not calibrated, or was killed while it wrote. Leave out `calibrate`, or "
+            "resume from the checkpoint before."
+        )
+    return found
+
+
+def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibration:
+    """Calibrate on the batches that training will see, micro-batches and all."""
     args, model = trainer.args, cast(Any, trainer.model)
     if isinstance(trainer.train_dataset, Iterator):
         raise ValueError(
@@ -241,7 +297,7 @@ def calibrate(
         kind_of_schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
     own = trainer.optimizer_cls_and_kwargs
-    kind, values = own or trainer.get_optimizer_cls_and_kwargs(args, model)
+    kind, _ = own or trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = kind if trainer.optimizer is None else unwrapped(trainer.optimizer)
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
 
@@ -261,29 +317,17 @@ def calibrate(
             total += loss.item()
         return total
 
+    if trainer.optimizer is None and own is None:
+        options["weight_decay"] = args.weight_decay
     training = model.training
     try:
-        found = search.calibrate(
-            model.train(),
-            loss_of_batch, batches(), optimizer=optimizer, schedule=schedule, pilot=pilot,
-            num_batches=num_batches, max_gradients=max_gradients,
-            **({"weight_decay": args.weight_decay} if trainer.optimizer is None and own is None else {}),
-        )  # fmt: skip
+        return search.calibrate(
+            model.train(), loss_of_batch, batches(), optimizer=optimizer, schedule=schedule, **options
+        )
     finally:
         model.train(training)
         if hasattr(loader, "end"):  # of Accelerate's, which counts the loaders that are being read
             loader.end()  # pyright: ignore[reportAttributeAccessIssue]
-    if trainer.optimizer is not None:
-        schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
-        found.apply(unwrapped(trainer.optimizer), *schedulers)
-    elif own is not None:
-        name = "offset" if "offset" in values else "max_norm"
-        threshold = {name: found.max_norm} if name in values else {}
-        trainer.optimizer_cls_and_kwargs = (kind, {**values, "lr": found.lr, **threshold})
-    args.learning_rate = found.lr
-    if args.max_grad_norm and not hasattr(kind if trainer.optimizer is None else optimizer, "clip_stats"):
-        args.max_grad_norm = found.max_norm
-    return found
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:
