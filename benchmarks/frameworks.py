@@ -1,14 +1,17 @@
 """Inside Lightning: what the callback costs, and `calibrate` side by side with Lightning's own `lr_find`.
 
 python benchmarks/frameworks.py rates [--seeds 5] [--steps 300] [--json docs/results/frameworks.json]
-python benchmarks/frameworks.py overhead [--steps 500] [--repeats 5]
+python benchmarks/frameworks.py overhead [--steps 1000] [--repeats 5] [--json docs/results/frameworks.json]
+python docs/tables.py    puts the file into docs/lightning.md
 
 Both learning rates are used as they come: as the peak of a warm-up over a tenth of the steps and a cosine
-decay.
+decay. What the file has already is not run again. Seconds are processor time of one thread, which other
+programs hardly change.
 """
 # ruff: noqa: D101, D102
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -26,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import curvestep as cs
+from curvestep._files import write_atomically
 from curvestep.integrations.lightning import SmoothnessCallback, Tuner
 
 LENGTH, WIDTH = 32, 64
@@ -70,6 +74,10 @@ def letters():
     return train, held_out, lambda: Transformer(len(alphabet)), 16
 
 
+METHODS = (
+    ("AdamW", "1e-3"), ("AdamW", "lr_find"), ("AdamW", "calibrate"), ("ClippedSGD", "lr_find"),
+    ("ClippedSGD", "calibrate"),
+)  # fmt: skip
 TASKS = {"digits MLP": digits, "letters transformer": letters}
 
 
@@ -111,7 +119,8 @@ def final_loss(module, held_out):
     with torch.no_grad():
         batches = list(torch.utils.data.DataLoader(held_out, batch_size=256))
         losses = [F.cross_entropy(module.net(x), y).item() * len(x) for x, y in batches]
-    return sum(losses) / len(held_out)
+    mean = sum(losses) / len(held_out)
+    return mean if math.isfinite(mean) else math.inf
 
 
 def find(method, module, loader, steps):
@@ -120,66 +129,73 @@ def find(method, module, loader, steps):
         return 1e-3, math.inf, 0
     if method == "lr_find":
         finder = RangeTest(trainer_of(steps)).lr_find(module, loader, update_attr=False)
-        return finder.suggestion(), math.inf, len(finder.results["lr"])
+        lr = finder.suggestion() or module.lr  # None where its curve is too short or nowhere falls
+        return lr, math.inf, len(finder.results["lr"])
     found = Tuner(trainer_of(steps)).lr_find(module, loader, update_attr=False)
     return found.suggestion(), found.max_norm, found.calibration.num_gradients
 
 
-def rates(seeds, steps, path):
-    rows = []
-    for task, data_of in TASKS.items():
-        train, held_out, make, batch_size = data_of()
-        for optimizer, method in (
-            ("AdamW", "1e-3"), ("AdamW", "lr_find"), ("AdamW", "calibrate"), ("ClippedSGD", "lr_find"),
-            ("ClippedSGD", "calibrate"),
-        ):  # fmt: skip
-            for seed in range(seeds):
-                L.seed_everything(seed, verbose=False)
-                loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
-                module = Module(make, steps, optimizer, lr=1e-3, max_norm=1.0)
-                lr, max_norm, gradients = find(method, module, loader, steps)
-                L.seed_everything(seed, verbose=False)
-                clipped = optimizer == "ClippedSGD"
-                module = Module(make, steps, optimizer, lr=lr, max_norm=max_norm if clipped else math.inf)
-                trainer_of(steps).fit(module, loader)
-                loss = final_loss(module, held_out)
-                rows.append(
-                    {"task": task, "optimizer": optimizer, "method": method, "seed": seed, "lr": lr,
-                     "max_norm": max_norm if math.isfinite(max_norm) else None, "gradients": gradients,
-                     "loss": loss}
-                )  # fmt: skip
-                print(rows[-1], flush=True)
+def kept(path, part, settings):
+    """What the file has of a part that was run with the same settings; else a new part."""
+    found = json.loads(Path(path).read_text()).get(part, {}) if path and Path(path).exists() else {}
+    return found if all(found.get(name) == value for name, value in settings.items()) else dict(settings)
+
+
+def keep(path, part, values):
+    """Write a part to the file, beside the others."""
     if path:
-        Path(path).write_text(json.dumps({"steps": steps, "rows": rows}, indent=1) + "\n")
-    print("| task | optimizer | lr from | gradients | lr | held-out loss, median (lowest to highest) |")
-    print("|---|---|---|---|---|---|")
-    for key in dict.fromkeys((r["task"], r["optimizer"], r["method"]) for r in rows):
-        some = [r for r in rows if (r["task"], r["optimizer"], r["method"]) == key]
-        losses, lrs, used = ([r[name] for r in some] for name in ("loss", "lr", "gradients"))
-        print(
-            f"| {' | '.join(key)} | {min(used)} to {max(used)} | {min(lrs):.2g} to {max(lrs):.2g} | "
-            f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}) |"
-        )
+        found = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+        write_atomically(Path(path), json.dumps({**found, part: values}, indent=1) + "\n")
 
 
-def overhead(steps, repeats):
-    """Seconds of a run without, with a waiting and with a measuring callback, in turn; medians."""
+def rates(seeds, steps, path):
+    """A row for each task, optimizer, method and seed: the rate found, and the loss that it leads to."""
+    part = kept(path, "rates", {"steps": steps})
+    rows = part.setdefault("rows", [])
+    done = {(row["task"], row["optimizer"], row["method"], row["seed"]) for row in rows}
+    cases = itertools.product(TASKS, METHODS, range(seeds))
+    for task, (optimizer, method), seed in cases:
+        if (task, optimizer, method, seed) in done:
+            continue
+        train, held_out, make, batch_size = TASKS[task]()
+        L.seed_everything(seed, verbose=False)
+        loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
+        module = Module(make, steps, optimizer, lr=1e-3, max_norm=1.0)
+        lr, max_norm, gradients = find(method, module, loader, steps)
+        L.seed_everything(seed, verbose=False)
+        clipped = optimizer == "ClippedSGD"
+        module = Module(make, steps, optimizer, lr=lr, max_norm=max_norm if clipped else math.inf)
+        trainer_of(steps).fit(module, loader)
+        rows.append(
+            {"task": task, "optimizer": optimizer, "method": method, "seed": seed, "lr": lr,
+             "max_norm": max_norm if math.isfinite(max_norm) else None, "gradients": gradients,
+             "loss": final_loss(module, held_out)}
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+        keep(path, "rates", part)
+
+
+def overhead(steps, repeats, path):
+    """Seconds of a run without, with a waiting and with a measuring callback, in turn."""
+    part = kept(path, "overhead", {"steps": steps})
+    rounds = part.setdefault("seconds", [])
     train, _, make, batch_size = letters()
-    kinds = {"none": None, "waiting": steps + 1, "every=50": 50}
-    seconds = {name: [] for name in kinds}
-    for _ in range(repeats):
-        for name, every in kinds.items():
+    for _ in range(len(rounds), repeats):
+        seconds = {}
+        for name, every in {"none": None, "waiting": steps + 1, "every=50": 50}.items():
             L.seed_everything(0, verbose=False)
             loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
             callbacks = [] if every is None else [SmoothnessCallback(every=every, log=False)]
             module = Module(make, steps)
-            started = time.perf_counter()
+            started = time.process_time()
             trainer_of(steps, *callbacks).fit(module, loader)
-            seconds[name].append(time.perf_counter() - started)
-    plain = statistics.median(seconds["none"])
-    for name, taken in seconds.items():
-        middle = statistics.median(taken)
-        print(f"{name:10} {middle:7.2f} s  {middle / plain - 1:+.1%}  ({min(taken):.2f} to {max(taken):.2f})")
+            seconds[name] = time.process_time() - started
+        rounds.append(seconds)
+        print(seconds, flush=True)
+        keep(path, "overhead", part)
+    for name in ("waiting", "every=50"):
+        shares = [seconds[name] / seconds["none"] - 1 for seconds in rounds]
+        print(f"{name:10} {statistics.median(shares):+.1%}  ({min(shares):+.1%} to {max(shares):+.1%})")
 
 
 if __name__ == "__main__":
@@ -190,10 +206,11 @@ if __name__ == "__main__":
     options = commands.add_parser("rates")
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--steps", type=int, default=300)
-    options.add_argument("--json", default="")
     options = commands.add_parser("overhead")
-    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--repeats", type=int, default=5)
+    for options in commands.choices.values():
+        options.add_argument("--json", default="", help="file for the numbers, which also resumes")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -201,4 +218,4 @@ if __name__ == "__main__":
     if chosen.command == "rates":
         rates(chosen.seeds, chosen.steps, chosen.json)
     else:
-        overhead(chosen.steps, chosen.repeats)
+        overhead(chosen.steps, chosen.repeats, chosen.json)

@@ -1,4 +1,4 @@
-"""The tables of docs/compare.md, filled from docs/results: python docs/tables.py.
+"""The tables of docs/compare.md and docs/lightning.md, filled from docs/results: python docs/tables.py.
 
 Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; what is between is replaced. A test
 fails while the page and the results differ, so run this after a benchmark has written new numbers.
@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
-PAGE = DOCS / "compare.md"
+NOT_YET = "Not measured yet: the command above prints it."
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -41,7 +42,7 @@ def step_table(results: Path) -> str:
 def probe_table(results: Path) -> str:
     """What a measurement costs in forward-backwards of training, and a probed run against a plain one."""
     if not (results / "probe.json").exists():
-        return "Not measured yet: the command above prints it."
+        return NOT_YET
     found = json.loads((results / "probe.json").read_text())
     tasks = {name: values for name, values in found.items() if "cost_in_forward_backwards" in values}
     head = ["model", "1 fraction", "2", "4", "whole run, every=10", "power iteration, times a measurement"]
@@ -63,23 +64,56 @@ def calibrate_table(results: Path) -> str:
     return "\n".join(lines[start:end])
 
 
-TABLES: dict[str, Callable[[Path], str]] = {
-    "step": step_table,
-    "probe": probe_table,
-    "calibrate": calibrate_table,
+def rates_table(results: Path) -> str:
+    """Learning rates in Lightning by where they come from: gradients used, and the loss they lead to."""
+    rows = _of_frameworks(results, "rates").get("rows", [])
+    if not rows:
+        return NOT_YET
+    lines = []
+    for key in dict.fromkeys((row["task"], row["optimizer"], row["method"]) for row in rows):
+        some = [row for row in rows if (row["task"], row["optimizer"], row["method"]) == key]
+        losses, lrs, used = ([row[name] for row in some] for name in ("loss", "lr", "gradients"))
+        spread = f"{median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+        gradients = f"{min(used)} to {max(used)}" if min(used) < max(used) else str(max(used))
+        rates = f"{min(lrs):.2g} to {max(lrs):.2g}" if min(lrs) < max(lrs) else f"{lrs[0]:.2g}"
+        lines.append([*key, gradients, rates, str(len(some)), spread])
+    head = ["task", "optimizer", "lr from", "gradients", "lr", "seeds", "held-out loss: median (range)"]
+    return markdown(head, lines)
+
+
+def overhead_table(results: Path) -> str:
+    """What the callback of Lightning adds to the processor time of a run."""
+    rounds = _of_frameworks(results, "overhead").get("seconds", [])
+    if not rounds:
+        return NOT_YET
+    lines = []
+    for name in ("waiting", "every=50"):
+        shares = [seconds[name] / seconds["none"] - 1 for seconds in rounds]
+        lines.append([name, f"{median(shares):+.1%}", f"{min(shares):+.1%} to {max(shares):+.1%}"])
+    return markdown(["callback", "time added, median", f"range of {len(rounds)} pairs"], lines)
+
+
+TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
+    "compare.md": {"step": step_table, "probe": probe_table, "calibrate": calibrate_table},
+    "lightning.md": {"overhead": overhead_table, "rates": rates_table},
 }
 
 
-def filled(page: str, results: Path = RESULTS) -> str:
-    """The page with every table made anew."""
-    for name, table in TABLES.items():
+def filled(page: str, results: Path = RESULTS, *, of: str = "compare.md") -> str:
+    """The text of a page with every table made anew."""
+    for name, table in TABLES[of].items():
         pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
         content = table(results)
         page, count = re.subn(
             pattern, lambda m, text=content: f"{m[1]}\n{text}\n{m[2]}", page, flags=re.DOTALL
         )
-        assert count == 1, f"{PAGE.name} has {count} places for the table {name}"
+        assert count == 1, f"{of} has {count} places for the table {name}"
     return page
+
+
+def _of_frameworks(results: Path, part: str) -> dict[str, Any]:
+    path = results / "frameworks.json"
+    return json.loads(path.read_text()).get(part, {}) if path.exists() else {}
 
 
 def _number(value: Any, form: str) -> str:
@@ -87,4 +121,6 @@ def _number(value: Any, form: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TABLES:
+        text = (DOCS / name).read_text(encoding="utf-8")
+        (DOCS / name).write_text(filled(text, of=name), encoding="utf-8")

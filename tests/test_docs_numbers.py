@@ -31,9 +31,25 @@ def tables():
     return module
 
 
-def test_the_tables_of_the_comparison_are_those_of_the_results():
-    page = (DOCS / "compare.md").read_text(encoding="utf-8")
-    assert page == tables().filled(page), "the results are newer than the page: run `python docs/tables.py`"
+@pytest.mark.parametrize("name", tables().TABLES)
+def test_the_tables_of_a_page_are_those_of_the_results(name):
+    page = (DOCS / name).read_text(encoding="utf-8")
+    made = tables().filled(page, of=name)
+    assert page == made, "the results are newer than the page: run `python docs/tables.py`"
+
+
+def test_the_tables_of_lightning_take_medians_and_ranges(tmp_path):
+    rows = [
+        {"task": "t", "optimizer": "AdamW", "method": "lr_find", "lr": lr, "gradients": 100, "loss": loss}
+        for lr, loss in ((0.1, 3.0), (0.2, 1.0), (0.4, 2.0))
+    ]
+    rounds = [{"none": 10.0, "waiting": 10.0 + late, "every=50": 10.2 + late} for late in (-0.1, 0.0, 0.2)]
+    results = {"rates": {"rows": rows}, "overhead": {"seconds": rounds}}
+    (tmp_path / "frameworks.json").write_text(json.dumps(results))
+    page = tables().filled((DOCS / "lightning.md").read_text(encoding="utf-8"), tmp_path, of="lightning.md")
+    assert "| t | AdamW | lr_find | 100 | 0.1 to 0.4 | 3 | 2.000 (1.000 to 3.000) |" in page
+    assert "| waiting | +0.0% | -1.0% to +2.0% |" in page
+    assert "| every=50 | +2.0% | +1.0% to +4.0% |" in page
 
 
 def test_a_changed_result_changes_the_table(tmp_path):
