@@ -1,4 +1,4 @@
-"""Docstrings are written with Sphinx's roles; this lets mkdocs show their mathematics and names."""
+"""Docstrings are written with Sphinx's roles; this lets mkdocs show their mathematics, names and options."""
 
 import re
 from typing import Any
@@ -35,3 +35,27 @@ class MathRoles(griffe.Extension):
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = translate(obj.docstring.value)
+
+
+class UnpackedOptions(griffe.Extension):
+    """Lists what ``**options: Unpack[...]`` takes, where a class describes the options one by one."""
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Put the options into one signature."""
+        words = func.parent.docstring if func.parent is not None else None
+        for parameter in list(func.parameters):
+            annotation = parameter.annotation
+            if not isinstance(annotation, griffe.ExprSubscript) or annotation.canonical_name != "Unpack":
+                continue
+            if words is None or re.search(rf"^[ \t]+{parameter.name}: ", words.value, re.MULTILINE):
+                continue
+            options = func.modules_collection[annotation.slice.canonical_path]
+            del func.parameters[parameter.name]
+            for kind in (options, *options.mro()):
+                for name, option in kind.attributes.items():
+                    func.parameters[name] = griffe.Parameter(
+                        name,
+                        annotation=option.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default="...",
+                    )
