@@ -17,7 +17,7 @@ BENCHMARKED := tests/calibration/test_benchmark.py tests/calibration/test_schedu
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 
-.PHONY: help test fast reproduce check format bench oldest compat soak docs build clean
+.PHONY: help test fast reproduce check format bench oldest compat soak sanitize docs build clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -67,8 +67,11 @@ oldest: $(OLDEST)/.ready  ## the core tests with the oldest versions that pyproj
 compat: oldest $(READY)  ## the same with the pinned versions too
 	$(call core,$(BIN)/python)
 
-soak: $(READY)  ## 2,000 random parameter sets against float64, 20,000 steps with the probe
+soak: $(READY)  ## 2,000 random parameter sets against float64, ten kills, 20,000 steps with the probe
 	$(BIN)/python benchmarks/soak.py --page docs/results/soak.md $(ARGS)
+
+sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory and arithmetic
+	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/test_kernel.py $(ARGS)
 
 docs: $(READY)  ## the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)

@@ -1,14 +1,17 @@
-"""Long runs that look for wrong numbers and for growth.
+"""Long runs that look for wrong numbers, for lost rows and for growth.
 
-    python benchmarks/soak.py [--sets 2000] [--steps 20000] [--page docs/results/soak.md]
+    python benchmarks/soak.py [--sets 2000] [--kills 10] [--steps 20000] [--page docs/results/soak.md]
 
-Random parameter sets are stepped by every path and compared with the formula in float64; a loop with the
-probe reports memory, descriptors and time in tenths.
+Random parameter sets are stepped by every path and compared with the formula in float64; a run of the command
+line is killed and resumed until it ends, and compared with one that was left alone; a loop with the probe
+reports memory, descriptors and time in tenths.
 """
 
 import argparse
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -68,6 +71,57 @@ def fuzz(sets):
     return {"sets": sets, "wrong": wrong, "largest_error_over_tolerance": max(errors)}
 
 
+TRAIN = (
+    "ptb-lstm --corpus topics --num-words 4000 --vocabulary 200 --embedding 16 --hidden 16 --layers 1 "
+    "--dropout 0.2 --batch-size 4 --bptt 10 --momentum 0.9 --lr 1 --eval-every 50 --eval-size 500 "
+    "--threads 1 --offline --quiet"
+)
+
+
+def last_step(folder):
+    """The step of the last whole row that is on disk, 0 before the first."""
+    metrics = folder / "metrics.jsonl"
+    rows = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return json.loads(rows[-1])["step"] if rows else 0
+
+
+def train(folder, steps):
+    command = [sys.executable, "-m", "curvestep", "train", *TRAIN.split(), f"--steps={steps}", "--resume"]
+    # A checkpoint after every row, so that some kills fall into the writing of one.
+    return subprocess.Popen(
+        [*command, "--checkpoint-seconds=0", f"--folder={folder}"], stdout=subprocess.DEVNULL
+    )
+
+
+def killed(kills):
+    """What differs between a run that was killed at several steps and resumed, and one that was not."""
+    steps = 40 * (kills + 2)
+    with tempfile.TemporaryDirectory() as folder:
+        alone, struck = Path(folder, "alone"), Path(folder, "struck")
+        if train(alone, steps).wait():
+            raise RuntimeError("the run that was left alone did not end well")
+        struck_at = [0]
+        while len(struck_at) <= kills:
+            process = train(struck, steps)
+            while last_step(struck) < struck_at[-1] + 20 and process.poll() is None:
+                time.sleep(0.01)
+            if process.poll() is not None:
+                break
+            process.kill()
+            process.wait()
+            struck_at.append(last_step(struck))
+        train(struck, steps).wait()
+        different = [
+            name
+            for name in ("metrics.jsonl", "trace.jsonl")
+            if (alone / name).read_bytes() != (struck / name).read_bytes()
+        ]
+        weights = [torch.load(run / "checkpoint.pt", weights_only=True)["model"] for run in (alone, struck)]
+        if not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]):
+            different.append("checkpoint.pt")
+    return {"steps": steps, "killed_after_steps": struck_at[1:], "different": different}
+
+
 def probed(steps):
     """Memory, descriptors and CPU time of each tenth of a loop with the probe."""
     torch.manual_seed(0)
@@ -100,19 +154,29 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sets", type=int, default=2000, help="random parameter sets (default 2000)")
+    parser.add_argument("--kills", type=int, default=10, help="kills of one training run (default 10)")
     parser.add_argument("--steps", type=int, default=20_000, help="steps with the probe (default 20000)")
     parser.add_argument("--page", type=Path, help="also write the results as a page to this file")
     options = parser.parse_args()
-    results = {"fuzz": fuzz(options.sets), "probe": probed(options.steps)}
+    results = {
+        "fuzz": fuzz(options.sets),
+        "kills": killed(options.kills),
+        "probe": probed(options.steps),
+    }
     text = json.dumps(results, indent=1)
     print(text)
     if options.page:
         options.page.write_text(
-            f"# Soak\n\n`python benchmarks/soak.py --sets {options.sets} --steps {options.steps}`, "
-            f"torch {torch.__version__}. Errors are relative to the largest parameter, over 2e-5 in "
-            f"float32 and 1e-12 in float64.\n\n```json\n{text}\n```\n"
+            f"# Soak\n\n`python benchmarks/soak.py --sets {options.sets} --kills {options.kills} "
+            f"--steps {options.steps}`, torch {torch.__version__}.\n\n"
+            "- Random sets: errors are relative to the largest parameter, over 2e-5 in float32 and 1e-12 in "
+            "float64.\n"
+            "- Kills: `curvestep train` struck by SIGKILL after these steps and resumed each time; metrics, "
+            "trace and weights are compared bit for bit with those of a run that was left alone.\n"
+            f"- Probe: each tenth of the loop.\n\n```json\n{text}\n```\n"
         )
-    if results["fuzz"]["wrong"]:
+    kills = results["kills"]
+    if results["fuzz"]["wrong"] or kills["different"] or len(kills["killed_after_steps"]) < options.kills:
         raise SystemExit(1)
 
 
