@@ -213,3 +213,29 @@ def test_model_is_unchanged_after_a_refusal():
         calibrate(model, lambda b: model[0].weight.sum(), batches)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_another_optimizer_trains_is_said_and_keeps_its_gradients():
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 10), nn.Linear(10, 1)
+    both = nn.ModuleList([generator, critic])
+    batches = list(torch.randn(8, 16, 3))
+
+    def game(z):
+        return F.softplus(-critic(generator(z))).mean()
+
+    critic.weight.grad = kept = torch.randn(1, 10)
+    before = kept.clone()
+    doubted = calibrate(generator, game, batches)
+    assert critic.weight.grad is kept
+    assert torch.equal(kept, before)
+    assert critic.bias.grad is None
+    words = [warning for warning in doubted.warnings if "a GAN's other network" in warning]
+    assert len(words) == 1
+    assert "2 trainable tensors that are not in `model`" in words[0]
+    part = calibrate(both, game, batches, optimizer=torch.optim.SGD(generator.parameters(), lr=1.0))
+    assert any("2 trainable tensors that the optimizer does not train" in said for said in part.warnings)
+    critic.requires_grad_(False)
+    frozen = calibrate(generator, game, batches)
+    assert frozen.lr == doubted.lr
+    assert not any("GAN" in warning for warning in frozen.warnings)

@@ -95,9 +95,9 @@ class Line:
         single = any(p.dtype != torch.float64 for p in parameters)
         self._longest = torch.finfo(torch.float32 if single else torch.float64).max
         self.loss, self._gradients = self._gradient(None)
-        self._shares = [self.method.share(p) for p in parameters]
+        self.shares = [self.method.share(p) for p in parameters]
         self.grad_norm = global_norm(self._gradients).item()
-        if not any(share and g is not None for share, g in zip(self._shares, self._gradients, strict=True)):
+        if not any(share and g is not None for share, g in zip(self.shares, self._gradients, strict=True)):
             raise ValueError(
                 "`optimizer` trains no parameter that the loss depends on, or with an lr of zero."
             )
@@ -194,14 +194,14 @@ class Line:
             else (g.sign() if signs else g)
             if r == 1
             else r * (g.sign() if signs else g)
-            for g, r in zip(gradients, self._shares, strict=True)
+            for g, r in zip(gradients, self.shares, strict=True)
         ]
 
     def _change(self, gradients: list[Tensor | None]) -> float:
         if self._by_slope:
             return 1.0 - dot(gradients, self.direction) / self._slope
         changes = difference(gradients, self._gradients, overwrite=True)
-        if self.method.along_signs or set(self._shares) != {1.0}:
+        if self.method.along_signs or set(self.shares) != {1.0}:
             squared = dot(changes, self._weighted(changes)) / self._slope
             return squared if self.method.along_signs else math.sqrt(squared)
         return global_norm(changes).item() / self.grad_norm

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from curvestep.calibration.bracket import Point
 from curvestep.calibration.line import Line
 from curvestep.distributed import any_rank
+from curvestep.smoothness.determinism import leaves
 from curvestep.vectors import global_norm
 
 MOST_UNEVEN = 2000.0  # gradient per size of one weight matrix, relative to that of another
@@ -58,10 +60,44 @@ def shared(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
         yield batch
 
 
-def closure_of(loss_of_batch: Loss, batch: Any, model: nn.Module) -> Callable[[], Tensor | float]:
+class OutsideParameters:
+    """Trainable tensors outside the model that losses depend on; their gradients are put back at the end.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self._sharded = any(isinstance(p, DTensor) for p in parameters)  # computes with tensors of its own
+        self._known = {id(p) for p in parameters}
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    def find(self, loss: Tensor) -> None:
+        """Keep the gradients of those that are new; call it before ``loss.backward()``."""
+        if self._sharded:
+            return
+        for leaf in leaves(loss):
+            # A tensor made to differentiate by, as for a gradient penalty, is not trained.
+            if id(leaf) not in self._known and (isinstance(leaf, nn.Parameter) or leaf.grad is not None):
+                self._known.add(id(leaf))
+                self.gradients.append((leaf, leaf.grad))
+                leaf.grad = None
+
+    def restore(self) -> None:
+        """Put their gradients back."""
+        for leaf, gradient in self.gradients:
+            leaf.grad = gradient
+
+
+def closure_of(
+    loss_of_batch: Loss, batch: Any, model: nn.Module, outside: OutsideParameters
+) -> Callable[[], Tensor | float]:
     """The loss of ``batch``, checked every time."""
+    first = True
 
     def closure() -> Tensor | float:
+        nonlocal first
         loss: Any = loss_of_batch(batch)
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ValueError(
@@ -77,6 +113,9 @@ def closure_of(loss_of_batch: Loss, batch: Any, model: nn.Module) -> Callable[[]
                 "`model`, or is a number and `backward()` was not called. Compute the loss with the model "
                 "itself, outside `torch.no_grad()`, and return it as a tensor, without `.item()`."
             )
+        if first and has_gradient:
+            outside.find(loss)
+            first = False
         return loss if isinstance(loss, Tensor) else float(loss)
 
     return closure
@@ -119,6 +158,20 @@ def vanishing(line: Line) -> str | None:
         f"cannot tell how long the first steps are typical: relative to its size, `{most}` gets {ratio:.0f} "
         f"times the gradient of `{least}`. A plateau is likely once `{most}` is trained; three to ten times "
         "this lr may be needed to leave it. Another initialisation or normalisation layers help more."
+    )
+
+
+def standing_still(line: Line, outside: OutsideParameters) -> str | None:
+    """A warning if the loss depends on trainable tensors that a step does not move; None if not."""
+    idle = sum(g is not None and not share for g, share in zip(line.raw_gradients, line.shares, strict=True))
+    number = len(outside.gradients) + idle
+    if not number:
+        return None
+    return (
+        f"cannot tell how far the loss follows this lr: it also depends on {number} trainable tensors that "
+        f"{'the optimizer does not train' if idle else 'are not in `model`'}, and here they stood still. "
+        "Where another optimizer trains them, as a GAN's other network, the game may need far smaller steps: "
+        "a tenth of this lr is worth a try. If they are trained together, give one module and one optimizer."
     )
 
 

@@ -64,11 +64,13 @@ from curvestep.calibration.pilot import (
     run_pilots,
 )
 from curvestep.calibration.refusals import (
+    OutsideParameters,
     check_arguments,
     check_start,
     closure_of,
     no_bracket,
     shared,
+    standing_still,
     vanishing,
 )
 from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited, scheduled
@@ -184,10 +186,11 @@ def calibrate(
             check_positive("clip_at", end)
     share = (SLOPE_SHARE if slope else ADAM_SHARE) if method.along_signs else min(1.0, ends[0])
     line_of = partial(Line, model, max_kappa=max_kappa, method=method, slope=slope)
-    search = _Search(model, method, line_of, max_gradients, share=share)
+    outside = OutsideParameters(model)
+    search = _Search(model, method, line_of, max_gradients, share=share, outside=outside)
     before = RandomState.capture()  # a data loader that shuffles draws from it
     try:
-        stream = (closure_of(loss_of_batch, batch, model) for batch in shared(batches, model))
+        stream = (closure_of(loss_of_batch, batch, model, outside) for batch in shared(batches, model))
         known = list(islice(stream, num_batches))
         for i in count():
             known += islice(stream, max(0, i + 1 - len(known)))
@@ -210,6 +213,7 @@ def calibrate(
             known += islice(stream, max(0, MOST_JUDGES + pilot - len(known)))
             found = search.piloted(found, known, pilot)
     finally:
+        outside.restore()
         before.restore()
     return found
 
@@ -245,8 +249,9 @@ class _Search:
         max_gradients: int,
         *,
         share: float,
+        outside: OutsideParameters,
     ) -> None:
-        self.model, self.method, self.line_of = model, method, line_of
+        self.model, self.method, self.line_of, self.outside = model, method, line_of, outside
         self.max_gradients, self.share = max_gradients, share
         self.num_gradients = 0
         self.num_fitted = 0  # batches whose loss ends before their gradient changes too much
@@ -255,6 +260,7 @@ class _Search:
         self.changes: list[tuple[float, float]] = []  # of other batches' loss, over part of the step and all
         self.agreement = Agreement()
         self.faintest: str | None = None
+        self.still: str | None = None
         self.warnings: list[str] = []
 
     @property
@@ -273,6 +279,7 @@ class _Search:
         else:
             line.check_repeatable()
             self.faintest = vanishing(line)
+            self.still = standing_still(line, self.outside)
         try:
             bracket = find_bracket(line.at, start=start, stride=stride, budget=self.left - line.num_gradients)
         except NoBracket as end:
@@ -475,8 +482,7 @@ class _Search:
                 "the loss falls straight on beyond twice the safe step: the start is a plateau, or its first "
                 "gradient that of few parameters. Three times this lr is worth a try."
             )
-        if self.faintest is not None:
-            warnings.append(self.faintest)
+        warnings += [words for words in (self.faintest, self.still) if words is not None]
         if name in WEAKER:
             warnings.append(
                 f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
