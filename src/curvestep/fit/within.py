@@ -36,6 +36,8 @@ from numpy.typing import ArrayLike
 from scipy import stats
 from scipy.optimize import root_scalar
 
+from curvestep.fit.samples import LEAST_ROWS
+
 # Chosen on seeds below 10,000 of benchmarks/within.py, which judges them on others.
 LEAST_ELASTICITY = 0.2  # what the test must exceed: less is no growth that clipping could use
 LEAST_FALL = 0.02  # a common fall of the secants by less than this is left in the elasticity
@@ -43,7 +45,6 @@ REACH = 1.0  # a ratio u/v that lies further from the centre counts as this far
 MOST_BLOCKS = 16
 INDEPENDENT = 0.5  # blocks for each row that neighbours do not repeat, at most
 LEAST_BLOCKS = 5
-LEAST_ROWS = 12
 ROUNDING = 10.0  # error of a gradient difference, in units of eps times the gradient norm
 SHORT = 0.1  # steps of a smaller kappa show little
 
