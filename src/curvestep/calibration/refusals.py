@@ -113,7 +113,7 @@ def closure_of(
                 "`model`, or is a number and `backward()` was not called. Compute the loss with the model "
                 "itself, outside `torch.no_grad()`, and return it as a tensor, without `.item()`."
             )
-        if first and has_gradient:
+        if first and has_gradient and isinstance(loss, Tensor):
             outside.find(loss)
             first = False
         return loss if isinstance(loss, Tensor) else float(loss)
