@@ -370,18 +370,21 @@ def reached_at(fractions: np.ndarray, slopes: np.ndarray, fall: float) -> float 
         fall: Of the loss over the step, relative to what that slope promises.
 
     Returns:
-        w, between a hundredth of the first fraction and all of it; None if the fall is not known.
+        w, at most the first fraction; None if the fall is not known, or less than a slope of this shape gives
+        for any w: then it did not go so.
 
     Example:
         >>> reached_at(np.array([0.5, 1.0]), np.array([0.0, 0.0]), 0.05)
         0.1
+        >>> reached_at(np.array([0.5, 1.0]), np.array([-0.3, -0.3]), -0.4) is None
+        True
     """
     if not math.isfinite(fall) or fall == 0 or not slopes[0] < 1:
         return None
     first = float(fractions[0])
     rest = float(np.sum(np.diff(fractions) * (slopes[1:] + slopes[:-1]) / 2))
     width = 2 * (fall - rest - first * float(slopes[0])) / (1 - float(slopes[0]))
-    return min(max(width, first / 100), first)
+    return min(width, first) if width > 0 else None
 
 
 def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray, reached: float | None = None) -> float:
