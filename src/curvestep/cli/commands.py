@@ -260,17 +260,8 @@ def _ending(result: Any) -> str:
 
 def _run(view: Any) -> dict[str, Any]:
     """What a machine may want to know about one run of a page."""
-    return {
-        "name": view.name,
-        "setting": view.setting,
-        "status": view.status,
-        "step": view.step,
-        "final_loss": view.final_loss,
-        "clipped_fraction": view.clipped_fraction,
-        "advice": view.advice,
-        "warnings": view.warnings,
-        "doubts": view.doubts,
-    }
+    names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
+    return {name: getattr(view, name) for name in (*names, "advice", "warnings", "doubts")}
 
 
 def _print_json(value: Any) -> None:

@@ -22,7 +22,6 @@ from curvestep.display.markup import visible
 
 # Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
 LINE = "#D55E00"
 FRONTIER = "#000000"
@@ -70,7 +69,9 @@ def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> N
             if axis.range is not None and np.ptp(axis.range) > 0:
                 limit(axis.range)
         if named > 4:
-            legend_below(panel, columns=2)
+            # Under the panel, where it hides no point.
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+            panel.legend(**place, frameon=False, handlelength=1.6)
         elif named:
             panel.legend(loc="best")
     panel.set_xlabel(_literal(chart.x.label))
@@ -257,10 +258,3 @@ class _Ticks(LogLocator):
         long = vmin > 0 and vmax / vmin > 200
         self.set_params(subs=(1.0,) if long else (1.0, 2.0, 5.0), numticks=8 if long else 15)
         return super().tick_values(vmin, vmax)
-
-
-def legend_below(panel: Axes, *, columns: int = 1) -> None:
-    """The legend under the panel, where it hides no point."""
-    panel.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, handlelength=1.6, ncols=columns
-    )

@@ -147,7 +147,9 @@ def sweep(
             errors[outcome.name] = outcome.error
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
-                print(f"[{number}/{len(jobs)}] {outcome.name}: {_in_words(trial)}", flush=True)
+                loss = f", training loss {trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else ""
+                said = loss or (f": {trial.message}" if trial.message else "")
+                print(f"[{number}/{len(jobs)}] {outcome.name}: {trial.status}{said}", flush=True)
     from curvestep.display.drawing import save
 
     result = SweepResult(folder=folder, trials=trials())
@@ -200,12 +202,6 @@ def _table(trials: Sequence[Trial]) -> Table:
             ", ".join(f"{k} {v:.4g}" for k, v in _held_out(trial).items() if k != "loss"),
         )
     return table
-
-
-def _in_words(trial: Trial) -> str:
-    if math.isfinite(trial.train_loss):
-        return f"{trial.status}, training loss {trial.train_loss:.4f}"
-    return f"{trial.status}{f': {trial.message}' if trial.message else ''}"
 
 
 def _held_out(trial: Trial) -> dict[str, float]:

@@ -157,9 +157,14 @@ class LanguageTask(Task):
 
     def build(self) -> nn.Module:
         """A new language model."""
+        names = ["embedding", "hidden", "layers", "dropout"]
+        if self.recipe.model == "awd-lstm":
+            names += ["weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"]
+        kind = {"lstm": LSTMModel, "awd-lstm": AWDLSTM}[self.recipe.model]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            return build_language_model(self.recipe, len(self.corpus.vocabulary))
+            fields = {name: getattr(self.recipe, name) for name in names}
+            return kind(len(self.corpus.vocabulary), **fields)
 
     def num_steps(self) -> int:
         """Given, or the pieces of all epochs."""
@@ -180,9 +185,16 @@ class LanguageTask(Task):
         return self._epochs.at(step)[1][1] / self.recipe.bptt if self.recipe.variable_bptt else 1.0
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
-        """Mean cross-entropy, with the activation penalties of AWD-LSTM where the recipe has them."""
-        words, following = batch
-        return language_loss(self.recipe, model, words, following, state)
+        """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
+        (words, following), recipe, penalty = batch, self.recipe, None
+        if recipe.model == "awd-lstm" and (recipe.activation_penalty > 0 or recipe.temporal_penalty > 0):
+            logits, state, activations = model(words, state, with_activations=True)
+            weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
+            penalty = activation_penalty(activations, **weights)
+        else:
+            logits, state = model(words, state)
+        loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
+        return loss if penalty is None else loss + penalty, detach_state(state)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
@@ -210,7 +222,12 @@ class LanguageTask(Task):
         """Start and length of every piece of one pass."""
         if not self.recipe.variable_bptt:
             return _fixed_pieces(len(self.streams), self.recipe.bptt)
-        return _drawn_pieces(len(self.streams), self.recipe.bptt, generator(self.recipe, f"pieces/{epoch}"))
+        source, last = generator(self.recipe, f"pieces/{epoch}"), len(self.streams) - 1
+        pieces, start = [], 0
+        while start < last:
+            pieces.append((start, min(random_bptt_length(source, self.recipe.bptt).length, last - start)))
+            start = sum(pieces[-1])
+        return pieces
 
 
 class ImageTask(Task):
@@ -306,39 +323,6 @@ class ImageTask(Task):
         return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
-def build_language_model(recipe: LanguageRecipe, vocabulary: int) -> nn.Module:
-    """The model of ``recipe`` for so many words."""
-    sizes: dict[str, Any] = {"embedding": recipe.embedding, "hidden": recipe.hidden, "layers": recipe.layers}
-    if recipe.model == "lstm":
-        return LSTMModel(vocabulary, **sizes, dropout=recipe.dropout)
-    return AWDLSTM(
-        vocabulary,
-        **sizes,
-        dropout=recipe.dropout,
-        weight_drop=recipe.weight_drop,
-        dropout_input=recipe.dropout_input,
-        dropout_hidden=recipe.dropout_hidden,
-        dropout_embedding=recipe.dropout_embedding,
-    )
-
-
-def language_loss(
-    recipe: LanguageRecipe, model: nn.Module, words: Tensor, following: Tensor, state: Any
-) -> tuple[Tensor, Any]:
-    """Cross-entropy of the next word, with penalties, and the recurrent state, cut off from its past."""
-    penalised = recipe.activation_penalty > 0 or recipe.temporal_penalty > 0
-    if recipe.model == "awd-lstm" and penalised:
-        logits, state, activations = model(words, state, with_activations=True)
-        penalty = activation_penalty(
-            activations, alpha=recipe.activation_penalty, beta=recipe.temporal_penalty
-        )
-    else:
-        logits, state = model(words, state)
-        penalty = None
-    loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
-    return loss if penalty is None else loss + penalty, detach_state(state)
-
-
 def map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     """``function`` on every tensor of a recurrent state, which is tensors in tuples and lists."""
     if isinstance(state, (tuple, list)):
@@ -367,15 +351,6 @@ class _Epochs:
 
 def _fixed_pieces(num_rows: int, bptt: int) -> list[tuple[int, int]]:
     return [(start, min(bptt, num_rows - 1 - start)) for start in range(0, num_rows - 1, bptt)]
-
-
-def _drawn_pieces(num_rows: int, bptt: int, source: torch.Generator) -> list[tuple[int, int]]:
-    pieces, start = [], 0
-    while start < num_rows - 1:
-        length = min(random_bptt_length(source, bptt).length, num_rows - 1 - start)
-        pieces.append((start, length))
-        start += length
-    return pieces
 
 
 def _balanced(images: Images, count: int) -> tuple[Tensor, Tensor]:

@@ -130,16 +130,12 @@ class Measurement:
                 layer = layers[name]
                 if layer["step_norm"]:
                     change_norm = global_norm(there.parts[i] for i in part).item()
-                    layer["smoothness"] = _larger(
-                        layer.get("smoothness"), change_norm / (fraction * layer["step_norm"])
-                    )
+                    secant = change_norm / (fraction * layer["step_norm"])
+                    layer["smoothness"] = _largest(layer.get("smoothness", 0.0), secant)
             del there  # before the next pass: its gradient may take this one's place
-        best: float | None = None
-        for secant in secants.values():
-            best = _larger(best, secant)
         return {
             **result,
-            "smoothness": best,
+            "smoothness": _largest(*secants.values()),
             "secants": [secants[fraction] for fraction in fractions],
             "grad_norms": [grad_norms[fraction] for fraction in fractions],
         }
@@ -152,7 +148,7 @@ class Measurement:
         embedding can be a hundred times that. A second difference of half the length says how far the
         product is to be trusted.
         """
-        d = _step(self.start, replay.parameters)
+        d = [p.detach() - s for p, s in zip(replay.parameters, self.start, strict=True)]
         length = min(central_length(self.start, eps=eps), row["step_norm"])
         product, half = (
             hessian_product(replay, self.start, d, method="differences", length=part)
@@ -289,10 +285,6 @@ def layer_groups(
     return {name: [index[id(p)] for p in tensors] for name, tensors in chosen.items()}
 
 
-def _step(start: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.detach() - s for p, s in zip(parameters, start, strict=True)]
-
-
 def _end_of_step(there: Change, row: Row) -> Row:
     assert there.along is not None
     return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] ** 2}
@@ -302,6 +294,6 @@ def _kappa(size: float, row: Row) -> float | None:
     return size / row["grad_norm"] if row["grad_norm"] else None
 
 
-def _larger(best: float | None, value: float) -> float:
-    """The larger of two; NaN if either is."""
-    return value if best is None or value > best or value != value else best
+def _largest(*values: float) -> float:
+    """The largest; NaN if any is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)

@@ -199,19 +199,16 @@ def make_probe(
     """The probe of ``recipe``, or None if it measures nothing."""
     if recipe.probe_every == 0:
         return None
-    oracle = make_oracle(task, model, recipe.probe_data, fabric) if recipe.probe_data else None
+    oracle = None
+    if recipe.probe_data:  # a fixed share of the training data
+        batches = [fabric.to_device(batch) for batch in task.oracle_batches(recipe.probe_data)]
+        sizes = [float(target.numel()) for _, target in batches]
+        oracle = GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
     probe = SmoothnessProbe(
         model, every=recipe.probe_every, fractions=recipe.fractions, oracle=oracle, trace=path
     )
     probe.schedule.next = recipe.probe_from
     return probe
-
-
-def make_oracle(task: Task, model: nn.Module, share: float, fabric: Fabric) -> GradientOracle:
-    """The gradient on a fixed share of the training data."""
-    batches = [fabric.to_device(batch) for batch in task.oracle_batches(share)]
-    sizes = [float(target.numel()) for _, target in batches]
-    return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
 def load_start(recipe: Recipe, module: nn.Module) -> nn.Module:
