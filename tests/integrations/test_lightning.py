@@ -77,6 +77,11 @@ class Module(L.LightningModule):
         return [opt], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Plain(Module):
+    def training_step(self, batch, batch_idx):  # torchmetrics cannot be compiled
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
 class Manual(Module):
     def __init__(self, **options):
         super().__init__(**options)
@@ -112,12 +117,12 @@ def trainer_of(folder, callbacks=(), **options):
     )
 
 
-def run(folder, callbacks=(), kind=Module, module=None, batches=None, **options):
+def run(folder, callbacks=(), kind=Module, module=None, batches=None, backend=None, **options):
     """Train; what is left, and the Trainer."""
     torch.manual_seed(1)
     model = kind(**(module or {}))
     trainer = trainer_of(folder, callbacks, **options)
-    trainer.fit(model, batches or loader())
+    trainer.fit(torch.compile(model, backend=backend) if backend else model, batches or loader())
     state = state_of(model, trainer.optimizers[0])
     state["metrics"] = digest({k: v for k, v in trainer.callback_metrics.items()})
     return state, trainer
@@ -145,11 +150,14 @@ MODES = {
     "manual": {"kind": Manual},
     "manual bf16": {"kind": Manual, "precision": "bf16-mixed"},
     "manual with a scaler": {"kind": Manual, "plugins": scaler},
+    "compiled": {"kind": Plain, "backend": "eager", "gradient_clip_val": 0.5},
 }
 EPS = {"bf16-mixed": torch.finfo(torch.bfloat16).eps, "plugins": torch.finfo(torch.float16).eps}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "compiled" else m for m in MODES]
+)
 def test_a_probed_run_is_the_run_without_the_probe(mode, tmp_path):
     def options():
         return {k: v() if k == "plugins" else v for k, v in MODES[mode].items()}
