@@ -101,6 +101,7 @@ def test_a_step_far_beyond_a_bend_is_traced_back_by_the_fall_of_the_loss():
     advice = advise(probe.trace)
     assert advice.action == "rescue"
     assert advice.lr == pytest.approx(1.0, rel=1e-5)
+    assert any("lr may be far off" in reason for reason in advice.reasons)
 
 
 def test_a_run_that_learned_nothing_is_not_good_because_its_first_batch_was_a_bad_one():

@@ -260,6 +260,8 @@ def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
     found = [f"{went}, at lr {outcome.lr:.3g} {clip}", *reasons_of_start(outcome)]
     if outcome.start is None:
         found.append("the first step was not measured, so a third of the lr is a guess")
+    elif outcome.start.factor < 0.1:  # there benchmarks/advice.py found up to 7 times calibrate's lr
+        found.append("a step more than ten times too long says little of shorter ones: lr may be far off")
     return (
         *found,
         "cs.calibrate measures both numbers before training, in seconds: it is the surer next step",
