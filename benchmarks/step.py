@@ -1,11 +1,12 @@
 """The optimizer phase alone: curvestep against clip_grad_norm_ + SGD, or + AdamW.
 
     python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--json PATH] [--page PATH]
+    python benchmarks/step.py --spread 1.json 2.json 3.json [--page PATH]
 
 All variants share parameters and gradients and take turns in one process, in a new order each round, so that
 a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
 threads by the clock. The gradients are put back before every timed call, outside the clock, because
-clip_grad_norm_ rewrites them.
+clip_grad_norm_ rewrites them. ``--spread`` times nothing: it shows the range over several such calls.
 """
 
 import argparse
@@ -178,22 +179,32 @@ time is spent in Python and in starting calls, on both sides; our kernel looks a
 """
 
 
-def page(results, options):
-    """The results as the page docs/results/step.md."""
+def speed_tables(calls):
+    """The speed-ups of one call, or their range over several, as a table for each number of threads."""
     tables = []
-    for threads in dict.fromkeys(case["threads"] for case in results):
-        cases = [case for case in results if case["threads"] == threads]
-        heads = [f"{c['shape'].split(',')[0]}, {'momentum' if c['momentum'] else 'plain'}" for c in cases]
+    for threads in dict.fromkeys(case["threads"] for case in calls[0]):
+        cases = [same for same in zip(*calls, strict=True) if same[0]["threads"] == threads]
+        kinds = {True: ", momentum", False: ", plain", None: ""}
+        heads = [f"{c['shape'].split(',')[0]}{kinds[c.get('momentum')]}" for c, *_ in cases]
         rows = [["variant", *heads], ["---"] * (len(heads) + 1)]
-        for name in BYTES:
-            speeds = [next(v["speed_up"] for v in c["variants"] if v["variant"] == name) for c in cases]
-            rows.append([f"`{name}`", *(f"{speed:.2f}" for speed in speeds)])
+        for i, variant in enumerate(cases[0][0]["variants"]):
+            speeds = [sorted(case["variants"][i]["speed_up"] for case in same) for same in cases]
+            ranges = [f"{s[0]:.2f} to {s[-1]:.2f}" if len(s) > 1 else f"{s[0]:.2f}" for s in speeds]
+            rows.append([f"`{variant['variant']}`", *ranges])
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         tables.append(f"\n## {threads} thread{'s' if threads > 1 else ''}\n\n{lines}\n")
+    return "".join(tables)
+
+
+def page(calls, options):
+    """The results as the page docs/results/step.md."""
     kernel = "curvestep's kernel built" if native() is not None else "without curvestep's kernel"
+    tables = speed_tables(calls)
+    if len(calls) > 1:
+        tables = f"\nThe range of {len(calls)} calls, put together by `--spread`.\n{tables}"
     return PAGE.format(
         torch=torch.__version__, kernel=kernel, rounds=options.rounds, json=options.json, page=options.page,
-        tables="".join(tables),
+        tables=tables,
     )  # fmt: skip
 
 
@@ -206,9 +217,17 @@ def main():
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--page", type=Path, help="also write the speed-ups as a page to this file")
+    parser.add_argument("--spread", type=Path, nargs="+", help="files of --json to show the range of")
     options = parser.parse_args()
     if options.page and options.optimizer != "sgd":
         parser.error("--page is for --optimizer sgd")
+    if options.spread:
+        calls = [json.loads(path.read_text())["results"] for path in options.spread]
+        print(speed_tables(calls))
+        if options.page:
+            options.json = options.spread[0]
+            options.page.write_text(page(calls, options), encoding="utf-8")
+        return
     torch.manual_seed(0)
     results = []
     for threads in options.threads:
@@ -232,7 +251,7 @@ def main():
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
     if options.page:
-        options.page.write_text(page(results, options), encoding="utf-8")
+        options.page.write_text(page([results], options), encoding="utf-8")
 
 
 if __name__ == "__main__":
