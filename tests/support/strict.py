@@ -1,5 +1,6 @@
 """The device of ``strict.cpp``, built once for a source and a torch, and how tests use it."""
 
+import fcntl
 import getpass
 import hashlib
 import os
@@ -41,25 +42,34 @@ def _registered() -> str:
     """Build and load the device; empty if that worked, else why not."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"curvestep-{getpass.getuser()}" / f"{NAME}-{key}.so"
-    if not library.exists():
-        library.parent.mkdir(exist_ok=True)
-        fresh, libraries = library.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent / "lib"
-        command = [
-            *os.environ.get("CXX", "c++").split(), "-O1", "-std=c++20", "-fPIC", "-shared", "-w",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(f"-I{folder}" for folder in include_paths()),
-            "-o", str(fresh), str(SOURCE), f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10",
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        except OSError as error:
-            return f"no C++ compiler: {error}"
-        if done.returncode:
-            return f"the C++ compiler failed: {done.stderr[-400:]}"
-        fresh.replace(library)
+    library.parent.mkdir(exist_ok=True)
+    # One process builds, the others wait for it: the compiler takes a core for half a minute.
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists() and (reason := _build(library)):
+            return reason
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, Module())
+    return ""
+
+
+def _build(library: Path) -> str:
+    """Compile the device; empty if that worked, else why not."""
+    fresh, libraries = library.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent / "lib"
+    command = [
+        *os.environ.get("CXX", "c++").split(), "-O1", "-std=c++20", "-fPIC", "-shared", "-w",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{folder}" for folder in include_paths()),
+        "-o", str(fresh), str(SOURCE), f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return f"no C++ compiler: {error}"
+    if done.returncode:
+        return f"the C++ compiler failed: {done.stderr[-400:]}"
+    fresh.replace(library)
     return ""
 
 
