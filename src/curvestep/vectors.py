@@ -78,7 +78,7 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
             continue
         if t.layout != torch.strided:
             t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
-        t = torch.view_as_real(t) if t.is_complex() else t
+        t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
         dense.setdefault((t.dtype, t.device), []).append(t)
     norms = [
         torch.tensor(cpu_norm(kind), dtype=torch.float64) if kind[0].is_cpu else device_norm(kind)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from curvestep import ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
 from curvestep.optim import _update, adamw, scaled
 from curvestep.vectors import cpu_norm, device_norm, global_norm
@@ -79,12 +80,49 @@ def test_gradient_of_zeros_without_memory_moves_nothing(path):
     assert optimizer.clip_stats()["grad_norm"] == 0.0
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_gradient_marked_as_negated_has_its_sign(momentum):
-    p, g = nn.Parameter(torch.zeros(70)), torch.randn(70)
-    p.grad = torch._neg_view(g)
-    ClippedSGD([p], lr=0.1, max_norm=math.inf, momentum=momentum).step()
-    torch.testing.assert_close(p.detach(), 0.1 * g)
+MARKED = {
+    "parameter": (torch._neg_view, torch.clone),
+    "gradient": (torch.clone, torch._neg_view),
+    "both": (torch._neg_view, torch._neg_view),
+}
+
+
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize(
+    "make", [partial(ClippedSGD, momentum=0.9), ClippedSGD, ClippedAdamW], ids=["momentum", "plain", "adamw"]
+)
+@pytest.mark.parametrize(("of_parameter", "of_gradient"), MARKED.values(), ids=MARKED)
+def test_what_is_marked_as_negated_has_its_sign(of_parameter, of_gradient, make, path):
+    marked = nn.Parameter(of_parameter(torch.randn(70)))
+    plain = nn.Parameter(marked.detach().resolve_neg().clone())
+    marked.grad = of_gradient(torch.randn(70))
+    plain.grad = marked.grad.resolve_neg().clone()
+    ours, theirs = make([marked], 0.1, 1.0, **path), make([plain], 0.1, 1.0, foreach=False)
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(marked.detach().resolve_neg(), plain.detach())
+
+
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("make", [partial(ClippedSGD, momentum=0.9), ClippedAdamW], ids=["sgd", "adamw"])
+def test_gradient_that_is_a_conjugate_still_to_be_computed(make, path):
+    start, g = torch.randn(5, dtype=torch.complex64), torch.randn(5, dtype=torch.complex64)
+    lazy, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    lazy.grad, plain.grad = g.conj(), g.conj().resolve_conj()
+    assert lazy.grad.is_conj()
+    optimizers = make([lazy], 0.1, 1.0, **path), make([plain], 0.1, 1.0, foreach=False)
+    for optimizer in optimizers * 3:
+        optimizer.step()
+    torch.testing.assert_close(lazy.detach(), plain.detach())
+    assert optimizers[0].clip_stats()["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-6)
+
+
+def test_parameter_that_is_a_conjugate_still_to_be_computed_is_refused():
+    p = nn.Parameter(torch.randn(5, dtype=torch.complex64).conj())
+    p.grad = torch.randn(5, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="unresolved conjugated tensors"):
+        ClippedSGD([p], lr=0.1, max_norm=1.0).step()
 
 
 # --- layouts and dtypes that differ ----------------------------------------------------------------

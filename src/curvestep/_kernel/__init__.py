@@ -27,8 +27,9 @@ DTYPES = (torch.float32, torch.float64)
 
 _RULE, _ADAM_RULE = Struct("dddddq"), Struct("dddddd")  # as in kernel.c
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
-_PLAIN = {Tensor, torch.nn.Parameter}
-# What curvestep_view returns if it is not -1: flags for float64 and for tensors of one element.
+_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_IDS = (_pointer * 2)(*map(id, _PLAIN))
+# What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
 _DOUBLE, _SINGLE = 1, 2
 
 
@@ -56,8 +57,8 @@ class Kernel:
         with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         flag = ctypes.c_int
         self._describe = _describe()
-        self._view = with_lock.curvestep_view
-        self._view.argtypes = [_pointer, _pointer, _int64, _int64, _pointer, _pointer]
+        self._view = with_lock.curvestep_view_plain
+        self._view.argtypes = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer]
         self._view.restype = flag
         self._sum_of_squares = loaded.curvestep_sum_of_squares
         self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag]
@@ -76,30 +77,29 @@ class Kernel:
         """Where ``tensors`` lie, or None if the kernel cannot take them.
 
         Only plain tensors and parameters surely have their numbers in memory: a subclass (fake, masked,
-        wrapped) may have none, or others.
+        wrapped) may have none, or others. What is no tensor is not taken either.
 
         Args:
             tensors: The tensors.
             others: Lists of as many tensors, which must have the same dtype, shapes and strides.
         """
         lists, count = (tensors, *others), len(tensors)
-        for listed in lists:
-            if len(listed) != count or not set(map(type, listed)) <= _PLAIN:
-                return None
+        if any([len(other) != count for other in others]):
+            return None
         addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
         if self._describe:
             at = (_pointer * len(lists))(*map(id, lists))
             try:
-                kind = self._view(self._describe, at, len(lists), count, addresses, sizes)
+                kind = self._view(self._describe, _PLAIN_IDS, at, len(lists), count, addresses, sizes)
             except RuntimeError:  # torch has nothing to describe: sparse, on no device
                 return None
         else:
             kind = _view_by_attributes(lists, addresses, sizes)
         # A mark on a tensor can say that its numbers lie in memory with the wrong sign. torch sets it for the
         # imaginary part of a conjugate, every second number in memory, which only a tensor of one element
-        # walks through without gaps. A gradient can have got it in other ways.
-        negated = kind >= 0 and any(map(Tensor.is_neg, tensors))
-        if kind < 0 or negated or (kind & _SINGLE and any(t.is_neg() for other in others for t in other)):
+        # walks through without gaps. A gradient, the first list, can have got it in other ways.
+        looked_at = lists if kind & _SINGLE else lists[:1]
+        if kind < 0 or any([True in map(Tensor.is_neg, listed) for listed in looked_at]):
             return None
         return View(addresses, sizes, count, len(lists), kind & _DOUBLE)
 
@@ -191,8 +191,10 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
 
 
 def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
-    """What ``curvestep_view`` does, for a torch that does not let C look at its tensors."""
+    """What ``curvestep_view_plain`` does, for a torch that does not let C look at its tensors."""
     count = len(lists[0])
+    if any(type(t) not in _PLAIN for listed in lists for t in listed):
+        return -1
     dtype = lists[0][0].dtype if count else torch.float32
     for i, t in enumerate(lists[0]):
         if (

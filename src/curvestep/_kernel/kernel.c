@@ -292,7 +292,10 @@ typedef struct {
 } Description;
 typedef int (*Describe)(void *tensor, Description *out);
 
-extern void *PyList_GetItem(void *list, ptrdiff_t index); /* of Python's stable interface: a borrowed reference */
+/* Of Python's stable interface; the first gives a borrowed reference, the second a new one. */
+extern void *PyList_GetItem(void *list, ptrdiff_t index);
+extern void *PyObject_Type(void *object);
+extern void Py_DecRef(void *object);
 
 enum { CPU = 1, FLOATING = 2 }; /* codes of DLPack */
 
@@ -332,17 +335,25 @@ static int same_layout(const Description *t, const Description *other, int64_t s
     return 1;
 }
 
+/* Describe an object of a list that is of one of the two types; not 0 if it is of another or cannot be described. */
+static int describe_plain(Describe describe, void *const *types, void *list, int64_t index, Description *out)
+{
+    void *object = PyList_GetItem(list, index), *type = PyObject_Type(object);
+    Py_DecRef(type); /* which lives on, as that of the object */
+    return (type != types[0] && type != types[1]) || describe(object, out);
+}
+
 /* Addresses and sizes of the tensors in a list, and addresses of those in the other lists, which follow. 0: all are
-   float32 on CPU, non-overlapping and dense, those of the other lists have the layout of those of the first, and there
-   is memory behind all (not behind torch's tensors of zeros). 1: the same for float64. 2 more if some tensor has a
-   single element. -1: not so. */
-int curvestep_view(Describe describe, void *const *lists, int64_t num_lists, int64_t count, void **addresses,
-                  int64_t *sizes)
+   of the two types, float32 on CPU, non-overlapping and dense, those of the other lists have the layout of those of
+   the first, and there is memory behind all (not behind torch's tensors of zeros). 1: the same for float64. 2 more if
+   some tensor has a single element. -1: not so. */
+int curvestep_view_plain(Describe describe, void *const *types, void *const *lists, int64_t num_lists, int64_t count,
+                         void **addresses, int64_t *sizes)
 {
     int bits = 32, single = 0;
     for (int64_t i = 0; i < count; i++) {
         Description t, other;
-        if (describe(PyList_GetItem(lists[0], i), &t))
+        if (describe_plain(describe, types, lists[0], i, &t))
             return -1;
         if (i == 0)
             bits = t.bits;
@@ -353,7 +364,7 @@ int curvestep_view(Describe describe, void *const *lists, int64_t num_lists, int
             return -1;
         addresses[i] = (char *)t.data + t.offset;
         for (int64_t k = 1; k < num_lists; k++) {
-            if (describe(PyList_GetItem(lists[k], i), &other) || !same_layout(&other, &t, sizes[i]) ||
+            if (describe_plain(describe, types, lists[k], i, &other) || !same_layout(&other, &t, sizes[i]) ||
                 (sizes[i] > 0 && !other.data))
                 return -1;
             addresses[k * count + i] = (char *)other.data + other.offset;

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,27 +117,50 @@ def collect(
     rule_of: Callable[[dict[str, Any]], Rule],
     *,
     per_tensor: bool,
+    by_kernel: bool = True,
 ) -> list[Bundle]:
-    """The parameters that have a gradient, by clipping decision: a group each, or a tensor each."""
+    """The parameters that have a gradient, by clipping decision: a group each, or a tensor each.
+
+    ``by_kernel`` says that our kernel may update them if it can walk them.
+    """
     bundles: list[Bundle] = []
     for group in groups:
         params = list(group["params"])
         grads = list(map(_grad, params))
-        if type(None) in set(map(type, grads)):
-            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            grads = [g for g in grads if g is not None]
         rule = rule_of(group)
-        pieces = [(params, grads)] if params else []
-        if per_tensor:
-            pieces = [([p], [g]) for p, g in zip(params, grads, strict=True)]
-        for some, theirs in pieces:
-            buffers, steps = _existing(some, state, rule)
-            view, steps_view = _view(theirs, some, *buffers), _view(steps) if steps else None
-            if view is None and rule.sparse_error and any(g.layout != torch.strided for g in theirs):
-                raise RuntimeError(rule.sparse_error)
-            alike = view is not None and (steps_view is not None or not steps)
-            bundles.append(Bundle(group, rule, some, theirs, buffers, steps, some, view, steps_view, alike))
+        # The common case in one look: a view says that there is a gradient for every parameter.
+        whole = None if per_tensor or not params else _bundle(group, rule, params, grads, state, by_kernel)
+        if whole is not None and (whole.view is not None or type(None) not in set(map(type, grads))):
+            made = [whole]
+        else:
+            pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+            pieces = [[pair] for pair in pairs] if per_tensor else [pairs] if pairs else []
+            made = [
+                _bundle(group, rule, [p for p, _ in piece], [g for _, g in piece], state, by_kernel)
+                for piece in pieces
+            ]
+        for bundle in made:
+            if bundle.view is None and rule.sparse_error:
+                if any(g.layout != torch.strided for g in bundle.grads):
+                    raise RuntimeError(rule.sparse_error)
+        bundles += made
     return bundles
+
+
+def _bundle(
+    group: dict[str, Any],
+    rule: Rule,
+    params: list[Tensor],
+    grads: list[Any],
+    state: Mapping[Tensor, Any],
+    by_kernel: bool,
+) -> Bundle:
+    """Parameters and gradients with their buffers, and where all lie if our kernel can walk them."""
+    buffers, steps = _existing(params, state, rule)
+    view = _view(grads, params, *buffers) if by_kernel else None
+    steps_view = _view(steps) if steps and view is not None else None
+    alike = view is not None and (steps_view is not None or not steps)
+    return Bundle(group, rule, params, grads, buffers, steps, params, view, steps_view, alike)
 
 
 def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
@@ -244,6 +267,9 @@ def choose_path(bundle: Bundle, scale: Any) -> str:
     group, rule, first = bundle.group, bundle.rule, bundle.params[0]
     by_loop = group["differentiable"] or (group["foreach"] is False and not group["fused"])
     if by_loop or bundle.grads[0].layout != torch.strided:
+        return "loop"
+    # torch does not write to lists of tensors that are marked as to be negated.
+    if bundle.view is None and True in map(Tensor.is_neg, chain(bundle.params, *bundle.buffers)):
         return "loop"
     if group["foreach"] or group["fused"] is False or not bundle.alike:
         return "foreach"
@@ -430,8 +456,12 @@ def _existing(
         found = list(state.values())  # and no hash to compute
     else:
         found = [state.get(p, {}) for p in params]
-    buffers = [[of_tensor.get(name) for of_tensor in found] for name in rule.buffer_names]
-    return buffers, [of_tensor.get("step") for of_tensor in found] if rule.counts_steps else []
+    names = (*rule.buffer_names, "step") if rule.counts_steps else rule.buffer_names
+    try:
+        columns = [list(map(itemgetter(name), found)) for name in names]
+    except KeyError:
+        columns = [[of_tensor.get(name) for of_tensor in found] for name in names]
+    return (columns[:-1], columns[-1]) if rule.counts_steps else (columns, [])
 
 
 def _is_step_for(device: torch.device, step: Any) -> bool:
@@ -458,7 +488,8 @@ def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:
     if is_sharded(p):
         tensors = [t.to_local() for t in tensors]
     if p.is_complex():
-        tensors = [torch.view_as_real(t) for t in tensors]
+        # A gradient may be a conjugate that is still to be computed; of a parameter torch says what to do.
+        tensors = [torch.view_as_real(t.resolve_conj() if t is g else t) for t in tensors]
     if tensors[0].dim() == 0 and g.layout == torch.strided:
         # torch gives a product of two tensors without dimensions the wider dtype, here that of the scale.
         tensors = [t.view(1) for t in tensors]
@@ -482,7 +513,7 @@ def _kernel_accepts_all(bundle: Bundle) -> bool:
         and (dtype in DTYPES if device.type == "cpu" else dtype.is_floating_point)
         and all(map(Tensor.is_contiguous, every))
         and all(map(Tensor.dim, bundle.params))
-        and not any(map(Tensor.is_neg, bundle.grads))
+        and not any(map(Tensor.is_neg, chain(bundle.params, bundle.grads)))
         and not any(map(Tensor._is_zerotensor, bundle.grads))
     )
 
@@ -494,7 +525,7 @@ def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     """
     return (
         (p.dtype in DTYPES or not p.is_cpu)
-        and not (g.is_neg() or g._is_zerotensor())
+        and not (p.is_neg() or g.is_neg() or g._is_zerotensor())
         and is_non_overlapping_and_dense(p)
         and same_layout(g, p)
         and all(same_layout(buffer, p) for buffer in buffers)

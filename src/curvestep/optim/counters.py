@@ -36,6 +36,7 @@ class ClipStats(TypedDict):
         clipped_fraction: Share of these steps that were clipped.
         recent_clipped_fraction: The same over the last 100 steps.
         skipped: Steps skipped because the gradient was not finite, or its norm larger than ``skip_above``.
+            With ``fused=True`` also those of a ``GradScaler``, which else leaves them out without a call.
     """
 
     grad_norm: float

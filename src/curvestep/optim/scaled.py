@@ -178,6 +178,7 @@ class ScaledOptimizer(Optimizer, ABC):
                     )
             self.check_group(self.defaults | param_group)
         super().add_param_group(param_group)
+        self._look_for_marks()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -220,6 +221,11 @@ class ScaledOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        self._look_for_marks()
+
+    def _look_for_marks(self) -> None:
+        """Keep our kernel from parameters whose numbers lie in memory with the wrong sign."""
+        self._by_kernel = not any(p.is_neg() for group in self.param_groups for p in group["params"])
 
     def __repr__(self) -> str:
         counters = self.param_groups[0].pop(COUNTERS, None)
@@ -236,7 +242,9 @@ class ScaledOptimizer(Optimizer, ABC):
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             per_tensor = self.defaults["norm_scope"] == "tensor"
-            bundles = collect(self.param_groups, self.state, self.rule, per_tensor=per_tensor)
+            bundles = collect(
+                self.param_groups, self.state, self.rule, per_tensor=per_tensor, by_kernel=self._by_kernel
+            )
             if bundles:
                 self._step(bundles)
         return loss
