@@ -40,17 +40,14 @@ from curvestep.lab.paper.plan import (
     ALWAYS_CLIPPED,
     BY_HAND,
     IMAGES,
-    SHOWN_SEED,
     PaperFigure,
     Picture,
-    Planned,
     Results,
-    cost_of,
     image_runs,
     language_runs,
+    run_again,
 )
 from curvestep.lab.paper.style import EXPONENT, LINE, described, loaded, setting
-from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.steps import clip_norms
 
@@ -341,15 +338,6 @@ def _shown(*settings: str, **options: Any) -> Callable[[Results, str], Figure]:
     return draw
 
 
-def _longer_run(scale: str) -> list[Planned]:
-    """At laptop scale a run of the first setting that is half as long again; elsewhere all are long."""
-    if scale != "laptop":
-        return []
-    (shown,) = [run for run in language_runs(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
-    recipe = with_fields(shown.recipe, steps=600, probe_every=20)
-    return [Planned(setting=LONG, recipe=recipe, cost=cost_of(recipe))]
-
-
 FIG1 = PaperFigure(
     name="fig1",
     runs=lambda scale: language_runs(scale, [BY_HAND]),
@@ -408,7 +396,11 @@ FIG3 = PaperFigure(
 )
 FIG5 = PaperFigure(
     name="fig5",
-    runs=lambda scale: [*language_runs(scale, [BY_HAND]), *_longer_run(scale)],
+    # At laptop scale a run that is half as long again; elsewhere all are long.
+    runs=lambda scale: [
+        *language_runs(scale, [BY_HAND]),
+        *run_again(scale, LONG, steps=600, probe_every=20),
+    ],
     pictures=(
         Picture(
             name="fig5",

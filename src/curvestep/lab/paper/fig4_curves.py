@@ -37,9 +37,10 @@ from curvestep.lab.paper.plan import (
     cost_of,
     image_runs,
     language_runs,
+    run_again,
 )
 from curvestep.lab.paper.style import described, loaded
-from curvestep.lab.recipes import LanguageRecipe, get_recipe, with_fields
+from curvestep.lab.recipes import LanguageRecipe, get_recipe
 from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
 
 SMOOTHING = 20  # steps in the running mean of the training loss
@@ -348,21 +349,12 @@ def sweep_runs(scale: str) -> list[Planned]:
     return runs
 
 
-def calibrated_run(scale: str) -> list[Planned]:
-    """At laptop scale, the first setting once more, with numbers measured before training."""
-    if scale != "laptop":
-        return []
-    (shown,) = [run for run in language_runs(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
-    recipe = with_fields(shown.recipe, probe_every=0, eval_every=0)
-    return [Planned(setting=CALIBRATED, recipe=recipe, cost=2 * cost_of(recipe), calibrated=True)]
-
-
 def _all_runs(scale: str) -> list[Planned]:
     return [
         *language_runs(scale, LANGUAGE),
         *image_runs(scale, [*IMAGES, *IMAGES_WITH_DROPS]),
         *sweep_runs(scale),
-        *calibrated_run(scale),
+        *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 
 

@@ -310,6 +310,16 @@ def _each_seed(setting: str, recipe: Recipe, seeds: Sequence[int]) -> list[Plann
     return [Planned(setting=setting, recipe=replace(recipe, seed=seed), cost=cost) for seed in seeds]
 
 
+def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
+    """At laptop scale the first setting once more, on the seed that is shown, with other fields."""
+    if scale != "laptop":
+        return []
+    (shown,) = [run for run in language_runs(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
+    recipe = with_fields(shown.recipe, **fields)
+    cost = cost_of(recipe) * (2 if calibrated else 1)
+    return [Planned(setting=setting, recipe=recipe, cost=cost, calibrated=calibrated)]
+
+
 def cost_of(recipe: Recipe) -> float:
     """CPU seconds that a run takes, roughly: what was measured, scaled by the size of model and batch.
 

@@ -291,14 +291,11 @@ def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) ->
 
 def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
     """Cost of what has been done of all runs."""
-    left = {job.name: 1 - _share(job) for job in jobs}
-    return sum(run.cost * (1 - left.get(run.name, 0.0)) for run in runs)
-
-
-def _share(job: Job) -> float:
-    if has_ended(job.folder):
-        return 1.0
-    return min(1.0, last_step(job.folder) / job.total) if job.total else 0.0
+    shares: dict[str, float] = {}
+    for job in jobs:
+        share = min(1.0, last_step(job.folder) / job.total) if job.total else 0.0
+        shares[job.name] = 1.0 if has_ended(job.folder) else share
+    return sum(run.cost * shares.get(run.name, 1.0) for run in runs)
 
 
 def _ending(folder: Path) -> str:
