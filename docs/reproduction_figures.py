@@ -90,8 +90,10 @@ def unpack(page: Page, folder: Path) -> tuple[Results, Plan]:
 
 
 def judged(results: Results, plan: Plan) -> list[Claim]:
-    """Every claim of the plan; one without any of its runs is said to be not run yet."""
+    """Every claim of the plan; while runs are missing, one without any of its own is said to be not run yet."""
     found = {(claim.figure, claim.paper): claim for claim in make_claims(results)}
+    if len(results.plan.runs) == len(plan.runs):
+        return list(found.values())
     planned = make_claims(Results(plan, results.folder / "nothing"))
     return [
         found.get((claim.figure, claim.paper), replace(claim, measured="", verdict=NOT_RUN, settle=""))

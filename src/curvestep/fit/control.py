@@ -47,6 +47,7 @@ class Control:
     L1_interval: Interval
 
 
+@np.errstate(over="ignore", invalid="ignore")  # with steps that a quadratic diverges with it is not a number
 def control_of(
     samples: Samples, *, quantile: float, level: float, rng: np.random.Generator
 ) -> Control | None:

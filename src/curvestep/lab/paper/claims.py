@@ -114,6 +114,8 @@ class Spread:
         )
 
     def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "undefined"
         if len(self.values) == 1:
             return f"{self.mean:.3g} (one seed)"
         low, high = self.interval
@@ -144,7 +146,9 @@ def decide(measured: str, *margins: Spread) -> Evidence:
     unsure = [margin for margin, (low, _) in zip(margins, intervals, strict=True) if not low > 0]
     count = max(map(seeds_to_tell, unsure))
     settle = "more seeds, longer runs"
-    if count < math.inf:
+    if any(math.isnan(margin.mean) for margin in unsure):
+        settle = "a control that does not diverge with the steps of the run"
+    elif count < math.inf:
         settle = f"about {count} seeds, if mean and spread stay"
     elif any(any(margin.doubt) and _distance(margin) <= 0 for margin in unsure):
         settle = "a closer control: the spectrum of the run is not known, and no number of seeds helps"

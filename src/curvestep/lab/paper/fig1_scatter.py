@@ -19,6 +19,7 @@ What decides a claim about growth is the exponent, the slope of :math:`\log\hat 
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -138,7 +139,8 @@ def words_of(runs: Sequence[Run]) -> list[str]:
     if len(controls) == len(fits):
         low, high = control_exponents(runs).interval if len(runs) > 1 else controls[0].exponent_interval
         alpha, rho = (np.mean([getattr(one, name) for one in controls]) for name in ("exponent", "spearman"))
-        words.append(f"control, constant Hessian: α = {alpha:.2f} [{low:.2f}, {high:.2f}], ρ = {rho:.2f}")
+        shown = f"α = {alpha:.2f} [{low:.2f}, {high:.2f}], ρ = {rho:.2f}"
+        words.append(f"control, constant Hessian: {'diverges' if math.isnan(alpha) else shown}")
     with suppress(MissingRuns):
         inside = [elasticity(run) for run in runs]
         words.append(said("elasticity inside steps", inside, fits[0].within.elasticity_interval))
@@ -251,8 +253,9 @@ def contrast(large: str, small: str) -> Callable[[Results], Evidence]:
         for own, runs, share in zip(found, pair, shares, strict=True):
             parts = f"{share:.0%} of steps clipped"
             if beyond:
-                mean = spread(runs, exponent).mean
-                parts += f", exponent {mean:.3g}, control {control_exponents(runs).mean:.3g}"
+                mean, control = spread(runs, exponent).mean, control_exponents(runs).mean
+                parts += f", exponent {mean:.3g}, control "
+                parts += "diverges" if math.isnan(control) else f"{control:.3g}"
             said.append(f"{own} with {runs[0].recipe.label} ({parts})")
         words = f"exponent {'beyond its control ' * beyond}{said[0]}, {said[1]}: {gain} higher"
         beside = []
