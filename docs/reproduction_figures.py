@@ -90,7 +90,7 @@ def unpack(page: Page, folder: Path) -> tuple[Results, Plan]:
 
 
 def judged(results: Results, plan: Plan) -> list[Claim]:
-    """Every claim of the plan; while runs are missing, one without any of its own is said to be not run yet."""
+    """Every claim of the plan; while runs are missing, one without any of its own is "not run yet"."""
     found = {(claim.figure, claim.paper): claim for claim in make_claims(results)}
     if len(results.plan.runs) == len(plan.runs):
         return list(found.values())
