@@ -180,11 +180,15 @@ def test_the_results_in_the_readme_are_those_of_the_files():
         f": {calibrated['perplexity']:.0f}.",
     ):
         assert said in page
-    reproduction = (DOCS / "results" / "reproduction.md").read_text(encoding="utf-8")
-    slope, clipped = re.search(
-        r"after 2000 steps: ([\d.]+) for gradient descent, ([\d.e-]+) with", reproduction
-    ).groups()
-    assert f"a slope of {slope} after 2,000 steps, clipped descent {clipped.replace('e-0', 'e-')}" in page
+    measured = {one["paper"]: one["measured"] for one in results("longer/claims.json")["claims"]}
+    growth = next(text for paper, text in measured.items() if paper.startswith("Smoothness grows"))
+    large, small = re.findall(r"(\S+ \[\S+, \S+\]) with", growth)[:2]
+    assert f"an exponent of {large} with lr 30 and clipping and of {small} with lr 2 without" in page
+    fewer = re.search(
+        r"needs (\S+ \[.*?\]) times fewer", measured["Clipping accelerates training of the language model."]
+    )
+    assert fewer is not None
+    assert f"The clipped run needs {fewer[1]} times fewer steps" in page
 
 
 def test_every_page_with_a_picture_names_a_command_that_makes_it():
