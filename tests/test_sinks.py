@@ -38,7 +38,7 @@ def test_sink_hands_over_columns_clip_share_and_elasticity():
     shares = np.cumsum(trace.column("coefficient") < 1) / np.arange(1, len(trace) + 1)
     assert [numbers["mine/clipped_fraction"] for _, numbers in written] == pytest.approx(shares)
     assert 0 < shares[-1] < 1
-    assert "mine/elasticity" not in written[10][1]  # eleven rows: too few
+    assert "mine/elasticity" not in written[8][1]  # nine rows: too few
     fit = fit_smoothness(trace, control=False)
     assert written[-1][1]["mine/elasticity"] == pytest.approx(fit.within.elasticity)
 

@@ -146,7 +146,7 @@ def decide(measured: str, *margins: Spread) -> Evidence:
     unsure = [margin for margin, (low, _) in zip(margins, intervals, strict=True) if not low > 0]
     count = max(map(seeds_to_tell, unsure))
     settle = "more seeds, longer runs"
-    if any(math.isnan(margin.mean) for margin in unsure):
+    if any(math.isnan(margin.mean) and len(margin.values) > 1 for margin in unsure):
         settle = "a control that does not diverge with the steps of the run"
     elif count < math.inf:
         settle = f"about {count} seeds, if mean and spread stay"
