@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -57,6 +58,8 @@ def make_fabric(
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator, strategy)
+    if under_torchrun():
+        atexit.register(_disconnect)
     mixed = recipe.precision == "bf16-mixed"
     chosen: Any = "auto" if devices == 1 else "ddp_spawn"
     if strategy == "fsdp":
@@ -83,6 +86,12 @@ def make_fabric(
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _disconnect() -> None:
+    """Leave the group of processes: one whose threads still wait for others when it ends is aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:
