@@ -116,24 +116,36 @@ def test_loss_that_rises_everywhere_asks_for_the_smallest_fraction():
 class Ridge(nn.Module):
     """A straight slope along the first axis, beside which another gradient grows at once."""
 
-    def __init__(self, growth):
+    def __init__(self, growth, bend=5e-3):
         super().__init__()
-        self.growth = growth
+        self.growth, self.bend = growth, bend
         self.x = nn.Parameter(torch.tensor([0.5, 0.0]))
 
     def forward(self, scale):
         along, across = self.x
-        return scale * (-along + self.growth * (0.5 - along) * across + 5e-3 * (along - 0.5) ** 2)
+        return scale * (-along + self.growth * (0.5 - along) * across + self.bend * (along - 0.5) ** 2)
 
 
-def test_step_whose_loss_falls_straight_is_doubled_though_the_gradient_turns():
+def test_step_whose_loss_falls_straight_is_stretched_though_the_gradient_turns():
     # Along -g = (1, 0) the gradient across grows by `growth` per unit: kappa is 1 at a step of 1/2.
     model = Ridge(2.0)
     cal = calibrate(model, model, [1.0] * 4)
     assert math.isclose(cal.curve[0].safe_step, 0.5, rel_tol=0.01)
     assert [batch.stretch for batch in cal.curve] == [LONGEST] * 3
-    assert math.isclose(cal.lr, 2 * median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
+    assert math.isclose(cal.lr, LONGEST * median(batch.safe_step for batch in cal.curve), rel_tol=1e-9)
     assert "falls straight on" in str(cal)
+
+
+@pytest.mark.parametrize("bend", [0.1, 0.14, 0.18, 0.25])
+def test_stretch_goes_with_the_share_of_the_fall_at_twice_the_step(bend):
+    # After a step of m the loss has fallen by m - bend * m**2; the slope is read at a quarter of 0.6 steps.
+    model = Ridge(2.0, bend)
+    cal = calibrate(model, model, [1.0] * 4)
+    for batch in cal.curve:
+        h = batch.safe_step
+        share = (1 - bend * 2 * h) / (1 - bend * 0.15 * h)
+        stretch = math.sqrt(2) ** min(max((share - 0.8) / 0.1, 0.0), 1.0)
+        assert math.isclose(batch.stretch, stretch, rel_tol=1e-6)
 
 
 def test_quadratic_is_not_stretched():

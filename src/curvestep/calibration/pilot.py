@@ -31,9 +31,8 @@ from curvestep.vectors import global_norm
 
 Closure = Callable[[], Any]
 
-STRAIGHT = 0.95  # of the fall that the slope promises: up to there a loss falls along a straight line
-LONGEST = 2.0  # times the safe step: a straight line at the start says little of later steps
-NEARLY_STRAIGHT = 0.9  # of it at the longest step, which is then taken whatever the shorter ones say
+STRAIGHT, BENT = 0.9, 0.8  # of the fall that the slope promises: stretch the step fully, not at all
+LONGEST = 2**0.5  # times the safe step: a straight line at the start says little of later steps
 PART = 0.25  # of the step, for the slope
 LEAST_FRACTION = 1 / 64  # of the step that curvature allows: taken where nothing says how far to go
 MOST_FRACTION = 1 / 2
@@ -59,29 +58,22 @@ class Others:
         return float(self._line.losses_of(self._closures, step).mean()) - self._start
 
     def straight(self, step: float, slope: float) -> float:
-        r"""How many times ``step`` the loss falls by nearly all that its slope promises: from one to two.
+        r"""By how much to stretch ``step`` because the loss falls nearly straight on to twice its length.
 
         The gradient may turn over a step by as much as its own length while the slope along the step stays
         what it was: a language model's first gradient is that of its output bias, and as the bias moves, the
         gradients of all other parameters come up. Such a step is limited neither by its loss nor by its
-        slope.
+        slope. Along a parabola that ends the safe step, nothing of the fall is left at twice its length.
 
         Args:
             step: The safe step.
             slope: Fall of the loss per unit of step, over a small one.
+
+        Returns:
+            From one to the square root of two.
         """
-        if not slope > 0:
-            return 1.0
-        shares = {m: -self.change(m * step) / (m * step * slope) for m in (1.0, LONGEST**0.5, LONGEST)}
-        if shares[LONGEST] >= NEARLY_STRAIGHT:
-            return LONGEST
-        reached, share = 1.0, STRAIGHT
-        for multiple, found in shares.items():
-            if not found >= STRAIGHT:
-                further = (share - STRAIGHT) / (share - found) if np.isfinite(found) else 0.0
-                return reached * (multiple / reached) ** further
-            reached, share = multiple, found
-        return reached
+        share = -self.change(2.0 * step) / (2.0 * step * slope) if slope > 0 else 0.0
+        return LONGEST ** min((share - BENT) / (STRAIGHT - BENT), 1.0) if share > BENT else 1.0
 
 
 def mean_and_error(values: Any) -> tuple[float, float]:

@@ -30,7 +30,7 @@ class BatchCurve:
         safe_step: The largest safe step :math:`h`.
         loss: The batch's loss at the start.
         grad_norm: Norm of the batch's gradient at the start.
-        stretch: How many times the largest safe step the other batches' loss falls straight on.
+        stretch: Times the largest safe step that ``lr`` is, because other batches' loss falls straight on.
     """
 
     points: tuple[Point, ...]
@@ -126,7 +126,7 @@ class Calibration:
         )
         stretch = median(batch.stretch for batch in self.curve)
         if stretch > 1.0:
-            measured += f" The loss of other batches falls straight on to {stretch:.2g} times that step."
+            measured += f" The loss of other batches falls straight on: lr is {stretch:.2g} times that."
         agree = f" and the mean cosine between batches {self.agreement:.2f}" if len(self.curve) > 1 else ""
         longest = self.step_cap / (step * self.grad_norm)
         return measured, (

@@ -479,7 +479,7 @@ class _Search:
         stretched = [batch.stretch for batch in self.curve if batch.stretch > 1.0]
         if 2 * len(stretched) > len(steps) and max(stretched) >= LONGEST:
             warnings.append(
-                "the loss falls straight on beyond twice the safe step: the start is a plateau, or its first "
+                "the loss falls straight on to twice the safe step: the start is a plateau, or its first "
                 "gradient that of few parameters. Three times this lr is worth a try."
             )
         warnings += [words for words in (self.faintest, self.still) if words is not None]
