@@ -1,7 +1,7 @@
 """Inside Lightning: what the callback costs, and `calibrate` side by side with Lightning's own `lr_find`.
 
 python benchmarks/frameworks.py rates [--seeds 5] [--steps 300] [--json docs/results/frameworks.json]
-python benchmarks/frameworks.py overhead [--steps 1000] [--repeats 5] [--json docs/results/frameworks.json]
+python benchmarks/frameworks.py overhead [--measurements 30] [--repeats 9] [--json FILE, as above]
 python docs/tables.py    puts the file into docs/lightning.md
 
 Both learning rates are used as they come: as the peak of a warm-up over a tenth of the steps and a cosine
@@ -33,6 +33,7 @@ from curvestep._files import write_atomically
 from curvestep.integrations.lightning import SmoothnessCallback, Tuner
 
 LENGTH, WIDTH = 32, 64
+EVERY = 20  # between measurements that are timed: a cost in steps does not depend on it
 
 
 class Transformer(nn.Module):
@@ -175,27 +176,86 @@ def rates(seeds, steps, path):
         keep(path, "rates", part)
 
 
-def overhead(steps, repeats, path):
-    """Seconds of a run without, with a waiting and with a measuring callback, in turn."""
-    part = kept(path, "overhead", {"steps": steps})
-    rounds = part.setdefault("seconds", [])
-    train, _, make, batch_size = letters()
-    for _ in range(len(rounds), repeats):
-        seconds = {}
-        for name, every in {"none": None, "waiting": steps + 1, "every=50": 50}.items():
-            L.seed_everything(0, verbose=False)
-            loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
-            callbacks = [] if every is None else [SmoothnessCallback(every=every, log=False)]
-            module = Module(make, steps)
-            started = time.process_time()
-            trainer_of(steps, *callbacks).fit(module, loader)
-            seconds[name] = time.process_time() - started
-        rounds.append(seconds)
-        print(seconds, flush=True)
+class Clock(L.Callback):
+    """Processor time of each step after the first.
+
+    Args:
+        taken_away: A callback that every second step is taken without.
+    """
+
+    def __init__(self, taken_away=None):
+        self.taken_away, self.seconds, self.ended = taken_away, [], None
+
+    def on_train_batch_end(self, trainer, *_, **__):
+        now = time.process_time()
+        if self.ended is not None:
+            self.seconds.append(now - self.ended)
+        if self.taken_away in trainer.callbacks:
+            trainer.callbacks = [self]
+            self.recorded = vars(trainer.strategy).pop("training_step")
+        elif self.taken_away is not None:
+            trainer.callbacks = [self.taken_away, self]
+            trainer.strategy.training_step = self.recorded
+        self.ended = time.process_time()
+
+
+def step_seconds(steps, task, batch_size, callback, **options):
+    """Seconds of the steps of a run, from its second on."""
+    train, _, make, _ = task
+    L.seed_everything(0, verbose=False)
+    loader = torch.utils.data.DataLoader(train, batch_size=batch_size, shuffle=True)
+    clock = Clock(**options)  # the last callback: it sees the ends of the others
+    trainer_of(steps, callback, clock).fit(Module(make, steps), loader)
+    return clock.seconds
+
+
+def cost_in_steps(seconds, every):
+    """What each measurement but the first takes: the measured step and the next against those just before.
+
+    The step after a measurement is slower, because the caches hold the replay's data.
+    """
+    costs = []
+    for k in range(every, len(seconds), every):  # seconds[k - 1] is step k
+        usual = statistics.median(seconds[k - every + 1 : k - 1])
+        costs.append((seconds[k - 1] + seconds[k]) / usual - 2)
+    return costs
+
+
+def fastest_tenth(seconds):
+    """The first decile: other programs only ever add to a time."""
+    return statistics.quantiles(seconds, n=10)[0]
+
+
+def overhead(measurements, repeats, path):
+    """What a measurement costs in steps of training, and what a waiting callback costs in microseconds.
+
+    The time of one step against its neighbours', and of steps in turn with and without a waiting callback,
+    on a model that does next to nothing: a difference of whole runs drowns in their noise.
+    """
+    settings = {"every": EVERY, "batch_size": 32, "measurements": measurements, "repeats": repeats}
+    part = kept(path, "overhead", settings)
+    task = letters()
+    for name, fractions in {"0.5 and 1": (0.5, 1.0), "1 alone": (1.0,)}.items():
+        if name in part.setdefault("costs", {}):
+            continue
+        callback = SmoothnessCallback(every=EVERY, fractions=fractions, log=False, on_error="raise")
+        seconds = step_seconds(EVERY * measurements + 2, task, 32, callback)
+        part["step_ms"] = 1e3 * statistics.median(seconds)
+        part["costs"][name] = cost_in_steps(seconds, EVERY)
         keep(path, "overhead", part)
-    for name in ("waiting", "every=50"):
-        shares = [seconds[name] / seconds["none"] - 1 for seconds in rounds]
-        print(f"{name:10} {statistics.median(shares):+.1%}  ({min(shares):+.1%} to {max(shares):+.1%})")
+    if "waiting_us" not in part:
+        waiting = SmoothnessCallback(every=10**6, log=False)
+        seconds = step_seconds(400 * repeats, digits(), 8, waiting, taken_away=waiting)[9:]
+        part["waiting_us"] = [  # the first of a block is with the callback
+            1e6 * (fastest_tenth(block[::2]) - fastest_tenth(block[1::2]))
+            for block in (seconds[k : k + 400] for k in range(0, len(seconds) - 200, 400))
+        ]
+        keep(path, "overhead", part)
+    waits = part["waiting_us"]
+    for name, costs in part["costs"].items():
+        low, middle, high = statistics.quantiles(costs, n=4)
+        print(f"fractions {name}: {middle:.2f} steps a measurement ({low:.2f} to {high:.2f})")
+    print(f"waiting: {statistics.median(waits):+.1f} us a step ({min(waits):+.1f} to {max(waits):+.1f})")
 
 
 if __name__ == "__main__":
@@ -207,8 +267,8 @@ if __name__ == "__main__":
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--steps", type=int, default=300)
     options = commands.add_parser("overhead")
-    options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--measurements", type=int, default=30)
+    options.add_argument("--repeats", type=int, default=9)
     for options in commands.choices.values():
         options.add_argument("--json", default="", help="file for the numbers, which also resumes")
     chosen = parser.parse_args()
@@ -218,4 +278,4 @@ if __name__ == "__main__":
     if chosen.command == "rates":
         rates(chosen.seeds, chosen.steps, chosen.json)
     else:
-        overhead(chosen.steps, chosen.repeats, chosen.json)
+        overhead(chosen.measurements, chosen.repeats, chosen.json)

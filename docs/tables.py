@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 DOCS = Path(__file__).parent
@@ -82,15 +82,21 @@ def rates_table(results: Path) -> str:
 
 
 def overhead_table(results: Path) -> str:
-    """What the callback of Lightning adds to the processor time of a run."""
-    rounds = _of_frameworks(results, "overhead").get("seconds", [])
-    if not rounds:
+    """What the callback of Lightning costs: measuring, in steps of training; waiting, in time."""
+    found = _of_frameworks(results, "overhead")
+    if not found.get("waiting_us"):
         return NOT_YET
     lines = []
-    for name in ("waiting", "every=50"):
-        shares = [seconds[name] / seconds["none"] - 1 for seconds in rounds]
-        lines.append([name, f"{median(shares):+.1%}", f"{min(shares):+.1%} to {max(shares):+.1%}"])
-    return markdown(["callback", "time added, median", f"range of {len(rounds)} pairs"], lines)
+    for fractions, costs in found["costs"].items():
+        low, middle, high = quantiles(costs, n=4)
+        shares = [f"{middle / every:.1%}" for every in (50, 100)]
+        lines.append([f"measuring at {fractions}", f"{middle:.2f} steps ({low:.2f} to {high:.2f})", *shares])
+    waits = found["waiting_us"]
+    share = f"{max(median(waits), 0) / 1e3 / found['step_ms']:.2%}"
+    spent = f"{median(waits):.0f} µs a step ({min(waits):.0f} to {max(waits):.0f})"
+    lines.append(["waiting", spent, share, share])
+    head = ["callback", "cost: median (middle half; waiting: range)", "share at every=50", "at every=100"]
+    return markdown(head, lines)
 
 
 TABLES: dict[str, dict[str, Callable[[Path], str]]] = {

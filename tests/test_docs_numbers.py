@@ -43,13 +43,15 @@ def test_the_tables_of_lightning_take_medians_and_ranges(tmp_path):
         {"task": "t", "optimizer": "AdamW", "method": "lr_find", "lr": lr, "gradients": 100, "loss": loss}
         for lr, loss in ((0.1, 3.0), (0.2, 1.0), (0.4, 2.0))
     ]
-    rounds = [{"none": 10.0, "waiting": 10.0 + late, "every=50": 10.2 + late} for late in (-0.1, 0.0, 0.2)]
-    results = {"rates": {"rows": rows}, "overhead": {"seconds": rounds}}
+    costs = {"0.5 and 1": [2.0, 2.1, 2.2, 2.3, 9.0], "1 alone": [1.0, 1.1, 1.2]}
+    overhead = {"costs": costs, "waiting_us": [-4.0, 6.0, 8.0], "step_ms": 30.0}
+    results = {"rates": {"rows": rows}, "overhead": overhead}
     (tmp_path / "frameworks.json").write_text(json.dumps(results))
     page = tables().filled((DOCS / "lightning.md").read_text(encoding="utf-8"), tmp_path, of="lightning.md")
     assert "| t | AdamW | lr_find | 100 | 0.1 to 0.4 | 3 | 2.000 (1.000 to 3.000) |" in page
-    assert "| waiting | +0.0% | -1.0% to +2.0% |" in page
-    assert "| every=50 | +2.0% | +1.0% to +4.0% |" in page
+    assert "| measuring at 0.5 and 1 | 2.20 steps (2.05 to 5.65) | 4.4% | 2.2% |" in page
+    assert "| measuring at 1 alone | 1.10 steps (1.00 to 1.20) | 2.2% | 1.1% |" in page
+    assert "| waiting | 6 µs a step (-4 to 8) | 0.02% | 0.02% |" in page
 
 
 def test_a_changed_result_changes_the_table(tmp_path):

@@ -194,6 +194,20 @@ def test_a_probed_run_is_the_run_without_the_probe(mode, tmp_path):
         assert any(row["coefficient"] < 1 for row in rows)
 
 
+@pytest.mark.parametrize("fractions", [(0.5, 1.0), (1.0,)])
+def test_a_measurement_takes_a_pass_a_fraction_and_waiting_takes_none(fractions, tmp_path):
+    class Counted(Module):
+        def training_step(self, batch, batch_idx):
+            passes.append(self.trainer.global_step)
+            return super().training_step(batch, batch_idx)
+
+    passes = []  # not the module's: replays put its attributes back
+    run(tmp_path, [SmoothnessCallback(every=5, fractions=fractions, on_error="raise")], kind=Counted)
+    expected = [1 + len(fractions) * (step % 5 == 0) for step in range(12)]
+    expected[0] += 2  # the self-test
+    assert [passes.count(step) for step in range(12)] == expected
+
+
 def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path):
     callback = SmoothnessCallback(every=1, on_error="raise")
     with warnings.catch_warnings():
