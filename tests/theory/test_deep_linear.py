@@ -93,7 +93,7 @@ def test_every_hessian_block_is_the_corrected_kronecker_formula(network, point):
     H = network.hessian(point)
     for i in range(network.depth):
         for j in range(i, network.depth):
-            block = H[network._slice(i), network._slice(j)]
+            block = H[network._parts[i], network._parts[j]]
             np.testing.assert_allclose(block, kronecker_block(*parts, i, j), rtol=1e-10, atol=1e-10)
 
 
@@ -102,7 +102,7 @@ def test_without_the_commutation_matrix_the_blocks_are_far_off(network, point):
     H = network.hessian(point)
     for i in range(network.depth):
         for j in range(i + 1, network.depth):
-            block = H[network._slice(i), network._slice(j)]
+            block = H[network._parts[i], network._parts[j]]
             off = np.linalg.norm(kronecker_block(*parts, i, j, commute=False) - block) / np.linalg.norm(block)
             assert off > 0.05
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,13 @@ class Problem(ABC):
         name: A short name for labels.
         formula: The function in LaTeX, for labels.
         event_shape: ``()`` for a function of one real variable, ``(d,)`` on d-dimensional space.
+        minimum: The infimum of f; ``-inf`` if f is unbounded below.
     """
 
     name: str
     formula: str
     event_shape: tuple[int, ...] = ()
+    minimum: float
 
     @abstractmethod
     def value(self, x: Array) -> Array:
@@ -47,11 +48,6 @@ class Problem(ABC):
     @abstractmethod
     def hessian_vector(self, x: Array, v: Array) -> Array:
         """Hessian at ``x`` times ``v``, shaped like ``x``."""
-
-    @property
-    @abstractmethod
-    def minimum(self) -> float:
-        """The infimum of f; ``-inf`` if f is unbounded below."""
 
     @abstractmethod
     def frontier(self, L1: float) -> float:
@@ -127,14 +123,6 @@ class ScalarProblem(Problem):
     def curvature(self, x: Array) -> Array:
         """Second derivatives f''(x)."""
 
-    def norm(self, v: Array) -> Array:
-        """Absolute values."""
-        return np.abs(v)
-
-    def scale(self, h: Array, v: Array) -> Array:
-        """Products, one for each point."""
-        return h * v
-
     def hessian_norm(self, x: Array) -> Array:
         """Absolute second derivatives."""
         return np.abs(self.curvature(x))
@@ -151,7 +139,6 @@ class ScalarProblem(Problem):
             )
 
 
-@dataclass(frozen=True, repr=False)
 class Rescaled(Problem):
     r"""The problem stretched in height and width, :math:`\tilde f(x) = s\, f(x/w)`.
 
@@ -171,28 +158,12 @@ class Rescaled(Problem):
         0.12
     """
 
-    problem: Problem
-    height: float = 1.0
-    width: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive("height", self.height)
-        check_positive("width", self.width)
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
-        """The name of the problem and its factors."""
-        return f"{self.problem.name}, {self.height:g} times as high, {self.width:g} times as wide"
-
-    @property
-    def formula(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
-        """The formula of the problem and its factors."""
-        return rf"{self.height:g}\,[{self.problem.formula}](x/{self.width:g})"
-
-    @property
-    def event_shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only
-        """As the problem's."""
-        return self.problem.event_shape
+    def __init__(self, problem: Problem, height: float = 1.0, width: float = 1.0) -> None:
+        self.problem = problem
+        self.height, self.width = check_positive("height", height), check_positive("width", width)
+        self.name = f"{problem.name}, {height:g} times as high, {width:g} times as wide"
+        self.formula = rf"{height:g}\,[{problem.formula}](x/{width:g})"
+        self.event_shape, self.minimum = problem.event_shape, height * problem.minimum
 
     def value(self, x: Array) -> Array:
         """Values of the stretched function."""
@@ -209,11 +180,6 @@ class Rescaled(Problem):
     def hessian_vector(self, x: Array, v: Array) -> Array:
         """Hessian products of the stretched function."""
         return (self.height / self.width**2) * self.problem.hessian_vector(x / self.width, v)
-
-    @property
-    def minimum(self) -> float:
-        """The infimum of the stretched function."""
-        return self.height * self.problem.minimum
 
     def frontier(self, L1: float) -> float:
         """The frontier of the problem, stretched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -79,15 +80,18 @@ class DeepLinear(Problem):
             if matrix.shape != (rows, n):
                 raise ValueError(f"`{name}` must have shape {(rows, n)}, got {matrix.shape}.")
         self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
-        self._ends = np.cumsum([0] + [rows * columns for rows, columns in self._shapes])
-        self.event_shape = (int(self._ends[-1]),)
+        ends = [int(end) for end in np.cumsum([0, *(rows * columns for rows, columns in self._shapes)])]
+        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # of a point: one a layer
+        self.event_shape = (ends[-1],)
         self.name = "deep linear network " + "-".join(map(str, self.widths))
         self.formula = r"\|Y - W_\ell\cdots W_1 X\|^2"
+        # The loss of the best product of that rank: reduced-rank regression.
+        self.minimum = float(self.value(self.minimizer()))
 
     def weights(self, x: Array) -> list[Array]:
         """The matrices :math:`W_1, …, W_ℓ` in a point, or in each of many."""
-        pairs = zip(self._ends[:-1], self._ends[1:], self._shapes, strict=True)
-        return [x[..., start:end].reshape(*x.shape[:-1], *shape) for start, end, shape in pairs]
+        layers = zip(self._parts, self._shapes, strict=True)
+        return [x[..., part].reshape(*x.shape[:-1], *shape) for part, shape in layers]
 
     def flatten(self, weights: Sequence[Array]) -> Array:
         """The point made of these matrices."""
@@ -95,19 +99,19 @@ class DeepLinear(Problem):
 
     def value(self, x: Array) -> Array:
         """Squared errors, summed."""
-        residual = self._parts(x)[2]
+        residual = self._factors(x)[2]
         return np.einsum("...pq,...pq->...", residual, residual)
 
     def gradient(self, x: Array) -> Array:
         """Two times AᵀRBᵀ for each layer."""
-        above, below, residual, _ = self._parts(x)
+        above, below, residual, _ = self._factors(x)
         return self.flatten(
             [2 * _T(a) @ residual @ _T(b) for a, b in zip(above, below, strict=True)]  # A_iᵀ R B_iᵀ
         )
 
     def hessian(self, x: Array) -> Array:
         """Whole Hessians, one square matrix for each point."""
-        above, below, residual, weights = self._parts(x)
+        above, below, residual, weights = self._factors(x)
         H = np.zeros((*x.shape[:-1], self.event_shape[0], self.event_shape[0]))
         for i in range(self.depth):
             between = np.eye(self.widths[i + 1])  # C_{ji} = W_{j-1}⋯W_{i+1}, empty for j = i + 1
@@ -119,9 +123,9 @@ class DeepLinear(Problem):
                     inner = below[i] @ _T(residual) @ above[j]
                     first = first + np.einsum("...da,...bc->...abcd", between, inner)
                     between = weights[j] @ between
-                block = 2 * first.reshape(*x.shape[:-1], self._size(i), self._size(j))
-                H[..., self._slice(i), self._slice(j)] = block
-                H[..., self._slice(j), self._slice(i)] = _T(block)
+                block = 2 * first.reshape(*x.shape[:-1], math.prod(self._shapes[i]), -1)
+                H[..., self._parts[i], self._parts[j]] = block
+                H[..., self._parts[j], self._parts[i]] = _T(block)
         return H
 
     def hessian_norm(self, x: Array) -> Array:
@@ -131,11 +135,6 @@ class DeepLinear(Problem):
     def hessian_vector(self, x: Array, v: Array) -> Array:
         """Hessian times ``v``."""
         return (self.hessian(x) @ v[..., None])[..., 0]
-
-    @property
-    def minimum(self) -> float:
-        """The loss of the best product of that rank: reduced-rank regression."""
-        return float(self.value(self.minimizer()))
 
     def minimizer(self) -> Array:
         """One global minimizer, from the singular value decomposition of the least-squares fit."""
@@ -164,7 +163,7 @@ class DeepLinear(Problem):
         check_nonnegative("L1", L1)
         return math.inf if self.depth > 1 else float(2 * np.linalg.norm(self.inputs, 2) ** 2)
 
-    def _parts(self, x: Array) -> tuple[list[Array], list[Array], Array, list[Array]]:
+    def _factors(self, x: Array) -> tuple[list[Array], list[Array], Array, list[Array]]:
         """A_i and B_i for each layer, the residual R, and the weights."""
         weights = self.weights(x)
         below = [np.broadcast_to(self.inputs, (*x.shape[:-1], *self.inputs.shape))]
@@ -174,12 +173,6 @@ class DeepLinear(Problem):
         for w in weights[:0:-1]:
             above.insert(0, above[0] @ w)
         return above, below[:-1], below[-1] - self.targets, weights
-
-    def _slice(self, i: int) -> slice:
-        return slice(int(self._ends[i]), int(self._ends[i + 1]))
-
-    def _size(self, i: int) -> int:
-        return int(self._ends[i + 1] - self._ends[i])
 
 
 def _T(matrix: Array) -> Array:

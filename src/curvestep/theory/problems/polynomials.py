@@ -56,6 +56,10 @@ class Polynomial(ScalarProblem):
         self._df, self._d2f, self._d3f = (self._f.deriv(k) for k in (1, 2, 3))
         terms = [f"{c:g}x^{{{i}}}" if i else f"{c:g}" for i, c in enumerate(a) if c != 0]
         self.formula = " + ".join(terms) or "0"
+        right = a[-1] > 0 or math.isfinite(self.domain[1])
+        left = (a[-1] > 0) == (self.degree % 2 == 0) or math.isfinite(self.domain[0])
+        bounded = self.degree == 0 or (left and right)
+        self.minimum = float(self._f(self._candidates(self._df)).min()) if bounded else -math.inf
         self.name = f"polynomial of degree {self.degree}"
 
     def value(self, x: Array) -> Array:
@@ -69,15 +73,6 @@ class Polynomial(ScalarProblem):
     def curvature(self, x: Array) -> Array:
         """Second derivatives f''."""
         return self._d2f(x)
-
-    @property
-    def minimum(self) -> float:
-        """The least value at a stationary point or an end; ``-inf`` if unbounded below."""
-        candidates = self._candidates(self._df)
-        unbounded = math.isinf(self.domain[0]) or math.isinf(self.domain[1])
-        if unbounded and self.degree > 0 and not self._bounded_below():
-            return -math.inf
-        return float(self._f(candidates).min())
 
     def frontier(self, L1: float) -> float:
         """Exact, from the roots of f' and of f''' ± L1 f''."""
@@ -104,12 +99,6 @@ class Polynomial(ScalarProblem):
             if len(inside) + len(ends)
             else np.array([max(low, min(0.0, high))])
         )
-
-    def _bounded_below(self) -> bool:
-        leading, (low, high) = self.coefficients[-1], self.domain
-        right = leading > 0 or math.isfinite(high)
-        left = (leading > 0) == (self.degree % 2 == 0) or math.isfinite(low)
-        return left and right
 
 
 class Quartic(Polynomial):
@@ -166,6 +155,8 @@ class Quadratic(Problem):
         np.float64(3.0)
     """
 
+    minimum = 0.0
+
     def __init__(self, curvatures: Sequence[float], *, rotation_seed: int | None = None) -> None:
         for i, curvature in enumerate(curvatures):
             check_nonnegative(f"curvatures[{i}]", curvature)
@@ -200,11 +191,6 @@ class Quadratic(Problem):
     def hessian_vector(self, x: Array, v: Array) -> Array:
         """Hessian times ``v``, whatever ``x``."""
         return np.broadcast_to(v, x.shape) @ self.hessian
-
-    @property
-    def minimum(self) -> float:
-        """Zero."""
-        return 0.0
 
     def frontier(self, L1: float) -> float:
         """The largest curvature, for every L1."""

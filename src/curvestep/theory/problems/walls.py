@@ -60,6 +60,8 @@ class ExponentialWall(ScalarProblem):
         (1.1051, 0.044204)
     """
 
+    minimum = 0.0
+
     def __init__(self, *, L0: float, L1: float) -> None:
         super().__init__()
         self.L0, self.L1 = float(check_positive("L0", L0)), float(check_positive("L1", L1))
@@ -82,11 +84,6 @@ class ExponentialWall(ScalarProblem):
         with np.errstate(over="ignore"):
             return (self.L0 / self.L1) * np.expm1(self.L1 * np.abs(x))
 
-    @property
-    def minimum(self) -> float:
-        """Zero."""
-        return 0.0
-
     def frontier(self, L1: float) -> float:
         """L0 from the wall's own L1 upwards; below it no L0 is enough."""
         return self.L0 if check_nonnegative("L1", L1) >= self.L1 else math.inf
@@ -100,7 +97,7 @@ class ExponentialWall(ScalarProblem):
         return 2.0 * self.start(M=M) / M
 
 
-class PrintedWall(ScalarProblem):
+class PrintedWall(ExponentialWall):
     r"""The paper's fast function of Theorem 4, as printed.
 
     .. math::
@@ -116,8 +113,8 @@ class PrintedWall(ScalarProblem):
     """
 
     def __init__(self, *, L1: float) -> None:
-        super().__init__()
-        self.L1 = float(check_positive("L1", L1))
+        super().__init__(L0=check_positive("L1", L1), L1=L1)
+        self.minimum = 0.5 / self.L1  # at 0
         self.name = "exponential wall as printed"
         self.formula = r"\frac{L_1}{2}x^2 + \frac{1}{2L_1},\ \frac{1}{L_1 e}e^{L_1|x|}"
 
@@ -126,10 +123,6 @@ class PrintedWall(ScalarProblem):
         a = self.L1 * np.abs(x)
         with np.errstate(over="ignore"):
             return np.where(a <= 1, 0.5 * (a * a + 1), np.exp(a - 1)) / self.L1
-
-    def gradient(self, x: Array) -> Array:
-        """Derivatives, ±inf beyond overflow."""
-        return np.copysign(self._slope(x), x)
 
     def curvature(self, x: Array) -> Array:
         """Second derivatives."""
@@ -142,23 +135,10 @@ class PrintedWall(ScalarProblem):
         with np.errstate(over="ignore"):
             return np.where(a <= 1, a, np.exp(a - 1))
 
-    @property
-    def minimum(self) -> float:
-        """The value at 0, 1/(2 L1)."""
-        return 0.5 / self.L1
-
-    def frontier(self, L1: float) -> float:
-        """The wall's own L1, from that L1 upwards; below it no L0 is enough."""
-        return self.L1 if check_nonnegative("L1", L1) >= self.L1 else math.inf
-
     def start(self, *, M: float) -> float:
         """The point with gradient norm ``M``, (ln M + 1)/L1 for M ≥ 1."""
         check_positive("M", M)
         return (math.log(M) + 1) / self.L1 if M >= 1 else M / self.L1
-
-    def largest_step(self, *, M: float) -> float:
-        """The step size above which fixed-step descent from ``start(M=M)`` diverges."""
-        return 2.0 * self.start(M=M) / M
 
 
 class RotatedWalls(Problem):
@@ -179,6 +159,8 @@ class RotatedWalls(Problem):
         >>> bool(f.hessian_norm(x) <= 1.0 + 2.0 * f.grad_norm(x)), f.frontier(2.0)
         (True, 1.0)
     """
+
+    minimum = 0.0
 
     def __init__(self, *, L0: float, L1: float, dim: int, rotation_seed: int | None = None) -> None:
         self.wall = ExponentialWall(L0=L0, L1=L1)
@@ -202,11 +184,6 @@ class RotatedWalls(Problem):
     def hessian_vector(self, x: Array, v: Array) -> Array:
         """Curvatures times ``v`` in the rotated frame."""
         return (self.wall.curvature(x @ self.rotation.T) * (v @ self.rotation.T)) @ self.rotation
-
-    @property
-    def minimum(self) -> float:
-        """Zero."""
-        return 0.0
 
     def frontier(self, L1: float) -> float:
         """As that of one wall."""
@@ -238,6 +215,8 @@ class SlowValley(ScalarProblem):
         array([-1.,  0.,  1.])
     """
 
+    minimum = 0.0
+
     def __init__(self, eps: float, *, slope: float = 2.0, width: float = 1.0) -> None:
         super().__init__()
         self.eps, self.width = float(check_positive("eps", eps)), float(check_positive("width", width))
@@ -266,11 +245,6 @@ class SlowValley(ScalarProblem):
         """Second derivatives, zero outside."""
         u = np.clip(x / self.width, -1.0, 1.0)
         return (3.0 * self._height / self.width**2) * (1.0 - u * u)
-
-    @property
-    def minimum(self) -> float:
-        """Zero."""
-        return 0.0
 
     def frontier(self, L1: float) -> float:
         """The curvature at 0, for every L1: there the gradient vanishes."""
