@@ -20,22 +20,28 @@ from curvestep.theory.inequalities import (
     sample_frontier as sample_frontier,
     value_change_bound as value_change_bound,
 )
-from curvestep.theory.problems import (
+from curvestep.theory.problems.base import (
+    Problem as Problem,
+    Rescaled as Rescaled,
+    ScalarProblem as ScalarProblem,
+)
+from curvestep.theory.problems.deep_linear import DeepLinear as DeepLinear
+from curvestep.theory.problems.noise import (
     BoundedNoise as BoundedNoise,
-    DeepLinear as DeepLinear,
-    ExponentialWall as ExponentialWall,
     HeavyTailedNoise as HeavyTailedNoise,
     Noise as Noise,
+    StochasticGradient as StochasticGradient,
+)
+from curvestep.theory.problems.polynomials import (
     Polynomial as Polynomial,
-    PrintedWall as PrintedWall,
-    Problem as Problem,
     Quadratic as Quadratic,
     Quartic as Quartic,
-    Rescaled as Rescaled,
+)
+from curvestep.theory.problems.walls import (
+    ExponentialWall as ExponentialWall,
+    PrintedWall as PrintedWall,
     RotatedWalls as RotatedWalls,
-    ScalarProblem as ScalarProblem,
     SlowValley as SlowValley,
-    StochasticGradient as StochasticGradient,
     phi as phi,
 )
 from curvestep.theory.rules import (

@@ -22,7 +22,7 @@ from curvestep.lab.progress import show_progress
 from curvestep.lab.run.folder import read_json, write_json
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory.complexity import descend
-from curvestep.theory.problems import Quartic
+from curvestep.theory.problems.polynomials import Quartic
 from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep, SmoothClippedStep, StepRule
 from curvestep.theory.theorems.clipped_gd import theorem3
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair, theorem4, theorem6, wall_height
