@@ -113,17 +113,16 @@ def _run(
     batch = starts.shape[: starts.ndim - len(problem.event_shape)]
     hits, excess, steepest, num_steps = np.full(batch, math.inf), -math.inf, 0.0, 0
     level = guarantee.gap * (1 + TOLERANCE)
+    floor = max(1e-4 * (guarantee.gap + abs(problem.minimum)), np.finfo(float).tiny)  # where rounding rules
     last: Array | None = None
     reasons: list[str] = []
     for start, block in walk(problem, guarantee.rule, starts, limit, noise=noise, seed=seed):
         with np.errstate(over="ignore", invalid="ignore"):
             joined = block if last is None else np.concatenate([last, block])
             norms, gaps = problem.grad_norm(joined), problem.gap(joined)
-            if guarantee.decrease is not None:
+            if guarantee.decrease is not None and len(gaps) > 1:
                 promised = guarantee.decrease(norms[:-1])
-                excess = max(
-                    excess, _descent_excess(gaps, promised, 1e-4 * (guarantee.gap + abs(problem.minimum)))
-                )
+                excess = max(excess, float(np.max((np.diff(gaps, axis=0) + promised) / (gaps[:-1] + floor))))
         # With noise the runs leave the sublevel set; only a global M says anything then.
         inside = norms[gaps <= level] if guarantee.tau is None else norms
         steepest = max(steepest, float(np.max(inside, initial=0.0)))
@@ -217,14 +216,6 @@ def _class_reasons(problem: Problem, guarantee: Guarantee) -> list[str]:
         f"{problem.name} is not in the class: L1 = {guarantee.L1:g} needs L0 = {needed:g}, "
         f"and L0 = {guarantee.L0:g} is claimed"
     ]
-
-
-def _descent_excess(gaps: Array, promised: Array, floor: float) -> float:
-    """Largest of (f(x⁺) − f(x) + promised decrease) / (f(x) − f*); the floor is where rounding takes over."""
-    if len(gaps) < 2:
-        return -math.inf
-    scale = gaps[:-1] + max(floor, np.finfo(float).tiny)
-    return float(np.max((gaps[1:] - gaps[:-1] + promised) / scale))
 
 
 def _noise_within(noise: Noise | None, guarantee: Guarantee) -> Noise | None:

@@ -156,14 +156,18 @@ def descend(
         >>> runs.hits, runs.status
         (array([ inf, 977.,  inf]), array(['done', 'done', 'diverged'], dtype='<U8'))
     """
-    starts = _spread_starts(problem, rule, problem.check_start(x0))
+    event, starts = problem.event_shape, problem.check_start(x0)
+    # Repeated, so that every hyperparameter has its own.
+    batch = np.broadcast_shapes(
+        starts.shape[: starts.ndim - len(event)], *map(np.shape, rule.parameters.values())
+    )
+    starts = np.array(np.broadcast_to(starts, batch + event))
     check_count("num_steps", num_steps, least=0)
     check_count("every", every)
     if eps is not None:
         check_positive("eps", eps)
     elif until_hit:
         raise ValueError("`until_hit` needs `eps`: without it nothing can be hit.")
-    batch = starts.shape[: starts.ndim - len(problem.event_shape)]
     hits, best = np.full(batch, math.inf), np.full(batch, math.inf)
     kept: list[Array] = []
     kept_steps: list[int] = []
@@ -217,9 +221,8 @@ def walk(
         return
     step, rng = rule.stepper(batch), np.random.default_rng(seed)
     buffer = np.empty((min(BLOCK, num_steps + 1), *starts.shape))
-    rows = [
-        buffer[i, ...] for i in range(len(buffer))
-    ]  # views made once: indexing costs as much as arithmetic on few points
+    # Views made once: indexing costs as much as arithmetic on few points.
+    rows = [buffer[i, ...] for i in range(len(buffer))]
     gradient, subtract = problem.gradient, np.subtract
     norm, scale = (problem.norm, problem.scale) if event else (np.absolute, np.multiply)
     x, begin, done, size = rows[0], 1, 0, FIRST_BLOCK
@@ -236,11 +239,3 @@ def walk(
                 x = subtract(x, scale(step(norm(g)), g), row)
             yield done, buffer[:num]
             begin, done, size = 0, done + num, 2 * size
-
-
-def _spread_starts(problem: Problem, rule: StepRule, starts: Array) -> Array:
-    """Starts repeated so that every hyperparameter has its own."""
-    event = problem.event_shape
-    batch = starts.shape[: starts.ndim - len(event)]
-    shapes = [np.shape(p) for p in rule.parameters.values()]
-    return np.array(np.broadcast_to(starts, np.broadcast_shapes(batch, *shapes) + event))

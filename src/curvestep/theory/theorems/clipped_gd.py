@@ -161,12 +161,25 @@ def theorem3(
     check_choice("form", form, ("clipped", "smooth", "logarithmic"))
     if form != "clipped" and version != "sharp":
         raise ValueError(f"`form` must be 'clipped' unless `version` is 'sharp', got {form!r}.")
+    where = "everywhere"
     if version == "printed":
-        rule, bound, where = _printed(L0, L1, gap, eps)
+        rule: StepRule = ClippedStep(lr=1 / (10 * L0), max_norm=min(10 * L0, ratio(L0, L1)))
+        bound = 20 * L0 * gap / eps**2 + 20 * max(1.0, L1**2) * gap / L0
+        where = "within distance 1 of {f ≤ f(x0)}"
     elif version == "corrected":
-        rule, bound, where = _corrected(L0, L1, gap, eps, check_threshold("radius", radius))
+        cap = min(check_threshold("radius", radius), ratio(1.0, 10 * L1))
+        rule = ClippedStep(lr=1 / (10 * L0), max_norm=10 * L0 * cap)
+        bound = gap * max(20 * L0 / eps**2, 2 / (cap * eps))
+        if radius < math.inf:
+            where = f"within distance {radius:g} of {{f ≤ f(x0)}}"
+    elif form == "smooth":
+        rule, bound = SmoothClippedStep(L0=L0, L1=L1), gap * (2 * L0 / eps**2 + 3 * L1 / eps)
+    elif form == "logarithmic":
+        rule = LogarithmicStep(L0=L0, L1=L1)
+        bound = LOGARITHMIC_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
     else:
-        rule, bound, where = _sharp(L0, L1, gap, eps, form)
+        rule = ClippedStep(lr=SHARP_LR / L0, max_norm=ratio(SHARP_CAP / SHARP_LR * L0, L1))
+        bound = SHARP_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
     return Guarantee(
         theorem="Theorem 3",
         version=version,
@@ -178,29 +191,6 @@ def theorem3(
         decrease=_decrease_of(rule, version, L0, L1),
         **numbers,
     )
-
-
-def _printed(L0: float, L1: float, gap: float, eps: float) -> tuple[StepRule, float, str]:
-    rule = ClippedStep(lr=1 / (10 * L0), max_norm=min(10 * L0, ratio(L0, L1)))
-    bound = 20 * L0 * gap / eps**2 + 20 * max(1.0, L1**2) * gap / L0
-    return rule, bound, "within distance 1 of {f ≤ f(x0)}"
-
-
-def _corrected(L0: float, L1: float, gap: float, eps: float, radius: float) -> tuple[StepRule, float, str]:
-    cap = min(radius, ratio(1.0, 10 * L1))
-    rule = ClippedStep(lr=1 / (10 * L0), max_norm=10 * L0 * cap)
-    where = "everywhere" if math.isinf(radius) else f"within distance {radius:g} of {{f ≤ f(x0)}}"
-    return rule, gap * max(20 * L0 / eps**2, 2 / (cap * eps)), where
-
-
-def _sharp(L0: float, L1: float, gap: float, eps: float, form: str) -> tuple[StepRule, float, str]:
-    if form == "smooth":
-        return SmoothClippedStep(L0=L0, L1=L1), gap * (2 * L0 / eps**2 + 3 * L1 / eps), "everywhere"
-    if form == "logarithmic":
-        bound = LOGARITHMIC_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
-        return LogarithmicStep(L0=L0, L1=L1), bound, "everywhere"
-    rule = ClippedStep(lr=SHARP_LR / L0, max_norm=ratio(SHARP_CAP / SHARP_LR * L0, L1))
-    return rule, SHARP_CONSTANT * gap * (L0 / eps**2 + L1 / eps), "everywhere"
 
 
 def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str = "corrected") -> Guarantee:

@@ -240,7 +240,12 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
             f"{condition:.4g} times smaller than at the end."
         ),
         "clipping may help": "which is not far above it: expect little.",
-        "no need to clip": "which is below it: " + _why_not(M, tau, L0, L1),
+        "no need to clip": "which is below it: "
+        + (
+            "gradients are mostly noise, and clipping noise only adds bias."
+            if tau > ratio(L0, L1)
+            else "curvature hardly changes with the gradient, and a fixed step 1/(L0 + L1·M) does as well."
+        ),
     }[verdict]
     reach = f"gradients reach {M:.4g}, {excess:.3g} times τ + L0/L1 = {threshold:.4g}"
     return ClippingVerdict(
@@ -252,12 +257,6 @@ def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> Clip
         verdict=verdict,
         words=f"{verdict.capitalize()}: {reach}, {origin}",
     )
-
-
-def _why_not(M: float, tau: float, L0: float, L1: float) -> str:
-    if tau > ratio(L0, L1):
-        return "gradients are mostly noise, and clipping noise only adds bias."
-    return "curvature hardly changes with the gradient, and a fixed step 1/(L0 + L1·M) does as well."
 
 
 def _horizon(bound: float, num_steps: int | None) -> int:

@@ -105,7 +105,7 @@ class LowerBoundPair:
         largest_step: The step size at which descent on the wall begins to diverge.
     """
 
-    wall: ExponentialWall | PrintedWall
+    wall: ExponentialWall
     wall_start: float
     valley: SlowValley
     valley_start: float
@@ -202,12 +202,9 @@ def _valley_distance(slope: float, L0: float, gap: float, eps: float) -> float:
     """Distance from start to gradient norm ε over the length sε·(step size 1), for the narrowest valley."""
     width = 1.5 * slope * eps / L0
     edge = 0.625 * slope * eps * width
-    return ((gap - edge) / (slope * eps) + width * (1 - _flat(slope))) / (slope * eps)
-
-
-def _flat(slope: float) -> float:
-    """Where u(3 − u²)/2 = 1/s: inside, in units of the width, the gradient norm is at most ε."""
-    return 2 * math.sin(math.asin(1 / slope) / 3)
+    # Where u(3 − u²)/2 = 1/s: inside, in units of the width, the gradient norm is at most ε.
+    flat = 2 * math.sin(math.asin(1 / slope) / 3)
+    return ((gap - edge) / (slope * eps) + width * (1 - flat)) / (slope * eps)
 
 
 def _sharp_shape(L0: float, M: float, gap: float, eps: float) -> tuple[float, float]:

@@ -142,13 +142,12 @@ class NoisyStep:
                 raise ValueError(f"`{name}` must be positive, got {value!r}.")
             object.__setattr__(self, name, value)
         lengths = np.linalg.norm(self.noise, axis=-1)
+        mean = (self.probabilities[..., None] * self.noise).sum(axis=-2)
         L0, L1, tau, lr = self._constants
         slack = 1 + 1e-9
         require(
             Assumption("noise ≤ tau", bool((lengths <= tau[..., None] * slack).all())),
-            Assumption(
-                "unbiased noise", bool((np.abs(self._mean(self.noise)) <= 1e-9 * tau[..., None]).all())
-            ),
+            Assumption("unbiased noise", bool((np.abs(mean) <= 1e-9 * tau[..., None]).all())),
             Assumption("lr ≤ 1/(20·L0)", bool((lr <= slack / (20 * L0)).all())),
             Assumption("lr ≤ 1/(128·L1·tau)", bool((lr <= slack / (128 * L1 * tau)).all())),
         )
@@ -177,9 +176,6 @@ class NoisyStep:
     def mean(self, values: Array) -> Array:
         """Expectations over the noise, of values of shape ``(..., m)``."""
         return (self.probabilities * values).sum(axis=-1)
-
-    def _mean(self, vectors: Array) -> Array:
-        return (self.probabilities[..., None] * vectors).sum(axis=-2)
 
     @property
     def inner(self) -> Array:
