@@ -114,26 +114,6 @@ def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     return norm if low < norm < high else _rescaled_norm(tensors)
 
 
-def cpu_distance(new: Tensor, old: Tensor) -> float | None:
-    """Norm of ``new - old``, of which nothing is stored; None where the kernel cannot take the tensors.
-
-    Of numbers so large or so small that their squares are not what they should be it says None too.
-
-    Example:
-        >>> distance = cpu_distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]))
-        >>> distance in (5.0, None)
-        True
-    """
-    kernel = native()
-    plain = kernel is not None and type(new) is Tensor and type(old) is Tensor
-    view = kernel.view([new], [old]) if kernel is not None and plain else None
-    if kernel is None or view is None:
-        return None
-    distance = math.sqrt(kernel.squared_distance(view))
-    low, high = _SAFE.get(new.dtype, _SAFE_SINGLE)
-    return distance if low < distance < high else None
-
-
 def difference(
     new: Sequence[Tensor | None], old: Sequence[Tensor | None], *, overwrite: bool = False
 ) -> list[Tensor | None]:
@@ -156,15 +136,21 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
         >>> distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0])).item()
         5.0
     """
-    if new is not None and old is not None:
-        apart = cpu_distance(new.detach(), old.detach())
-        if apart is not None:
-            return torch.tensor(apart, dtype=torch.float64)
-    if overwrite or new is None or old is None or not _can_be_split_alike(new, old):
+    if new is None or old is None:
         return global_norm([_minus(new, old, overwrite)])
-    a, b = new.detach().view(-1).split(PIECE), old.detach().view(-1).split(PIECE)
-    piece = torch.empty_like(a[0])
-    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in zip(a, b, strict=True)]
+    a, b, kernel = new.detach(), old.detach(), native()
+    view = kernel.view([a], [b]) if kernel is not None and type(a) is type(b) is Tensor else None
+    if kernel is not None and view is not None:
+        apart = math.sqrt(kernel.squared_distance(view))
+        low, high = _SAFE.get(a.dtype, _SAFE_SINGLE)
+        if low < apart < high:  # else a square has overflowed or vanished
+            return torch.tensor(apart, dtype=torch.float64)
+    alike = a.shape == b.shape and a.is_contiguous() and b.is_contiguous()
+    if overwrite or a.numel() <= PIECE or not (alike and _homogeneous_cpu([a, b])):
+        return global_norm([_minus(new, old, overwrite)])
+    piece = torch.empty_like(a.view(-1)[:PIECE])
+    pairs = zip(a.view(-1).split(PIECE), b.view(-1).split(PIECE), strict=True)
+    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in pairs]
     return torch.tensor(math.hypot(*norms), dtype=torch.float64)
 
 
@@ -241,17 +227,6 @@ def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | 
     if new.is_sparse or old.is_sparse:
         return new.to_dense() - old.to_dense()
     return new.sub_(old) if overwrite else new - old
-
-
-def _can_be_split_alike(new: Tensor, old: Tensor) -> bool:
-    """Whether the difference is large, and of tensors that can be cut into the same pieces."""
-    return (
-        new.numel() > PIECE
-        and new.shape == old.shape
-        and _homogeneous_cpu([new.detach(), old.detach()])
-        and new.is_contiguous()
-        and old.is_contiguous()
-    )
 
 
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
