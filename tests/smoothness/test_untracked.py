@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvestep as cs
-from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.determinism import UntrackedParametersError
 from curvestep.smoothness.probe import SmoothnessProbe
 
 BACKWARD = Tensor.backward
@@ -40,7 +40,7 @@ def test_probe_on_a_part_of_what_the_loss_trains_is_refused_untouched(kind):
     before = [p.grad.clone() for p in (*encoder.parameters(), *head.parameters())]
     finish = returned if kind == "oracle" else kind
     with (
-        pytest.raises(NonDeterministicError, match=r"2 tensors outside `model` \(18 numbers.*ModuleList"),
+        pytest.raises(UntrackedParametersError, match=r"2 tensors outside `model` \(18 numbers.*ModuleList"),
         probe(lambda: finish(loss_of((x, y)))),
     ):
         pass

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,10 @@ from curvestep.vectors import difference, dot, global_norm, precision
 
 class NonDeterministicError(RuntimeError):
     """The closure's gradient is not a function of the parameters alone, so differences of it mean nothing."""
+
+
+class UntrackedParametersError(NonDeterministicError):
+    """The loss depends on trained tensors that the replay neither moves nor puts back."""
 
 
 class Determinism(NamedTuple):
@@ -120,18 +125,18 @@ def check_determinism(
         repeat: Whether to replay twice; if not, the error is zero.
     """
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
-    try:
-        with forbid_untracked_parameters(replay.parameters) as found:
-            first = replay.gradient().gradients
-    except UntrackedParametersError as error:
-        raise NonDeterministicError(str(error)) from None
+    with forbid_untracked_parameters(replay.parameters) as found:
+        first = replay.gradient().gradients
     eps = max(precision(replay.parameters), eps, *found)
     tolerance = eps**0.5
     if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
     error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
     if trained is not None and first is not trained and error == error:
-        gap = _turned(first, trained) if clipped else _relative_gap(first, trained)
+        if clipped:
+            gap = _turned(first, trained)
+        else:
+            gap = global_norm(difference(first, trained)).item() / (global_norm(first).item() or 1.0)
         if any_rank(gap > tolerance, replay.model) and not (
             clipped and _clipped_by_value(first, trained, tolerance)
         ):
@@ -139,10 +144,6 @@ def check_determinism(
                 _why_not_training(replay, first, trained, gap, tolerance, calls, replayed)
             )
     return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
-
-
-def _relative_gap(gradients: Gradients, trained: Gradients) -> float:
-    return global_norm(difference(gradients, trained)).item() / (global_norm(gradients).item() or 1.0)
 
 
 def _turned(gradients: Gradients, trained: Gradients) -> float:
@@ -277,14 +278,11 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
     """One replay with the fingerprints of every module's inputs and outputs, inner modules first."""
     calls: list[Call] = []
 
-    def recorder(name: str) -> Any:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
-
-        return record
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
 
     handles = [
-        module.register_forward_hook(recorder(name), with_kwargs=True)
+        module.register_forward_hook(partial(record, name), with_kwargs=True)
         for name, module in replay.model.named_modules()
     ]
     try:
@@ -293,10 +291,6 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
         for handle in handles:
             handle.remove()
     return calls, loss
-
-
-class UntrackedParametersError(RuntimeError):
-    """The loss depends on trained tensors that the replay neither moves nor puts back."""
 
 
 @contextmanager
@@ -317,8 +311,19 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
 
     def checked(self: Tensor, *args: Any, **kwargs: Any) -> None:
         precisions.append(computed_precision(self))
-        if not sharded:
-            check_untracked_parameters(self, known)
+        # A tensor made inside the closure to differentiate by, as in a gradient penalty, is not trained.
+        trained = [leaf for leaf in leaves(self) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
+        untracked = [leaf for leaf in trained if id(leaf) not in known]
+        if untracked and not sharded:
+            numbers = sum(leaf.numel() for leaf in untracked)
+            raise UntrackedParametersError(
+                f"The loss also trains {len(untracked)} tensors outside `model` ({numbers} numbers, the "
+                f"first of shape {tuple(untracked[0].shape)}), which move with the step and collect "
+                "gradients in a replay. Give one module that holds all that is trained, such as "
+                "`nn.ModuleList([encoder, head])`; detach what is not trained. If another optimizer trains "
+                "them, as of a GAN's other network, freeze them around this step: "
+                "`other.requires_grad_(False)`, and True after it."
+            )
         backward(self, *args, **kwargs)
 
     Tensor.backward = checked
@@ -326,22 +331,6 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
         yield precisions
     finally:
         Tensor.backward = backward
-
-
-def check_untracked_parameters(loss: Tensor, known: set[int]) -> None:
-    """Raise if ``loss.backward()`` would change the gradient of a tensor whose ``id`` is not in ``known``."""
-    # A tensor made inside the closure to differentiate by, as in a gradient penalty, is not trained.
-    trained = [leaf for leaf in leaves(loss) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
-    untracked = [leaf for leaf in trained if id(leaf) not in known]
-    if untracked:
-        numbers = sum(leaf.numel() for leaf in untracked)
-        raise UntrackedParametersError(
-            f"The loss also trains {len(untracked)} tensors outside `model` ({numbers} numbers, the first of "
-            f"shape {tuple(untracked[0].shape)}), which move with the step and collect gradients in a "
-            "replay. Give one module that holds all that is trained, such as `nn.ModuleList([encoder, "
-            "head])`; detach what is not trained. If another optimizer trains them, as of a GAN's other "
-            "network, freeze them around this step: `other.requires_grad_(False)`, and True after it."
-        )
 
 
 def leaves(loss: Tensor) -> list[Tensor]:
