@@ -15,6 +15,7 @@ by a constant Hessian; what it shares with it may be.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import root_scalar
@@ -55,36 +56,34 @@ def control_of(
     known = np.isfinite(samples.step_norm) & (samples.step_norm > 0)
     if known.sum() < LEAST_ROWS or samples.smoothness[known].max() == 0:
         return None
-    samples = samples if known.all() else samples.rows(known)
-    size = np.where(samples.clipped & np.isfinite(samples.lr), samples.lr, samples.step_size)
-    noise = samples.noise[np.isfinite(samples.noise)]
+    samples = samples.rows(known)
+    # At most so many rows and steps that the control takes about a second.
+    kept = samples.rows(evenly_spaced(len(samples), most=_MOST_ROWS))
     run = Run(
-        grad_norm=samples.grad_norm,
-        smoothness=samples.smoothness,
-        step_size=size,
-        step_cap=np.where(samples.clipped, samples.step_norm, np.inf),
-        stride=samples.stride,
-        noise=float(np.median(noise)) if len(noise) else None,
+        grad_norm=kept.grad_norm,
+        smoothness=kept.smoothness,
+        step_size=np.where(kept.clipped & np.isfinite(kept.lr), kept.lr, kept.step_size),
+        step_cap=np.where(kept.clipped, kept.step_norm, np.inf),
+        stride=max(1, min(samples.stride, _MOST_STEPS // len(kept))),
     )
-    g, ell = constant_hessian_runs(run, rng=rng)
+    quadratics = _Quadratics.like(run, rng)
+    noise = samples.noise[np.isfinite(samples.noise)]
+    level_of_noise = (
+        np.full(_REPLICATES, np.median(noise)) if len(noise) else quadratics.noise_level(run, rng)
+    )
+    g, ell = quadratics.descend(run, noise=level_of_noise, rng=rng)
     log_g, log_ell = np.log(g), np.log(ell)
-    rank, log, exponent = spearman(g, ell), correlation(log_g, log_ell), slope(log_g, log_ell)
-    slopes = quantile_lines(g, ell, quantile=quantile)[:, 1]
-    return Control(
-        spearman=float(np.median(rank)),
-        spearman_interval=_spread(rank, level),
-        pearson=float(np.median(log)),
-        pearson_interval=_spread(log, level),
-        exponent=float(np.median(exponent)),
-        exponent_interval=_spread(exponent, level),
-        L1=float(np.median(slopes)),
-        L1_interval=_spread(slopes, level),
-    )
-
-
-def _spread(values: np.ndarray, level: float) -> Interval:
-    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-    return float(low), float(high)
+    shown = {
+        "spearman": spearman(g, ell),
+        "pearson": correlation(log_g, log_ell),
+        "exponent": slope(log_g, log_ell),
+        "L1": quantile_lines(g, ell, quantile=quantile)[:, 1],
+    }
+    statistics: dict[str, Any] = {name: float(np.median(values)) for name, values in shown.items()}
+    for name, values in shown.items():
+        low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+        statistics[f"{name}_interval"] = float(low), float(high)
+    return Control(**statistics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,30 +95,6 @@ class Run:
     step_size: np.ndarray  # length of the step over the gradient norm, had it not been clipped: lr for SGD
     step_cap: np.ndarray  # length of the step where it was clipped, else inf
     stride: int  # training steps from one row to the next
-    noise: float | None  # norm of the gradient noise, where it was measured
-
-
-def constant_hessian_runs(run: Run, *, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient norms and smoothness of runs like ``run`` on quadratics, shape (replicates, rows) each.
-
-    Args:
-        run: What to imitate.
-        rng: Draws the quadratics, their starts and the noise.
-    """
-    # At most so many rows and steps that the control takes about a second.
-    keep = evenly_spaced(len(run.grad_norm), most=_MOST_ROWS)
-    rows = len(run.grad_norm[keep])
-    run = Run(
-        grad_norm=run.grad_norm[keep],
-        smoothness=run.smoothness[keep],
-        step_size=run.step_size[keep],
-        step_cap=run.step_cap[keep],
-        stride=max(1, min(run.stride, _MOST_STEPS // rows)),
-        noise=run.noise,
-    )
-    quadratics = _Quadratics.like(run, rng)
-    noise = np.full(_REPLICATES, run.noise) if run.noise is not None else quadratics.noise_level(run, rng)
-    return quadratics.descend(run, noise=noise, rng=rng)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,12 @@ class Within:
         missing: Why nothing could be tested, and the way out; empty otherwise.
     """
 
-    elasticity: float
-    elasticity_interval: tuple[float, float]
-    p_value: float
-    num_rows: int
-    kappa: float
     level: float
+    elasticity: float = math.nan
+    elasticity_interval: tuple[float, float] = (math.nan, math.nan)
+    p_value: float = math.nan
+    num_rows: int = 0
+    kappa: float = math.nan
     fall: float = 0.0
     missing: str = ""
 
@@ -146,10 +146,10 @@ def within_steps(
     if not 0 < level < 1:
         raise ValueError(f"`level` must lie between 0 and 1, got {level!r}.")
     if secants is None or grad_norms is None or fractions is None or not len(fractions):
-        return _untested(
-            "The rows hold no secants and gradient norms at fractions of the step. "
-            "Measure again with the estimator `smoothness`, which records both.",
+        return Within(
             level=level,
+            missing="The rows hold no secants and gradient norms at fractions of the step. "
+            "Measure again with the estimator `smoothness`, which records both.",
         )
     along = np.asarray(fractions, dtype=float)
     s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
@@ -164,19 +164,19 @@ def within_steps(
     if not (np.all(along > 0) and np.all(np.diff(along) > 0)):
         raise ValueError(f"`fractions` must be positive and rise, got {tuple(fractions)!r}.")
     if len(along) < 2:
-        return _untested(
-            f"Only the fraction {along[0]:g} of each step was recorded, and one secant has nothing to be "
-            "compared with. Measure with fractions=(0.5, 1.0).",
+        return Within(
             level=level,
+            missing=f"Only the fraction {along[0]:g} of each step was recorded, and one secant has nothing "
+            "to be compared with. Measure with fractions=(0.5, 1.0).",
         )
     columns = np.column_stack([s, m, start, change, precision])
     read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
     num_read = int(read.sum())
     if num_read < LEAST_ROWS:
-        return _untested(
-            f"{num_read} of {len(read)} rows hold positive, finite secants and gradient norms at every "
-            f"fraction, and {LEAST_ROWS} are needed. Measure more steps with fractions=(0.5, 1.0).",
+        return Within(
             level=level,
+            missing=f"{num_read} of {len(read)} rows hold positive, finite secants and gradient norms at "
+            f"every fraction, and {LEAST_ROWS} are needed. Measure more steps with fractions=(0.5, 1.0).",
         )
     s, m, start, change, precision = s[read], m[read], start[read], change[read], precision[read]
     kappa_median = float(np.median(change))
@@ -186,13 +186,13 @@ def within_steps(
     plain = _blocks(u, v, error)
     between = _blocks(u - np.median(u, axis=0), v - np.median(v, axis=0), error)
     if plain is None or (between is None and plain.interval(level)[1] > LEAST_ELASTICITY):
-        return _untested(
-            f"Too few of {num_read} steps can be compared: along the others the gradient norm changes too "
-            f"little, or by the same factor (median kappa {kappa_median:.2g}). The steps are too short, or "
-            f"too much alike. Measure more steps, and where kappa is above about {SHORT:g}: with a larger lr "
-            "or max_norm, or earlier in training.",
+        return Within(
             level=level,
             kappa=kappa_median,
+            missing=f"Too few of {num_read} steps can be compared: along the others the gradient norm "
+            f"changes too little, or by the same factor (median kappa {kappa_median:.2g}). The steps are too "
+            f"short, or too much alike. Measure more steps, and where kappa is above about {SHORT:g}: with a "
+            "larger lr or max_norm, or earlier in training.",
         )
     fall, chosen = 0.0, plain
     if between is not None:
@@ -302,16 +302,3 @@ def _blocks(u: np.ndarray, v: np.ndarray, error: np.ndarray) -> _Blocks | None:
         return None
     blocks = _Blocks(ratio=u / np.where(resolved, v, 1.0), weight=np.where(resolved, np.abs(v), 0.0))
     return blocks if blocks.num >= LEAST_BLOCKS else None
-
-
-def _untested(missing: str, *, level: float, kappa: float = math.nan) -> Within:
-    unknown = (math.nan, math.nan)
-    return Within(
-        elasticity=math.nan,
-        elasticity_interval=unknown,
-        p_value=math.nan,
-        num_rows=0,
-        kappa=kappa,
-        level=level,
-        missing=missing,
-    )
