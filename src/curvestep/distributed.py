@@ -54,11 +54,7 @@ def spans_ranks(model: nn.Module) -> bool:
 
 def any_rank(flag: bool, model: nn.Module) -> bool:
     """Whether ``flag`` holds on any of the ranks that train ``model``."""
-    if not spans_ranks(model):
-        return flag
-    votes = torch.tensor(float(flag), device=local(next(model.parameters())).device)
-    dist.all_reduce(votes, dist.ReduceOp.MAX)
-    return bool(votes > 0)
+    return over_ranks(float(flag), model, mean=False) > 0
 
 
 def gradients_live_in_buckets(model: nn.Module) -> bool:

@@ -172,9 +172,7 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Nor
         array([0.5  , 0.2  , 0.0714...])
     """
     if isinstance(L0, np.ndarray) or isinstance(L1, np.ndarray):
-        # Where L1 is zero the gradient does not count, however large.
-        # Finite, so that it does not count where L1 is zero.
-        g = np.minimum(grad_norm, _LARGEST)
+        g = np.minimum(grad_norm, _LARGEST)  # finite, so that it does not count where L1 is zero
         return 1.0 / (L0 + 1.5 * L1 * g)  # pyright: ignore[reportReturnType]  # an array only beside arrays
     if L1 == 0:
         if L0 == 0:

@@ -330,7 +330,10 @@ class StepObserver:
             started = self._clock()
             self.expect(optimizer)
             if not callable(getattr(optimizer, "clip_stats", None)):  # one with statistics needs no norm
-                self._grad_norm = global_norm(p.grad for p in self._parameters) / _grad_scale(optimizer)
+                # A GradScaler may leave it to the optimizer to divide by its scale.
+                scale = getattr(optimizer, "grad_scale", None)
+                norm = global_norm(p.grad for p in self._parameters)
+                self._grad_norm = norm if scale is None else norm / float(scale)
             self.seconds += self._clock() - started
 
     def expect(self, optimizer: Optimizer) -> None:
@@ -386,12 +389,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"`optimizer` must be a torch optimizer, got {type(optimizer).__name__}.")
     return optimizer
-
-
-def _grad_scale(optimizer: Optimizer) -> float:
-    """What a GradScaler multiplied the gradient by, if the optimizer is to divide by it itself."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
 
 
 def autocast_precision(parameter: Tensor) -> float:

@@ -91,23 +91,17 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
-    roots = None if inverse_roots is None else listed(inverse_roots)
+    roots: list[Any] = [1.0] * len(x) if inverse_roots is None else listed(inverse_roots)
 
     def block_norm(part: Sequence[int]) -> SpectralSmoothness:
         def product(v: np.ndarray) -> np.ndarray:
-            direction = _unflattened(v, x, part)
-            if roots is not None:
-                direction = [d * r for d, r in zip(direction, roots, strict=True)]
-            if roots is not None and global_norm(direction) == 0:
+            direction = [d * r for d, r in zip(_unflattened(v, x, part), roots, strict=True)]
+            if global_norm(direction) == 0:  # only parameters that the metric leaves out
                 return np.zeros(v.size)
-            full = listed(
-                hessian_product(
-                    gradient, point, shaped_like(point, direction), method=method, eps=eps, length=length
-                )
-            )
-            if roots is not None:
-                full = [None if h is None else h * r for h, r in zip(full, roots, strict=True)]
-            return _flattened([full[i] for i in part], [x[i] for i in part])
+            settings = {"method": method, "eps": eps, "length": length}
+            full = listed(hessian_product(gradient, point, shaped_like(point, direction), **settings))
+            scaled = [None if full[i] is None else full[i] * roots[i] for i in part]
+            return _flattened(scaled, [x[i] for i in part])
 
         size = sum(x[i].numel() for i in part)
         return _largest_eigenvalue(product, size, tol=tol, max_products=max_products, seed=seed)
