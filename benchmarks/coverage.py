@@ -16,7 +16,7 @@ from scipy import stats
 
 from curvestep.advice.advice import advise
 from curvestep.advice.rule import clipping_below
-from curvestep.fit.correlation import Correlations
+from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import slope_interval
@@ -64,7 +64,7 @@ def coverage(num: int, phi: float, L0: float, L1: float, quantile: float, *, run
         line = quantile_lines(g[None], ell[None], quantile=quantile)[0]
         common = {"quantile": quantile, "level": 0.9}
         found = {
-            "rank corr.": Correlations.of(g, ell, level=0.9, resamples=200, rng=rng).spearman_interval,
+            "rank corr.": correlations_of(g, ell, level=0.9, resamples=200, rng=rng).spearman_interval,
             "L0": slope_interval(1 / g, ell / g, slope=float(line[0]), **common),
             "L1": slope_interval(g, ell, slope=float(line[1]), **common),
         }

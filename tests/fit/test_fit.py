@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 import curvestep as cs
-from curvestep.fit.correlation import Correlations
+from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import block_length, moving_blocks, slope_interval
@@ -92,7 +92,7 @@ def test_ninety_percent_intervals_cover_the_truth_in_85_to_95_of_100(phi):
     covered = {"spearman": 0, "L1": 0}
     for seed in range(200):
         g, ell = simulated(np.random.default_rng([seed, 300]), num=300, phi=phi)
-        few = Correlations.of(g, ell, level=0.9, resamples=200, rng=np.random.default_rng(seed))
+        few = correlations_of(g, ell, level=0.9, resamples=200, rng=np.random.default_rng(seed))
         covered["spearman"] += few.spearman_interval[0] <= rank <= few.spearman_interval[1]
         _, L1 = quantile_lines(g[None], ell[None], quantile=0.95)[0]
         low, high = slope_interval(g, ell, quantile=0.95, level=0.9, slope=L1)

@@ -26,43 +26,42 @@ class Correlations:
     exponent_interval: Interval
     block_length: int
 
-    @classmethod
-    def of(
-        cls,
-        grad_norm: np.ndarray,
-        smoothness: np.ndarray,
-        *,
-        level: float,
-        resamples: int,
-        rng: np.random.Generator,
-    ) -> Correlations:
-        """Of rows in the order of the steps; NaN with NaN intervals where a column is constant."""
-        floor = smoothness[smoothness > 0].min(initial=np.inf)  # a smoothness of zero has no logarithm
-        x, y = np.log(grad_norm), np.log(np.maximum(smoothness, floor if np.isfinite(floor) else 1.0))
-        chosen = block_length(_influence(ranks(x), ranks(y)), _influence(x, y))
-        settings = {
-            "length": coverage_length(len(x), chosen),
-            "level": level,
-            "resamples": resamples,
-            "rng": rng,
-        }
 
-        def on_fishers_scale(statistic: Callable) -> Interval:
-            if not np.isfinite(statistic(x[None], y[None])[0]):
-                return UNKNOWN
-            low, high = block_interval(lambda a, b: _fisher(statistic(a, b)), x, y, **settings)
-            return math.tanh(low), math.tanh(high)
+def correlations_of(
+    grad_norm: np.ndarray,
+    smoothness: np.ndarray,
+    *,
+    level: float,
+    resamples: int,
+    rng: np.random.Generator,
+) -> Correlations:
+    """Correlations of rows in the order of the steps; NaN with NaN intervals where a column is constant."""
+    floor = smoothness[smoothness > 0].min(initial=np.inf)  # a smoothness of zero has no logarithm
+    x, y = np.log(grad_norm), np.log(np.maximum(smoothness, floor if np.isfinite(floor) else 1.0))
+    chosen = block_length(_influence(ranks(x), ranks(y)), _influence(x, y))
+    settings = {
+        "length": coverage_length(len(x), chosen),
+        "level": level,
+        "resamples": resamples,
+        "rng": rng,
+    }
 
-        exponent = float(slope(x[None], y[None])[0])
-        return cls(
-            spearman=float(spearman(x[None], y[None])[0]),
-            spearman_interval=on_fishers_scale(spearman),
-            pearson=float(correlation(x[None], y[None])[0]),
-            pearson_interval=on_fishers_scale(correlation),
-            exponent=exponent,
-            exponent_interval=block_interval(slope, x, y, **settings) if np.isfinite(exponent) else UNKNOWN,
-            block_length=chosen,
-        )
+    def on_fishers_scale(statistic: Callable) -> Interval:
+        if not np.isfinite(statistic(x[None], y[None])[0]):
+            return UNKNOWN
+        low, high = block_interval(lambda a, b: _fisher(statistic(a, b)), x, y, **settings)
+        return math.tanh(low), math.tanh(high)
+
+    exponent = float(slope(x[None], y[None])[0])
+    return Correlations(
+        spearman=float(spearman(x[None], y[None])[0]),
+        spearman_interval=on_fishers_scale(spearman),
+        pearson=float(correlation(x[None], y[None])[0]),
+        pearson_interval=on_fishers_scale(correlation),
+        exponent=exponent,
+        exponent_interval=block_interval(slope, x, y, **settings) if np.isfinite(exponent) else UNKNOWN,
+        block_length=chosen,
+    )
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

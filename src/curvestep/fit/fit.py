@@ -18,7 +18,7 @@ import numpy as np
 from curvestep._checks import check_count
 from curvestep.display.markup import html_table
 from curvestep.fit.control import Control, control_of
-from curvestep.fit.correlation import Correlations, slope
+from curvestep.fit.correlation import Correlations, correlations_of, slope
 from curvestep.fit.diagnostics import fit_warnings, hardly_varies
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
@@ -44,7 +44,7 @@ _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced row
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SmoothnessFit:
+class SmoothnessFit(Correlations):
     """What :func:`fit_smoothness` found; ``print`` it for words.
 
     ``L0`` and ``L1`` are the quantile line's; ``frontier(L1)`` is the line above every point. ``spearman``
@@ -60,12 +60,6 @@ class SmoothnessFit:
     L1: float
     L0_interval: Interval
     L1_interval: Interval
-    exponent: float
-    exponent_interval: Interval
-    spearman: float
-    spearman_interval: Interval
-    pearson: float
-    pearson_interval: Interval
     least_squares: tuple[float, float]
     control: Control | None
     within: Within
@@ -74,7 +68,6 @@ class SmoothnessFit:
     spectral: SmoothnessFit | None
     num_points: int
     num_skipped: int
-    block_length: int
     grad_norm_range: Interval
     estimator: str
     quantile: float
@@ -268,7 +261,7 @@ def fit_samples(
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     rng = np.random.default_rng(seed)
     few = evenly_spaced(len(g), most=_MOST_POINTS)
-    correlations = Correlations.of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
+    correlations = correlations_of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
     recorded = np.isfinite(samples.secants).any() and np.isfinite(samples.grad_norms).any()
     within = within_steps(
         secants=samples.secants if recorded else None,
