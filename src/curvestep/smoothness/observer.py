@@ -282,10 +282,10 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 class ForwardHook:
-    """A forward pre-hook that holds its listener weakly and stays behind when the model is copied."""
+    """A forward pre-hook that holds its listener weakly; in a copy of the model it has none."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = weakref.WeakMethod(listener)
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = (lambda: None) if listener is None else weakref.WeakMethod(listener)
         # The compiler, where it is in use, is not to look into the listener. (Asking for it loads it.)
         self._tell: Any = torch.compiler.disable(_tell) if "torch._dynamo" in sys.modules else _tell
 
@@ -296,19 +296,11 @@ class ForwardHook:
             self._tell(listener, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()  # also when pickled with the model
+        return ForwardHook, ()  # when copied or pickled with the model
 
 
 def _tell(listener: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     listener(args, kwargs)
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    return None
 
 
 class StepObserver:

@@ -140,13 +140,10 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes: public ones of any kind, and what is plain of the private ones."""
     own = vars(module)  # of which most belong to torch
+    # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
+    plain = () if type(module).__module__.startswith("torch.") else _PLAIN
     names = own.keys() - _TORCHS_OWN
-    return {name: own[name] for name in names if not name.startswith("_") or _is_plain(module, own[name])}
-
-
-def _is_plain(module: nn.Module, value: Any) -> bool:
-    """Not so machinery, nor what torch's own modules keep for themselves: their state is in buffers."""
-    return isinstance(value, _PLAIN) and not type(module).__module__.startswith("torch.")
+    return {name: own[name] for name in names if not name.startswith("_") or isinstance(own[name], plain)}
 
 
 def _may_change_in_place(value: Any) -> bool:
