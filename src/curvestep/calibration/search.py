@@ -479,8 +479,9 @@ class _Search:
         stretched = [batch.stretch for batch in self.curve if batch.stretch > 1.0]
         if 2 * len(stretched) > len(steps) and max(stretched) >= LONGEST:
             warnings.append(
-                "the loss falls straight on to twice the safe step: the start is a plateau, or its first "
-                "gradient that of few parameters. Three times this lr is worth a try."
+                "the loss falls straight on to twice the safe step: the first gradient is that of few "
+                "parameters, as with many words, or the start is a plateau, where ten times this lr is worth "
+                "a try."
             )
         warnings += [words for words in (self.faintest, self.still) if words is not None]
         if name in WEAKER:
