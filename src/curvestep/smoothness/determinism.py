@@ -67,15 +67,7 @@ class SelfTest:
         record.replayed = ForwardCalls()
         repeat = self.error is None or not clipped
         try:
-            error, gradients, eps = check_determinism(
-                replay,
-                trained,
-                calls=record.trained,
-                replayed=record.replayed,
-                eps=record.eps,
-                clipped=clipped,
-                repeat=repeat,
-            )
+            error, gradients, eps = check_determinism(replay, trained, record, clipped=clipped, repeat=repeat)
         except NonDeterministicError as reason:
             if self.error is None:
                 raise
@@ -103,10 +95,8 @@ class SelfTest:
 def check_determinism(
     replay: Replay,
     trained: Gradients | None = None,
+    record: StepRecord | None = None,
     *,
-    calls: ForwardCalls | None = None,
-    replayed: ForwardCalls | None = None,
-    eps: float = 0.0,
     clipped: bool = False,
     repeat: bool = True,
 ) -> Determinism:
@@ -117,17 +107,17 @@ def check_determinism(
     Args:
         replay: An open replay, where training computed its gradient.
         trained: The gradient that training computed there, if the closure is to give the same.
-        calls: What the model was called with in training.
-        replayed: Filled by the caller's hook with what it is called with in replays.
-        eps: :math:`\varepsilon`, at least; where the loss is computed in a coarser dtype, that one's.
+        record: What the model was called with in training and, by the caller's hook, is called with in
+            replays; and an :math:`\varepsilon` under autocast, if that is more than the graph shows.
         clipped: Whether ``trained`` may be clipped or scaled: then only the direction of each parameter's
             part is compared, up to clipping by value.
         repeat: Whether to replay twice; if not, the error is zero.
     """
+    record = StepRecord() if record is None else record
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     with forbid_untracked_parameters(replay.parameters) as found:
         first = replay.gradient().gradients
-    eps = max(precision(replay.parameters), eps, *found)
+    eps = max(precision(replay.parameters), record.eps, *found)
     tolerance = eps**0.5
     if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
@@ -140,9 +130,7 @@ def check_determinism(
         if any_rank(gap > tolerance, replay.model) and not (
             clipped and _clipped_by_value(first, trained, tolerance)
         ):
-            raise NonDeterministicError(
-                _why_not_training(replay, first, trained, gap, tolerance, calls, replayed)
-            )
+            raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
     return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
 
 
@@ -221,8 +209,7 @@ def _why_not_training(
     trained: Gradients,
     gap: float,
     tolerance: float,
-    calls: ForwardCalls | None,
-    inputs: ForwardCalls | None,
+    record: StepRecord,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
@@ -236,22 +223,23 @@ def _why_not_training(
         )
     if _clipped_by_value(replayed, trained, tolerance):
         return what + "it was clipped by value before the block. Clip inside the block."
-    here = inputs.inputs[: len(inputs.inputs) // 2] if inputs is not None else []  # of the first replay
-    if calls is None or not calls.inputs:
+    there, again = record.trained.inputs, record.replayed.inputs
+    here = again[: len(again) // 2]  # of the first replay
+    if not there:
         return what + (
             "and the probe did not see the forward pass of training, so that dropout masks cannot be drawn "
             "again. Give the probe the module that you call, or call `probe.snapshot()` just before the "
             "forward pass."
         )
-    if len(calls.inputs) != len(here):
-        counts = f"training called the model {len(calls.inputs)} times, the closure {len(here)} times. "
+    if len(there) != len(here):
+        counts = f"training called the model {len(there)} times, the closure {len(here)} times. "
         advice = "Let the closure run the same micro-batches as training"
         if any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules()):
             return f"{what}{counts}BatchNorm statistics then come from other batches. {advice}."
         return (
             f"{what}{counts}{advice}, and call the model under `torch.no_grad()` for anything but training."
         )
-    if not all(alike(a, b, tolerance) for a, b in zip(calls.inputs, here, strict=True)):
+    if not all(alike(a, b, tolerance) for a, b in zip(there, here, strict=True)):
         return what + (
             "the model's input is not that of training. The closure uses another batch, or draws random "
             "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
