@@ -15,6 +15,7 @@ HELPERS = {"_checks", "_files", "_kernel"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
+    "bracket",
     *THEORY,
     "display",
     "vectors",
@@ -31,6 +32,7 @@ USES = {
     "_files": set(),
     "_kernel": set(),
     "steps": set(),
+    "bracket": set(),
     "display": {"steps"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},
@@ -42,10 +44,10 @@ USES = {
     "vectors": {"distributed"},
     "distributed": set(),
     "optim": {"steps", "vectors", "distributed"},
-    "smoothness": {"display", "vectors", "distributed"},
+    "smoothness": {"bracket", "display", "vectors", "distributed"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
     "advice": {"steps", "display", "smoothness", "fit"},
-    "calibration": {"display", "vectors", "distributed", "smoothness"},
+    "calibration": {"bracket", "display", "vectors", "distributed", "smoothness"},
     "integrations": {"sinks", *LIBRARY},
     "sinks": LIBRARY,
     "lab.recipes": {"steps"},

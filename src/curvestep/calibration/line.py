@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvestep.calibration.bracket import PER_OCTAVE, Point
+from curvestep.bracket import PER_OCTAVE, Point, highest_loss
 from curvestep.calibration.method import Method
 from curvestep.distributed import over_ranks
 from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable
@@ -26,7 +26,6 @@ from curvestep.vectors import difference, dot, global_norm
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_REPEAT_ERROR = 0.05  # of a gradient's norm: far below the changes that count
-LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
 class Line:
@@ -111,8 +110,6 @@ class Line:
             self.unit = length / width
         elif self._slope > 0:
             self.unit = abs(self.loss) / self._slope or 1.0 / width
-        # A loss that cannot be told from the limit keeps it.
-        self._loss_limit = self.loss + 4 * self._resolution * abs(self.loss)
 
     @property
     def named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -122,7 +119,7 @@ class Line:
 
     def highest_loss(self, step: float) -> float:
         """The largest loss with which a step of this length is safe."""
-        return self._loss_limit - LEAST_FALL * step * self._slope
+        return highest_loss(self.loss, step * self._slope, eps=self._resolution)
 
     def at(self, index: int) -> Point:
         """The point with this lattice index, measured by one gradient."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from curvestep.calibration.bracket import Point
+from curvestep.bracket import Point
 from curvestep.calibration.line import Line
 from curvestep.distributed import any_rank
 from curvestep.smoothness.determinism import leaves

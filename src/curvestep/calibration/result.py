@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
-from curvestep.calibration.bracket import Point
+from curvestep.bracket import Point
 from curvestep.calibration.method import ALONG_SIGNS, flattened, peak_lr, rescale
 from curvestep.display.markup import html_table
 

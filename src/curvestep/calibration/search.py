@@ -35,11 +35,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.calibration.bracket import (
+from curvestep.bracket import (
     LARGEST,
     LONG_STRIDE,
     PER_OCTAVE,
     SMALLEST,
+    START,
     NoBracket,
     OutOfBudget,
     crossing,
@@ -87,7 +88,6 @@ SLOPE_SHARE = 1 / 5  # of the step that ends the slope along signs, for a consta
 # The peak of a schedule with warm-up and decay, in units of the best constant learning rate.
 SCHEDULED = {"signs": 2.4, "momentum": 3.0, "plain": 2.0}
 
-START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
 SHORT_STRIDE = PER_OCTAVE // 2  # from the answer of one batch to that of the next
 FEWEST = 6  # gradients that one more batch is likely to take
 FEWEST_PILOT = 20  # steps, of which two are warm-up

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("lightning_fabric")
 
-from curvestep.calibration.bracket import Point
+from curvestep.bracket import Point
 from curvestep.calibration.result import CALIBRATION, read_calibration, write_calibration
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.auto import calibrate_recipe, calibrate_run

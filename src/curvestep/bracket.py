@@ -1,6 +1,7 @@
 r"""The largest safe step along a line, by bracket and bisection.
 
-A step :math:`h` is safe if the gradient changes little over it and the loss falls enough. The search knows
+A step :math:`h` is safe if the gradient changes little over it and the loss falls enough. The calibration
+looks for the longest before training, the probe within a step of a run that was too long. The search knows
 nothing of models: it asks for :math:`\kappa(h)` and :math:`f(h)` at steps of a fixed lattice,
 
 .. math::
@@ -19,6 +20,8 @@ PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 
 LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as one likes
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
+START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
+LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,18 @@ def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, bu
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle).safe else (low, middle)
     return Bracket(low, points[low], points[high])
+
+
+def highest_loss(loss: float, promise: float, *, eps: float) -> float:
+    """The largest loss after a safe step: below the first by a tenth of what the slope promises.
+
+    A loss that cannot be told from the limit, at the relative precision ``eps``, keeps it.
+
+    Example:
+        >>> highest_loss(2.0, 1.0, eps=0.0)
+        1.9
+    """
+    return loss + 4 * eps * abs(loss) - LEAST_FALL * promise
 
 
 def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], float]) -> float:

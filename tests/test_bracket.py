@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from curvestep.calibration.bracket import (
+from curvestep.bracket import (
     LARGEST,
     PER_OCTAVE,
     SMALLEST,
