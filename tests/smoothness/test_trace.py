@@ -351,7 +351,7 @@ def test_the_table_of_the_documentation_is_the_schema():
 
 def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     probe = SmoothnessProbe(model, every=1, estimators=ESTIMATORS, layers=True)
     x = torch.randn(6, 3)
     parts = [lambda: model(x).square().mean(), lambda: model(x[:3]).square().mean()]

@@ -12,6 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._checks import check_choice, check_count
+from curvestep.bracket import (
+    LONG_STRIDE,
+    PER_OCTAVE,
+    START,
+    NoBracket,
+    OutOfBudget,
+    Point,
+    crossing,
+    find_bracket,
+    highest_loss,
+)
+from curvestep.distributed import any_rank, over_ranks
 from curvestep.smoothness.estimators import central_length, hessian_product
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Change, Replay
@@ -21,6 +33,9 @@ from curvestep.vectors import change, difference, dot_of_changes, global_norm
 
 Row = dict[str, Any]
 LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
+MOST_POINTS = 20  # measured to find where safe fractions of a step end; six is usual
+OVERSHOT = 1.5  # κ above which the fractions of a step say little of shorter ones
+ALONG = 0.99  # cosine between step and −g from which the step counts as one along the gradient
 
 
 class Workspace:
@@ -103,11 +118,12 @@ class Measurement:
             }
         return row
 
-    def segment(self, replay: Replay, fractions: Iterable[float], row: Row) -> Row:
+    def segment(self, replay: Replay, fractions: Iterable[float], row: Row, *, closer: bool = False) -> Row:
         r"""The paper's estimate, with every secant kept.
 
         The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place. Also
-        :math:`\kappa`, at the largest fraction, and what is known at the end of the step: loss and curvature.
+        :math:`\kappa`, at the largest fraction, and what is known at the end of the step: loss and curvature;
+        and, if the step overshoots and ``closer`` is asked for, :meth:`safe_fraction`.
         """
         fractions = tuple(fractions)
         secants: dict[float, float] = {}
@@ -132,13 +148,72 @@ class Measurement:
                     change_norm = global_norm(there.parts[i] for i in part).item()
                     secant = change_norm / (fraction * layer["step_norm"])
                     layer["smoothness"] = _largest(layer.get("smoothness", 0.0), secant)
+            end = self._point(replay, there, size, row, max_kappa=OVERSHOT) if at_end and closer else None
             del there  # before the next pass: its gradient may take this one's place
+            if end is not None and not end.safe:
+                result["safe_fraction"] = self.safe_fraction(replay, row, end)
         return {
             **result,
             "smoothness": _largest(*secants.values()),
             "secants": [secants[fraction] for fraction in fractions],
             "grad_norms": [grad_norms[fraction] for fraction in fractions],
         }
+
+    def safe_fraction(self, replay: Replay, row: Row, end: Point) -> float | None:
+        r"""The largest fraction of the step that is safe, or None: :func:`calibrate`'s search on one batch.
+
+        .. math::
+            \kappa(\gamma) \le 1 \quad\text{and}\quad f(x + \gamma d) \le f(x) + \tfrac{1}{10} \gamma\,
+            \langle \nabla f(x), d \rangle
+
+        from the same first point on the same lattice, so that along the gradient the answer is the same, too.
+        The parameters end at :math:`x_k`.
+        """
+        length = global_norm(self.start).item()
+        unit = length / row["step_norm"] if length > 0 else 1.0
+        # The closure's own, for that which was given may be another: scaled, or a mean. By a whole pass,
+        # for a closure may differentiate by itself, which it cannot where gradients are off.
+        replay.move_between(self.start, 0.0)
+        first = replay.change(self.gradients).loss.item()
+        row = {**row, "loss": over_ranks(first, replay.model, mean=True)}
+        if end.kappa <= OVERSHOT and end.loss <= _highest_loss(row, 1.0):
+            return None
+
+        def at(index: int) -> Point:
+            fraction = unit * 2.0 ** (index / PER_OCTAVE)
+            if fraction >= 1.0:
+                return end
+            replay.move_between(self.start, fraction)
+            there = replay.change(self.gradients, start=self.start)
+            return self._point(replay, there, global_norm(there.parts).item(), row, fraction)
+
+        try:
+            bracket = find_bracket(at, start=START, stride=LONG_STRIDE, budget=MOST_POINTS)
+        except (NoBracket, OutOfBudget):
+            return None
+        finally:
+            replay.move_between(self.start, 0.0)
+        return crossing(bracket, max_kappa=1.0, loss=lambda fraction: _highest_loss(row, fraction))
+
+    def _point(
+        self,
+        replay: Replay,
+        there: Change,
+        size: float,
+        row: Row,
+        fraction: float = 1.0,
+        *,
+        max_kappa: float = 1.0,
+    ) -> Point:
+        """A point of the step, safe if all ranks find it so."""
+        assert there.along is not None
+        kappa = size / row["grad_norm"]
+        if row["cosine"] <= ALONG:  # the change of the slope alone: calibrate's, along signs
+            kappa = there.along / (fraction * _slope(row))
+        loss = over_ranks(there.loss.item(), replay.model, mean=True)
+        safe = kappa <= max_kappa and math.isfinite(loss) and loss <= _highest_loss(row, fraction)
+        unsafe = any_rank(not safe, replay.model)
+        return Point(step=fraction, kappa=kappa, loss=loss, safe=not unsafe)
 
     def local(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
         r"""Smoothness at the start along the step, by central differences: they work with every model.
@@ -288,6 +363,15 @@ def layer_groups(
 def _end_of_step(there: Change, row: Row) -> Row:
     assert there.along is not None
     return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] ** 2}
+
+
+def _slope(row: Row) -> float:
+    """By how much the loss would fall over the step if its slope stayed."""
+    return row["cosine"] * row["grad_norm"] * row["step_norm"]
+
+
+def _highest_loss(row: Row, fraction: float) -> float:
+    return highest_loss(row.get("loss", math.inf), fraction * _slope(row), eps=row["eps"])
 
 
 def _kappa(size: float, row: Row) -> float | None:

@@ -58,6 +58,8 @@ from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import ESTIMATORS, FAILED, NONFINITE, OK, ZERO_STEP, Trace
 from curvestep.vectors import global_norm, precision
 
+_CLOSER = 3  # measurements that look closer at a step that overshoots
+
 
 class SmoothnessProbe:
     r"""Measures smoothness at the steps of a training loop.
@@ -91,7 +93,8 @@ class SmoothnessProbe:
         every: Steps between measurements.
         fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
             first measurement on: twice the parameters and once the largest of them, however many fractions;
-            under DDP and FSDP2 three times the parameters.
+            under DDP and FSDP2 three times the parameters. Once more where a first step overshoots: it is
+            searched for its safe fraction.
         estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
             gradients, and up to four more copies of the parameters) and ``"spectral_smoothness"`` (dozens to
             hundreds of gradients, and as many for each layer), and ``"optimizer_spectral"`` (the same in the
@@ -500,7 +503,10 @@ class SmoothnessProbe:
             due = self._takes("optimizer_spectral")
             row.update(before.optimizer_spectral(replay, row, eps=eps, due=due))
             if self._takes("smoothness"):
-                row.update(before.segment(replay, self.fractions, row))
+                # Later a run is no longer where it started; against the gradient no fraction is safe.
+                closer = self._measurements < _CLOSER and row.get("cosine", 0.0) > 0
+                row.update(before.segment(replay, self.fractions, row, closer=closer))
+                self._record.routine &= "safe_fraction" not in row
             elif any(map(self._takes, self.estimators)):
                 row.update(before.end(replay, row))
         if row.get("loss_after") is not None:

@@ -252,6 +252,12 @@ class Replay:
                 if d is not None and fraction != 0:
                     local(p).add_(local(d), alpha=fraction)
 
+    def move_between(self, start: Sequence[Tensor], fraction: float) -> None:
+        r"""Put the parameters at :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where the block began."""
+        with torch.no_grad():
+            for p, begin, end in zip(self.parameters, start, self.keep_home(), strict=True):
+                local(p).copy_(local(begin)).lerp_(local(end), fraction)
+
     @property
     def point(self) -> list[Tensor]:
         """A copy of the parameters where the block began."""

@@ -90,6 +90,8 @@ _TABLE = (
      "lr times the first smoothness that was measured, over 2: 1 at the edge."),
     ("curvature", "number", "loss/x²", "curvature along the step",
      "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
+    ("safe_fraction", "number", "1", "safe fraction of the step",
+     "Of one of the first steps that overshoots: largest safe γ, by what `calibrate` calls safe."),
     ("cosine", "number", "1", "cos(d, −g)", "Cosine of the angle between the step and −g(x)."),
     ("noise", "number", "loss/x", "gradient noise",
      "‖g₁ − g₂‖/2 of the halves of the batch (DDP: of the ranks): standard deviation of g."),
