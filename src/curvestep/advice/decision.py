@@ -23,6 +23,9 @@ NOISY = 5.0  # times the scatter of the loss, that steps took off their own batc
 MOST = 3.0  # times the step that was run: further than that no trace can vouch for
 ENOUGH = 0.8  # times the step that was run: where the start's is no shorter, it was not too long there
 CLIP_AT = 0.6  # of the start's gradient norm, after a lost run: calibrate's, where batches may not agree
+ONE_BATCH = (
+    0.9  # of the safe step, where only one batch measured it: shorter costs little, longer may be lost
+)
 LESS = 3.0  # by which lr is divided where nothing says how far
 
 INERT = 0.9  # share of clipped steps from which lr no longer matters by itself
@@ -119,7 +122,7 @@ def shorter(outcome: Outcome, action: str, why: str) -> Decision:
     if start is not None and outcome.lr > 0:
         if action == RESCUE and outcome.rise is None and start.factor > ENOUGH and math.isinf(max_norm):
             lr = outcome.lr  # the start bears this step: what the run lacked is clipping
-        lr = min(lr, start.lr, start.most_lr)
+        lr = min(lr, ONE_BATCH * start.lr if start.searched else start.lr)
         if outcome.method.normalized:  # a smaller offset would make steps longer
             return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
         # Adam divides by the gradient's own size: a threshold below its usual norms would be no limit.

@@ -28,8 +28,6 @@ from curvestep.steps import clip_norms
 ADAM_SHARE = 0.2
 UNKNOWN_SHARE = 0.1  # for steps that are not lr times the gradient, by an optimizer that is not known
 _NEAR_START = 3  # rows that count as the start
-_PROPORTIONAL = 3.0  # κ up to which it is taken to grow in proportion to the step
-_ALONG = 0.99  # cosine between step and gradient, from which gradient norms give slopes along the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,8 @@ class Start:
     grad_norm: float
     factor: float  # times the run's step: there κ is 1 for plain descent, calibrate's share of it for others
     lr: float  # that gives this step
-    most_lr: float  # that gives a step which lowers the first loss to zero and no further, by its slope
     edge: float  # step size · smoothness / 2 of the first row
+    searched: bool  # the probe searched a long step for its safe fraction, by what calibrate calls safe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,23 +304,23 @@ def _median(values: np.ndarray, *, missing: float) -> float:
 def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Method) -> Start | None:
     """The first rows up to the first step with κ above 1: beyond that the run is somewhere else."""
     rows = history.columns
-    first = np.flatnonzero(measured)[:_NEAR_START]
+    safe = rows["safe_fraction"]
+    first = np.flatnonzero(measured | np.isfinite(safe))[
+        :_NEAR_START
+    ]  # a step may end where nothing is finite
     if not len(first) or rows["step"][first[0]] > 0:
         return None
-    long = np.flatnonzero(kappa[first] > 1)
+    long = np.flatnonzero(~(kappa[first] <= 1))
     first = first[: long[0] + 1] if len(long) else first
     g, length = rows["grad_norm"][first], rows["step_norm"][first]
-    factors = []
     fractions = np.asarray(history.header.get("fractions") or [], dtype=float)
+    factors = []
     for row, norm, step in zip(first, g, length, strict=True):
-        secants, norms = rows["secants"][row], rows["grad_norms"][row] / norm
-        if len(fractions) and len(fractions) == len(secants) and np.isfinite(secants).all():
-            changes = secants * fractions * step / norm
-            reached = None
-            if len(norms) == len(secants) and rows["cosine"][row] > _ALONG:
-                fall = float(rows["loss"][row] - rows["loss_after"][row]) / (norm * step)
-                reached = reached_at(fractions, (1 + norms**2 - changes**2) / 2, fall)
-            factors.append(factor_to_kappa_one(fractions, changes, reached))
+        secants = rows["secants"][row]
+        if np.isfinite(safe[row]):
+            factors.append(float(safe[row]))
+        elif len(fractions) and len(fractions) == len(secants) and np.isfinite(secants).all():
+            factors.append(factor_to_kappa_one(fractions, secants * fractions * step / norm))
         else:
             factors.append(1 / max(float(kappa[row]), 1e-300))
     scaled = method.share * np.array(factors)
@@ -333,87 +331,27 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
         grad_norm=float(np.median(g)),
         factor=float(np.median(scaled * np.where(np.isfinite(part), part, 1.0))),
         lr=float(np.median(scaled * (lr if method.adaptive or method.uneven else length / g))),
-        most_lr=math.inf
-        if method.adaptive or method.uneven
-        else method.share * _most_size(history.loss, float(g[0])),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
+        searched=bool(np.isfinite(safe[first]).any()),
     )
 
 
-def _most_size(losses: np.ndarray, grad_norm: float) -> float:
-    r"""Twice the loss over the squared gradient norm, where no loss is negative.
-
-    Where :math:`f \ge 0` and the curvature along the gradient is at most L, :math:`g^2 \le 2 L f`, so that
-    :math:`1/L \le 2f/g^2`. Where the gradient saturates, far along the step, secants miss that.
-    """
-    known = losses[np.isfinite(losses)]
-    if not len(known) or known.min() < 0 or known[0] == 0:
-        return math.inf
-    return 2 * float(known[0]) / grad_norm**2
-
-
-def reached_at(fractions: np.ndarray, slopes: np.ndarray, fall: float) -> float | None:
-    r"""The fraction of a step after which the slope along it was what it is at the first one measured.
-
-    A step far beyond the curvature of its start ends where the gradient no longer changes: the first fraction
-    then says nothing of how soon it did. The fall of the loss does, because it is the integral of the slope.
-    With slopes :math:`s` relative to the first, which fall in proportion up to :math:`w` and stay up to the
-    first fraction :math:`\gamma`,
-
-    .. math::
-        \frac{f(x) - f(x + d)}{-\langle \nabla f(x), d\rangle} = \gamma s_\gamma + \tfrac{w}{2} (1 - s_\gamma)
-        + \int_\gamma^1 s .
-
-    Args:
-        fractions: Of the step, the last is 1.
-        slopes: There, relative to the slope where the step begins.
-        fall: Of the loss over the step, relative to what that slope promises.
-
-    Returns:
-        w, at most the first fraction; None if the fall is not known, or less than a slope of this shape gives
-        for any w: then it did not go so.
-
-    Example:
-        >>> reached_at(np.array([0.5, 1.0]), np.array([0.0, 0.0]), 0.05)
-        0.1
-        >>> reached_at(np.array([0.5, 1.0]), np.array([-0.3, -0.3]), -0.4) is None
-        True
-    """
-    if not math.isfinite(fall) or fall == 0 or not slopes[0] < 1:
-        return None
-    first = float(fractions[0])
-    rest = float(np.sum(np.diff(fractions) * (slopes[1:] + slopes[:-1]) / 2))
-    width = 2 * (fall - rest - first * float(slopes[0])) / (1 - float(slopes[0]))
-    return min(width, first) if width > 0 else None
-
-
-def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray, reached: float | None = None) -> float:
+def factor_to_kappa_one(fractions: np.ndarray, kappa: np.ndarray) -> float:
     r"""How many times a step has :math:`\kappa = 1`, from its values at fractions of the step.
 
-    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion. Far
-    above 1, proportion leads nowhere: down to 3 it goes as the power of the step that it has between the
-    first two fractions, at least 1. The value at the first fraction may have been reached before it, at
-    ``reached``.
+    Between the fractions it is interpolated, from 0 at none; beyond the last it goes on in proportion.
 
     Example:
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([0.1, 0.2]))
         5.0
+        >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([0.5, 1.5]))
+        0.75
         >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 9.0]))
         0.25
-        >>> round(factor_to_kappa_one(np.array([0.5, 1.0]), np.array([3000.0, 24000.0])), 6)
-        0.016667
-        >>> factor_to_kappa_one(np.array([0.5, 1.0]), np.array([2.0, 2.0]), 0.1)
-        0.05
     """
     beyond = np.flatnonzero(kappa > 1)
     if not len(beyond):
         return float(fractions[-1] / max(kappa[-1], 1e-300))
     end = int(beyond[0])
-    if end == 0:
-        excess, power = max(float(kappa[0]) / _PROPORTIONAL, 1.0), 1.0
-        if len(kappa) > 1:
-            power = max(power, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
-        at = fractions[0] if reached is None else reached
-        return float(at * excess ** (-1 / power) / (kappa[0] / excess))
-    low, below = fractions[end - 1], kappa[end - 1]
+    low, below = (fractions[end - 1], kappa[end - 1]) if end else (0.0, 0.0)
     return float(low + (fractions[end] - low) * (1 - below) / (kappa[end] - below))

@@ -228,6 +228,8 @@ def reasons_of_start(outcome: Outcome) -> tuple[str, ...]:
     if start is None:
         return ()
     measured = "changes the gradient by its own norm"
+    if start.searched:
+        measured = "is the longest that is safe, by what calibrate calls safe"
     if outcome.method.share < 1:
         measured = "is what calibrate would take"
     long = f", lr·L/2 = {start.edge:.3g}" if start.edge > 1 else ""
@@ -260,7 +262,7 @@ def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
     found = [f"{went}, at lr {outcome.lr:.3g} {clip}", *reasons_of_start(outcome)]
     if outcome.start is None:
         found.append("the first step was not measured, so a third of the lr is a guess")
-    elif outcome.start.factor < 0.1:  # there benchmarks/advice.py found up to 7 times calibrate's lr
+    elif outcome.start.factor < 0.1 and not outcome.start.searched:  # up to 7 times calibrate's lr was seen
         found.append("a step more than ten times too long says little of shorter ones: lr may be far off")
     return (
         *found,
