@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -151,14 +152,19 @@ MODES = {
     "manual bf16": {"kind": Manual, "precision": "bf16-mixed"},
     "manual with a scaler": {"kind": Manual, "plugins": scaler},
     "compiled": {"kind": Plain, "backend": "eager", "gradient_clip_val": 0.5},
+    "inductor": {"kind": Plain, "backend": "inductor", "gradient_clip_val": 0.5},
 }
 EPS = {"bf16-mixed": torch.finfo(torch.bfloat16).eps, "plugins": torch.finfo(torch.float16).eps}
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "compiled" else m for m in MODES]
+    "mode",
+    [pytest.param(m, marks=pytest.mark.slow) if "backend" in MODES[m] else m for m in MODES],
 )
 def test_a_probed_run_is_the_run_without_the_probe(mode, tmp_path):
+    if mode == "inductor" and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+
     def options():
         return {k: v() if k == "plugins" else v for k, v in MODES[mode].items()}
 

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="needs the extra `transformers`")
 pytest.importorskip("accelerate", reason="needs the extra `transformers`")
@@ -52,6 +54,17 @@ class Tokens(torch.utils.data.Dataset):
 
 def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+
+
+class Bigram(torch.nn.Sequential):
+    """Letters from the letter before: a model of few kernels, since inductor takes a second for each."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Embedding(64, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 64))
+
+    def forward(self, input_ids, labels):
+        logits = super().forward(input_ids[:, :-1])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
 
 
 OPTIMIZERS = {
@@ -110,6 +123,7 @@ MODES = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "inductor": {"torch_compile": True, "model": Bigram},
     "ClippedSGD": {"optimizer": "ClippedSGD", "max_grad_norm": 0.0},
     "optimizer_cls_and_kwargs": {
         "optimizer": (cs.ClippedSGD, {"lr": 0.5, "max_norm": 0.4}), "max_grad_norm": 0.0,
@@ -120,9 +134,12 @@ MODES = {
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=pytest.mark.slow) if m == "compiled" else m for m in MODES]
+    "mode",
+    [pytest.param(m, marks=pytest.mark.slow) if "torch_compile" in MODES[m] else m for m in MODES],
 )
 def test_a_watched_run_is_the_run_without(mode, tmp_path):
+    if mode == "inductor" and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
     plain = finish(trainer_of(tmp_path, **MODES[mode]))
     trainer = trainer_of(tmp_path, **MODES[mode])
     callback = watch(trainer, every=2, on_error="raise")
