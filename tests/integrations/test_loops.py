@@ -1,6 +1,7 @@
 """Loops of Accelerate, Fabric and a GradScaler: two added lines leave them as they are; the examples run."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,17 @@ def optimizer_of(name, model):
     return torch.optim.AdamW(model.parameters(), lr=0.2)
 
 
-def accelerate_run(probed, parts, precision, name):
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra `transformers`")
+def forget_accelerator():
+    """One process has one Accelerator's settings."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def accelerate_run(probed, parts, precision, name):
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra `transformers`")
+    forget_accelerator()
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(
         cpu=True, gradient_accumulation_steps=parts, mixed_precision=precision
@@ -158,26 +164,37 @@ def test_a_loop_with_a_grad_scaler_stays_as_it_is(parts, clip):
     )  # fmt: skip
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 EXAMPLES = {
-    "accelerate_loop": ([], "4 rows", ["accelerate"]),
-    "amp_loop": ([], "step 30: lr 0.0015", []),
-    "fabric_loop": ([], "4 rows", ["lightning_fabric"]),
-    "torchrun_ddp": (TORCHRUN, "4 rows of 32 samples on 2 ranks", []),
+    "accelerate_loop": ("4 rows", "accelerate"),
+    "amp_loop": ("step 30: lr 0.0015", "torch"),
+    "fabric_loop": ("4 rows", "lightning_fabric"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_runs_as_its_first_lines_say(name, tmp_path):
-    launcher, words, packages = EXAMPLES[name]
-    for package in packages:
-        pytest.importorskip(package, reason=f"needs {package}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_the_example_runs_as_its_first_lines_say(name, tmp_path, monkeypatch, capsys):
+    words, package = EXAMPLES[name]
+    pytest.importorskip(package, reason=f"needs {package}")
+    if name == "accelerate_loop":
+        forget_accelerator()
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    script = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
+    runpy.run_path(script, run_name="__main__")
+    assert words in capsys.readouterr().out
+    assert [row["status"] for row in cs.Trace.load(tmp_path / "trace.jsonl")] == ["ok"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_example_for_several_processes_runs_as_its_first_lines_say(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *launcher, ROOT / "examples" / f"{name}.py", tmp_path],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        [sys.executable, "-W", "error::UserWarning", *launcher, ROOT / "examples/torchrun_ddp.py", tmp_path],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert words in done.stdout
+    assert "4 rows of 32 samples on 2 ranks" in done.stdout
     assert [row["status"] for row in cs.Trace.load(tmp_path / "trace.jsonl")] == ["ok"] * 4
