@@ -93,6 +93,7 @@ FEWEST = 6  # gradients that one more batch is likely to take
 FEWEST_PILOT = 20  # steps, of which two are warm-up
 DISAGREEMENT = 10.0
 FEWEST_ARM = 8  # steps of each of two trials
+SURELY = 2.0  # standard errors by which the larger learning rate must be ahead in them to be kept
 LARGE_FALL = 0.3  # of a batch's loss over its own safe step
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
@@ -344,12 +345,12 @@ class _Search:
         falls, falls_by_third = (sum(mean_and_error(arm)) < 0 for arm in (whole, third))
         if not (falls or falls_by_third):  # NaN, from a trial that diverged, does not fall
             return limited(found, LEAST_FRACTION, "unknown")
-        lower = falls_by_third and not (falls and sum(mean_and_error(third - whole)) >= 0)
-        fraction = 1.0 if not lower else 1 / 3 if falls else 1 / 9
+        ahead, error = mean_and_error(third - whole)
+        fraction = 1 / 9 if not falls else 1 / 3 if ahead < SURELY * error else 1.0
         words = f"{says}. Of two trials of {num_steps} steps, that with a third of lr ended higher."
         if fraction < 1:
             kept = f"lr is {fraction:.2g} of what curvature allows."
-            words = f"{words.replace('higher', 'lower')} {kept}"
+            words = f"{words.replace('ended higher', 'did not clearly end higher')} {kept}"
         return replace(found.times(fraction), warnings=(*found.warnings, words))
 
     def trial(self, found: Calibration, closures: list[Closure]) -> Trial:
