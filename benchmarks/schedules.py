@@ -1,6 +1,6 @@
 """AdamW and momentum under warm-up and cosine: the measured peak beside a tuned one and rivals.
 
-    python -m benchmarks.schedules --part develop | held-out | report [--tasks ...] [--methods ...]
+    python -m benchmarks.schedules --part develop | batches | held-out | report [--tasks ...] [--methods ...]
 
 Every run warms up linearly over a tenth of its steps and decays by a cosine to zero, and clips at 1.0 unless
 its threshold is measured. The grid's peaks are a factor of two apart: on the first seed it widens until its
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.calibrate import read
-from benchmarks.schedules_tasks import DEVELOPMENT, HELD_OUT, RECIPES, Recipe
+from benchmarks.schedules_tasks import BATCHES, DEVELOPMENT, HELD_OUT, RECIPES, Recipe
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,7 +38,7 @@ from curvestep.calibration.method import WARMUP, warmup_decay
 from curvestep.vectors import global_norm
 
 FROZEN = Path(__file__).with_suffix(".json")
-SEEDS = (1, 2, 3)
+SEEDS = (4, 5, 6)
 NUM_JUDGES = 12  # batches that the final loss is read from
 PILOT = 100
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4}  # points of the grid
@@ -293,19 +293,17 @@ def held_out(results: Results, tasks: list[str], methods: list[str], seeds: tupl
 
 COMMAND = "`python -m benchmarks.schedules --part held-out`, then `--part report`."
 LIMITS = """\
-Every run has 500 steps (tiny tasks of the development half 300 or 400), a warm-up of a tenth and a cosine to
-zero. Regret is the share of the tuned grid's progress that is missed, on data that training does not see; a
-cell is the median over the seeds, their number in brackets. The constants were committed in
-`benchmarks/schedules.json` before a held-out task was run.
+Every held-out run has 1,000 steps (those of the development half 300 to 500), a warm-up of a tenth and a
+cosine to zero. Regret is the share of the tuned grid's progress that is missed, on data that training does
+not see; a cell is the median over the seeds, their number in brackets. The constants were committed in
+`benchmarks/schedules.json` before any held-out task was run; these seeds are the second look at the tasks,
+after three other seeds of 500 steps, with the same constants.
 
-Limits. Models of 20,000 to 150,000 parameters and 500 steps: thousands of steps did not fit the machine. With
-three seeds a difference of 1 % means little. Why the ViT, whose batches are 16 images, wants a peak five
-times below the measured one is not known. The grid's peaks are a factor of two apart, and its AdamW clips at
-1.0 where ours clips at its measured threshold: regrets may be negative. On the first seed the word LSTM's
-grid was widened by hand from 0.008 to 0.064, because it has two optima. lr_find is Lightning's rule, written
-again. In the development tables, multiples of h are read off the grid, beyond its ends as at its ends; the
-columns "measured" and "with pilot" are of before the constants were chosen (AdamW's threshold was the first
-norm, plain SGD's peak h).
+Limits. Models of 20,000 to 150,000 parameters. With three seeds a difference of 1 % means little. The grid's
+peaks are a factor of two apart, and its AdamW clips at 1.0 where ours clips at its measured threshold:
+regrets may be negative. lr_find is Lightning's rule, written again. In the development tables, multiples of h
+are read off the grid, beyond its ends as at its ends; the columns "measured" and "with pilot" are of before
+the constants were chosen (AdamW's threshold was the first norm, plain SGD's peak h).
 """
 
 
@@ -323,8 +321,11 @@ def report(rows: list[Job]) -> str:
     lines = ["# AdamW and momentum under schedules", "", COMMAND, "", head, "", LIMITS]
     for kind in ("adamw", "momentum"):
         lines += held_out_table([row for row in seeded if row["kind"] == kind], kind)
+    names = [recipe.task.name for recipe in BATCHES]
+    lines += batches_table([row for row in rows if row["task"] in names])
+    rows = [row for row in rows if row["seed"] == 100 and row["task"] not in names]
     for kind in ("adamw", "momentum", "plain"):
-        lines += development_table([row for row in rows if row["seed"] == 100 and row["kind"] == kind], kind)
+        lines += development_table([row for row in rows if row["kind"] == kind], kind)
     return "\n".join(lines) + "\n"
 
 
@@ -372,6 +373,29 @@ def held_out_table(rows: list[Job], kind: str) -> list[str]:
         cells = [f"{min(found):.2g} to {max(found):.2g}" if found else "" for found in mine]
         lines.append(f"| peak, {method} | {' | '.join(cells)} | | | | |")
     return [*lines, ""]
+
+
+def batches_table(rows: list[Job]) -> list[str]:
+    """The measured and the best peak of one model in batches of several sizes."""
+    lines = [
+        "## What the best peak depends on: the size of a batch", "",
+        "`--part batches`: AdamW, 500 steps, clip 1.0, one seed. Near: peaks within 1 % of the best one's "
+        "progress. The safe step hardly depends on the size, and the best peak in units of it on the model "
+        "first: 0.3 to 0.7 for a ViT of any size of batch, 3 to 16 for a GPT. So noise alone is not what the "
+        "measurement misses on a ViT; what curvature does after the start is the suspect.", "",
+        "| task | safe step h | peak, measured | best peak | near | regret, measured |", 6 * "|---" + "|",
+    ]  # fmt: skip
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in rows if row["task"] == task]
+        ours = next(row for row in mine if row["method"] == "measured")
+        grid = [row for row in mine if row["method"] == "grid"]
+        best = min(grid, key=loss_of)
+        near = [row["lr"] for row in grid if regret(row, best) <= 0.01]
+        lines.append(
+            f"| {task} | {ours['found']['step']:.2g} | {ours['found']['lr']:.2g} | {best['lr']:.2g} "
+            f"| {min(near):.2g} to {max(near):.2g} | {regret(ours, best):.1%} |"
+        )
+    return [*lines, ""] if rows else []
 
 
 MULTIPLES = {"adamw": (0.5, 0.75, 1.0, 1.4, 1.8, 2.4, 3.4), "momentum": (0.1, 0.2, 0.3, 0.4, 0.6, 1.0)}
@@ -437,7 +461,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("develop", "held-out", "report"), required=True)
+    parser.add_argument("--part", choices=("develop", "batches", "held-out", "report"), required=True)
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), metavar="TASK")
     parser.add_argument("--methods", nargs="+", choices=[*OURS, "grid", *RIVALS], metavar="METHOD",
                         default=[*OURS, "grid", *RIVALS])  # fmt: skip
@@ -448,6 +472,10 @@ def main() -> None:
     if options.part == "develop":
         for task in options.tasks or [recipe.task.name for recipe in DEVELOPMENT]:
             develop(results, task)
+    if options.part == "batches":
+        for recipe in BATCHES:
+            results.run(task=recipe.task.name, kind="adamw", method="measured", seed=100)
+            tuned(results, recipe.task.name, "adamw", (100,))
     if options.part == "held-out":
         tasks = options.tasks or [recipe.task.name for recipe in HELD_OUT]
         held_out(results, tasks, options.methods, tuple(options.seeds))

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from curvestep.lab.data import load_cifar10, load_ptb, load_topics, normalise
 from curvestep.lab.models import LSTMModel
 
-STEPS = 500  # of every recipe but the tiny ones, which have their own
+STEPS = 1000  # of every held-out recipe
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,12 @@ class Residual(nn.Module):
         return F.relu(self.branch(x) + self.short(x))
 
 
-def resnet8(width: int = 8) -> nn.Module:
-    """Three residual blocks with BatchNorm."""
+def resnet(depth: int, width: int = 8) -> nn.Module:
+    """ResNet of 8 or 20 layers with BatchNorm: one or three residual blocks in each of three stages."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     for before, after, stride in ((1, 1, 1), (1, 2, 2), (2, 4, 2)):
         layers.append(Residual(before * width, after * width, stride))
+        layers += [Residual(after * width, after * width, 1) for _ in range((depth - 2) // 6 - 1)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
     for p in model.parameters():
         if p.dim() == 4:
@@ -228,14 +229,21 @@ def _fine_tuned() -> nn.Module:
 
 
 def _text(
-    name: str, tokens: Callable[[str], Tensor], model: Callable[[], nn.Module], batch: int, **options: Any
+    name: str,
+    tokens: Callable[[str], Tensor],
+    model: Callable[[], nn.Module],
+    batch: int,
+    steps: int = STEPS,
+    **options: Any,
 ) -> Recipe:
-    task = Task(name, STEPS, model, text(lambda: tokens("train"), batch), next_token)
+    task = Task(name, steps, model, text(lambda: tokens("train"), batch), next_token)
     return Recipe(task, text(lambda: tokens("valid"), 64), **options)
 
 
-def _images(name: str, model: Callable[[], nn.Module], batch: int, **options: Any) -> Recipe:
-    task = Task(name, STEPS, model, samples(small_cifar, batch), classify)
+def _images(
+    name: str, model: Callable[[], nn.Module], batch: int, steps: int = STEPS, **options: Any
+) -> Recipe:
+    task = Task(name, steps, model, samples(small_cifar, batch), classify)
     return Recipe(task, samples(images_not_trained_on, 250), **options)
 
 
@@ -265,7 +273,7 @@ DEVELOPMENT = (
     _tiny("char transformer", "adamw"),
     _tiny("word transformer", "adamw"),
     _text("char GPT, 2 layers", _letters, lambda: GPT(ptb_characters("train")[1], width=64, layers=2), 8,
-          betas=(0.9, 0.95)),
+          steps=500, betas=(0.9, 0.95)),
 )  # fmt: skip
 
 HELD_OUT = (
@@ -273,9 +281,19 @@ HELD_OUT = (
           betas=(0.9, 0.95)),
     _text("word GPT", _words, lambda: GPT(1500, width=48, layers=2), 8),
     _images("ViT", lambda: ViT(width=64, layers=2), 16, weight_decay=0.05),
-    _images("ResNet8, BatchNorm", resnet8, 16, weight_decay=5e-4, optimizers=("adamw", "momentum")),
+    _images("ResNet8, BatchNorm", lambda: resnet(8), 16, weight_decay=5e-4, optimizers=("adamw", "momentum")),
+    _images("ResNet20, BatchNorm", lambda: resnet(20), 16, weight_decay=5e-4, optimizers=("momentum",)),
     _lstm(),
     _text("fine-tuned GPT", lambda split: manual_characters(split)[0], _fine_tuned, 8),
 )  # fmt: skip
 
-RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *HELD_OUT)}
+# What the best peak depends on: one model of each kind, in batches of other sizes.
+BATCHES = (
+    *(_text(f"char GPT, 3 layers, batch {batch}", lambda split: manual_characters(split)[0],
+            lambda: GPT(manual_characters("train")[1], width=64, layers=3), batch, steps=500,
+            betas=(0.9, 0.95)) for batch in (4, 16, 64)),
+    *(_images(f"ViT, 3 layers, batch {batch}", lambda: ViT(width=48, layers=3), batch, steps=500,
+              weight_decay=0.05) for batch in (8, 32, 128)),
+)  # fmt: skip
+
+RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *HELD_OUT, *BATCHES)}
