@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from benchmarks import schedules as bench
-from benchmarks.schedules_tasks import DEVELOPMENT, HELD_OUT, RECIPES
+from benchmarks.schedules_tasks import BATCHES, DEVELOPMENT, HELD_OUT, RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_grid_widens_until_its_best_has_worse_neighbours(best):
 
 
 def test_tasks_chosen_on_and_held_out_are_apart():
-    names = [recipe.task.name for recipe in (*DEVELOPMENT, *HELD_OUT)]
+    names = [recipe.task.name for recipe in (*DEVELOPMENT, *BATCHES, *HELD_OUT)]
     assert len(set(names)) == len(names) == len(RECIPES)
 
 
@@ -71,3 +71,9 @@ def test_a_measured_run_trains_under_its_schedule(tmp_path):
     assert found["loss"] < 0.5 * found["first"]
     assert found["found"]["spent"] <= 40
     assert bench.Results(tmp_path / "runs.jsonl").rows[bench.key(job)] == json.loads(json.dumps(found))
+
+
+def test_the_peak_by_size_of_batch_is_that_of_the_grid():
+    rows = [row("measured", 1.5, lr=0.1), row("grid", 1.0, lr=0.2), row("grid", 1.005, lr=0.4)]
+    last = bench.batches_table([*rows, row("grid", 1.6, lr=0.8)])[-2]
+    assert last == "| ViT | 0.05 | 0.1 | 0.2 | 0.2 to 0.4 | 50.0% |"
