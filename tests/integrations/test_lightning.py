@@ -275,6 +275,40 @@ def test_a_resumed_run_measures_the_same_steps_in_the_same_file(tmp_path):
     assert [group["clip_stats"]["steps"] for group in groups] == [24, 24]
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+def test_fit_called_again_goes_on_measuring(in_file, tmp_path):
+    trace = str(tmp_path / "trace.jsonl") if in_file else None
+    callback, model = SmoothnessCallback(every=5, trace=trace, on_error="raise"), Module()
+    trainer = trainer_of(tmp_path, [callback])
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    rows = cs.Trace.load(trace) if in_file else callback.probe.trace
+    assert [row["step"] for row in rows] == [0, 5, 10, 15, 20]
+
+
+def test_a_second_run_is_written_beside_the_first(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    run(tmp_path, [SmoothnessCallback(every=5, trace=str(trace))])
+    callback = SmoothnessCallback(every=4, trace=str(trace), on_error="raise")
+    with warned(r"trace\.jsonl holds a run already.*go to .*trace-2\.jsonl"):
+        run(tmp_path, [callback])
+    steps = [[row["step"] for row in cs.Trace.load(path)] for path in (trace, tmp_path / "trace-2.jsonl")]
+    assert steps == [[0, 5, 10], [0, 4, 8]]
+
+
+def test_a_batch_that_training_leaves_out_is_no_failure(tmp_path):
+    class Picky(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if batch_idx not in (0, 4) else None
+
+    plain, _ = run(tmp_path, kind=Picky)
+    callback = SmoothnessCallback(every=2, on_error="raise")
+    probed, _ = run(tmp_path, [callback], kind=Picky)
+    assert probed == plain
+    assert [row["step"] for row in callback.probe.trace] == [2, 6, 8, 10]
+
+
 def test_gradient_clip_val_before_our_optimizer_is_noticed_and_measured(tmp_path):
     callback = SmoothnessCallback(every=3, on_error="raise")
     with warned(r"gradient_clip_val=0.1\) clips before ClippedSGD"):
@@ -399,6 +433,15 @@ def test_data_that_can_be_read_once_is_not_used_up(tmp_path):
     batches = iter([[torch.randn(8, 20), torch.randint(5, (8,))] for _ in range(12)])
     with pytest.raises(ValueError, match=r"which is an iterator.*DataLoader"):
         trainer_of(tmp_path, [Calibrate()], limit_train_batches=12).fit(Module(), batches)
+
+    class Stream(torch.utils.data.IterableDataset):
+        samples = iter(classes())
+
+        def __iter__(self):
+            return self.samples
+
+    with pytest.raises(ValueError, match=r"which is an iterator.*DataLoader"):
+        trainer_of(tmp_path, [Calibrate()]).fit(Module(), torch.utils.data.DataLoader(Stream(), batch_size=8))
     with pytest.raises(ValueError, match="manual optimization"):
         run(tmp_path, [Calibrate()], kind=Manual)
 

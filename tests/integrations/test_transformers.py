@@ -271,6 +271,16 @@ def test_a_resumed_run_measures_the_same_steps_in_the_same_file(beside_the_check
     assert [row["smoothness"] for row in two] == pytest.approx([row["smoothness"] for row in one], rel=1e-4)
 
 
+def test_a_second_run_is_written_beside_the_first(tmp_path):
+    trainer = trainer_of(tmp_path)
+    callback = watch(trainer, every=3, trace=tmp_path / "trace.jsonl", on_error="raise")
+    trainer.train()
+    with warned(r"trace\.jsonl holds a run already.*go to .*trace-2\.jsonl"):
+        trainer.train()
+    assert callback.probe.trace.path == tmp_path / "trace-2.jsonl"
+    assert [row["step"] for row in callback.probe.trace] == [0, 3, 6]
+
+
 def test_a_failing_probe_never_stops_training(tmp_path):
     class Unrepeatable(Trainer):
         calls = 0
@@ -320,6 +330,12 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
 def test_bad_input_gets_one_clear_line(tmp_path):
     with pytest.raises(TypeError, match="`trainer` must be a transformers Trainer, got a Linear"):
         watch(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="`trainer` must be a transformers Trainer, got a Linear"):
+        calibrate(torch.nn.Linear(2, 2))
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.train()
+    with pytest.raises(ValueError, match="has not trained yet"):
+        calibrate(trainer)
     trainer = trainer_of(tmp_path)
     watch(trainer)
     with pytest.raises(ValueError, match="watched already"):

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.search import calibrate
 from curvestep.distributed import spans_ranks
-from curvestep.integrations.reporting import groups_of, need, sink_of, warn_if_clipped_twice
+from curvestep.integrations.reporting import (
+    can_be_read_once,
+    groups_of,
+    need,
+    probe_at,
+    sink_of,
+    warn_if_clipped_twice,
+)
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import RandomState
@@ -48,8 +55,8 @@ class SmoothnessCallback(Callback):
             batch of a measured step: with both defaults 2 to 2.5 % of a run.
         estimators: Columns of the trace, or a mapping from column to its period in measurements.
         trace: File for the rows; None for memory.
-        if_exists: What to do with a file that holds a run: ``"resume"`` needs a checkpoint to go on from,
-            ``"new"`` writes beside it, ``"overwrite"`` starts it again.
+        if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
+            writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
         max_overhead: Share of the training time that measuring may take, such as 0.02.
         layers: Also measure each layer.
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
@@ -100,9 +107,13 @@ class SmoothnessCallback(Callback):
             warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
-        self.probe = probe = SmoothnessProbe(strategy.model, backward=backward, **self.options)
-        if self._saved:
-            probe.load_state_dict(self._saved)
+        step, before = trainer.global_step, self.probe
+        self.probe = probe = probe_at(step, strategy.model, self._saved, self.options, backward=backward)
+        self._saved = {}
+        if before is not None and before.trace.path is None:  # `fit` is called again
+            for row in before.trace:
+                if row["step"] < step:
+                    probe.trace.append(row)
         if self.log:
             probe.listen(sink_of(optimizer, lambda numbers, _: _to_loggers(trainer, numbers)))
         # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
@@ -119,8 +130,9 @@ class SmoothnessCallback(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measure before the step: gradients are complete here, and not yet clipped."""
         if self.probe is not None and self._begins:
-            self.probe.begin(optimizer)
             self._begun = True
+            if not self.probe.due or any(p.grad is not None for p in self.probe.parameters):
+                self.probe.begin(optimizer)  # else training_step left this batch out
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -397,7 +409,7 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
     strategy: Any = trainer.strategy
     loaders: Any = trainer.train_dataloader
     for loader in loaders.values() if isinstance(loaders, Mapping) else (loaders,):
-        if isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), Iterator):
+        if can_be_read_once(loader) or can_be_read_once(getattr(loader, "dataset", None)):
             raise ValueError(
                 "Calibrate would use up batches of the training data, which is an iterator. Give the Trainer "
                 "a DataLoader over a data set that can be read again."

@@ -1,14 +1,21 @@
-"""What the integrations share: which versions they need, what they log, and who clips twice."""
+"""What the integrations share: the versions they need, probes that go on, what they log, who clips twice."""
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.utils.data import IterableDataset
+
 from curvestep.sinks import Sink
+from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.snapshot import RandomState
 
 
 def need(package: str, least: str, extra: str) -> None:
@@ -26,6 +33,41 @@ def need(package: str, least: str, extra: str) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def probe_at(
+    step: int, model: nn.Module, state: dict[str, Any], options: dict[str, Any], **others: Any
+) -> SmoothnessProbe:
+    """A probe for a run that goes on after ``step`` steps, from a checkpoint's ``state`` if that has one.
+
+    A run from the start is not written to a file that holds a run: its rows go to a new one beside it.
+    """
+    wanted = options["trace"]
+    if step == 0 and options["if_exists"] == "resume":
+        options = {**options, "if_exists": "new"}
+    probe = SmoothnessProbe(model, **options, **others)
+    found = probe.trace.path
+    if isinstance(wanted, (str, Path)) and found not in (None, Path(wanted)):
+        warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
+    if step > 0 and not state:
+        schedule, done = probe.schedule.state_dict(), math.ceil(step / probe.schedule.every)
+        if schedule["next"] is not None:
+            schedule["next"] = done * probe.schedule.every
+        state = {"step": step, "measurements": done, "schedule": schedule}
+    if step > 0:
+        probe.load_state_dict(state)
+    return probe
+
+
+def can_be_read_once(data: Any) -> bool:
+    """Whether reading a data set uses it up: an iterator, or what hands out the same one every time."""
+    if isinstance(data, Iterator):
+        return True
+    random = RandomState.capture()  # an iterator may be made with random numbers
+    try:
+        return isinstance(data, IterableDataset) and iter(data) is iter(data)
+    finally:
+        random.restore()
 
 
 def sink_of(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Sink:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
@@ -26,7 +25,7 @@ from torch import Tensor
 from curvestep._files import write_atomically
 from curvestep.calibration import search
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.integrations.reporting import need, sink_of, warn_if_clipped_twice
+from curvestep.integrations.reporting import can_be_read_once, need, probe_at, sink_of, warn_if_clipped_twice
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe, unwrapped
 from curvestep.smoothness.trace import Trace
@@ -65,8 +64,8 @@ def watch(
             batch of a measured step: with both defaults 2 to 2.5 % of a run.
         estimators: Columns of the trace, or a mapping from column to its period in measurements.
         trace: Where the rows go: a path, a trace, or None for memory.
-        if_exists: What to do with a file that holds a run: ``"resume"`` needs a checkpoint to go on from,
-            ``"new"`` writes beside it, ``"overwrite"`` starts it again.
+        if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
+            writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
         max_overhead: Share of the training time that measuring may take, such as 0.02.
         layers: Also measure each layer.
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
@@ -76,8 +75,7 @@ def watch(
     Returns:
         The callback; ``callback.probe.trace`` has the rows once training has begun.
     """
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
+    _check_trainer(trainer)
     if any(isinstance(c, SmoothnessCallback) for c in trainer.callback_handler.callbacks):
         raise ValueError("This trainer is watched already: call `watch` once.")
     options = {
@@ -141,9 +139,9 @@ class SmoothnessCallback(TrainerCallback):
         trainer = self._trainer
         optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
         backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
-        self.probe = probe = SmoothnessProbe(model, backward=backward, **self._options)
-        if trainer.state.global_step > 0:
-            self._resume(probe)
+        step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
+        state = json.loads(kept.read_text(encoding="utf-8")) if step > 0 and kept.exists() else {}
+        self.probe = probe = probe_at(step, model, state, self._options, backward=backward)
         if self._log:
             probe.listen(sink_of(optimizer, self._report))
         if scaler is None:
@@ -151,18 +149,6 @@ class SmoothnessCallback(TrainerCallback):
         else:  # which may skip the step after the gradients were shown
             probe.watch(optimizer)
         return probe
-
-    def _resume(self, probe: SmoothnessProbe) -> None:
-        step, every = self._trainer.state.global_step, probe.schedule.every
-        path = _checkpoint_of(self._trainer.args, self._trainer.state) / STATE
-        if path.exists():
-            probe.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-            return
-        done = math.ceil(step / every)  # resumed from elsewhere: go on by the rule
-        schedule = probe.schedule.state_dict()
-        if schedule["next"] is not None:
-            schedule["next"] = done * every
-        probe.load_state_dict({"step": step, "measurements": done, "schedule": schedule})
 
     def _recorded_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's ``training_step``, its loss recorded at steps that are due."""
@@ -228,6 +214,7 @@ def calibrate(
         resume_from_checkpoint: What ``trainer.train`` will be given. With a checkpoint, its numbers are set
             again and nothing is measured; True for the last one.
     """
+    _check_trainer(trainer)
     if resume_from_checkpoint:
         found = _kept_calibration(trainer, resume_from_checkpoint)
     else:
@@ -253,6 +240,11 @@ def calibrate(
     if args.max_grad_norm and not clips:
         args.max_grad_norm = found.max_norm
     return found
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
 
 
 class _KeepCalibration(TrainerCallback):
@@ -282,7 +274,9 @@ def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibr
 def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
     args, model = trainer.args, cast(Any, trainer.model)
-    if isinstance(trainer.train_dataset, Iterator):
+    if trainer.state.global_step > 0:
+        raise ValueError("calibrate(trainer) needs a Trainer that has not trained yet. Make a new one.")
+    if can_be_read_once(trainer.train_dataset):
         raise ValueError(
             "calibrate would use up samples of `train_dataset`, which is an iterator. Give the Trainer a "
             "data set that can be read again."
