@@ -15,15 +15,7 @@ from matplotlib.figure import Figure
 from curvestep.display.results import level, on_common_steps
 from curvestep.lab.paper.claims import Evidence, Spread, decide
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, final_loss, loss_chart
-from curvestep.lab.paper.plan import (
-    BY_HAND,
-    PaperFigure,
-    Picture,
-    Planned,
-    Results,
-    cost_of,
-    language_runs,
-)
+from curvestep.lab.paper.plan import BY_HAND, PaperFigure, Picture, Planned, Results, legend_runs
 from curvestep.lab.paper.style import CLIPPED, NORMALIZED as NORMALIZED_STEPS, described
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
@@ -37,12 +29,12 @@ def equivalence_runs(scale: str) -> list[Planned]:
     """The first setting, and the normalized one that corresponds to it, on every seed at laptop scale."""
     if scale != "laptop":
         return []
-    clipped = language_runs(scale, [BY_HAND])
+    clipped = legend_runs(scale, [BY_HAND])
     runs = []
     for run in clipped:
         steps = normalized_from_clipped(lr=run.recipe.lr, max_norm=run.recipe.max_norm)
         recipe = with_fields(run.recipe, optimizer="normalized", probe_every=0, **steps)
-        runs.append(Planned(setting=NORMALIZED, recipe=recipe, cost=cost_of(recipe)))
+        runs.append(Planned(NORMALIZED, recipe))
     return [*clipped, *runs]
 
 

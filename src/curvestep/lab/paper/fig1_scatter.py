@@ -44,8 +44,7 @@ from curvestep.lab.paper.plan import (
     PaperFigure,
     Picture,
     Results,
-    image_runs,
-    language_runs,
+    legend_runs,
     run_again,
 )
 from curvestep.lab.paper.style import EXPONENT, LINE, described, loaded, setting
@@ -343,7 +342,7 @@ def _shown(*settings: str, **options: Any) -> Callable[[Results, str], Figure]:
 
 FIG1 = PaperFigure(
     name="fig1",
-    runs=lambda scale: language_runs(scale, [BY_HAND]),
+    runs=lambda scale: legend_runs(scale, [BY_HAND]),
     pictures=(
         Picture(
             name="fig1",
@@ -355,7 +354,7 @@ FIG1 = PaperFigure(
 )
 FIG2 = PaperFigure(
     name="fig2",
-    runs=lambda scale: language_runs(scale, [BY_HAND, _SMALL_LR, _SMALL_LR_CLIPPED, ALWAYS_CLIPPED]),
+    runs=lambda scale: legend_runs(scale, [BY_HAND, _SMALL_LR, _SMALL_LR_CLIPPED, ALWAYS_CLIPPED]),
     pictures=(
         Picture(
             name="fig2",
@@ -381,7 +380,7 @@ FIG2 = PaperFigure(
 )
 FIG3 = PaperFigure(
     name="fig3",
-    runs=lambda scale: image_runs(scale, IMAGES),
+    runs=lambda scale: legend_runs(scale, IMAGES),
     pictures=(
         Picture(
             name="fig3",
@@ -401,7 +400,7 @@ FIG5 = PaperFigure(
     name="fig5",
     # At laptop scale a run that is half as long again; elsewhere all are long.
     runs=lambda scale: [
-        *language_runs(scale, [BY_HAND]),
+        *legend_runs(scale, [BY_HAND]),
         *run_again(scale, LONG, steps=600, probe_every=20),
     ],
     pictures=(

@@ -34,9 +34,7 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    cost_of,
-    image_runs,
-    language_runs,
+    legend_runs,
     run_again,
 )
 from curvestep.lab.paper.style import described, loaded
@@ -342,17 +340,14 @@ def sweep_runs(scale: str) -> list[Planned]:
     laptop = {"steps": 60, "batch_size": 64, "pooling": 2, "eval_size": 500}
     length = laptop if scale == "laptop" else {"epochs": 10}
     short = {"momentum": 0.0, "lr_drops": (), "eval_every": 0, "probe_every": 0, **length}
-    runs = []
-    for setting, (lr, max_norm) in IMAGE_SWEEP.items():
-        recipe = get_recipe("cifar-resnet20", scale, lr=lr, max_norm=max_norm, seed=SHOWN_SEED, **short)
-        runs.append(Planned(setting=setting, recipe=recipe, cost=cost_of(recipe)))
-    return runs
+    recipe = get_recipe("cifar-resnet20", scale, seed=SHOWN_SEED, **short)
+    points = IMAGE_SWEEP.items()
+    return [Planned(name, replace(recipe, lr=lr, max_norm=max_norm)) for name, (lr, max_norm) in points]
 
 
 def _all_runs(scale: str) -> list[Planned]:
     return [
-        *language_runs(scale, LANGUAGE),
-        *image_runs(scale, [*IMAGES, *IMAGES_WITH_DROPS]),
+        *legend_runs(scale, [*LANGUAGE, *IMAGES, *IMAGES_WITH_DROPS]),
         *sweep_runs(scale),
         *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]

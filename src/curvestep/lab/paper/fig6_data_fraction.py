@@ -22,7 +22,6 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    cost_of,
 )
 from curvestep.lab.paper.style import described, loaded
 from curvestep.lab.recipes import get_recipe
@@ -138,8 +137,7 @@ def share_runs(scale: str) -> list[Planned]:
         fields |= {**SMALL_LSTM, "fractions": (0.5,), "eval_every": 0}
         length = {"num_words": 100_000, "steps": 120} if scale == "laptop" else {"steps": 300}
         recipe = get_recipe("ptb-lstm", scale, probe_every=length["steps"] // 12, **length, **fields)
-    shares = {setting: replace(recipe, probe_data=share) for setting, share in SHARES.items()}
-    return [Planned(setting=name, recipe=run, cost=cost_of(run)) for name, run in shares.items()]
+    return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in SHARES.items()]
 
 
 def judge_shares(results: Results) -> Evidence:

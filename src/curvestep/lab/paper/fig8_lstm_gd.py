@@ -22,8 +22,7 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
     Results,
-    cost_of,
-    language_runs,
+    legend_runs,
 )
 from curvestep.lab.paper.style import CLIPPED, GD, described, loaded, on_same_axes
 from curvestep.lab.recipes import get_recipe
@@ -131,11 +130,11 @@ def two_layer_settings(scale: str) -> tuple[str, str]:
 def two_layer_runs(scale: str) -> list[Planned]:
     """Runs of both settings."""
     if scale != "paper":
-        return language_runs(scale, two_layer_settings(scale))
+        return legend_runs(scale, two_layer_settings(scale))
     runs = []
     for name, found in zip(two_layer_settings(scale), map(LANGUAGE.__getitem__, SETTINGS), strict=True):
         recipe = get_recipe("ptb-lstm", scale, lr=found.lr, max_norm=found.max_norm)
-        runs.append(Planned(setting=name, recipe=recipe, cost=cost_of(recipe)))
+        runs.append(Planned(name, recipe))
     return runs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
 SHOWN_SEED = 5  # where there is room for one run, at laptop scale
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Planned:
     """One run of the plan.
 
     Args:
         setting: Short name of the setting, the same for all seeds.
         recipe: What to train.
-        cost: Rough cost in seconds on one core of a laptop; long runs start first.
         calibrated: Whether ``lr`` and ``max_norm`` are measured before training; those of the recipe are not
             looked at.
         place: Folder for runs on the same data and at the same scale.
@@ -33,7 +32,7 @@ class Planned:
 
     setting: str
     recipe: Recipe
-    cost: float
+    _: KW_ONLY
     calibrated: bool = False
     place: str = ""
 
@@ -41,6 +40,11 @@ class Planned:
     def name(self) -> str:
         """Name of the run."""
         return f"{self.setting}-seed{self.recipe.seed}"
+
+    @property
+    def cost(self) -> float:
+        """CPU seconds, roughly; long runs start first."""
+        return cost_of(self.recipe) * (2 if self.calibrated else 1)
 
     @property
     def path(self) -> Path:
@@ -224,25 +228,27 @@ _IMAGE_STEP, _IMAGE_GRADIENT = 0.064, 0.066
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A line of the paper's legend, with its seeds and measurements at laptop scale.
+    """A line of the paper's legend, with its seeds at each scale.
 
     Args:
         lr: Learning rate.
         max_norm: Threshold; inf is no clipping.
         momentum: Of SGD.
         seeds: At laptop scale.
-        probe_every: Steps between measurements at laptop scale; 0 measures nothing.
         longer: Seeds of the longer runs.
-        fields: Other fields of the recipe at laptop scale.
+        paper: Seeds at the paper's scale.
+        probe_every: Steps between measurements at laptop scale; 0 measures nothing.
+        lr_drops: As in a recipe, at laptop scale; elsewhere the recipe's own.
     """
 
     lr: float
     max_norm: float = math.inf
     momentum: float = 0.0
     seeds: tuple[int, ...] = THREE
-    probe_every: int = 0
     longer: tuple[int, ...] = ()
-    fields: dict[str, Any] = field(default_factory=dict)
+    paper: tuple[int, ...] = (0,)
+    probe_every: int = 0
+    lr_drops: tuple[float, ...] = ()
 
 
 LANGUAGE = {
@@ -256,75 +262,55 @@ LANGUAGE = {
 }
 BY_HAND = "lm-lr30clip0.25"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
-_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, probe_every=20)}
+_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=20)}
 IMAGES = {
     "cifar-momentum": Setting(lr=0.1, momentum=0.9, seeds=FIVE, probe_every=12, longer=LONGER_IMAGES),
     "cifar-lr1": Setting(lr=1.0, seeds=(SHOWN_SEED,), probe_every=12),
     "cifar-lr5clip0.25": Setting(lr=5.0, max_norm=0.25, seeds=FIVE, probe_every=12, longer=LONGER_IMAGES),
 }
-_DROPS: dict[str, Any] = {"lr_drops": (0.5, 0.75)}
 # The same under a schedule, at laptop scale; the longer and the paper's runs have drops anyway.
 IMAGES_WITH_DROPS = {
-    "cifar-drops-momentum": replace(IMAGES["cifar-momentum"], seeds=THREE, probe_every=0, fields=_DROPS),
-    "cifar-drops-lr5clip0.25": replace(
-        IMAGES["cifar-lr5clip0.25"], seeds=THREE, probe_every=0, fields=_DROPS
-    ),
+    f"cifar-drops-{name.removeprefix('cifar-')}": replace(
+        IMAGES[name], seeds=THREE, longer=(), paper=(), probe_every=0, lr_drops=(0.5, 0.75)
+    )
+    for name in ("cifar-momentum", "cifar-lr5clip0.25")
 }
+_SETTINGS = LANGUAGE | _EXTRA | IMAGES | IMAGES_WITH_DROPS
 
 
-def language_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
-    """Settings of the language model: the small LSTM, the two-layer LSTM of the paper, or AWD-LSTM."""
-    known = LANGUAGE | _EXTRA
+def legend_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
+    """The runs of settings, seed by seed.
+
+    On images ResNet20; the language model is the small LSTM, the two-layer LSTM of the paper, or AWD-LSTM.
+    """
     runs = []
     for name in settings:
-        found = known[name]
-        fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm}
-        if scale == "laptop":
-            fields |= {**_LANGUAGE, "probe_every": found.probe_every, **found.fields}
-            runs += _each_seed(name, get_recipe("ptb-lstm", **fields), found.seeds)
-        elif scale == "longer":
-            runs += _each_seed(name, get_recipe("ptb-lstm", scale, **fields), found.longer)
-        elif name in LANGUAGE:
-            runs += _each_seed(name, get_recipe("ptb-awd-lstm", scale, **fields), (0,))
-    return runs
-
-
-def image_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
-    """Settings of ResNet20."""
-    known = IMAGES | IMAGES_WITH_DROPS
-    runs = []
-    for name in settings:
-        found = known[name]
+        found = _SETTINGS[name]
+        language = name in LANGUAGE or name in _EXTRA
+        model = ("ptb-awd-lstm" if scale == "paper" else "ptb-lstm") if language else "cifar-resnet20"
         fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
         if scale == "laptop":
-            fields |= {**_IMAGES, "probe_every": found.probe_every, **found.fields}
-            runs += _each_seed(name, get_recipe("cifar-resnet20", **fields), found.seeds)
-        elif name in IMAGES:
-            seeds = found.longer if scale == "longer" else (0,)
-            runs += _each_seed(name, get_recipe("cifar-resnet20", scale, **fields), seeds)
+            fields |= {"probe_every": found.probe_every, "lr_drops": found.lr_drops}
+            fields |= _LANGUAGE if language else _IMAGES
+        recipe = get_recipe(model, scale, **fields)
+        seeds = {"laptop": found.seeds, "longer": found.longer, "paper": found.paper}[scale]
+        runs += [Planned(name, replace(recipe, seed=seed)) for seed in seeds]
     return runs
-
-
-def _each_seed(setting: str, recipe: Recipe, seeds: Sequence[int]) -> list[Planned]:
-    cost = cost_of(recipe)
-    return [Planned(setting=setting, recipe=replace(recipe, seed=seed), cost=cost) for seed in seeds]
 
 
 def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
     """At laptop scale the first setting once more, on the seed that is shown, with other fields."""
     if scale != "laptop":
         return []
-    (shown,) = [run for run in language_runs(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
-    recipe = with_fields(shown.recipe, **fields)
-    cost = cost_of(recipe) * (2 if calibrated else 1)
-    return [Planned(setting=setting, recipe=recipe, cost=cost, calibrated=calibrated)]
+    (shown,) = [run for run in legend_runs(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
+    return [Planned(setting, with_fields(shown.recipe, **fields), calibrated=calibrated)]
 
 
 def cost_of(recipe: Recipe) -> float:
     """CPU seconds that a run takes, roughly: what was measured, scaled by the size of model and batch.
 
     Example:
-        >>> round(cost_of(language_runs("laptop", ["lm-lr2"])[0].recipe))
+        >>> round(cost_of(legend_runs("laptop", ["lm-lr2"])[0].recipe))
         41
     """
     if isinstance(recipe, LanguageRecipe):
@@ -350,7 +336,7 @@ def steps_of(recipe: Recipe) -> int:
     """Steps of a run, known without its data: those given, or about those of its epochs.
 
     Example:
-        >>> steps_of(language_runs("longer", ["lm-lr2"])[0].recipe)
+        >>> steps_of(legend_runs("longer", ["lm-lr2"])[0].recipe)
         1328
     """
     return recipe.steps or round(recipe.epochs * _epoch(recipe))
