@@ -86,7 +86,7 @@ def test_the_difference_of_exponents_decides(tmp_path, large, spread, verdict):
         for fraction in (None, *FRACTIONS):
             expected = alpha_of(BY_HAND, run.recipe.seed)
             assert exponent(run, fraction) == pytest.approx(expected, abs=0.05)
-    found = contrast(BY_HAND, "lm-lr2")(results)
+    found = contrast(results, BY_HAND, "lm-lr2")
     assert found.verdict == verdict
     for words in ("at 0.1 of the step", "at 0.5 of the step", "at 1 of the step", "by ranks", "inside steps"):
         assert words in found.measured
@@ -96,8 +96,8 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
     plan = planned("fig2", ALWAYS_CLIPPED, BY_HAND)
     alphas = {ALWAYS_CLIPPED: 1.0, BY_HAND: 0.5}
     results = results_with(tmp_path, plan, lambda setting, seed: alphas[setting] + 0.01 * seed)
-    assert "beyond" not in contrast(ALWAYS_CLIPPED, BY_HAND)(results).measured
-    assert contrast(ALWAYS_CLIPPED, BY_HAND)(results).verdict == SUPPORTED
+    assert "beyond" not in contrast(results, ALWAYS_CLIPPED, BY_HAND).measured
+    assert contrast(results, ALWAYS_CLIPPED, BY_HAND).verdict == SUPPORTED
 
     # Constant Hessians show 0.9 where every step is clipped, and nothing elsewhere.
     def set_control(run, value, limits):
@@ -115,7 +115,7 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
         "clipped_share",
         lambda run: shares[run.folder.name.rpartition("-seed")[0]],
     )
-    found = contrast(ALWAYS_CLIPPED, BY_HAND)(results)
+    found = contrast(results, ALWAYS_CLIPPED, BY_HAND)
     one, other = ([exponent(run) for run in results.of(name)] for name in (ALWAYS_CLIPPED, BY_HAND))
     assert "exponent beyond its control" in found.measured
     assert found.verdict == CONTRADICTED
@@ -127,7 +127,7 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
     # A control with wide limits leaves nothing to decide, however many seeds there are.
     for run in results.of(ALWAYS_CLIPPED):
         set_control(run, 0.9, (0.0, 1.0))
-    found = contrast(ALWAYS_CLIPPED, BY_HAND)(results)
+    found = contrast(results, ALWAYS_CLIPPED, BY_HAND)
     assert found.verdict == CANNOT_TELL
     assert "no number of seeds helps" in found.settle
 
@@ -143,15 +143,15 @@ def test_seeds_that_both_settings_have_are_compared(tmp_path):
 def test_growth_beyond_the_control_and_inside_steps_is_told_from_none(tmp_path):
     plan = planned("fig2", BY_HAND, "lm-lr2")
     results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if setting == BY_HAND else 0.0)
-    assert beyond_control(BY_HAND)(results).verdict == SUPPORTED
-    assert grows_inside_steps(BY_HAND)(results).verdict == SUPPORTED
-    assert grows_inside_steps("lm-lr2")(results).verdict == CONTRADICTED
+    assert beyond_control(results, BY_HAND).verdict == SUPPORTED
+    assert grows_inside_steps(results, BY_HAND).verdict == SUPPORTED
+    assert grows_inside_steps(results, "lm-lr2").verdict == CONTRADICTED
 
 
 @pytest.mark.parametrize(("alpha", "verdict"), [(1.0, CONTRADICTED), (-1.0, SUPPORTED)])
 def test_no_correlation_is_one_below_a_fifth(tmp_path, alpha, verdict):
     plan = planned("fig3", "cifar-momentum")
-    assert absent("cifar-momentum")(results_with(tmp_path, plan, lambda *_: alpha)).verdict == verdict
+    assert absent(results_with(tmp_path, plan, lambda *_: alpha), "cifar-momentum").verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -229,92 +229,76 @@ def spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
     return Spread(values=tuple(statistic(run) for run in runs))
 
 
-def contrast(large: str, small: str) -> Callable[[Results], Evidence]:
-    """Judges whether the exponent of one setting is positive and above another's, seed by seed.
+def contrast(results: Results, large: str, small: str) -> Evidence:
+    """Whether the exponent of one setting is positive and above another's, seed by seed.
 
     Beyond their controls where nearly all steps of one are clipped: see the rule at the top of this module.
     """
+    pair = results.paired(large, small)
+    shares = [spread(runs, clipped_share).mean for runs in pair]
+    beyond = max(shares) >= NEARLY_ALL
 
-    def judge(results: Results) -> Evidence:
-        pair = results.paired(large, small)
-        shares = [spread(runs, clipped_share).mean for runs in pair]
-        beyond = max(shares) >= NEARLY_ALL
+    def compared(fraction: float | None = None) -> tuple[Spread, Spread]:
+        one, other = (spread(runs, partial(exponent, fraction=fraction)) for runs in pair)
+        if beyond:
+            return one - control_exponents(pair[0]), other - control_exponents(pair[1])
+        return one, other
 
-        def compared(fraction: float | None = None) -> tuple[Spread, Spread]:
-            one, other = (spread(runs, partial(exponent, fraction=fraction)) for runs in pair)
-            if beyond:
-                return one - control_exponents(pair[0]), other - control_exponents(pair[1])
-            return one, other
-
-        found = compared()
-        gain = found[0] - found[1]
-        said = []
-        for own, runs, share in zip(found, pair, shares, strict=True):
-            parts = f"{share:.0%} of steps clipped"
-            if beyond:
-                mean, control = spread(runs, exponent).mean, control_exponents(runs).mean
-                parts += f", exponent {mean:.3g}, control "
-                parts += "diverges" if math.isnan(control) else f"{control:.3g}"
-            said.append(f"{own} with {runs[0].recipe.label} ({parts})")
-        words = f"exponent {'beyond its control ' * beyond}{said[0]}, {said[1]}: {gain} higher"
-        beside = []
-        for fraction in fractions_of(pair[0][0]):
-            one, other = compared(fraction)
-            beside.append(f"at {fraction:g} of the step {one - other}")
-        one, other = (spread(runs, rank_correlation) for runs in pair)
-        words += "; " + ", ".join([*beside, f"by ranks {one - other}"])
-        with suppress(MissingRuns):
-            one, other = (spread(runs, elasticity) for runs in pair)
-            words += (
-                f"; inside steps, where no control is needed, elasticity {one} and {other}: {one - other} "
-                f"higher ({decide('', one - other).verdict} by that)"
-            )
-        return decide(words, gain, found[0])
-
-    return judge
-
-
-def beyond_control(setting: str) -> Callable[[Results], Evidence]:
-    """Judges whether the exponent is above the one that a constant Hessian shows with the same steps."""
-
-    def judge(results: Results) -> Evidence:
-        runs = results.all_finished(setting)
-        own, control = spread(runs, exponent), control_exponents(runs)
-        words = f"exponent {own} with {runs[0].recipe.label}, its control {control}: {own - control} higher"
-        return decide(words, own - control)
-
-    return judge
-
-
-def grows_inside_steps(setting: str) -> Callable[[Results], Evidence]:
-    """Judges the elasticity inside single steps, beyond the tenth that counts as none."""
-
-    def judge(results: Results) -> Evidence:
-        runs = results.all_finished(setting)
-        found = spread(runs, elasticity)
-        shown = sum(run.fit.within.grows for run in runs)
-        words = (
-            f"elasticity {found} with {runs[0].recipe.label} (1 where L1 rules, 0 for a constant Hessian; "
-            f"{LEAST_ELASTICITY:g} counts as none), growth shown in {shown} of {len(runs)} runs by themselves"
+    found = compared()
+    gain = found[0] - found[1]
+    said = []
+    for own, runs, share in zip(found, pair, shares, strict=True):
+        parts = f"{share:.0%} of steps clipped"
+        if beyond:
+            mean, control = spread(runs, exponent).mean, control_exponents(runs).mean
+            parts += f", exponent {mean:.3g}, control "
+            parts += "diverges" if math.isnan(control) else f"{control:.3g}"
+        said.append(f"{own} with {runs[0].recipe.label} ({parts})")
+    words = f"exponent {'beyond its control ' * beyond}{said[0]}, {said[1]}: {gain} higher"
+    beside = []
+    for fraction in fractions_of(pair[0][0]):
+        one, other = compared(fraction)
+        beside.append(f"at {fraction:g} of the step {one - other}")
+    one, other = (spread(runs, rank_correlation) for runs in pair)
+    words += "; " + ", ".join([*beside, f"by ranks {one - other}"])
+    with suppress(MissingRuns):
+        one, other = (spread(runs, elasticity) for runs in pair)
+        words += (
+            f"; inside steps, where no control is needed, elasticity {one} and {other}: {one - other} "
+            f"higher ({decide('', one - other).verdict} by that)"
         )
-        return decide(words, Spread(values=tuple(value - LEAST_ELASTICITY for value in found.values)))
-
-    return judge
+    return decide(words, gain, found[0])
 
 
-def absent(setting: str) -> Callable[[Results], Evidence]:
-    """Judges whether the rank correlation is below the 0.2 that counts as none."""
+def beyond_control(results: Results, setting: str) -> Evidence:
+    """Whether the exponent is above the one that a constant Hessian shows with the same steps."""
+    runs = results.all_finished(setting)
+    own, control = spread(runs, exponent), control_exponents(runs)
+    words = f"exponent {own} with {runs[0].recipe.label}, its control {control}: {own - control} higher"
+    return decide(words, own - control)
 
-    def judge(results: Results) -> Evidence:
-        runs = results.all_finished(setting)
-        ranks, slopes = spread(runs, rank_correlation), spread(runs, exponent)
-        words = (
-            f"rank correlation {ranks} with {runs[0].recipe.label} (up to {ABSENT:g} counts as absent), "
-            f"exponent {slopes}"
-        )
-        return decide(words, Spread(values=tuple(ABSENT - value for value in ranks.values)))
 
-    return judge
+def grows_inside_steps(results: Results, setting: str) -> Evidence:
+    """The elasticity inside single steps, beyond the tenth that counts as none."""
+    runs = results.all_finished(setting)
+    found = spread(runs, elasticity)
+    shown = sum(run.fit.within.grows for run in runs)
+    words = (
+        f"elasticity {found} with {runs[0].recipe.label} (1 where L1 rules, 0 for a constant Hessian; "
+        f"{LEAST_ELASTICITY:g} counts as none), growth shown in {shown} of {len(runs)} runs by themselves"
+    )
+    return decide(words, Spread(values=tuple(value - LEAST_ELASTICITY for value in found.values)))
+
+
+def absent(results: Results, setting: str) -> Evidence:
+    """Whether the rank correlation is below the 0.2 that counts as none."""
+    runs = results.all_finished(setting)
+    ranks, slopes = spread(runs, rank_correlation), spread(runs, exponent)
+    words = (
+        f"rank correlation {ranks} with {runs[0].recipe.label} (up to {ABSENT:g} counts as absent), "
+        f"exponent {slopes}"
+    )
+    return decide(words, Spread(values=tuple(ABSENT - value for value in ranks.values)))
 
 
 # The figures
@@ -366,16 +350,18 @@ FIG2 = PaperFigure(
     ),
     claims={
         "Smoothness grows with the gradient norm under clipping with a large learning rate, and "
-        "much less at a small one without clipping.": contrast(BY_HAND, _SMALL_LR),
-        "At the small learning rate the correlation is much weaker with clipping too.": contrast(
-            BY_HAND, _SMALL_LR_CLIPPED
+        "much less at a small one without clipping.": partial(contrast, large=BY_HAND, small=_SMALL_LR),
+        "At the small learning rate the correlation is much weaker with clipping too.": partial(
+            contrast, large=BY_HAND, small=_SMALL_LR_CLIPPED
         ),
-        "Not in the paper: the growth is more than a constant Hessian shows under the same "
-        "steps.": beyond_control(BY_HAND),
-        "Not in the paper: inside single steps, too, smoothness grows with the gradient "
-        "norm.": grows_inside_steps(BY_HAND),
+        "Not in the paper: the growth is more than a constant Hessian shows under the same steps.": partial(
+            beyond_control, setting=BY_HAND
+        ),
+        "Not in the paper: inside single steps, too, smoothness grows with the gradient norm.": partial(
+            grows_inside_steps, setting=BY_HAND
+        ),
         "Not in the paper: clipping nearly every step makes the growth stronger at the same "
-        "learning rate.": contrast(ALWAYS_CLIPPED, BY_HAND),
+        "learning rate.": partial(contrast, large=ALWAYS_CLIPPED, small=BY_HAND),
     },
 )
 FIG3 = PaperFigure(
@@ -392,8 +378,8 @@ FIG3 = PaperFigure(
     ),
     claims={
         "On images the growth appears with a large learning rate and clipping, and is weaker with "
-        "SGD and momentum.": contrast(_CLIPPED_IMAGES, _MOMENTUM),
-        "On images with SGD and momentum there is no correlation.": absent(_MOMENTUM),
+        "SGD and momentum.": partial(contrast, large=_CLIPPED_IMAGES, small=_MOMENTUM),
+        "On images with SGD and momentum there is no correlation.": partial(absent, setting=_MOMENTUM),
     },
 )
 FIG5 = PaperFigure(
