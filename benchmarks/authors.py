@@ -73,7 +73,7 @@ def random_cuts(num_rows, bptt, generator):
     """Starts and lengths of pieces, as AWD-LSTM draws them: 70 words give or take 5, now and then half."""
     pieces, start = [], 0
     while start < num_rows:
-        length = min(random_bptt_length(generator, bptt).length, num_rows - start)
+        length = min(random_bptt_length(generator, bptt), num_rows - start)
         pieces.append((start, length))
         start += length
     return pieces

@@ -225,7 +225,7 @@ class LanguageTask(Task):
         source, last = generator(self.recipe, f"pieces/{epoch}"), len(self.streams) - 1
         pieces, start = [], 0
         while start < last:
-            pieces.append((start, min(random_bptt_length(source, self.recipe.bptt).length, last - start)))
+            pieces.append((start, min(random_bptt_length(source, self.recipe.bptt), last - start)))
             start = sum(pieces[-1])
         return pieces
 

@@ -6,7 +6,6 @@ from curvestep.lab.models.lstm import (
     LSTMModel as LSTMModel,
     State as State,
     activation_penalty as activation_penalty,
-    num_parameters as num_parameters,
     random_bptt_length as random_bptt_length,
 )
 from curvestep.lab.models.resnet import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,6 @@ from curvestep._checks import check_count
 
 # Hidden and cell state of each layer, shaped (1, batch, width).
 State = tuple[tuple[Tensor, Tensor], ...]
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of trained numbers; a tied weight counts once.
-
-    Example:
-        >>> num_parameters(nn.Linear(3, 2))
-        8
-    """
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def check_dropout(name: str, value: float) -> float:
@@ -183,16 +173,6 @@ class AWDLSTM(RecurrentModel):
         self.dropout_embedding = check_dropout("dropout_embedding", dropout_embedding)
         self.weight_drop = check_dropout("weight_drop", weight_drop)
 
-    @overload
-    def forward(
-        self, tokens: Tensor, state: State | None = None, *, with_activations: Literal[False] = False
-    ) -> tuple[Tensor, State]: ...
-
-    @overload
-    def forward(
-        self, tokens: Tensor, state: State | None = None, *, with_activations: Literal[True]
-    ) -> tuple[Tensor, State, Activations]: ...
-
     def forward(
         self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
@@ -256,39 +236,20 @@ def activation_penalty(activations: Activations, *, alpha: float = 2.0, beta: fl
     return alpha * size + beta * change
 
 
-class BpttLength(NamedTuple):
-    """A window of truncated backpropagation.
-
-    Args:
-        length: Number of time steps.
-        lr_scale: Factor for the learning rate in this window, ``length / base``.
-    """
-
-    length: int
-    lr_scale: float
-
-
-def random_bptt_length(generator: torch.Generator, base: int, *, spread: float = 5.0) -> BpttLength:
+def random_bptt_length(generator: torch.Generator, base: int) -> int:
     r"""Random length of the next window, so that no word is always at the same place of one.
 
     .. math::
-        \max\{5, \lfloor n \rfloor\},\quad n \sim N(b, \sigma^2),\quad b = \text{base}
+        \max\{5, \lfloor n \rfloor\},\quad n \sim N(b, 5^2),\quad b = \text{base}
         \text{ with probability } 0.95,\ \text{base}/2 \text{ otherwise}
 
-    Short windows would weigh more per word; the learning rate is scaled by the length to make up for it.
+    Short windows would weigh more per word; the task scales the learning rate by the length to make up for it.
 
     Args:
         generator: Source of randomness, on the CPU.
         base: Usual length, 70 as published.
-        spread: Standard deviation :math:`\sigma`.
-
-    Example:
-        >>> random_bptt_length(torch.Generator().manual_seed(0), 70)
-        BpttLength(length=..., lr_scale=...)
     """
     check_count("base", base)
     usual = torch.rand((), generator=generator).item() < 0.95
     centre = base if usual else base / 2
-    drawn = centre + spread * torch.randn((), generator=generator).item()
-    length = max(5, int(drawn))
-    return BpttLength(length, length / base)
+    return max(5, int(centre + 5 * torch.randn((), generator=generator).item()))
