@@ -323,13 +323,6 @@ class ImageTask(Task):
         return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
-def map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """``function`` on every tensor of a recurrent state, which is tensors in tuples and lists."""
-    if isinstance(state, (tuple, list)):
-        return type(state)(map_state(function, part) for part in state)
-    return function(state) if isinstance(state, Tensor) else state
-
-
 class _Epochs:
     """The items of one epoch after another, found by step."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +109,21 @@ class PassState:
         self.random.restore()
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``function`` of a tensor, or of all tensors in tuples (named ones too), lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [map_tensors(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
 def detach_state(state: Any) -> Any:
-    """A recurrent state cut from its graph: a tensor, or tuples (named ones too), lists and dicts of them."""
-    if isinstance(state, Tensor):
-        return state.detach()
-    if isinstance(state, Mapping):
-        return {key: detach_state(value) for key, value in state.items()}
-    if isinstance(state, (tuple, list)):
-        parts = [detach_state(part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-    return state
+    """A recurrent state cut from its graph."""
+    return map_tensors(Tensor.detach, state)
 
 
 def _inside(value: Any, seen: set[int] | None = None) -> list[Any]:

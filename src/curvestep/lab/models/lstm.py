@@ -243,7 +243,7 @@ def random_bptt_length(generator: torch.Generator, base: int) -> int:
         \max\{5, \lfloor n \rfloor\},\quad n \sim N(b, 5^2),\quad b = \text{base}
         \text{ with probability } 0.95,\ \text{base}/2 \text{ otherwise}
 
-    Short windows would weigh more per word; the task scales the learning rate by the length to make up for it.
+    Short windows would weigh more per word; the task scales the learning rate by the length to even it out.
 
     Args:
         generator: Source of randomness, on the CPU.

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,8 @@ def raised_by_process(error: ProcessRaisedException) -> Exception:
 
 def all_gather(x: Tensor) -> list[Tensor]:
     """``x`` of every process, in the order of ranks."""
+    if not dist.is_initialized():
+        return [x]
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return parts
@@ -149,12 +151,8 @@ class ShardedStrategy(DDPStrategy):
         return fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
-def full_tensors(value: Any) -> Any:
-    """``value`` with every sharded tensor in it put together. All processes must take part."""
-    if isinstance(value, Mapping):
-        return {key: full_tensors(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(full_tensors(item) for item in value)
+def full_tensor(value: Tensor) -> Tensor:
+    """``value``, put together if it is sharded. All processes must take part."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

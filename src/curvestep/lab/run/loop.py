@@ -212,8 +212,12 @@ def _loop(
         over = _is_over(session, total)
         if over:
             _evaluate(session, task.splits[1:])
-        stopping = _any_process(fabric, stop.is_set())
-        if over or stopping or _any_process(fabric, status_file.checkpoint_is_due()):
+        # All processes stop, or save, at the same step.
+        stopping, saving = (
+            fabric.strategy.reduce_boolean_decision(wish, all=False)
+            for wish in (stop.is_set(), status_file.checkpoint_is_due())
+        )
+        if over or stopping or saving:
             session.save()
             status_file.checkpoint_written()
         if stopping and not over:
@@ -322,11 +326,3 @@ class _StatusFile:
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _any_process(fabric: Fabric, flag: bool) -> bool:
-    """Whether any process says so: all must stop, or save, at the same step."""
-    if fabric.world_size == 1:
-        return flag
-    votes = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
-    return bool(votes)

@@ -27,13 +27,13 @@ from torch.optim.swa_utils import AveragedModel
 from curvestep._checks import check_count
 from curvestep._files import replace_atomically
 from curvestep.lab.recipes import LanguageRecipe, Recipe
-from curvestep.lab.run.devices import all_gather, full_tensors, shard_like
+from curvestep.lab.run.devices import all_gather, full_tensor, shard_like
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
-from curvestep.lab.tasks import Task, map_state, seed_of
+from curvestep.lab.tasks import Task, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.snapshot import RandomState
+from curvestep.smoothness.snapshot import RandomState, map_tensors
 
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"
@@ -91,10 +91,11 @@ class Session:
     def save(self) -> None:
         """Replace the checkpoint by what is true now."""
         gathered = {
-            "state": self._gather(self.state),
-            "random": {name: self._stack(value) for name, value in random_state().items()},
-            "model": full_tensors(self.module.state_dict()),
-            "optimizer": full_tensors(self.raw_optimizer.state_dict()),
+            # For all streams, whichever process has them; the streams are dimension 1.
+            "state": map_tensors(lambda tensor: torch.cat(all_gather(tensor), dim=1), self.state),
+            "random": map_tensors(lambda value: torch.stack(all_gather(value)), random_state()),
+            "model": map_tensors(full_tensor, self.module.state_dict()),
+            "optimizer": map_tensors(full_tensor, self.raw_optimizer.state_dict()),
         }
         if not self.fabric.is_global_zero:
             return
@@ -139,39 +140,24 @@ class Session:
         self.module.load_state_dict(
             {name: shard_like(value, now[name]) for name, value in saved["model"].items()}
         )
-        self.raw_optimizer.load_state_dict(self._sharded_optimizer(saved["optimizer"]))
+        params = [p for group in self.raw_optimizer.param_groups for p in group["params"]]
+        # Each tensor of the optimizer's state is sharded as the parameter that it belongs to.
+        state = {
+            index: map_tensors(partial(shard_like, like=params[index]), own)
+            for index, own in saved["optimizer"]["state"].items()
+        }
+        self.raw_optimizer.load_state_dict({**saved["optimizer"], "state": state})
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
         if self.averaging:
             self.averaging.load_state_dict(saved["averaging"])
         self.step, self.first_loss = saved["step"], saved["first_loss"]
-        mine = self.task.mine
-        device = self.fabric.device
-        self.state = map_state(lambda t: t[:, mine].contiguous().to(device), saved["state"])
+        mine, device = self.task.mine, self.fabric.device
+        self.state = map_tensors(lambda t: t[:, mine].contiguous().to(device), saved["state"])
         rank = self.fabric.global_rank
         if rank < len(saved["random"]["cpu"]):
             # A copy: torch crashes on a state that begins inside another tensor's memory.
             set_random_state({name: value[rank].clone() for name, value in saved["random"].items()})
-
-    def _sharded_optimizer(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A whole optimizer state, each tensor of it sharded as the parameter that it belongs to."""
-        params = [p for group in self.raw_optimizer.param_groups for p in group["params"]]
-        state = {
-            index: {
-                name: shard_like(v, params[index]) if isinstance(v, Tensor) else v for name, v in of.items()
-            }
-            for index, of in saved["state"].items()
-        }
-        return {**saved, "state": state}
-
-    def _gather(self, state: Any) -> Any:
-        """A recurrent state for all streams, whichever process has them; the streams are dimension 1."""
-        if self.fabric.world_size == 1:
-            return state
-        return map_state(lambda tensor: torch.cat(all_gather(tensor), dim=1), state)
-
-    def _stack(self, value: Tensor) -> Tensor:
-        return value[None] if self.fabric.world_size == 1 else torch.stack(all_gather(value))
 
 
 def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
