@@ -3,7 +3,7 @@ import io
 import pytest
 
 from curvestep.lab import progress
-from curvestep.lab.progress import show_live, show_progress
+from curvestep.lab.progress import Progress, show_live
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def terminal(monkeypatch):
 
 
 def test_without_a_terminal_there_is_a_line_after_each_interval_and_one_at_the_end(capsys, clock):
-    with show_progress("training", 100, start=40, interval=10) as shown:
+    with Progress("training", 100, start=40, interval=10) as shown:
         for done in range(41, 101):
             clock(1)
             shown.update(done, grad_norm=0.25)
@@ -42,7 +42,7 @@ def test_without_a_terminal_there_is_a_line_after_each_interval_and_one_at_the_e
 
 
 def test_a_line_in_between_puts_the_next_off(capsys, clock):
-    with show_progress("all runs", 8.0, unit="share", interval=30) as shown:
+    with Progress("all runs", 8.0, unit="share", interval=30) as shown:
         clock(20)
         shown.print("[1/8] first: finished")
         clock(20)
@@ -56,7 +56,7 @@ def test_a_line_in_between_puts_the_next_off(capsys, clock):
 
 
 def test_nothing_is_shown_unless_asked_for(capsys, terminal):
-    with show_progress("training", 1, shown=False) as shown, show_live(lambda: "x", shown=False) as redraw:
+    with Progress("training", 1, shown=False) as shown, show_live(lambda: "x", shown=False) as redraw:
         shown.update(1)
         shown.print("line")
     assert redraw is None
@@ -64,7 +64,7 @@ def test_nothing_is_shown_unless_asked_for(capsys, terminal):
 
 
 def test_in_a_terminal_there_is_a_bar_with_lines_above_it(capsys, terminal):
-    with show_progress("training", 20) as shown:
+    with Progress("training", 20) as shown:
         shown.print("one [run] ended")
         shown.update(20, loss=1.5)
     assert capsys.readouterr().out == ""
@@ -73,7 +73,7 @@ def test_in_a_terminal_there_is_a_bar_with_lines_above_it(capsys, terminal):
 
 
 def test_a_bar_is_redrawn_five_times_a_second_at_most(terminal, clock):
-    with show_progress("training", 1e9) as shown:
+    with Progress("training", 1e9) as shown:
         before = terminal.getvalue().count("training")
         for count in range(1, 101):
             clock(0.01)
@@ -82,7 +82,7 @@ def test_a_bar_is_redrawn_five_times_a_second_at_most(terminal, clock):
 
 
 def test_bytes_are_counted_once_their_number_is_known(capsys, clock):
-    with show_progress("set.tgz", unit="bytes", interval=5) as shown:
+    with Progress("set.tgz", unit="bytes", interval=5) as shown:
         shown.update(0)
         shown.total = 30_000_000
         clock(5)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 from rich import progress as bars
@@ -28,7 +28,7 @@ _COUNT: dict[Unit, bars.ProgressColumn] = {
 
 
 class Progress:
-    """Progress of one piece of work; made by :func:`show_progress`.
+    """Progress of one piece of work, inside ``with``: a bar in a terminal, lines without one.
 
     Args:
         title: What is done.
@@ -36,25 +36,50 @@ class Progress:
         start: How much was done before, which the time left must not count.
         unit: How ``done`` is written: ``steps``, 12/60; ``share``, 20 %; ``bytes``, 12/60 MB.
         interval: Seconds between two lines without a terminal.
-        bar: The bar in a terminal; None writes lines.
         shown: False shows nothing.
+
+    Example:
+        >>> with Progress("counting", 3) as progress:
+        ...     for step in range(3):
+        ...         progress.update(step + 1, loss=0.5)
+        counting: 3/3 loss 0.5
     """
 
     def __init__(
         self,
         title: str,
-        total: float,
+        total: float = 0,
         *,
         start: float = 0,
         unit: Unit = "steps",
         interval: float = 10.0,
-        bar: bars.Progress | None = None,
         shown: bool = True,
     ) -> None:
-        self.title, self.total, self.unit, self.interval = title, total, unit, interval
-        self._first, self._bar, self._shown, self._ended = start, bar, shown, False
+        self.title, self.total, self.interval = title, total, interval
+        self.unit: Unit = unit
+        self._first, self._shown, self._ended = start, shown, False
+        self._bar: bars.Progress | None = None
+
+    def __enter__(self) -> Progress:
+        console = Console(stderr=True)
+        if self._shown and console.is_terminal:
+            columns = (
+                bars.TextColumn("{task.description}"),
+                bars.BarColumn(bar_width=24),
+                _COUNT[self.unit],
+                bars.TextColumn("{task.fields[text]}"),
+                bars.TimeRemainingColumn(),
+            )
+            transient = self.unit == "bytes"
+            self._bar = bars.Progress(*columns, console=console, auto_refresh=False, transient=transient)
+            self._bar.add_task(self.title, total=self.total or None, completed=int(self._first), text="")
+            self._bar.start()
         self._start = self._last = time.monotonic()
-        self._task = bar.add_task(title, total=total or None, completed=int(start), text="") if bar else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def update(self, done: float, text: str = "", /, **numbers: float) -> None:
         """Show that ``done`` of the total is done, beside ``text`` and the numbers, in their order.
@@ -70,8 +95,10 @@ class Progress:
         words = [text] if text else []
         words += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
         text = "  ".join(words)
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, total=self.total or None, completed=done, text=text, refresh=True)
+        if self._bar:
+            self._bar.update(
+                self._bar.task_ids[0], total=self.total or None, completed=done, text=text, refresh=True
+            )
         else:
             ending = "" if ended else f", {self.time_left(done)} left"
             # Downloads happen on the way to a result that standard output may be kept for.
@@ -99,40 +126,6 @@ class Progress:
         if self.unit == "bytes":
             return f"{done / 1e6:.0f}/{self.total / 1e6:.0f} MB"
         return f"{done:g}/{self.total:g}"
-
-
-@contextmanager
-def show_progress(
-    title: str,
-    total: float = 0,
-    *,
-    start: float = 0,
-    unit: Unit = "steps",
-    interval: float = 10.0,
-    shown: bool = True,
-) -> Iterator[Progress]:
-    """A :class:`Progress`: a bar in a terminal, lines without one, nothing unless ``shown``.
-
-    Example:
-        >>> with show_progress("counting", 3) as progress:
-        ...     for step in range(3):
-        ...         progress.update(step + 1, loss=0.5)
-        counting: 3/3 loss 0.5
-    """
-    console = Console(stderr=True)
-    make = partial(Progress, title, total, start=start, unit=unit, interval=interval, shown=shown)
-    if not (shown and console.is_terminal):
-        yield make()
-        return
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(bar_width=24),
-        _COUNT[unit],
-        bars.TextColumn("{task.fields[text]}"),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=console, auto_refresh=False, transient=unit == "bytes") as bar:
-        yield make(bar=bar)
 
 
 @contextmanager

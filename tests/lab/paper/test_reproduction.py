@@ -170,7 +170,7 @@ def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, mo
     job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
     now = itertools.count(step=20.0)
     monkeypatch.setattr(displays.time, "monotonic", lambda: next(now))
-    with displays.show_progress("training", run.cost, unit="share", interval=30.0) as progress:
+    with displays.Progress("training", run.cost, unit="share", interval=30.0) as progress:
         watch = watch_runs([run], [job], progress)
         watch()
         assert capsys.readouterr().out == ""

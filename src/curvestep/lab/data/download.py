@@ -31,7 +31,7 @@ import pooch
 import requests
 
 from curvestep._files import lock, write_atomically
-from curvestep.lab.progress import Progress, print_notice, show_progress
+from curvestep.lab.progress import Progress, print_notice
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.
 TIMEOUT = (5.0, 20.0)
@@ -267,7 +267,7 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
     archives = pooch.create(
         path=folder, base_url="", registry={file: known_hash}, urls={file: url}, retry_if_failed=1
     )
-    with show_progress(file, unit="bytes", shown=progress) as shown, writing(folder):
+    with Progress(file, unit="bytes", shown=progress) as shown, writing(folder):
         # Any: the protocols that pooch declares are narrower than what it takes.
         downloader: Any = pooch.HTTPDownloader(
             progressbar=cast(Any, ByteCounter(shown)), chunk_size=1 << 16, timeout=TIMEOUT
@@ -313,7 +313,7 @@ def _fetch_with_client(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         place, log = Path(name), Path(name) / "log"
         with (
-            show_progress(archive.file, archive.size, unit="bytes", shown=progress) as shown,
+            Progress(archive.file, archive.size, unit="bytes", shown=progress) as shown,
             log.open("wb") as out,
         ):
             process = subprocess.Popen(command, cwd=place, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

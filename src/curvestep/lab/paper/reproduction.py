@@ -30,7 +30,7 @@ from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
-from curvestep.lab.progress import Progress, duration, show_progress
+from curvestep.lab.progress import Progress, duration
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
@@ -263,7 +263,7 @@ def run_all(
     total = sum(run.cost for run in plan.runs)
     before = total - sum(run.cost for run in left)
     count, failures = len(plan.runs) - len(left), []
-    with show_progress(
+    with Progress(
         "training", total, start=before, unit="share", interval=SILENCE, shown=progress and bool(left)
     ) as shown:
         watch = watch_runs(plan.runs, jobs, shown)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from curvestep._checks import check_count, check_positive
 from curvestep._files import write_atomically
-from curvestep.lab.progress import show_progress
+from curvestep.lab.progress import Progress
 from curvestep.lab.run.folder import read_json, write_json
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory.complexity import descend
@@ -153,7 +153,7 @@ def run_synthetic(
     folder.mkdir(parents=True, exist_ok=True)
     stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
     numbers: dict[str, Array] = {}
-    with show_progress("synthetic experiment", len(stages), interval=0.0, shown=progress) as shown:
+    with Progress("synthetic experiment", len(stages), interval=0.0, shown=progress) as shown:
         for count, (name, stage) in enumerate(stages.items(), 1):
             numbers |= stage(config)
             shown.update(count, name)

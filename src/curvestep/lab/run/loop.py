@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
-from curvestep.lab.progress import Progress, show_progress
+from curvestep.lab.progress import Progress
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.devices import (
     ignore_sigint,
@@ -159,7 +159,7 @@ def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
         total = task.num_steps()
         title = f"{recipe.name} {recipe.label}"
         shown = options.progress and fabric.is_global_zero
-        with closing(session), show_progress(title, total, start=session.step, shown=shown) as progress:
+        with closing(session), Progress(title, total, start=session.step, shown=shown) as progress:
             status_file.write(RUNNING)
             status, message = _loop(session, total, status_file, stop, progress)
         status_file.write(status, message)
