@@ -220,6 +220,21 @@ def calibration(found: Calibration) -> list[Chart]:
     ]
 
 
+def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the last ``window`` steps at each row; rows that are not finite are left out.
+
+    Example:
+        >>> running_mean(np.array([5, 10, 15]), np.array([1.0, 2.0, 6.0]), 10)[1]
+        array([1. , 1.5, 4. ])
+    """
+    usable = np.isfinite(values)
+    steps, values = steps[usable], values[usable]
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = np.searchsorted(steps, steps - window, side="right")
+    return steps, (sums[end] - sums[start]) / (end - start)
+
+
 def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Steps that all seeds have, and their values, shaped (seeds, steps): seeds may end at different ones."""
     steps = reduce(np.intersect1d, [steps for steps, _ in series])

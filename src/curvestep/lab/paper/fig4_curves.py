@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from curvestep.advice.settings import best_setting
 from curvestep.calibration.result import read_calibration
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
-from curvestep.display.results import on_common_steps, over_seeds
+from curvestep.display.results import on_common_steps, over_seeds, running_mean
 from curvestep.lab.grid import SweepResult, trial_in
 from curvestep.lab.paper.claims import (
     CONTRADICTED,
@@ -161,21 +161,6 @@ def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = F
             at = np.array([max(curve.diverged)]), np.array([limits[1]])
             series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))
     return Chart("curves", title, Axis("iteration"), Axis(label, log=log, range=limits), tuple(series))
-
-
-def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the last ``window`` steps at each row; rows that are not finite are left out.
-
-    Example:
-        >>> running_mean(np.array([5, 10, 15]), np.array([1.0, 2.0, 6.0]), 10)[1]
-        array([1. , 1.5, 4. ])
-    """
-    usable = np.isfinite(values)
-    steps, values = steps[usable], values[usable]
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    start = np.searchsorted(steps, steps - window, side="right")
-    return steps, (sums[end] - sums[start]) / (end - start)
 
 
 # What the runs show, claim by claim

@@ -145,14 +145,10 @@ def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Seri
 def _running_mean(values: np.ndarray) -> np.ndarray:
     """Mean over the last twentieth of the rows, 50 at most: the loss of single batches hides what differs."""
     window = min(50, max(1, len(values) // 20))
-    sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(np.isfinite(values))])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - window, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(
-            np.isfinite(values), (sums[end] - sums[start]) / (counts[end] - counts[start]), np.nan
-        )
+    rows, means = results.running_mean(np.arange(len(values)), values, window)
+    smooth = np.full(len(values), np.nan)
+    smooth[rows] = means
+    return smooth
 
 
 def _calm_range(
