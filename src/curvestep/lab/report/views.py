@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -196,11 +197,8 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         (['a/x', 'b/x'], ['mine'])
     """
     absolute = [folder.resolve() for folder in folders]
-    depth = 0
-    shortest = min(len(folder.parts) for folder in absolute)
-    while depth < shortest - 1 and len({folder.parts[depth] for folder in absolute}) == 1:
-        depth += 1
-    return [visible("/".join(folder.parts[depth:])) for folder in absolute]
+    shared = os.path.commonpath([folder.parent for folder in absolute])
+    return [visible(folder.relative_to(shared).as_posix()) for folder in absolute]
 
 
 def find_sources(paths: Iterable[str | Path | Trace]) -> list[Run | Path | Trace]:
