@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from curvestep.lab.data.cifar10 import load_cifar10
 from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
-from curvestep.lab.data.images import Images, augment, load_digits, normalise
+from curvestep.lab.data.images import Images, augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.data.ptb import load_ptb
 from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet18, ResNet20
@@ -103,21 +103,27 @@ class Task(ABC):
 
 def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
     """The task of ``recipe``, with its data."""
+    data = load_data(recipe, offline=offline)
+    if isinstance(recipe, LanguageRecipe) and isinstance(data, Corpus):
+        return LanguageTask(recipe, data, rank=rank, world_size=world_size)
+    assert isinstance(recipe, ImageRecipe)
+    assert isinstance(data, Images)
+    return ImageTask(recipe, data, rank=rank, world_size=world_size)
+
+
+def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -> Corpus | Images:
+    """The data that a recipe names; a stand-in where they are not available."""
     if isinstance(recipe, LanguageRecipe):
         size = recipe.vocabulary or 10_000
         if recipe.corpus == "ptb":
-            corpus = load_ptb(max_vocabulary=size, offline=offline)
-        elif recipe.corpus == "topics":
-            corpus = load_topics(max_vocabulary=size)
-        else:
-            corpus = load_corpus(recipe.corpus, max_vocabulary=size)
-        return LanguageTask(recipe, corpus, rank=rank, world_size=world_size)
+            return load_ptb(max_vocabulary=size, offline=offline, progress=progress)
+        if recipe.corpus == "topics":
+            return load_topics(max_vocabulary=size)
+        return load_corpus(recipe.corpus, max_vocabulary=size)
     assert isinstance(recipe, ImageRecipe)
     if recipe.images == "digits":
-        images = load_digits()
-    else:
-        images = load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline)
-    return ImageTask(recipe, images, rank=rank, world_size=world_size)
+        return load_digits()
+    return load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline, progress=progress)
 
 
 class LanguageTask(Task):
@@ -350,7 +356,5 @@ def _balanced(images: Images, count: int) -> tuple[Tensor, Tensor]:
     """The first images of each class, ``count`` in all, in the order of the set; all of them if 0."""
     if count == 0 or count >= len(images.train_y):
         return images.train_x, images.train_y
-    each = math.ceil(count / len(images.classes))
-    rank = torch.stack([(images.train_y == c).cumsum(0) for c in range(len(images.classes))])
-    kept = rank.gather(0, images.train_y[None])[0] <= each
+    kept = first_of_each_class(images.train_y, math.ceil(count / len(images.classes)))
     return images.train_x[kept], images.train_y[kept]

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from curvestep.lab import data
 from curvestep.lab.data import DataError, augment, batchify, cifar10, download as fetch, ptb
 from curvestep.lab.data.download import Unreachable
+from curvestep.lab.data.images import first_of_each_class
 from curvestep.lab.progress import print_notice_once
 from tests.lab.data.servers import serving
 
@@ -322,7 +323,7 @@ def test_records_of_the_release_are_class_then_red_green_blue_rows():
 def test_first_of_each_class_are_the_first_in_order():
     y = torch.randint(0, 10, (500,))
     expected = sorted(i for c in range(10) for i in (y == c).nonzero().flatten().tolist()[:7])
-    assert cifar10._first_of_each_class(y, 7).tolist() == expected
+    assert first_of_each_class(y, 7).tolist() == expected
 
 
 def test_sheets_rebuild_the_binary_layout(tmp_path):

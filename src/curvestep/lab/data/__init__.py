@@ -5,6 +5,7 @@ package registry, and last a stand-in that is always there (and says so).
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from curvestep._checks import check_choice
 from curvestep.lab.data.cifar10 import (
@@ -43,12 +44,7 @@ def get(names: Iterable[str] = NAMES, *, offline: bool = False, progress: bool =
     Raises:
         DataError: a data set is not available, or a file is not what it should be.
     """
-    found = {}
-    for name in [check_choice("names", name, NAMES) for name in names]:
-        if name == "ptb":
-            found[name] = load_ptb(offline=offline, progress=progress, fallback=False).source
-        else:
-            found[name] = load_cifar10(
-                subset=False, offline=offline, progress=progress, fallback=False
-            ).source
-    return found
+    loaders = {"ptb": load_ptb, "cifar10": partial(load_cifar10, subset=False)}
+    chosen = [check_choice("names", name, NAMES) for name in names]
+    options = {"offline": offline, "progress": progress, "fallback": False}
+    return {name: loaders[name](**options).source for name in chosen}

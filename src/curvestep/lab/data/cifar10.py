@@ -27,7 +27,7 @@ from curvestep.lab.data.download import (
     npm_archive,
     read_verified,
 )
-from curvestep.lab.data.images import Images, channel_statistics, load_digits
+from curvestep.lab.data.images import Images, channel_statistics, first_of_each_class, load_digits
 from curvestep.lab.progress import print_notice_once
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -92,9 +92,12 @@ def load_cifar10(
             "CIFAR-10 results."
         )
         return load_digits()
-    arrays = _decode(files)
-    title = "CIFAR-10 subset" if subset else "CIFAR-10"
-    return _images(_select(arrays) if subset else arrays, f"{title} {source}", subset=subset)
+    train_x, train_y, test_x, test_y = arrays = _decode(files)
+    if not subset:
+        return _images(arrays, f"CIFAR-10 {source}", subset=False)
+    train, test = first_of_each_class(train_y, SUBSET_TRAIN), first_of_each_class(test_y, SUBSET_TEST)
+    arrays = train_x[train], train_y[train], test_x[test], test_y[test]
+    return _images(arrays, f"CIFAR-10 subset {source}", subset=True)
 
 
 def placeholder_cifar10(*, subset: bool = True) -> Images:
@@ -136,19 +139,6 @@ def _decode(files: Mapping[str, bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         parts.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
         parts.append(torch.from_numpy(records[:, 0].astype(np.int64)))
     return parts[0], parts[1], parts[2], parts[3]
-
-
-def _first_of_each_class(y: Tensor, count: int) -> Tensor:
-    """Positions of the first ``count`` members of each class, ascending."""
-    one_hot = torch.nn.functional.one_hot(y, len(CLASSES))
-    rank = (one_hot.cumsum(0) * one_hot).sum(1)
-    return (rank <= count).nonzero().flatten()
-
-
-def _select(arrays: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    train_x, train_y, test_x, test_y = arrays
-    train, test = _first_of_each_class(train_y, SUBSET_TRAIN), _first_of_each_class(test_y, SUBSET_TEST)
-    return train_x[train], train_y[train], test_x[test], test_y[test]
 
 
 def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:

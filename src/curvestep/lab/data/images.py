@@ -98,6 +98,13 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
     return tuple(mean.tolist()), tuple(variance.clamp(min=0).sqrt().tolist())
 
 
+def first_of_each_class(y: Tensor, count: int) -> Tensor:
+    """Positions of the first ``count`` members of each class, ascending."""
+    one_hot = F.one_hot(y)
+    rank = (one_hot.cumsum(0) * one_hot).sum(1)
+    return (rank <= count).nonzero().flatten()
+
+
 def load_digits() -> Images:
     """The stand-in for CIFAR-10 that is always there: scikit-learn's 1,797 handwritten digits.
 

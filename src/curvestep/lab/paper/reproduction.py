@@ -20,7 +20,6 @@ from typing import Any
 
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
-from curvestep.lab.data import load_cifar10, load_ptb
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.paper.claims import NOT_TESTABLE, Claim, Evidence, NotPlanned, as_markdown, write_claims
 from curvestep.lab.paper.equivalence import EQUIVALENCE
@@ -36,6 +35,7 @@ from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
 from curvestep.lab.run.folder import Run, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
+from curvestep.lab.tasks import load_data
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
 SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
@@ -212,18 +212,13 @@ def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str
 
     Runs on a stand-in, or at another scale, are kept apart from the real ones.
     """
+    recipes = {data_of(run.recipe): run.recipe for run in plan.runs}
     places: dict[str, str] = {}
     sources = []
-    for name in sorted({data_of(run.recipe) for run in plan.runs}, key=lambda name: (name != "ptb", name)):
-        found, source = Path(name).stem, name  # any other data are in no need of fetching
-        if name == "ptb":
-            corpus = load_ptb(offline=offline, progress=progress)
-            found, source = corpus.name, corpus.source
-        elif name in ("cifar10", "cifar10-subset"):
-            images = load_cifar10(subset=name == "cifar10-subset", offline=offline, progress=progress)
-            found, source = images.name, images.source
-        places[name] = found if plan.scale == "laptop" else f"{found}-{plan.scale}"
-        sources.append(source)
+    for name in sorted(recipes, key=lambda name: (name != "ptb", name)):
+        data = load_data(recipes[name], offline=offline, progress=progress)
+        places[name] = Path(data.name).stem + (f"-{plan.scale}" if plan.scale != "laptop" else "")
+        sources.append(data.source)
     return places, sources
 
 
