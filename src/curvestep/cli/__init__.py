@@ -17,11 +17,7 @@ LAB = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, 1 (failed), 2 (wrong usage) or 130 (interrupted).
-
-    Args:
-        argv: The command line without the program's name; default: that of this process.
-    """
+    """Run one command, default: that of this process; 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a terminal without Greek letters is no reason to end
         if isinstance(stream, io.TextIOWrapper):

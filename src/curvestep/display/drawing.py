@@ -48,13 +48,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> None:
-    """Draw a chart into a panel of matplotlib.
-
-    Args:
-        panel: Where to.
-        chart: What.
-        iterations: Scale of the colours of iterations that other panels have, too; then no bar is drawn.
-    """
+    """Draw a chart into a panel; with a scale of colours that other panels have, too, without its bar."""
     assert panel.figure is not None
     if chart.grid is not None:
         _draw_grid(panel, chart.grid)
@@ -226,12 +220,7 @@ def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) 
 
 
 def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
-    """Write ``figure`` as PNG and as SVG beside it; the two paths.
-
-    Args:
-        figure: The figure.
-        path: Where to, without or with a suffix; missing folders are made.
-    """
+    """Write ``figure`` as PNG and as SVG beside it, whatever the suffix of ``path``; the two paths."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     png, svg = path.with_suffix(".png"), path.with_suffix(".svg")

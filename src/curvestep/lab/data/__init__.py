@@ -31,15 +31,9 @@ NAMES = ("ptb", "cifar10")
 
 
 def get(names: Iterable[str] = NAMES, *, offline: bool = False, progress: bool = True) -> dict[str, str]:
-    """Make sure that the data sets are there, fetching what is missing.
+    """Make sure that the data sets are there, fetching what is missing; where each came from.
 
-    Args:
-        names: ``"ptb"``, ``"cifar10"``.
-        offline: Only check ``CURVESTEP_DATA`` and the cache.
-        progress: Show progress bars.
-
-    Returns:
-        For each name, where it came from.
+    ``offline`` only checks ``CURVESTEP_DATA`` and the cache.
 
     Raises:
         DataError: a data set is not available, or a file is not what it should be.

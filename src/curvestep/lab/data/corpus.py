@@ -48,13 +48,6 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
     Column :math:`b` is the piece of the text from :math:`bT` to :math:`(b+1)T`, so the hidden state of a
     recurrent model carries over from one window of rows to the next. The remainder is dropped.
 
-    Args:
-        tokens: Token ids, 1-D.
-        batch_size: Number of streams.
-
-    Returns:
-        Token ids, shaped (rows, ``batch_size``).
-
     Example:
         >>> batchify(torch.arange(7), 2)
         tensor([[0, 3],

@@ -42,12 +42,7 @@ def normalise(images: Images, x: Tensor) -> Tensor:
     .. math::
         z = (x / 255 - \mu) / \sigma
 
-    Args:
-        images: The set whose ``mean`` and ``std`` are used.
-        x: uint8 images of that set, shaped (images, channels, height, width).
-
-    Returns:
-        Images in the default float type, on the device and in the memory format of ``x``.
+    In the default float type, on the device and in the memory format of ``x``.
     """
     x = x.to(torch.get_default_dtype())
     mean = torch.tensor(images.mean, dtype=x.dtype, device=x.device).view(1, -1, 1, 1)
@@ -58,15 +53,8 @@ def normalise(images: Images, x: Tensor) -> Tensor:
 def augment(x: Tensor, generator: torch.Generator, *, padding: int = 4) -> Tensor:
     """Each image shifted by up to ``padding`` pixels (black comes in at the edge) and flipped half the time.
 
-    The random crop and flip of He et al., for the whole batch at once.
-
-    Args:
-        x: uint8 images before normalisation, shaped (images, channels, height, width).
-        generator: Source of the shifts and flips; the same state gives the same images.
-        padding: Largest shift in each direction.
-
-    Returns:
-        Images shaped and typed like ``x``.
+    The random crop and flip of He et al., for a whole batch of uint8 images at once; the same state of the
+    generator gives the same images.
 
     Example:
         >>> x = torch.arange(12, dtype=torch.uint8).view(1, 3, 2, 2)

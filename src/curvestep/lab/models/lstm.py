@@ -86,14 +86,9 @@ class LSTMModel(RecurrentModel):
         self.dropout = check_dropout("dropout", dropout)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Scores of the next word at each place, and the state after the last one.
+        """Scores of the next word, shaped (time, batch, words), and the state after the last one.
 
-        Args:
-            tokens: Word ids, shaped (time, batch).
-            state: From `init_state` or the window before; zeros by default.
-
-        Returns:
-            Logits shaped (time, batch, words), and the new state.
+        ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros.
         """
         state = self.init_state(tokens.shape[1]) if state is None else state
         x = F.dropout(self.embedding(tokens), self.dropout, self.training)
@@ -106,12 +101,7 @@ class LSTMModel(RecurrentModel):
 
 
 class Activations(NamedTuple):
-    """Outputs of the last LSTM layer, for the two activation penalties.
-
-    Args:
-        raw: Before dropout, shaped (time, batch, width).
-        dropped: After dropout.
-    """
+    """Outputs of the last LSTM layer, before and after dropout, shaped (time, batch, width)."""
 
     raw: Tensor
     dropped: Tensor
@@ -176,16 +166,7 @@ class AWDLSTM(RecurrentModel):
     def forward(
         self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
-        """Scores of the next word at each place, and the state after the last one.
-
-        Args:
-            tokens: Word ids, shaped (time, batch).
-            state: From `init_state` or the window before; zeros by default.
-            with_activations: Also return what `activation_penalty` needs.
-
-        Returns:
-            Logits shaped (time, batch, words), the new state, and the activations if asked for.
-        """
+        """As of `LSTMModel`; ``with_activations`` also returns what `activation_penalty` needs."""
         state = self.init_state(tokens.shape[1]) if state is None else state
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
         after, raw = [], x
@@ -223,11 +204,6 @@ def activation_penalty(activations: Activations, *, alpha: float = 2.0, beta: fl
         \alpha\,\mathrm{mean}\,(m \odot h_t)^2 + \beta\,\mathrm{mean}\,(h_{t+1} - h_t)^2
 
     with :math:`m` the dropout mask of the output and :math:`h_t` the raw output of the last layer.
-
-    Args:
-        activations: From the forward pass with ``with_activations=True``.
-        alpha: Weight of the size of the outputs.
-        beta: Weight of their change over time.
     """
     size = activations.dropped.square().mean()
     if len(activations.raw) < 2:
@@ -244,10 +220,6 @@ def random_bptt_length(generator: torch.Generator, base: int) -> int:
         \text{ with probability } 0.95,\ \text{base}/2 \text{ otherwise}
 
     Short windows would weigh more per word; the task scales the learning rate by the length to even it out.
-
-    Args:
-        generator: Source of randomness, on the CPU.
-        base: Usual length, 70 as published.
     """
     check_count("base", base)
     usual = torch.rand((), generator=generator).item() < 0.95

@@ -74,13 +74,7 @@ def judge_equivalence(results: Results) -> Evidence:
 
 
 def draw_equivalence(clipped: Sequence[Run], normalized: Sequence[Run], *, title: str = "") -> Figure:
-    """Training loss of both, and the ratio of their steps.
-
-    Args:
-        clipped: Clipped runs.
-        normalized: The normalized runs with the same seeds.
-        title: Title of the figure.
-    """
+    """Training loss of both, and the ratio of their steps, seed by seed."""
     steps, values = on_common_steps([step_ratio(*pair) for pair in zip(clipped, normalized, strict=True)])
     right = curve_chart(
         [Curve(label="normalized over clipped", steps=steps, values=values, colour=NORMALIZED_STEPS)],

@@ -149,9 +149,7 @@ def words_of(runs: Sequence[Run]) -> list[str]:
 def measured(run: Run, fraction: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis.
 
-    Args:
-        run: A run, measured or not.
-        fraction: Of the step, for the secant up to there; None is the paper's estimate, the largest secant.
+    Smoothness is the secant up to ``fraction`` of the step, or the paper's estimate, the largest secant.
     """
     if not run.trace_path.exists():
         return np.array([]), np.array([]), np.array([])
@@ -169,12 +167,7 @@ def measured(run: Run, fraction: float | None = None) -> tuple[np.ndarray, np.nd
 
 
 def exponent(run: Run, fraction: float | None = None) -> float:
-    r"""Slope of :math:`\log\hat L` on :math:`\log\lVert g\rVert` over the measured rows.
-
-    Args:
-        run: A measured run.
-        fraction: Of the step, for the secant up to there; None is the paper's estimate, the largest secant.
-    """
+    r"""Slope of :math:`\log\hat L` on :math:`\log\lVert g\rVert` over the rows of :func:`measured`."""
     _, norms, smoothness = measured(run, fraction)
     _check_rows(run, norms)
     return float(slope(np.log(norms)[None], np.log(smoothness)[None])[0])

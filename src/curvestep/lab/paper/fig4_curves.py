@@ -71,11 +71,8 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
 
     For a language model that is the validation loss, for images the test accuracy. A line is the mean over
     the seeds of a setting, the band their range; a triangle at the upper edge marks where a run diverged.
-    Colours are learning rates; lines are solid with clipping and dashed without.
-
-    Args:
-        runs: Runs or run folders, of one task or of both, any settings and seeds.
-        title: Title of the figure.
+    Colours are learning rates; lines are solid with clipping and dashed without. Runs may be of both tasks,
+    of any settings and seeds.
     """
     found = [loaded(run) for run in runs]
     if not found:
@@ -126,10 +123,7 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
 def loss_chart(runs: Sequence[Run], *, title: str = "", roles: Sequence[int] = ()) -> Chart:
     """The training loss of every setting among ``runs``, as a running mean.
 
-    Args:
-        runs: Any settings and seeds.
-        title: Above it.
-        roles: Colours of the settings in their order, where they have one in other figures, too.
+    ``roles`` are colours of the settings in their order, where they have one in other figures, too.
     """
     title = title or f"training loss, running mean of {SMOOTHING} steps"
     found = gather(runs, "loss", "train", smoothing=SMOOTHING)

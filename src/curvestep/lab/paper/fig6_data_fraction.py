@@ -52,15 +52,10 @@ class Agreement:
 
 
 def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str = "") -> Figure:
-    """Above, both estimates over the iterations; below, one against the other.
+    """Above, estimates from a part and the whole of the data over the iterations; below, against each other.
 
     The two runs must be the same training with another ``probe_data``: measuring does not change a run, so
     they pass through the same parameters.
-
-    Args:
-        part: The run whose probe saw a part of the training data.
-        whole: The run whose probe saw all of it.
-        title: Title of the figure.
     """
     part, whole = loaded(part), loaded(whole)
     names = share(part), share(whole)

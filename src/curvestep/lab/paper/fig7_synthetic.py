@@ -171,21 +171,13 @@ def table(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Fig
 FOLDER = "synthetic"  # inside the reproduction's
 
 
-def draw_synthetic(folder: Path, output: Path | None = None) -> list[Path]:
-    """Draw every picture of the synthetic experiment.
-
-    Args:
-        folder: What :func:`curvestep.lab.paper.synthetic.run_synthetic` filled.
-        output: Where to; default: beside the numbers.
-
-    Returns:
-        The files written, PNG and SVG of each.
-    """
+def draw_synthetic(folder: Path) -> list[Path]:
+    """Draw every picture of the experiment in ``folder``, beside its numbers; the PNG and SVG files."""
     saved = load_synthetic(folder)
     return [
         path
         for picture in FIG7.pictures
-        for path in save(_DRAW[picture.name][0](*saved, picture.title), (output or folder) / picture.name)
+        for path in save(_DRAW[picture.name][0](*saved, picture.title), folder / picture.name)
     ]
 
 

@@ -80,13 +80,7 @@ def compare(gd: Run | str | Path, clipped: Run | str | Path) -> Comparison:
 
 
 def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
-    """Gradient norm and loss over the iterations, and the scatter of each setting.
-
-    Args:
-        gd: The run without clipping, or its seeds.
-        clipped: The run with clipping, or the same seeds of it.
-        title: Title of the figure.
-    """
+    """Gradient norm and loss over the iterations, and a scatter of each; a run of both, or the same seeds."""
     sides = [[loaded(side)] if isinstance(side, (Run, str, Path)) else list(side) for side in (gd, clipped)]
     runs = [run for side in sides for run in side]
     found = []

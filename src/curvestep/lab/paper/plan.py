@@ -101,14 +101,7 @@ def plan_runs(
     language: dict[str, Any] | None = None,
     images: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan of these figures at ``scale``.
-
-    Args:
-        scale: One of ``SCALES``.
-        figures: What is wanted.
-        language: Fields to change in every language-model run.
-        images: Fields to change in every image run.
-    """
+    """The plan of these figures, with fields to change in every run of a language model or on images."""
     check_choice("scale", scale, SCALES)
     runs: dict[str, Planned] = {}
     for figure in figures:
@@ -126,12 +119,7 @@ def plan_runs(
 
 
 class Results:
-    """The runs of a plan, each loaded, and its trace fitted, at most once.
-
-    Args:
-        plan: What was to be run.
-        folder: The reproduction's folder.
-    """
+    """The runs of a plan in the reproduction's folder, each loaded, and its trace fitted, at most once."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan

@@ -148,13 +148,7 @@ def reproduce(
 
 
 def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fields: Any) -> Plan:
-    """The runs that ``figures`` (default: all) need at ``scale``.
-
-    Args:
-        scale: ``laptop``, all in a quarter of an hour on two cores; ``longer``, in three hours; or ``paper``.
-        figures: Such as ``("fig2", "fig8")``.
-        fields: ``language`` and ``images``, fields to change in every run of that kind.
-    """
+    """The runs that ``figures`` (default: all) need at ``scale``; ``fields`` as in :func:`plan_runs`."""
     for name in figures or ():
         check_choice("figures", name, tuple(FIGURES))
     return plan_runs(scale, [FIGURES[name] for name in FIGURES if not figures or name in figures], **fields)

@@ -52,16 +52,7 @@ def described(
     share: str = "",
     size: tuple[float, float] = (5.0, 3.4),
 ) -> Figure:
-    """Charts with a title above, and below them what was trained on which data.
-
-    Args:
-        charts: The panels; their words go under them.
-        runs: What they show.
-        title: Above them.
-        columns: Panels beside each other.
-        share: As in :func:`curvestep.display.drawing.figure_of`.
-        size: Of a panel.
-    """
+    """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
     recipes = dict.fromkeys(f"{run.recipe.name}, {run.recipe.scale} scale" for run in runs)
     data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
     seeds = sorted({run.recipe.seed for run in runs})

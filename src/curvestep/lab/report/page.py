@@ -65,9 +65,8 @@ def write_page(
 
     Args:
         paths: Run folders, folders that hold runs (a sweep, a reproduction), trace files of your own loop, or
-            traces.
-            Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of ``metrics.jsonl`` with
-            ``"split": "valid"`` are shown too.
+            traces. Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of
+            ``metrics.jsonl`` with ``"split": "valid"`` are shown too.
         output: The HTML file. A page about the same runs is replaced, any other file is not.
         title: Heading of the page; default: what was found.
         overwrite: Replace ``output`` whatever it is.
@@ -109,16 +108,7 @@ def render_page(
     title: str = "",
     subject: str = "",
 ) -> str:
-    """The page as text.
-
-    Args:
-        tasks: The runs to show.
-        verdicts: What they say, one for each task.
-        claims: The claims of a reproduction, if there are any.
-        figures: Its figures.
-        title: Heading of the page.
-        subject: What tells pages about other runs apart.
-    """
+    """The page as text; ``subject`` tells pages about other runs apart."""
     views = [view for task in tasks for view in task.runs]
     drawn: dict[str, Chart] = {}  # by the id of their place in the page
     runs = []
@@ -234,10 +224,6 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
 
     A run's charts are ``<run>-scatter``, ``-norm``, ``-loss`` and so on, ``-calibration`` if its numbers were
     measured; runs of one task together are ``comparison-<task>``. Each is a PNG and an SVG.
-
-    Args:
-        views: The runs, as on the page.
-        folder: Made if it is not there.
     """
     figures: dict[str, Figure] = {}
     for view in views:

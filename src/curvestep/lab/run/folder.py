@@ -186,12 +186,9 @@ def check_recipe(run: Run, recipe: Recipe, *, apart_from: Sequence[str] = ()) ->
 
 
 def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
-    """Whether the run in ``folder`` finished or diverged.
+    """Whether there is a run in ``folder`` that finished or diverged.
 
-    Args:
-        folder: A run folder, there or not.
-        recipe: What was to be trained there. A run of another recipe that has ended is an error.
-        apart_from: Fields of the recipe that may differ.
+    One of another ``recipe``, ``apart_from`` these fields, is an error.
     """
     path = folder / STATUS
     if not path.exists() or read_json(path).get("status") not in ENDED:
