@@ -44,7 +44,8 @@ def reproduce(args: list[str]) -> int:
 
 def train(args: list[str]) -> int:
     """``curvestep train``: one run."""
-    chosen, recipe, measured = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
+    chosen, recipe, auto = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
+    measured = [name for name in AUTO if name in auto]
     if chosen.dry_run:
         from curvestep.lab.run.auto import dry_run
 
@@ -73,17 +74,12 @@ def train(args: list[str]) -> int:
 
 def sweep(args: list[str]) -> int:
     """``curvestep sweep``: a grid of runs."""
-    if _wants_help(args):
-        return _help(options.Sweep, "curvestep sweep")
-    recipe, rest = choose_recipe(args, prog="curvestep sweep")
-    prog = f"curvestep sweep {recipe.name}"
-    chosen, given = read_options(options.Sweep, rest, prog=prog, recipe=recipe, many=True)
-    grid = {name: values for name, values in given.items() if len(values) > 1}
+    chosen, recipe, grid = _with_recipe(options.Sweep, args, prog="curvestep sweep", many=True)
     if not grid:
+        prog = f"curvestep sweep {recipe.name}"
         raise UsageError(
             f"{prog}: give at least one field several values, such as --lr 3 10 30. See {prog} --help."
         )
-    recipe = _changed(recipe, {name: values[0] for name, values in given.items() if name not in grid}, prog)
     from curvestep.lab.grid import sweep as library
 
     names = ("engine", "workers", "checkpoint_seconds", "offline")
@@ -208,24 +204,22 @@ def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
 
 
 def _with_recipe(
-    kind: type[Options], args: list[str], *, prog: str, auto: tuple[str, ...] = ()
-) -> tuple[Options, Recipe, list[str]]:
-    """The command's options, the recipe with the fields that were given, and which fields are ``auto``."""
+    kind: type[Options], args: list[str], *, prog: str, auto: tuple[str, ...] = (), many: bool = False
+) -> tuple[Options, Recipe, dict[str, Any]]:
+    """The command's options, the recipe with the fields that were given, and the fields left open.
+
+    Those are ``auto``, or of a grid the ones with several values.
+    """
     if _wants_help(args):
         raise SystemExit(_help(kind, prog))
     recipe, rest = choose_recipe(args, prog=prog)
     prog = f"{prog} {recipe.name}"
-    chosen, given = read_options(kind, rest, prog=prog, recipe=recipe, auto=auto)
-    measured = [name for name in auto if given.get(name) == "auto"]
-    fixed = {name: value for name, value in given.items() if name not in measured}
-    return chosen, _changed(recipe, fixed, prog), measured
-
-
-def _changed(recipe: Recipe, fields: dict[str, Any], prog: str) -> Recipe:
-    """The recipe with these fields; a value that it refuses is a wrong command line."""
+    chosen, given = read_options(kind, rest, prog=prog, recipe=recipe, auto=auto, many=many)
+    left = {name: value for name, value in given.items() if (len(value) > 1 if many else value == "auto")}
+    fixed = {name: value[0] if many else value for name, value in given.items() if name not in left}
     try:
-        return with_fields(recipe, **fields)
-    except (TypeError, ValueError) as error:
+        return chosen, with_fields(recipe, **fixed), left
+    except (TypeError, ValueError) as error:  # a value that the recipe refuses is a wrong command line
         raise UsageError(f"{prog}: {error} See {prog} --help.") from None
 
 
