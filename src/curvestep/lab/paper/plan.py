@@ -137,24 +137,20 @@ class Results:
 
     def of(self, setting: str) -> list[Run]:
         """Runs of a setting by seed: all of them, ended, or an error that names the setting."""
-        names = [run.name for run in self._planned(setting)]
-        runs = [self._runs[name] for name in names if name in self._runs]
-        if len(runs) < len(names) or not runs or any(run.status["status"] not in ENDED for run in runs):
+        runs = self.shown(setting)
+        if len(runs) < len(self.plan.of(setting)) or any(run.status["status"] not in ENDED for run in runs):
             raise MissingRuns(f"{setting} has not been trained")
         return runs
 
     def shown(self, setting: str) -> list[Run]:
         """Runs of a setting by seed, as many as there are, to be drawn; an error if there is none."""
-        runs = [self._runs[run.name] for run in self._planned(setting) if run.name in self._runs]
-        if not runs:
-            raise MissingRuns(f"{setting} has not been trained")
-        return runs
-
-    def _planned(self, setting: str) -> list[Planned]:
         planned = self.plan.of(setting)
         if not planned:
             raise NotPlanned(f"the plan has no run of {setting}")
-        return planned
+        runs = [self._runs[run.name] for run in planned if run.name in self._runs]
+        if not runs:
+            raise MissingRuns(f"{setting} has not been trained")
+        return runs
 
     def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
         """Finished runs of two settings, with the seeds that both have."""
