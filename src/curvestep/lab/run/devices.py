@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,38 +201,36 @@ def run_context(recipe: Recipe, *, threads: int | None = None) -> Iterator[None]
 
 
 @contextmanager
+def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Handle these signals while the block runs; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
 def stop_signal() -> Iterator[threading.Event]:
     """An event that SIGINT (Ctrl-C) or SIGTERM sets; a second signal raises ``KeyboardInterrupt``."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def ask(number: int, frame: Any) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(ask, signal.SIGINT, signal.SIGTERM):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-@contextmanager
-def ignore_sigint(fabric: Fabric) -> Iterator[None]:
+def ignore_sigint(fabric: Fabric) -> AbstractContextManager[None]:
     """Ignore Ctrl-C while processes that we start train: they get it too, save, and end."""
     starts_processes = fabric.world_size > 1 and not under_torchrun()
-    if not starts_processes or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return _handled(lambda number, frame: None, *([signal.SIGINT] if starts_processes else ()))
 
 
 @contextmanager

@@ -278,19 +278,6 @@ def truncate_rows(path: Path, length: int) -> None:
         os.truncate(path, length)
 
 
-def no_longer_improves(losses: list[float], *, window: int = 5) -> bool:
-    """Whether the latest loss is worse than the best of all that are more than ``window`` checks older.
-
-    Example:
-        >>> no_longer_improves([5.0, 4.0, 4.1, 4.2], window=2)
-        False
-        >>> no_longer_improves([4.0, 3.9, 3.8, 4.1], window=2)
-        True
-    """
-    *before, latest = losses
-    return len(before) > window and latest > min(before[: -check_count("window", window)])
-
-
 class NonMonotoneAveraging:
     """Keeps the mean of the iterates from the moment that validation no longer improves (NT-ASGD).
 
@@ -308,9 +295,9 @@ class NonMonotoneAveraging:
 
     Example:
         >>> from torch import nn
-        >>> averaging = NonMonotoneAveraging(nn.Linear(2, 1), window=1)
-        >>> [averaging.after_validation(loss) for loss in (3.0, 2.0, 4.0)]
-        [False, False, True]
+        >>> averaging = NonMonotoneAveraging(nn.Linear(2, 1), window=2)
+        >>> [averaging.after_validation(loss) for loss in (4.0, 3.9, 3.8, 4.1)]
+        [False, False, False, True]
     """
 
     def __init__(self, model: nn.Module, *, window: int = 5, start: bool = False) -> None:
@@ -327,8 +314,9 @@ class NonMonotoneAveraging:
 
     def after_validation(self, loss: float) -> bool:
         """Take note of a validation loss; True where averaging begins now."""
-        self.losses.append(float(loss))
-        if not no_longer_improves(self.losses, window=self.window):
+        before, self.losses = self.losses, [*self.losses, float(loss)]
+        # Worse than the best of all that are more than ``window`` checks older.
+        if len(before) <= self.window or not loss > min(before[: -self.window]):
             return False
         if self.average is not None:
             self.finished = True
