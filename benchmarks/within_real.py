@@ -76,7 +76,7 @@ def penn_treebank() -> Corpus:
 def lstm(corpus: Corpus, seed: int) -> tuple[nn.Module, Iterator[Closure]]:
     """Two layers, tied, 20 streams of 20 words; the state is carried from one batch to the next."""
     torch.manual_seed(seed)
-    model = LSTMModel(len(corpus.vocabulary), embedding=64, hidden=100, layers=2, tied=True)
+    model = LSTMModel(len(corpus.vocabulary), embedding=64, hidden=100, layers=2)
     start = int(torch.randint(20_000, ()))
     text = batchify(corpus.train[start : start + TOKENS], 20)
 

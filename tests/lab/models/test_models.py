@@ -53,7 +53,6 @@ def words(time=6, batch=3):
             lambda: LSTMModel(10_000, embedding=200, hidden=512),
             2_000_000 + 2048 * (200 + 512 + 2) + 800 * (512 + 200 + 2) + 10_000,
         ),
-        (lambda: LSTMModel(50, embedding=6, hidden=4, tied=False), 300 + 16 * 12 + 16 * 10 + 250),
         (lambda: AWDLSTM(10_000), 24_221_600),  # published: 24 million
         (ResNet20, 269_722),  # published: 0.27 million
         (ResNet18, 11_173_962),

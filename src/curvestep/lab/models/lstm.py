@@ -24,23 +24,22 @@ def check_dropout(name: str, value: float) -> float:
 
 
 class RecurrentModel(nn.Module):
-    """Word embedding, LSTM layers of their own widths, and a softmax layer that may share the embedding.
+    """Word embedding, LSTM layers of their own widths, and a softmax layer that shares the embedding.
 
-    With ``tied`` weights the last layer has the width of the embedding, as in AWD-LSTM: the softmax then
-    needs no projection and no weights of its own, only a bias.
+    The last layer has the width of the embedding, as in AWD-LSTM: the softmax then needs no projection and
+    no weights of its own, only a bias.
     """
 
-    def __init__(self, vocab_size: int, *, embedding: int, hidden: int, layers: int, tied: bool) -> None:
+    def __init__(self, vocab_size: int, *, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "embedding": embedding, "hidden": hidden, "layers": layers}
         for name, value in sizes.items():
             check_count(name, value)
-        widths = [embedding, *[hidden] * (layers - 1), embedding if tied else hidden]
+        widths = [embedding, *[hidden] * (layers - 1), embedding]
         self.embedding = nn.Embedding(vocab_size, embedding)
         self.lstms = nn.ModuleList(nn.LSTM(a, b) for a, b in pairwise(widths))
         self.decoder = nn.Linear(widths[-1], vocab_size)
-        if tied:
-            self.decoder.weight = self.embedding.weight
+        self.decoder.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
@@ -57,13 +56,8 @@ class RecurrentModel(nn.Module):
 class LSTMModel(RecurrentModel):
     """LSTM language model of the paper's quantitative comparison (200/512), and its laptop size (128/200).
 
-    Args:
-        vocab_size: Number of words.
-        embedding: Width of the word vectors.
-        hidden: Width of the LSTM layers; with ``tied`` the last one has the width of the embedding instead.
-        layers: Number of LSTM layers.
-        dropout: Probability of dropping an activation, after the embedding and after each layer.
-        tied: Share the weights of embedding and softmax.
+    ``embedding`` is the width of the word vectors and of the last layer, ``hidden`` that of the other layers;
+    ``dropout`` the probability of dropping an activation, after the embedding and after each layer.
 
     Example:
         >>> model = LSTMModel(10, embedding=4, hidden=6)
@@ -80,9 +74,8 @@ class LSTMModel(RecurrentModel):
         hidden: int = 200,
         layers: int = 2,
         dropout: float = 0.0,
-        tied: bool = True,
     ) -> None:
-        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers, tied=tied)
+        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
         self.dropout = check_dropout("dropout", dropout)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -121,19 +114,7 @@ class AWDLSTM(RecurrentModel):
     training forward pass one mask is drawn for each of: the words of the vocabulary (``dropout_embedding``),
     the embedded inputs (``dropout_input``), the hidden-to-hidden weights of each layer (``weight_drop``), the
     outputs between layers (``dropout_hidden``) and the output (``dropout``); all but the first two are shared
-    over time.
-
-    Args:
-        vocab_size: Number of words.
-        embedding: Width of the word vectors, and of the last layer.
-        hidden: Width of the other LSTM layers.
-        layers: Number of LSTM layers.
-        dropout: Probability of dropping an output of the last layer.
-        dropout_hidden: Probability of dropping an output between layers.
-        dropout_input: Probability of dropping a component of a word vector.
-        dropout_embedding: Probability of dropping a whole word of the vocabulary.
-        weight_drop: Probability of dropping a hidden-to-hidden weight.
-        tied: Share the weights of embedding and softmax.
+    over time. The options are the probabilities of dropping, and widths as of `LSTMModel`.
 
     Example:
         >>> model = AWDLSTM(10, embedding=4, hidden=6)
@@ -154,9 +135,8 @@ class AWDLSTM(RecurrentModel):
         dropout_input: float = 0.4,
         dropout_embedding: float = 0.1,
         weight_drop: float = 0.5,
-        tied: bool = True,
     ) -> None:
-        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers, tied=tied)
+        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
         self.dropout = check_dropout("dropout", dropout)
         self.dropout_hidden = check_dropout("dropout_hidden", dropout_hidden)
         self.dropout_input = check_dropout("dropout_input", dropout_input)

@@ -18,13 +18,8 @@ Norm = Callable[[int], nn.Module]
 class Block(nn.Module):
     """Two 3 x 3 convolutions and a way around them.
 
-    Args:
-        before: Channels of the input.
-        after: Channels of the output.
-        stride: 2 halves height and width.
-        projection: Way around where the shape changes: a learned 1 x 1 convolution, or (He et al., option A)
-            every second pixel with zeros for the new channels, which has no parameters.
-        norm: Batch norm of so many channels.
+    Where the shape changes, the way around is a learned 1 x 1 convolution (``projection``), or (He et al.,
+    option A) every second pixel with zeros for the new channels, which has no parameters.
     """
 
     def __init__(
@@ -63,12 +58,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A first convolution, stages of blocks that halve the image and widen it, and a linear layer.
 
-    Args:
-        widths: Channels of each stage.
-        blocks: Blocks in each stage.
-        projection: See `Block`.
-        num_classes: Number of classes.
-        norm: Batch norm of so many channels; `GlobalBatchNorm2d` takes its statistics over all processes.
+    ``norm`` makes a batch norm of so many channels; `GlobalBatchNorm2d` is the one over all processes.
     """
 
     def __init__(
