@@ -50,13 +50,7 @@ def share_of_batch(recipe: Recipe, num_devices: int) -> int:
 
 
 class Task(ABC):
-    """What the training loop asks of a task.
-
-    Args:
-        recipe: The recipe.
-        rank: Which part of each batch this process takes.
-        world_size: Number of processes that share a batch.
-    """
+    """What the training loop asks of a task: process ``rank`` of ``world_size`` takes its part of a batch."""
 
     data_name: str
     data_source: str

@@ -53,13 +53,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 class Session:
-    """Model, optimizer, probe, recurrent state, average and row files of one process of a run.
-
-    Args:
-        fabric: Devices and processes; launched.
-        run: The run folder.
-        task: The task of the run's recipe.
-    """
+    """Model, optimizer, probe, recurrent state, average and row files of one process of a run."""
 
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
@@ -73,7 +67,10 @@ class Session:
         # Not before: sharding puts other parameters in the module's place.
         self.raw_optimizer = make_optimizer(recipe, module)
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
-        self.averaging = make_averaging(recipe, module)
+        self.averaging = None
+        if isinstance(recipe, LanguageRecipe) and recipe.averaging != "never":
+            start = recipe.averaging == "always"
+            self.averaging = NonMonotoneAveraging(module, window=recipe.patience, start=start)
         self.step = 0
         self.state: Any = None
         self.first_loss: float | None = None
@@ -99,7 +96,10 @@ class Session:
         }
         if not self.fabric.is_global_zero:
             return
-        self._check_trace()
+        # A probe goes on without a disk; a checkpoint after lost rows would leave a gap in the trace.
+        path = self.run.trace_path
+        if self.probe and path.exists() and path.read_bytes().count(b"\n") <= len(self.probe.trace):
+            raise OSError(errno.ENOSPC, "not all measurements could be written", str(path))
         content = {
             **gathered,
             "step": self.step,
@@ -110,12 +110,6 @@ class Session:
             "lengths": {name: synced_length(self.run.folder / name) for name in (METRICS, TRACE)},
         }
         save_checkpoint(self.run.folder / CHECKPOINT, content)
-
-    def _check_trace(self) -> None:
-        """A probe goes on without a disk; a checkpoint after lost rows would leave a gap in the trace."""
-        path = self.run.trace_path
-        if self.probe and path.exists() and path.read_bytes().count(b"\n") <= len(self.probe.trace):
-            raise OSError(errno.ENOSPC, "not all measurements could be written", str(path))
 
     def close(self) -> None:
         """Close the row files and the loggers."""
@@ -170,13 +164,6 @@ def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | Normalized
     if recipe.optimizer == "normalized":
         return NormalizedSGD(module.parameters(), recipe.lr, recipe.offset, **common)
     return ClippedSGD(module.parameters(), recipe.lr, recipe.max_norm, **common)
-
-
-def make_averaging(recipe: Recipe, module: nn.Module) -> NonMonotoneAveraging | None:
-    """The averaging of ``recipe``, or None if it never averages."""
-    if not isinstance(recipe, LanguageRecipe) or recipe.averaging == "never":
-        return None
-    return NonMonotoneAveraging(module, window=recipe.patience, start=recipe.averaging == "always")
 
 
 def make_probe(
