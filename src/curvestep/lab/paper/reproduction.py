@@ -33,7 +33,7 @@ from curvestep.lab.progress import Progress, duration
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import Run, has_ended, last_step, read_json, write_json
+from curvestep.lab.run.folder import FINISHED, Run, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import load_data
 
@@ -188,10 +188,7 @@ def draw_all(results: Results, *, progress: bool) -> tuple[dict[str, Path], list
                 said = failures[-1]
             else:
                 drawn.setdefault(figure.name, png)
-                files = {
-                    "png": png.relative_to(results.folder).as_posix(),
-                    "svg": svg.relative_to(results.folder).as_posix(),
-                }
+                files = {path.suffix[1:]: path.relative_to(results.folder).as_posix() for path in (png, svg)}
                 words = {"name": picture.name, "title": picture.title, "caption": picture.caption}
                 entries.append({"figure": figure.name, **words, **files})
                 said = f"{picture.name}: {png}"
@@ -225,7 +222,6 @@ def run_all(
     plan: Plan, runs: Path, *, engine: str, workers: int, address: str | None, progress: bool
 ) -> list[str]:
     """Make every run that has not ended; the failures, a line each."""
-    planned = {run.name: run for run in plan.runs}
     measured = ("lr", "max_norm")  # before training, where a run is calibrated
     left = [
         run
@@ -249,21 +245,19 @@ def run_all(
         )
         for run in left
     ]
-    total = sum(run.cost for run in plan.runs)
-    before = total - sum(run.cost for run in left)
-    count, failures = len(plan.runs) - len(left), []
-    with Progress(
-        "training", total, start=before, unit="share", interval=SILENCE, shown=progress and bool(left)
-    ) as shown:
+    total, done = sum(run.cost for run in plan.runs), _done(plan.runs, jobs)
+    folders, count, failures = {job.name: job.folder for job in jobs}, len(plan.runs) - len(left), []
+    visible = progress and bool(left)
+    with Progress("training", total, start=done, unit="share", interval=SILENCE, shown=visible) as shown:
         watch = watch_runs(plan.runs, jobs, shown)
         for outcome in run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch):
             stop_if_interrupted(outcome)
             if outcome.error:
                 failures.append(f"{outcome.name}: {outcome.error}")
             count += 1
-            said = outcome.error or _ending(runs / planned[outcome.name].path)
+            said = outcome.error or _ending(folders[outcome.name])
             time_left = shown.time_left(_done(plan.runs, jobs))
-            shown.print(f"[{count}/{len(planned)}] {outcome.name}: {said} ({time_left} left)")
+            shown.print(f"[{count}/{len(plan.runs)}] {outcome.name}: {said} ({time_left} left)")
     return failures
 
 
@@ -288,10 +282,7 @@ def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
 
 
 def _ending(folder: Path) -> str:
-    run = Run.load(folder)
-    status, loss = run.status["status"], run.status.get("train_loss", float("nan"))
-    return (
-        f"finished, training loss {loss:.3f}"
-        if status == "finished"
-        else f"{status}, {run.status['message']}"
-    )
+    status = Run.load(folder).status
+    if status["status"] == FINISHED:
+        return f"finished, training loss {status['train_loss']:.3f}"
+    return f"{status['status']}, {status['message']}"

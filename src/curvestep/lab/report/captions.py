@@ -128,11 +128,6 @@ def within(view: RunView) -> str:
     return "" if view.fit is None or view.fit.within.missing else str(view.fit.within)
 
 
-def within_chart(view: RunView) -> str:
-    """The same, and what a point of the chart is."""
-    return f"{within(view)} Each point is one step: the change of both over its last part."
-
-
 def layers(view: RunView) -> str:
     """The layer with the largest smoothness, and the one with the smallest."""
     medians = {
@@ -151,7 +146,8 @@ def layers(view: RunView) -> str:
 
 # By the kind of the chart.
 OF_RUN: dict[str, Callable[[RunView], str]] = {
-    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "within": within_chart, "layers": layers,
+    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "layers": layers,
+    "within": lambda view: f"{within(view)} Each point is one step: the change of both over its last part.",
 }  # fmt: skip
 
 
