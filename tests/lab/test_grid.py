@@ -21,10 +21,10 @@ from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_
 from curvestep.lab.run.loop import train
 from tests.lab.small import small_language
 
-GRID = {"lr": [0.5, 2.0], "max_norm": [0.25, math.inf], "seed": [0, 1, 2]}
+GRID = {"lr": [0.5, 2.0], "max_norm": [0.25, math.inf], "seed": [0, 1]}
 
 
-def twelve(folder, **fields):
+def eight(folder, **fields):
     return small_language(folder, **({"steps": 60, "probe_every": 20, "eval_size": 400} | fields))
 
 
@@ -39,14 +39,14 @@ def fingerprint(folder):
 @pytest.fixture(scope="module")
 def on_joblib(tmp_path_factory):
     folder = tmp_path_factory.mktemp("joblib")
-    return sweep(twelve(folder / "data"), GRID, folder / "sweep", progress=False)
+    return sweep(eight(folder / "data"), GRID, folder / "sweep", progress=False)
 
 
 @pytest.mark.slow
 def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, tmp_path):
-    assert len(on_joblib.trials) == 12
+    assert len(on_joblib.trials) == 8
     assert {t.status for t in on_joblib.trials} == {"finished"}
-    trial = on_joblib.trials[7]
+    trial = on_joblib.trials[5]
     run = Run.load(trial.folder)
     assert {name: getattr(run.recipe, name) for name in GRID} == trial.fields
     train(run.recipe, tmp_path / "alone", progress=False)
@@ -59,11 +59,11 @@ def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, 
 def test_a_sweep_leaves_a_table_and_a_heat_map(on_joblib):
     with (on_joblib.folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["lr"]) for row in rows] == [0.5] * 6 + [2.0] * 6
+    assert [float(row["lr"]) for row in rows] == [0.5] * 4 + [2.0] * 4
     assert [float(row["train_loss"]) for row in rows] == [t.train_loss for t in on_joblib.trials]
     assert all(float(row["held_out_perplexity"]) > 1 for row in rows)
     assert (on_joblib.folder / "heatmap.png").read_bytes().startswith(b"\x89PNG")
-    assert str(on_joblib).count("finished") == 12
+    assert str(on_joblib).count("finished") == 8
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ from curvestep.lab.recipes import from_dict
 from curvestep.lab.grid import sweep
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    grid = {"lr": [0.5, 2.0], "max_norm": [0.25, float("inf")], "seed": [0, 1, 2]}
+    grid = {"lr": [0.5, 2.0], "max_norm": [0.25, float("inf")], "seed": [0, 1]}
     sweep(from_dict(read_json(folder / "recipe.json")), grid, folder / "sweep", checkpoint_seconds=0.05)
 """
 
@@ -168,7 +168,7 @@ def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_jobli
     done = {
         path: path.stat().st_mtime_ns for folder in finished(tmp_path / "sweep") for path in folder.iterdir()
     }
-    assert 2 * 6 <= len(done) < 12 * 6
+    assert 2 * 6 <= len(done) < 8 * 6
     result = sweep(recipe, GRID, tmp_path / "sweep", progress=False)
     assert {t.status for t in result.trials} == {"finished"}
     assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
@@ -195,7 +195,7 @@ def test_workers_end_with_the_sweep_that_started_them(on_joblib, tmp_path):
 
 @pytest.mark.slow
 def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_path, capsys):
-    recipe = twelve(tmp_path / "data", max_norm=math.inf, steps=20)
+    recipe = eight(tmp_path / "data", max_norm=math.inf, steps=20)
     grid = {"lr": [1.0, 500.0], "corpus": [recipe.corpus, str(tmp_path / "missing.txt")]}
     result = sweep(recipe, grid, tmp_path / "sweep", workers=1)
     assert [t.status for t in result.trials] == ["finished", "failed", "diverged", "failed"]
@@ -223,7 +223,7 @@ def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_pat
 )
 def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, grid, words):
     with pytest.raises(ValueError, match=words):
-        sweep(twelve(tmp_path / "data"), grid, tmp_path / "sweep")
+        sweep(eight(tmp_path / "data"), grid, tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
 
 
@@ -237,7 +237,7 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, gr
 )
 def test_impossible_engines_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
-        sweep(twelve(tmp_path / "data"), {"lr": [1.0]}, tmp_path / "sweep", **arguments)
+        sweep(eight(tmp_path / "data"), {"lr": [1.0]}, tmp_path / "sweep", **arguments)
 
 
 def _thread_count(threads):

@@ -41,10 +41,10 @@ def _trace(folder):
 
 
 def _recipe(folder, kind):
-    fields = {"steps": 20, "precision": "64-true", "probe_every": 5, "momentum": 0.5}
+    fields = {"precision": "64-true", "momentum": 0.5}
     if kind == "language":
-        return small_language(folder, **fields)
-    return small_images(lr=0.01, batch_size=16, pooling=4, **fields)
+        return small_language(folder, steps=20, probe_every=5, **fields)
+    return small_images(lr=0.01, batch_size=8, pooling=4, steps=12, probe_every=4, **fields)
 
 
 def _assert_same(two, one):
@@ -52,9 +52,9 @@ def _assert_same(two, one):
     runs = [Run.load(folder) for folder in (one, two)]
     for column in ("loss", "grad_norm"):
         steps, values = zip(*(run.column(column) for run in runs), strict=True)
-        assert list(steps[0]) == list(steps[1]) == list(range(1, 21))
+        assert list(steps[0]) == list(steps[1]) == list(range(1, runs[0].recipe.steps + 1))
         np.testing.assert_allclose(values[1], values[0], rtol=0, atol=1e-5)
-    assert len(_trace(one)) == 4
+    assert len(_trace(one)) == runs[0].recipe.steps // runs[0].recipe.probe_every
     np.testing.assert_allclose(_trace(two), _trace(one), rtol=1e-5, atol=1e-5)
     for split in ("valid", "test"):
         rows = [[row["loss"] for row in run.rows(split)] for run in runs]
@@ -115,9 +115,9 @@ def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, kind, strat
     recipe = _recipe(tmp_path, kind)
     train(recipe, tmp_path / "one", progress=False)
     two = {"devices": 2, "accelerator": "cpu", "strategy": strategy}
-    stopped = _interrupted(recipe, tmp_path / "two", rows=6, **two)
+    stopped = _interrupted(recipe, tmp_path / "two", rows=5, **two)
     assert stopped.status == "interrupted"
-    assert 6 <= stopped.step < 20
+    assert 5 <= stopped.step < recipe.steps
     shutil.copytree(tmp_path / "two", tmp_path / "alone")
     assert train(recipe, tmp_path / "two", progress=False, resume=True, **two).status == "finished"
     _assert_same(tmp_path / "two", tmp_path / "one")
