@@ -26,16 +26,8 @@ def reproduce(args: list[str]) -> int:
     chosen, _ = read_options(options.Reproduce, args, prog="curvestep reproduce")
     from curvestep.lab.paper.reproduction import reproduce as library
 
-    result = library(
-        chosen.folder,
-        figures=chosen.FIGURE or None,
-        scale=chosen.scale,
-        progress=not chosen.quiet,
-        offline=chosen.offline,
-        engine=chosen.engine,
-        workers=chosen.workers,
-        address=chosen.address or None,
-    )
+    names = ("scale", "offline", "engine", "workers", "address")
+    result = library(chosen.folder, figures=chosen.FIGURE or None, **_arguments(chosen, *names))
     print(result)
     if sys.stdout.isatty() and not chosen.no_open:
         _show(result.page)
@@ -60,13 +52,7 @@ def train(args: list[str]) -> int:
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if measured:
         recipe = _measure(recipe, folder, measured, chosen)
-    result = library(
-        recipe,
-        folder,
-        progress=not chosen.quiet,
-        threads=chosen.threads or None,
-        **{name: getattr(chosen, name) for name in names},
-    )
+    result = library(recipe, folder, threads=chosen.threads or None, **_arguments(chosen, *names))
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
         print(_ending(result))
     return INTERRUPTED if result.status == "interrupted" else OK
@@ -82,15 +68,9 @@ def sweep(args: list[str]) -> int:
         )
     from curvestep.lab.grid import sweep as library
 
-    names = ("engine", "workers", "checkpoint_seconds", "offline")
-    result = library(
-        recipe,
-        grid,
-        chosen.folder or f"runs/sweep-{recipe.name}",
-        progress=not chosen.quiet,
-        address=chosen.address or None,
-        **{name: getattr(chosen, name) for name in names},
-    )
+    names = ("engine", "workers", "address", "checkpoint_seconds", "offline")
+    folder = chosen.folder or f"runs/sweep-{recipe.name}"
+    result = library(recipe, grid, folder, **_arguments(chosen, *names))
     print(result)
     print(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
     return FAILED if any(trial.status == "failed" for trial in result.trials) else OK
@@ -201,6 +181,12 @@ def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
     if not chosen.quiet and found is not None:
         print(found, flush=True)
     return recipe
+
+
+def _arguments(chosen: Any, *names: str) -> dict[str, Any]:
+    """Options as arguments of the library, by the same names; an empty text is None."""
+    given = {name: getattr(chosen, name) for name in names}
+    return {"progress": not chosen.quiet} | {k: None if value == "" else value for k, value in given.items()}
 
 
 def _with_recipe(
