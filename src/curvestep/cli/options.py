@@ -236,13 +236,8 @@ def read_options(
 ) -> tuple[Options, dict[str, Any]]:
     """The options of a command, and the fields of its recipe that were given.
 
-    Args:
-        kind: The command's dataclass.
-        args: The command line after the command and the recipe.
-        prog: The command as it was typed, for usage and hints.
-        recipe: Its fields become options too.
-        many: Fields of the recipe take several values, for a grid.
-        auto: Fields of the recipe that may be ``auto``.
+    Fields of ``recipe`` become options too; they take several values for a grid (``many``), and some may be
+    ``auto``. ``args`` come after the command and the recipe, which are ``prog`` as it was typed.
 
     Raises:
         UsageError: with one line that names the option and what it needs.

@@ -135,18 +135,9 @@ def fetch(
     """Files of the data set ``name`` from the cache, filled from the first source that answers.
 
     One process fetches at a time (file lock); the others wait and then read what it left. A broken file in
-    the cache is fetched again. Files appear in the cache whole and verified or not at all.
-
-    Args:
-        name: Folder inside the cache.
-        hashes: SHA-256 of each file of the data set, by file name.
-        sources: Tried in order; a source that raises `Unreachable` passes to the next with one line.
-        offline: Use the cache alone.
-        progress: Show progress bars.
-        only: File names to return; all of them by default.
-
-    Returns:
-        The bytes by file name, and where they came from, for the report.
+    the cache is fetched again. Files appear in the cache whole and verified or not at all. A source that
+    raises `Unreachable` passes to the next with one line; ``offline`` uses the cache alone. Returns the bytes
+    of all files, or of ``only`` these, by name, and where they came from, for the report.
 
     Raises:
         Unreachable: no source answered.

@@ -79,20 +79,11 @@ def calibrate_run(
     resume: bool = False,
     offline: bool = False,
 ) -> tuple[AnyRecipe, Calibration | None]:
-    """The recipe with the fields ``names`` measured, for a run in ``folder`` that keeps the calibration.
+    """The recipe with the fields ``names`` measured, and the calibration, for a run in ``folder``.
 
-    With ``resume``, a run that is there goes on with the numbers that it was begun with; nothing is measured
-    again.
-
-    Args:
-        recipe: What will be trained.
-        folder: The run folder; ``calibration.json`` is written into it.
-        names: Fields to measure: ``lr``, ``max_norm``, or ``offset`` for the normalized rule.
-        resume: Whether the folder may hold a run already.
-        offline: Use no network for the data.
-
-    Returns:
-        The recipe, and its calibration: the one that the folder holds, if the run is resumed.
+    ``calibration.json`` is written into it. With ``resume``, a run that is there goes on with the numbers
+    that it was begun with, and its own calibration; nothing is measured again. ``names`` are ``lr`` and
+    ``max_norm``, or ``offset`` for the normalized rule.
     """
     folder = Path(folder)
     for name in names:
