@@ -65,7 +65,7 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         2.0000000...
     """
     tensors = list(tensors)
-    if _homogeneous_cpu(tensors):
+    if not torch.compiler.is_compiling() and _homogeneous_cpu(tensors):
         return torch.tensor(cpu_norm([t for t in tensors if t is not None]), dtype=torch.float64)
     dense: dict[tuple, list[Tensor]] = {}
     sharded: dict[tuple, list[Any]] = {}
@@ -81,7 +81,7 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
         dense.setdefault((t.dtype, t.device), []).append(t)
     norms = [
-        torch.tensor(cpu_norm(kind), dtype=torch.float64) if kind[0].is_cpu else device_norm(kind)
+        torch.tensor(cpu_norm(kind), dtype=torch.float64) if is_readable(kind[0]) else device_norm(kind)
         for kind in dense.values()
     ]
     norms += map(_sharded_norm, sharded.values())
@@ -89,6 +89,11 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         device = next((n.device for n in norms if n.device.type != "cpu"), "cpu")
         return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
     return norms[0] if norms else torch.zeros((), dtype=torch.float64)
+
+
+def is_readable(t: Tensor) -> bool:
+    """Whether Python can read the numbers of ``t`` at once: on CPU, and not while torch.compile traces."""
+    return t.is_cpu and not torch.compiler.is_compiling()
 
 
 def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
@@ -307,7 +312,7 @@ def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def device_norm(tensors: list[Tensor]) -> Tensor:
-    """Norm of real, dense tensors of one dtype on an accelerator: a device scalar."""
+    """Norm of real, dense tensors of one dtype where no number is read: a device scalar."""
     # Summed in float64 where there is one: then the range needs no check, and a check would wait.
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)))

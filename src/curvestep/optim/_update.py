@@ -35,14 +35,14 @@ from curvestep._kernel import (
     same_layout,
 )
 from curvestep.distributed import is_sharded
+from curvestep.vectors import is_readable
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
 _LARGE = 1 << 19
 
-_grad, _shape = attrgetter("grad"), attrgetter("shape")
-_dtype, _device, _layout = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
+_shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 
 class Rule(Protocol):
@@ -126,7 +126,7 @@ def collect(
     bundles: list[Bundle] = []
     for group in groups:
         params = list(group["params"])
-        grads = list(map(_grad, params))
+        grads = [p.grad for p in params]
         rule = rule_of(group)
         # The common case in one look: a view says that there is a gradient for every parameter.
         whole = None if per_tensor or not params else _bundle(group, rule, params, grads, state, by_kernel)
@@ -242,11 +242,13 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
         return
     if isinstance(bundle.rule.lr, Tensor) and not bundle.group["differentiable"]:
         lr = bundle.rule.lr.view(())
-        bundle = replace(bundle, rule=bundle.rule._replace(lr=lr.item() if lr.is_cpu else _moved(lr, device)))
+        bundle = replace(
+            bundle, rule=bundle.rule._replace(lr=lr.item() if is_readable(lr) else _moved(lr, device))
+        )
     path = choose_path(bundle, scale)
     # Only torch's kernel can leave the decision on the device by itself.
     undoes = isinstance(skip, Tensor) and path != "fused"
-    changed = [*bundle.params, *chain(*bundle.buffers), *bundle.steps] if undoes else []
+    changed = [*bundle.params, *chain(*bundle.buffers)] if undoes else []
     before = [t.clone() for t in changed]
     if path == "kernel":
         bundle.rule.by_kernel(bundle, float(scale))
@@ -254,10 +256,11 @@ def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
         torch.autograd.graph.increment_version(bundle.params)
     elif path == "fused":
         bundle.rule.by_fused(bundle, scale, skip if isinstance(skip, Tensor) else None)
-    elif path == "foreach":
-        bundle.rule.by_foreach(bundle, scale)
     else:
-        bundle.rule.by_loop(bundle, scale)
+        (bundle.rule.by_foreach if path == "foreach" else bundle.rule.by_loop)(bundle, scale)
+        if bundle.steps:  # as a list: torch.compile loses what is added to a float64 scalar by itself
+            taken = [1 - skip] * len(bundle.steps) if isinstance(skip, Tensor) else 1
+            torch._foreach_add_(bundle.steps, taken)
     if undoes:
         _restore_(changed, before, skip)
 
@@ -268,6 +271,8 @@ def choose_path(bundle: Bundle, scale: Any) -> str:
     by_loop = group["differentiable"] or (group["foreach"] is False and not group["fused"])
     if by_loop or bundle.grads[0].layout != torch.strided:
         return "loop"
+    if torch.compiler.is_compiling():  # which fuses them itself, and sees to marks on tensors
+        return "foreach"
     # torch does not write to lists of tensors that are marked as to be negated.
     if bundle.view is None and True in map(Tensor.is_neg, chain(bundle.params, *bundle.buffers)):
         return "loop"
@@ -442,6 +447,9 @@ def _restore_(tensors: Iterable[Tensor], before: Iterable[Tensor], skip: Any) ->
 
 
 def _view(tensors: list[Tensor], *others: list[Any]) -> View | None:
+    """Where the tensors lie, if our kernel can walk them; none of its calls can be part of a graph."""
+    if torch.compiler.is_compiling():
+        return None
     kernel = native()
     return None if kernel is None else kernel.view(tensors, *others)
 
@@ -499,7 +507,9 @@ def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:
 def _kernel_accepts_all(bundle: Bundle) -> bool:
     """:func:`_kernel_accepts` for many tensors in the common case: a quick yes, or ask one by one."""
     lists = [bundle.params, bundle.grads, *bundle.buffers]
-    if not all(set(map(type, tensors)) <= {Tensor, Parameter} for tensors in lists):
+    if torch.compiler.is_compiling() or not all(
+        set(map(type, tensors)) <= {Tensor, Parameter} for tensors in lists
+    ):
         return False  # a buffer that is missing, or something that torch must take apart first
     every = [t for tensors in lists for t in tensors]
     dtypes, devices = set(map(_dtype, every)), set(map(_device, every))
@@ -524,7 +534,8 @@ def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     Nor must a mark say that the numbers in memory are to be negated, or that they are zeros without memory.
     """
     return (
-        (p.dtype in DTYPES or not p.is_cpu)
+        not torch.compiler.is_compiling()
+        and (p.dtype in DTYPES or not p.is_cpu)
         and not (p.is_neg() or g.is_neg() or g._is_zerotensor())
         and is_non_overlapping_and_dense(p)
         and same_layout(g, p)

@@ -16,6 +16,7 @@ from curvestep._kernel import native, real_cpu_tensors
 from curvestep.optim._update import Bundle
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 from curvestep.steps import clipped_step
+from curvestep.vectors import is_readable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -179,7 +180,6 @@ class AdamWRule(NamedTuple):
         params, (beta1, beta2) = bundle.params, self.betas
         exp_avgs, exp_avg_sqs, *largest = bundle.buffers
         grads = _scaled(bundle.grads, -scale if self.maximize else scale)
-        torch._foreach_add_(bundle.steps, 1)
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
@@ -206,7 +206,6 @@ class AdamWRule(NamedTuple):
         ):
             d = g * (-scale if self.maximize else scale)
             exp_avg, exp_avg_sq, *largest = buffers
-            step.add_(1)
             exp_avg.lerp_(d, 1 - beta1)
             exp_avg_sq.mul_(beta2).addcmul_(d, d, value=1 - beta2)
             second = exp_avg_sq.clone() if keeps else exp_avg_sq
@@ -220,11 +219,11 @@ class AdamWRule(NamedTuple):
             p.sub_(direction * size)
 
     def _corrected(self, step: Tensor, p: Tensor) -> tuple[Any, Any]:
-        """lr/(1 - b1^k) and the root of 1 - b2^k; device scalars where ``step`` is one, which is not read."""
-        if step.is_cpu:
-            count: Any = step.item()
+        """lr/(1 - b1^k) and the root of 1 - b2^k; device scalars where ``step``, k - 1, is not read."""
+        if is_readable(step):
+            count: Any = step.item() + 1
             return self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
-        count = step if step.device.type == "mps" else step.double()
+        count = (step if step.device.type == "mps" else step.double()) + 1
         size, root = self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
         dtype = torch.promote_types(p.dtype, torch.float32)
         return size.to(dtype), root.to(dtype)

@@ -31,7 +31,7 @@ from curvestep.optim.counters import (
     stacked,
 )
 from curvestep.optim.norm_bound import NormBound
-from curvestep.vectors import cpu_norm, global_norm
+from curvestep.vectors import cpu_norm, global_norm, is_readable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,11 +157,6 @@ class ScaledOptimizer(Optimizer, ABC):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"  # reading it would synchronize
-        if group["capturable"] and isinstance(lr, Tensor) and not on_device:
-            raise ValueError(
-                "`capturable=True` needs a Tensor `lr` on the device of the parameters, not on cpu, whose "
-                "value a graph would keep. Move it there, or give a float to keep it on purpose."
-            )
         if not on_device and not 0.0 <= checked_number("lr", lr) < math.inf:
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= checked_number("weight_decay", group["weight_decay"]) < math.inf:
@@ -191,7 +186,7 @@ class ScaledOptimizer(Optimizer, ABC):
             closure: Evaluates the model again and returns the loss.
         """
         if torch.compiler.is_compiling():
-            return _eager_step(self, closure)
+            return self._unobserved_step(closure) if self._is_traceable() else _eager_step(self, closure)
         if type(self).step is ScaledOptimizer.step and _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
@@ -249,11 +244,17 @@ class ScaledOptimizer(Optimizer, ABC):
                 self._step(bundles)
         return loss
 
+    def _is_traceable(self) -> bool:
+        """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
+        if not self.defaults["capturable"]:  # first: what is looked at must not change, or it compiles again
+            return False
+        if _has_hooks(self):
+            return False
+        return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
+
     def _step(self, bundles: list[Bundle]) -> None:
-        if self.defaults["capturable"] and any(p.is_cpu for bundle in bundles for p in bundle.params):
-            raise RuntimeError(
-                "`capturable=True` needs all parameters on an accelerator, and some are on cpu."
-            )
+        if self.defaults["capturable"]:
+            _check_one_place(bundles)
         norms, groups = self._norms(bundles), [bundle.group for bundle in bundles]
         # A GradScaler leaves the gradients scaled, and says by how much and whether one overflowed.
         scaled_by, overflow = (_on_host(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
@@ -310,7 +311,7 @@ class ScaledOptimizer(Optimizer, ABC):
                 f"{needs} requires all the params to be floating point Tensors with values, and some are on "
                 "the `meta` device. Give them memory first, by `model.to_empty(device=...)`."
             )
-        return norm.item() if norm.is_cpu else norm
+        return norm.item() if is_readable(norm) else norm
 
     def _skip(self, norms: list[Any], norm: Any, overflow: Any) -> Tensor | bool:
         """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted.
@@ -384,8 +385,15 @@ class ScaledSGD(ScaledOptimizer):
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
-# Two passes over memory, which torch.compile would not make fewer: it leaves the step out of its graphs.
+# Two passes over memory, which torch.compile would not make fewer: it leaves a step that has to read numbers
+# out of its graphs.
 _eager_step: Callable[..., Any] = _disable_dynamo(_observed_step)
+# What torch says where it is asked for one graph and cannot make it.
+_eager_step.__dict__.update(
+    _torchdynamo_disable=True,
+    _torchdynamo_disable_msg='a step reads numbers, unless it has capturable=True, nonfinite="skip" or '
+    '"propagate", and no hooks; the first one with `dampening` does even then',
+)
 
 
 # Raises where a graph is recorded of a step that does not promise to be capturable.
@@ -397,20 +405,33 @@ _check_capture: Callable[[Optimizer], None] = getattr(
 def _is_observed(optimizer: Optimizer) -> bool:
     """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell."""
     try:
-        return bool(
-            torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or any(map(len, _hooks_for_all))
-        )
+        return torch.autograd._profiler_enabled() or _has_hooks(optimizer)  # pyright: ignore[reportPrivateImportUsage]
     except (AttributeError, TypeError):
         return True
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any([len(hooks) for hooks in _hooks_for_all])
+    )
+
+
+def _check_one_place(bundles: list[Bundle]) -> None:
+    """Raise if a graph would have to keep a number that it cannot read, or to read one."""
+    tensors = [t for bundle in bundles for t in (*bundle.params, bundle.rule.lr) if isinstance(t, Tensor)]
+    if len({t.is_cpu for t in tensors}) > 1:
+        raise RuntimeError(
+            "`capturable=True` needs all parameters on an accelerator or all on cpu, and a Tensor `lr` where "
+            "they are. Move them, or give `lr` as a float, which a graph keeps as it is."
+        )
 
 
 def has_zero_lr(group: dict[str, Any]) -> bool:
     """Whether the learning rate is known to be zero; on a device it is not read."""
     lr = group["lr"]
-    return bool(lr == 0) if not isinstance(lr, Tensor) or lr.is_cpu else False
+    return bool(lr == 0) if not isinstance(lr, Tensor) or is_readable(lr) else False
 
 
 def _joined(parts: list[Bundle]) -> Bundle:
@@ -423,7 +444,7 @@ def _joined(parts: list[Bundle]) -> Bundle:
 
 def _on_host(number: Tensor | None) -> Any:
     """A number that is read where nothing has to be waited for."""
-    return number.item() if number is not None and number.is_cpu else number
+    return number.item() if number is not None and is_readable(number) else number
 
 
 def nonfinite_gradient(groups: list[dict[str, Any]]) -> str:
