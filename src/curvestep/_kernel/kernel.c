@@ -31,7 +31,7 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 1 << 16 };  /* elements of which a thread takes the squares at a time */
-enum { STRETCH = 1 << 18 }; /* elements that a thread updates at a time: at the start of each, prefetching starts anew */
+enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the start of each, prefetching starts anew */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
@@ -43,6 +43,10 @@ typedef struct {
 typedef struct {
     double scale, lr, beta1, beta2, eps, weight_decay;
 } AdamRule;
+
+typedef struct {
+    double step, size, root; /* after so many steps: lr/(1 - beta1^k), and the root of 1 - beta2^k */
+} Correction;
 
 typedef struct {
     double slope, offset, floor;
@@ -206,21 +210,32 @@ typedef struct {
     const void *rule;
     void *const *steps;
     int steps_are_doubles;
+    Correction usual; /* that of the first tensor, most often of all */
 } Job;
 typedef void (*Block)(const Job *job, int64_t i, int64_t at, int64_t n);
 
+/* The first element of a tensor that belongs to what begins `reach` elements after its own beginning: cuts lie between
+   lines of the cache. */
+static int64_t cut(int64_t reach, int64_t size) { return reach <= 0 ? 0 : least((reach + 63) / 64 * 64, size); }
+
+/* Stretches of the long vector from the last to the first, each from its beginning to its end, in which what is read
+   in advance, from one tensor to the next, is what is needed. */
 static void backwards(const Job *job, Block block, const int64_t *sizes, int threads)
 {
     const int64_t all = sum_of(sizes, job->count);
 #pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE)
     {
-        int64_t first, last, begin = all;
+        int64_t first, last, i = job->count, begin = all;
         share(all, &first, &last);
-        for (int64_t i = job->count - 1; i >= 0; i--) {
-            begin -= sizes[i];
-            for (int64_t at = (sizes[i] - 1) / STRETCH * STRETCH; at >= 0 && sizes[i] > 0; at -= STRETCH)
-                if (first <= begin + at && begin + at < last)
-                    block(job, i, at, least(sizes[i] - at, STRETCH));
+        for (int64_t low, high = last; high > first; high = low) {
+            low = high - first > STRETCH ? high - STRETCH : first;
+            while (begin > low)
+                begin -= sizes[--i];
+            for (int64_t k = i, at = begin; at < high; at += sizes[k++]) {
+                const int64_t from = cut(low - at, sizes[k]), to = cut(high - at, sizes[k]);
+                if (from < to)
+                    block(job, k, from, to - from);
+            }
         }
     }
 }
@@ -246,24 +261,35 @@ static void update_block(const Job *job, int64_t i, int64_t at, int64_t n)
 void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                      const Rule *rule)
 {
-    const Job job = {lists, count, doubles, num_lists, rule, 0, 0};
+    const Job job = {lists, count, doubles, num_lists, rule, 0, 0, {0}};
     backwards(&job, update_block, sizes, threads);
+}
+
+static double step_of(const Job *job, int64_t i)
+{
+    return job->steps_are_doubles ? *(double *)job->steps[i] : *(float *)job->steps[i];
+}
+
+static Correction correction(const AdamRule *rule, double step)
+{
+    const double size = rule->lr / (1 - pow(rule->beta1, step + 1)), root = sqrt(1 - pow(rule->beta2, step + 1));
+    return (Correction){step, size, root};
 }
 
 static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
 {
     const AdamRule *rule = job->rule;
-    const double step = 1 + (job->steps_are_doubles ? *(double *)job->steps[i] : *(float *)job->steps[i]);
-    const double size = rule->lr / (1 - pow(rule->beta1, step)), root = sqrt(1 - pow(rule->beta2, step));
+    const double step = step_of(job, i);
+    const Correction own = step == job->usual.step ? job->usual : correction(rule, step);
     void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *m = element(job, 2, i, at);
     void *v = element(job, 3, i, at), *largest = element(job, 4, i, at);
     if (job->doubles) {
-        adamw_double(p, g, m, v, largest, n, rule, size, root);
+        adamw_double(p, g, m, v, largest, n, rule, own.size, own.root);
         return;
     }
-    const int64_t done = adamw_begun(p, g, m, v, largest, n, rule, size, root);
+    const int64_t done = adamw_begun(p, g, m, v, largest, n, rule, own.size, own.root);
     adamw_float((float *)p + done, (float *)g + done, (float *)m + done, (float *)v + done,
-                largest ? (float *)largest + done : 0, n - done, rule, size, root);
+                largest ? (float *)largest + done : 0, n - done, rule, own.size, own.root);
 }
 
 /* Gradients, parameters, first and second moments and, with amsgrad, the largest second moments; and the number of
@@ -271,7 +297,9 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                     const AdamRule *rule, void *const *steps, int steps_are_doubles)
 {
-    const Job job = {lists, count, doubles, num_lists, rule, steps, steps_are_doubles};
+    Job job = {lists, count, doubles, num_lists, rule, steps, steps_are_doubles, {0}};
+    if (count)
+        job.usual = correction(rule, step_of(&job, 0));
     backwards(&job, adamw_block, sizes, threads);
     for (int64_t i = 0; i < count; i++)
         if (steps_are_doubles)
@@ -376,6 +404,7 @@ int curvestep_view_plain(Describe describe, void *const *types, void *const *lis
 #else /* The passes over one block of memory, for one type: REAL is float or double, NAMED(f) is f_float or f_double. */
 
 typedef REAL NAMED(Lanes) __attribute__((vector_size(16 * sizeof(REAL)), aligned(sizeof(REAL))));
+typedef double NAMED(Sums) __attribute__((vector_size(16 * sizeof(double))));
 
 /* Sums of the squares of x, or of x - y where y is not 0: the compiler makes two functions of each. */
 ALWAYS_INLINE double NAMED(squares_in_double)(const REAL *x, const REAL *y, int64_t n)
@@ -395,12 +424,13 @@ ALWAYS_INLINE NAMED(Lanes) NAMED(lanes)(const REAL *x, const REAL *y, int64_t at
 }
 
 /* Four quarters of the block are read at once: one stream of reads alone does not fill the memory bus. Squares are
-   added as REAL over a row of ROW in each quarter, the rows as double; a row whose sum is so large or so small that a
-   square may have overflowed or vanished is added again as double. */
+   added as REAL over a row of ROW in each quarter, the rows as double. A square may overflow or vanish; then the sum is
+   so large or so small that the caller takes another way. */
 ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
 {
     const int64_t quarter = n / 64 * 16;
     double total = NAMED(squares_in_double)(x + 4 * quarter, y ? y + 4 * quarter : 0, n - 4 * quarter);
+    NAMED(Sums) sums = {0};
     for (int64_t row = 0; row < quarter; row += ROW) {
         const int64_t end = quarter - row < ROW ? quarter : row + ROW;
         NAMED(Lanes) sum_of[4] = {{0}, {0}, {0}, {0}};
@@ -409,19 +439,10 @@ ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
                 const NAMED(Lanes) v = NAMED(lanes)(x, y, part * quarter + i);
                 sum_of[part] += v * v;
             }
-        const NAMED(Lanes) lanes = (sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]);
-        REAL four[4];
-        for (int k = 0; k < 4; k++)
-            four[k] = (lanes[k] + lanes[k + 4]) + (lanes[k + 8] + lanes[k + 12]);
-        const REAL sum = (four[0] + four[1]) + (four[2] + four[3]);
-        if (sum > (REAL)1e-28 && sum < (REAL)1e30)
-            total += sum;
-        else
-            for (int part = 0; part < 4; part++) {
-                const int64_t at = part * quarter + row;
-                total += NAMED(squares_in_double)(x + at, y ? y + at : 0, end - row);
-            }
+        sums += __builtin_convertvector((sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]), NAMED(Sums));
     }
+    for (int k = 0; k < 4; k++)
+        total += (sums[k] + sums[k + 4]) + (sums[k + 8] + sums[k + 12]);
     return total;
 }
 

@@ -158,7 +158,7 @@ def _bundle(
     """Parameters and gradients with their buffers, and where all lie if our kernel can walk them."""
     buffers, steps = _existing(params, state, rule)
     view = _view(grads, params, *buffers) if by_kernel else None
-    steps_view = _view(steps) if steps and view is not None else None
+    steps_view = _view(steps, may_be_negated=False) if steps and view is not None else None
     alike = view is not None and (steps_view is not None or not steps)
     return Bundle(group, rule, params, grads, buffers, steps, params, view, steps_view, alike)
 
@@ -199,7 +199,7 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
             part.steps.append(of_tensor["step"])
     for part in parts.values():
         part.view = _view(part.grads, part.params, *part.buffers) if part.alike else None
-        part.steps_view = _view(part.steps) if part.view and part.steps else None
+        part.steps_view = _view(part.steps, may_be_negated=False) if part.view and part.steps else None
     return list(parts.values())
 
 
@@ -446,12 +446,12 @@ def _restore_(tensors: Iterable[Tensor], before: Iterable[Tensor], skip: Any) ->
         t.copy_(torch.where(skip > 0, old, t))
 
 
-def _view(tensors: list[Tensor], *others: list[Any]) -> View | None:
+def _view(tensors: list[Tensor], *others: list[Any], may_be_negated: bool = True) -> View | None:
     """Where the tensors lie, if our kernel can walk them; none of its calls can be part of a graph."""
     if torch.compiler.is_compiling():
         return None
     kernel = native()
-    return None if kernel is None else kernel.view(tensors, *others)
+    return None if kernel is None else kernel.view(tensors, *others, may_be_negated=may_be_negated)
 
 
 def _existing(
