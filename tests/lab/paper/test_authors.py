@@ -1,22 +1,29 @@
 """The authors' estimate as benchmarks/authors.py writes it, beside ours, on a case solved by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.authors import (
     AUTHORS,
     DIVIDED,
+    SEEDS,
+    STEPS,
     Estimate,
     authors_estimate,
     cheapest,
     lstm_words,
+    points_in_words,
+    points_of,
     quadratic_points,
     random_cuts,
+    read_rows,
     rows_of,
 )
 
 OURS = "curvestep, one row of the data"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def test_cuts_cover_the_text_once_and_are_drawn_anew():
@@ -68,6 +75,24 @@ def test_the_cheapest_of_ours_that_is_as_good_is_named():
         "curvestep, oracle of 2 pieces",
     )
     words = lstm_words(rows)
-    assert "At equal largest error: curvestep, oracle of 2 pieces, 1/25.0 of the passes" in words
+    assert (
+        "error, at this size and all larger ones: curvestep, oracle of 2 pieces, 1/25.0 of the passes"
+        in words
+    )
     assert "| authors, as released | 100 | 1/1.0 | 100.00 | 1/1.0 | × 5 | × 5 |" in words
     assert math.isclose(rows[DIVIDED].errors[0], 0.01, rel_tol=1e-9)
+    unlucky = rows_of([point(5.0, 1.01, 1.0, 1.02)])  # the larger oracle is worse: the smaller one was lucky
+    assert cheapest(unlucky, 1) is None
+    assert "none of ours is as good" in lstm_words(unlucky)
+
+
+def test_the_page_is_made_of_the_kept_points():
+    rows = read_rows(RESULTS / "authors.jsonl")
+    page = (RESULTS / "authors.md").read_text(encoding="utf-8")
+    assert f"{len(rows)} points of {len(SEEDS) * len(STEPS)} planned: {points_in_words(rows)}." in page
+    assert lstm_words(rows_of(points_of(rows))) in page
+    assert {(row["seed"], row["step"]) for row in rows} <= {(s, k) for s in SEEDS for k in STEPS}
+    found = rows_of(points_of(rows))
+    shares = [round(found[AUTHORS].seconds / found[cheapest(found, kind)].seconds) for kind in (0, 1)]
+    told = "their median error takes 1/{} of their time, their largest 1/{}".format(*shares)
+    assert told in (RESULTS.parent / "reproduction.md").read_text(encoding="utf-8")
