@@ -1,5 +1,6 @@
 """`record`, `begin`, `end` and `watch`: the same measurement in other people's loops, and the same bits."""
 
+import itertools
 import math
 import random
 import types
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
+from curvestep.distributed import local
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.processes import run_on_processes
@@ -81,7 +83,7 @@ def loop(
         schedule.step()
     state = [*model.state_dict().values(), *tensors_of(optimizer.state_dict()["state"])]
     rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    return losses, [t.detach().clone() for t in state], rng, probe
+    return losses, [local(t.detach()).clone() for t in state], rng, probe
 
 
 CASES = {
@@ -431,15 +433,16 @@ def measured_in_adams_metric(wrap, share):
 
 
 def on_ranks(rank):
-    def results(shape, accumulate):
-        *run, probe = loop(
-            shape, wrap=lambda m: DistributedDataParallel(m.eval()), clip=0.2, accumulate=accumulate
-        )
+    wraps = (DistributedDataParallel, fully_shard)
+
+    def results(shape, wrap, accumulate):
+        *run, probe = loop(shape, wrap=lambda m: wrap(m.eval()), clip=0.2, accumulate=accumulate)
         return run, None if probe is None else [dict(row) for row in probe.trace]
 
     share = slice(4 * rank, 4 * rank + 4)
-    metric = [measured_in_adams_metric(wrap, share) for wrap in (DistributedDataParallel, fully_shard)]
-    return {n: [results(shape, n) for shape in (None, "watch", "begin")] for n in (1, 2)}, metric
+    metric = [measured_in_adams_metric(wrap, share) for wrap in wraps]
+    shapes, cases = (None, "watch", "begin"), itertools.product(wraps, (1, 2))
+    return [(n, [results(shape, wrap, n) for shape in shapes]) for wrap, n in cases], metric
 
 
 @pytest.mark.distributed
@@ -447,7 +450,7 @@ def on_ranks(rank):
 def test_two_ranks_are_watched_bit_for_bit():
     alone = measured_in_adams_metric(lambda m: m, slice(0, 8))
     for ranks, metric in run_on_processes(on_ranks):
-        for accumulate, ((plain, _), *probed) in ranks.items():
+        for accumulate, ((plain, _), *probed) in ranks:
             for run, rows in probed:
                 assert_same_run(plain, run)
                 assert [row["status"] for row in rows] == ["ok"] * 4
