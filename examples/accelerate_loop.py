@@ -22,7 +22,7 @@ data = torch.utils.data.TensorDataset(torch.randn(512, 20), torch.randint(5, (51
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-cs.clip(optimizer, max_norm=1.0)  # instead of accelerator.clip_grad_norm_: nothing to order, and it counts
+cs.clip(optimizer, max_norm=0.7)  # instead of accelerator.clip_grad_norm_: nothing to order, and it counts
 trace = folder / "trace.jsonl"
 probe = cs.SmoothnessProbe(model, every=4, trace=trace, if_exists="overwrite").watch(optimizer)  # added
 for x, y in loader:

@@ -17,7 +17,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
 fabric.seed_everything(0, verbose=False)
 model = nn.Sequential(nn.Linear(20, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 5))
-optimizer = cs.ClippedAdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+optimizer = cs.ClippedAdamW(model.parameters(), lr=1e-2, max_norm=0.7)
 model, optimizer = fabric.setup(model, optimizer)
 
 trace = folder / "trace.jsonl"
