@@ -119,6 +119,20 @@ def test_a_run_that_learned_nothing_is_not_good_because_its_first_batch_was_a_ba
     assert "did not fall" in advice.reasons[0]
 
 
+def test_a_slow_fall_among_noise_is_a_fall():
+    rng = np.random.default_rng(0)
+    loss = np.linspace(2.25, 2.0, 50) + 0.1 * rng.standard_normal(50)
+    g = rng.lognormal(sigma=0.3, size=50)
+    columns = {"lr": 0.05, "step_norm": 0.05 * g, "loss": loss, "coefficient": 1.0}
+    advice = advise(make_trace(g, np.full(50, 4.0), loss_after=loss - 0.045 * g**2, **columns))
+    assert advice.action in ("keep", "raise")
+    flat = loss - np.linspace(2.25, 2.0, 50) + 2.25
+    columns["loss"] = flat
+    advice = advise(make_trace(g, np.full(50, 4.0), loss_after=flat - 0.045 * g**2, **columns))
+    assert advice.action == "lower"
+    assert "did not fall" in advice.reasons[0]
+
+
 def test_a_lost_run_whose_first_step_was_not_measured_gets_a_guess_that_is_called_one():
     trace = make_trace([1.0, 3.0], [1.0, 2.0], lr=1.0, step_norm=[1.0, 3.0], loss=[2.0, 90.0], every=5)
     late = cs.Trace()

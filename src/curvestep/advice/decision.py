@@ -18,7 +18,6 @@ OVER = 0.5  # times the step that was run: where the start's is nearer, they may
 WORTH = 0.4  # yield from which longer steps are worth a try, if the start allows them
 SHORT = 0.75  # and if the start was not measured
 LONG = 0.2  # yield below which steps are too long
-TURNS = 1.6  # κ from which clipped steps go back and forth
 NOISY = 5.0  # times the scatter of the loss, that steps took off their own batches without lowering it
 MOST = 3.0  # times the step that was run: further than that no trace can vouch for
 ENOUGH = 0.8  # times the step that was run: where the start's is no shorter, it was not too long there
@@ -64,11 +63,6 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
         return shorter(outcome, LOWER, "the loss did not fall below its first value")
     if gained < LONG and not factor > OVER:
         return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
-    if gained < LONG and outcome.clipped >= INERT and outcome.kappa > TURNS:
-        why = f"clipped steps go back and forth: each changes the gradient by {outcome.kappa:.2f} of its norm"
-        # Half as long at today's gradients, and shorter as they fade.
-        lr = outcome.step_size / 2
-        return Decision(action=LOWER, lr=lr, max_norm=outcome.lr * outcome.max_norm / (2 * lr), why=why)
     if factor > FAR and gained > WORTH:
         if outcome.fell and outcome.falling is False:
             return replace(keep, why=f"{keep.why}, but the loss has stopped falling: noise may be the limit")

@@ -202,25 +202,34 @@ def loss_rise(losses: np.ndarray) -> Interval | None:
 
 
 def has_fallen(losses: np.ndarray) -> bool | None:
-    """Whether the last tenth of the losses (five at least) lies below the first by more than they scatter.
+    r"""Whether the losses came down, by more than they scatter.
 
-    Scatter is that of the last, or that between neighbours along the run: the first loss is that of one
-    batch, and a few last ones may agree by chance.
+    The last tenth (five at least) lies below the first loss by twice the scatter, of the last or between
+    neighbours along the run: the first loss is that of one batch, and a few last ones may agree by chance.
+    Or, of a slow fall among noise, the mean of the last third lies below the first loss and below the median
+    of the first third by twice the error that the scatter :math:`\sigma` between neighbours gives the
+    difference of two means of n losses, :math:`\sigma\sqrt{2/n}`.
 
     Example:
         >>> has_fallen(np.linspace(3, 2, 40)), has_fallen(np.array([2.0, 9.0, *[2.1, 1.9] * 20]))
         (True, False)
         >>> has_fallen(np.array([2.1, *[2.1, 1.9, 2.1, 1.9] * 5, *[2.0] * 5]))
         False
+        >>> has_fallen(np.linspace(2.3, 2.0, 48) + np.array([0.1, -0.1] * 24))
+        True
     """
     losses = losses[np.isfinite(losses)]
-    part = max(5, len(losses) // 10)
+    part, third = max(5, len(losses) // 10), len(losses) // 3
     if len(losses) < 2 * part:
         return None
     last = losses[-part:]
     # Of two values with standard deviation σ, the difference has the median 0.95 σ.
     between = float(np.median(np.abs(np.diff(losses)))) / 0.954
-    return bool(losses[0] - last.mean() > 2 * max(last.std(ddof=1), between))
+    slowly = min(losses[0], float(np.median(losses[:third]))) - losses[-third:].mean()
+    return bool(
+        losses[0] - last.mean() > 2 * max(last.std(ddof=1), between)
+        or slowly > 2 * between * math.sqrt(2 / third)
+    )
 
 
 def is_falling(losses: np.ndarray) -> bool | None:
