@@ -155,11 +155,13 @@ def train(task: str, seed: int, setting: Setting, optimizer: str, path: Path | N
         first = float(np.mean([made.loss(model, batch).item() for batch in fresh]))
     probe = None
     if path is not None:
-        path.unlink(missing_ok=True)
-        probe = cs.SmoothnessProbe(model, every=EVERY, trace=path)
+        # Under its own name only when whole: a run that was killed is begun again.
+        part = path.with_suffix(".part")
+        probe = cs.SmoothnessProbe(model, every=EVERY, trace=part, if_exists="overwrite")
     losses = list(_losses(made, model, opt, made.stream(seed, "training"), fresh, probe))
-    if probe is not None:
+    if probe is not None and path is not None:
         probe.close()
+        path.with_suffix(".part").replace(path)
     loss = float(np.mean(losses)) if len(losses) == WINDOW else math.inf
     return {"first": first, "loss": loss if loss < first else math.inf}
 
