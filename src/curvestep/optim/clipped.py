@@ -59,8 +59,8 @@ class ClippedSGD(ScaledSGD):
             replayed, or be compiled whole: every number stays on the device, counters among them. All
             parameters must be on an accelerator or all on CPU, and ``nonfinite`` must not be ``"raise"``. A
             float ``lr`` stays as it was recorded, and each new one is compiled again; give a Tensor on
-            the device to change it. ``torch.compile`` makes one graph of such a step, and leaves any other
-            out of its graphs, at one graph break: on CPU that is two passes over memory already.
+            the device to change it. From torch 2.13 on ``torch.compile`` makes one graph of such a step; any
+            other it leaves out of its graphs, at one graph break: on CPU that is two passes already.
 
     Example:
         >>> import torch

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
+# Tested with this version; torch.compile of 2.6 cannot take a step whole, so that it runs beside the graph.
+_TAKES_STEPS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _hooks_for_all: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
@@ -248,7 +250,7 @@ class ScaledOptimizer(Optimizer, ABC):
         """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
         if not self.defaults["capturable"]:  # first: what is looked at must not change, or it compiles again
             return False
-        if _has_hooks(self):
+        if not _TAKES_STEPS or _has_hooks(self):
             return False
         return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
 
