@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.torch_version import TorchVersion
 
 from curvestep._checks import check_choice
 from curvestep._kernel import View
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
 # Tested with this version; torch.compile of 2.6 cannot take a step whole, so that it runs beside the graph.
-_TAKES_STEPS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+_TAKES_STEPS = TorchVersion(torch.__version__) >= (2, 13)
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _hooks_for_all: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
