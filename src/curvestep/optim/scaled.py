@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
 # Tested with this version; torch.compile of 2.6 cannot take a step whole, so that it runs beside the graph.
-_TAKES_STEPS = TorchVersion(torch.__version__) >= (2, 13)
+_TAKES_STEPS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _hooks_for_all: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
