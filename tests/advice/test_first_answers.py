@@ -326,7 +326,7 @@ def test_a_short_loop_gets_what_its_rows_say():
     advice = advise(trace)
     assert advice.action == "try"
     assert advice.verdict.startswith("Cannot tell yet; next run lr 0.03, max_norm ")
-    assert any("5 rows were measured, and 10 are needed" in reason for reason in advice.reasons)
+    assert any("measured rows: 5. A run is judged by 10" in reason for reason in advice.reasons)
     assert not advise(train(sgd(0.01), steps=22, every=2)[2]).refused  # 11 rows
 
 

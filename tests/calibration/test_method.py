@@ -247,7 +247,8 @@ def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():
     cal.apply(opt)
     assert opt.param_groups[0]["max_norm"] == cal.max_norm < math.inf
     plain = torch.optim.AdamW(model.parameters())
-    cal.apply(plain)
+    with pytest.warns(UserWarning, match="this AdamW does not clip: call `curvestep.clip"):
+        cal.apply(plain)
     assert "max_norm" not in plain.param_groups[0]
 
 
@@ -279,4 +280,5 @@ def test_apply_refuses_what_it_was_not_measured_for():
     scheduler = lr_scheduler.LinearLR(opt, 0.1)
     refused(opt, r"has a scheduler.*Give it too")
     refused(other, "LinearLR belongs to another optimizer", scheduler)
+    clip(opt, max_norm=1.0)
     cal.apply(opt, scheduler)

@@ -207,7 +207,7 @@ def test_a_trace_of_one_row_gets_a_page_and_what_can_be_said(capsys, wrong_files
     code, out, err = run(capsys, "advise", "one")
     assert (code, err) == (0, "")
     assert out.startswith("Cannot tell yet; next run lr ")
-    assert "1 rows were measured, and 10 are needed" in out
+    assert "measured rows: 1. A run is judged by 10" in out
     code, out, err = run(capsys, "report", "one", "--output", "page.html")
     assert (code, err) == (0, "")
     assert Path("page.html").exists()
@@ -460,3 +460,12 @@ def test_without_the_lab_extra_it_says_what_to_install(blocked, args):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "pip install -c constraints.txt '.[lab]'" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "curvestep", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()  # before a line is printed
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 1

@@ -353,7 +353,7 @@ def test_numbers_whose_squares_are_not_finite_are_skipped(size):
 
 
 def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="at least 10 usable rows, got 0 of 0"):
+    with pytest.raises(ValueError, match=r"has no rows: no step was measured.*probe.watch"):
         fit_smoothness(Trace())
     with pytest.raises(ValueError, match="got 1 of 1"):
         fit_smoothness(make_trace([1.0], [1.0]))

@@ -461,3 +461,8 @@ def test_cut_drops_the_rows_from_a_step_on_in_memory_and_on_disk(tmp_path):
     memory.append({"step": 3})
     assert memory.cut(0) == 1
     assert len(memory) == 0
+
+
+def test_a_folder_in_place_of_a_trace_is_told_what_to_name(tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder. Name a file in it: .*trace.jsonl"):
+        Trace(tmp_path)

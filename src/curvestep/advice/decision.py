@@ -80,7 +80,8 @@ def untold(outcome: Outcome) -> Decision:
     """From too few rows to judge a run: towards the step that the start measured, by three at most."""
     start, lr, max_norm = outcome.start, outcome.lr, outcome.max_norm
     why = (
-        f"{outcome.num_rows} rows were measured, and {LEAST_ROWS} are needed to judge a run: probe more often"
+        f"measured rows: {outcome.num_rows}. A run is judged by {LEAST_ROWS} or more: let it go on, or probe "
+        "more often"
     )
     if start is not None and not 0.5 <= start.factor <= 2:
         lr *= min(max(start.factor, 1 / LESS), MOST)

@@ -231,7 +231,7 @@ def reasons_of_start(outcome: Outcome) -> tuple[str, ...]:
     if start.searched:
         measured = "is the longest that is safe, by what calibrate calls safe"
     if outcome.method.share < 1:
-        measured = "is what calibrate would take"
+        measured = "is what calibrate would take by that batch alone, at a constant learning rate"
     long = f", lr·L/2 = {start.edge:.3g}" if start.edge > 1 else ""
     return (
         f"where the run started, {start.factor:.2g} times its step {measured}{long}; the gradient norm there "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -193,7 +194,7 @@ class Calibration:
         factor, so that groups keep their ratios and schedules their shape: ``initial_lr``, the schedulers'
         ``base_lrs``, their floors (``eta_min``, ``min_lrs``) and, wherever the schedule stands, the ``lr`` of
         this step. ``max_norm`` (or ``offset``) is set in the groups of an optimizer that clips by itself
-        or by ``curvestep.clip``; for others it is left to ``clip_grad_norm_``.
+        or by ``curvestep.clip``; with any other a warning says that it is left to you.
 
         Args:
             optimizer: Of the kind that was calibrated for.
@@ -204,9 +205,9 @@ class Calibration:
 
         Example:
             >>> import torch
-            >>> from curvestep import calibrate
+            >>> from curvestep import ClippedSGD, calibrate
             >>> model = torch.nn.Linear(2, 1, bias=False)
-            >>> opt = torch.optim.SGD(model.parameters(), lr=1.0)
+            >>> opt = ClippedSGD(model.parameters(), lr=1.0, max_norm=1.0)
             >>> warmup = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=10)
             >>> loss = lambda scale: scale * model.weight.square().sum()
             >>> cal = calibrate(model, loss, [2.0] * 4, optimizer=opt)
@@ -247,6 +248,13 @@ class Calibration:
         for group in optimizer.param_groups:
             if name in group:
                 group[name] = self.max_norm
+        if math.isfinite(self.max_norm) and not any(name in group for group in optimizer.param_groups):
+            warnings.warn(
+                f"lr {self.lr:.3g} was measured together with max_norm {self.max_norm:.3g}, and this "
+                f"{type(optimizer).__name__} does not clip: call `curvestep.clip(optimizer, cal.max_norm)` "
+                "before `apply`, or clip at it yourself, before every step.",
+                stacklevel=2,
+            )
 
 
 RISES = "the safe step of one batch raises the loss of the others"

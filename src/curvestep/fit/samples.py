@@ -267,6 +267,11 @@ def _typical(values: np.ndarray, *, missing: float) -> float:
 
 
 def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
+    if not len(trace):
+        return (
+            "`trace` has no rows: no step was measured. Let the probe see every step, by `with "
+            "probe(loss_fn):` around it or by `probe.watch(optimizer)` and `probe.record`."
+        )
     others = [name for name in ESTIMATORS if np.isfinite(trace.column(name)).any()]
     if others and estimator not in others:
         there = " and ".join(f"`{name}`" for name in others)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
@@ -228,7 +229,9 @@ def calibrate(
     if trainer.optimizer is not None:
         optimizer = unwrapped(trainer.optimizer)
         schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
-        found.apply(optimizer, *schedulers)
+        with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips, see below
+            warnings.simplefilter("ignore")
+            found.apply(optimizer, *schedulers)
         clips = hasattr(optimizer, "clip_stats")
     elif own is not None:
         kind, values = own

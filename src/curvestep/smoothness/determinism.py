@@ -74,7 +74,8 @@ class SelfTest:
             if clipped:
                 raise RuntimeError(
                     "`.grad` is not the gradient of the recorded losses times a factor. Give "
-                    "`probe.record` every loss that is run backward, all of it, and each once."
+                    "`probe.record` every loss that is run backward, all of it, and each once; and begin "
+                    "every step with `zero_grad()`."
                 ) from reason
             raise RuntimeError(
                 f"the model was called {record.trained.calls} times since the last step, {self.calls} times "

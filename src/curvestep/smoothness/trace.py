@@ -158,6 +158,8 @@ class Trace:
     ) -> None:
         check_choice("if_exists", if_exists, ("continue", "new", "overwrite"))
         self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder. Name a file in it: {self.path / 'trace.jsonl'}.")
         if self.path is not None and if_exists == "new":
             stem, suffix, numbers = self.path.stem, self.path.suffix, itertools.count(2)
             while _holds_rows(self.path):
