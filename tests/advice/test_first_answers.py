@@ -181,6 +181,10 @@ def test_runs_that_do_not_compare_are_refused_with_what_differs(one, other, word
     assert not advise(header(**one), header(**one)).refused
 
 
+def test_a_run_compares_with_the_one_that_clips_as_it_was_advised():
+    assert not advise(header(optimizer="SGD"), header(optimizer="ClippedSGD")).refused
+
+
 METHODS = {
     "momentum": sgd(0.01, momentum=0.9, weight_decay=1e-3),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),
