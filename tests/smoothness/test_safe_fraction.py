@@ -149,7 +149,7 @@ def test_a_measurement_that_looked_closer_is_no_measure_of_the_next():
 @pytest.mark.parametrize("name", ["mlp", "batchnorm", "lstm"])
 def test_a_run_that_is_looked_at_closer_is_the_run_without_a_probe(name):
     def make(parameters):
-        return cs.ClippedSGD(parameters, lr=40.0, max_norm=math.inf), None
+        return cs.ClippedSGD(parameters, lr=100.0, max_norm=math.inf), None
 
     plain = train(name, make, steps=8)
     found = train(name, make, steps=8, make_probe=lambda m: SmoothnessProbe(m, every=2, layers=True))
