@@ -314,9 +314,8 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
     """The first rows up to the first step with κ above 1: beyond that the run is somewhere else."""
     rows = history.columns
     safe = rows["safe_fraction"]
-    first = np.flatnonzero(measured | np.isfinite(safe))[
-        :_NEAR_START
-    ]  # a step may end where nothing is finite
+    # A step that ends where nothing is finite is not measured, but may have been searched.
+    first = np.flatnonzero(measured | np.isfinite(safe))[:_NEAR_START]
     if not len(first) or rows["step"][first[0]] > 0:
         return None
     long = np.flatnonzero(~(kappa[first] <= 1))
