@@ -240,7 +240,8 @@ def calibrated(run: Run) -> Trainer:
     kind = options.pop("optimizer", "ClippedSGD")
     if "clip_at" in options:
         options["clip_at"] = tuple(options["clip_at"])
-    cal = calibrate(run.model, run.loss, run.measuring(32), optimizer=kind, **options)
+    batches, num_steps = run.measuring(32), run.task.steps
+    cal = calibrate(run.model, run.loss, batches, optimizer=kind, num_steps=num_steps, **options)
     params, momentum = run.model.parameters(), options.get("momentum", 0.0)
     max_norm = cal.max_norm if clip else math.inf
     if kind == "AdamW":

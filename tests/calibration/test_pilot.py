@@ -412,3 +412,17 @@ def test_without_gradients_left_for_two_trials_the_result_says_so():
     cal = calibrate(model, model, batches, max_gradients=20)
     assert "cannot tell whether lr is too large" in str(cal)
     assert cal.num_gradients <= 20
+
+
+@pytest.mark.parametrize(("num_steps", "tried"), [(None, True), (240, True), (239, False)])
+def test_short_training_has_no_two_trials_where_other_batches_fall_anyway(num_steps, tried):
+    model, batches = Noisy(3.0), targets(0.3)
+    cal = calibrate(model, model, batches, num_steps=num_steps)
+    least = calibrate(model, model, batches, num_steps=1)
+    assert (cal.num_gradients > least.num_gradients + 15) == tried
+    assert ("trials cost more than they save" in str(cal)) == (not tried)
+
+
+def test_short_training_is_tried_where_noise_may_be_the_limit():
+    model, batches = Noisy(0.0), targets(1.0)
+    assert calibrate(model, model, batches, num_steps=50) == calibrate(model, model, batches)

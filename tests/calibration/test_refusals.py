@@ -198,6 +198,7 @@ def test_one_batch_is_measured_with_a_warning():
         ({"clip_at": (0.5, 1.0, 2.0)}, "`clip_at` must be one number or two"),
         ({"num_batches": 0}, "`num_batches`"),
         ({"max_gradients": 3}, "`max_gradients`"),
+        ({"num_steps": 0}, "`num_steps`"),
     ],
 )
 def test_wrong_options_are_named(options, words):

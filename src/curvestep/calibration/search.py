@@ -93,6 +93,7 @@ FEWEST = 6  # gradients that one more batch is likely to take
 FEWEST_PILOT = 20  # steps, of which two are warm-up
 DISAGREEMENT = 10.0
 FEWEST_ARM = 8  # steps of each of two trials
+TRIAL_SHARE = 0.1  # of the steps of training that a trial may take
 SURELY = 2.0  # standard errors by which the larger learning rate must be ahead in them to be kept
 LARGE_FALL = 0.3  # of a batch's loss over its own safe step
 MAX_ROUNDING_ERROR = 0.1
@@ -116,6 +117,7 @@ def calibrate(
     clip_at: float | tuple[float, float] | list[float] | None = None,
     num_batches: int = 3,
     max_gradients: int = 40,
+    num_steps: int | None = None,
 ) -> Calibration:
     r"""Learning rate and ``max_norm`` measured where training is about to start; nothing is changed.
 
@@ -151,6 +153,9 @@ def calibrate(
             for Adam 1/3 under a schedule, and none without.
         num_batches: Batches to measure; then further ones until ``lr`` is known to a factor of 1.25.
         max_gradients: Largest number of gradients to evaluate.
+        num_steps: Steps that training will take, if known. In less than 240 there are no trials of ``lr``
+            against a third of it where the loss of other batches falls over the step anyway: they would cost
+            more than they save.
 
     Returns:
         A :class:`Calibration`; print it.
@@ -170,6 +175,8 @@ def calibrate(
     check_positive("max_kappa", max_kappa)
     check_count("num_batches", num_batches)
     check_count("max_gradients", max_gradients, least=20)
+    if num_steps is not None:
+        check_count("num_steps", num_steps)
     check_choice("schedule", schedule, SCHEDULES)
     if check_count("pilot", pilot, least=0) and (schedule == "constant" or pilot < FEWEST_PILOT):
         raise ValueError(
@@ -205,7 +212,10 @@ def calibrate(
             if enough or search.left < FEWEST + kept:
                 break
         found = search.result(max_kappa=max_kappa, clip_at=ends, num_batches=num_batches)
-        if search.steep or search.noisy:
+        short = num_steps is not None and 2 * ARM_STEPS > TRIAL_SHARE * num_steps
+        if short and search.steep and not search.noisy:
+            found = search.untried(found, f"in {num_steps} steps of training trials cost more than they save")
+        elif search.steep or search.noisy:
             known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
             found = search.compared(found, known) if search.steep else search.tried(found, known)
         if schedule != "constant":
@@ -329,14 +339,22 @@ class _Search:
         """Whether one safe step takes a large share of its batch's loss: later steps will be other ones."""
         return not self.method.along_signs and bool(self.falls) and median(self.falls) >= LARGE_FALL
 
+    def untried(self, found: Calibration, why: str) -> Calibration:
+        """``found`` with the doubt that two trials would have settled."""
+        words = f"cannot tell whether lr is too large: {self._takes_much}; {why}. A third of it is worth a try."
+        return replace(found, warnings=(*found.warnings, words))
+
+    @property
+    def _takes_much(self) -> str:
+        share = f"{median(self.falls):.0%}"
+        return f"a safe step takes {share} of its batch's loss, so later steps are unlike the first"
+
     def compared(self, found: Calibration, closures: list[Closure]) -> Calibration:
         """``found`` after trial steps with its ``lr`` and with a third of it, and the better of both."""
-        share = median(self.falls)
-        says = f"a safe step takes {share:.0%} of its batch's loss, so later steps are unlike the first"
+        says = self._takes_much
         num_steps = min(ARM_STEPS, self.left // 2)
         if num_steps < FEWEST_ARM or len(closures) < 2:
-            words = f"cannot tell whether lr is too large: {says}. A third of it is worth a try."
-            return replace(found, warnings=(*found.warnings, words))
+            return self.untried(found, "there are not enough gradients, or batches, for two trials")
         trial, window = self.trial(found, closures), num_steps // 3
         whole, _ = trial.run([found.lr] * num_steps, window=window)
         third, _ = trial.run([found.lr / 3] * num_steps, window=window)

@@ -67,6 +67,7 @@ def calibrate_recipe(
             weight_decay=recipe.weight_decay,
             num_batches=num_batches,
             max_gradients=max_gradients,
+            num_steps=task.num_steps(),
         )
     return replace(recipe, **{"lr": found.lr, _threshold(recipe): found.max_norm}), found
 
