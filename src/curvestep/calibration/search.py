@@ -341,7 +341,9 @@ class _Search:
 
     def untried(self, found: Calibration, why: str) -> Calibration:
         """``found`` with the doubt that two trials would have settled."""
-        words = f"cannot tell whether lr is too large: {self._takes_much}; {why}. A third of it is worth a try."
+        words = (
+            f"cannot tell whether lr is too large: {self._takes_much}; {why}. A third of it is worth a try."
+        )
         return replace(found, warnings=(*found.warnings, words))
 
     @property
