@@ -1,12 +1,14 @@
 """The optimizer phase alone: curvestep against clip_grad_norm_ + SGD, or + AdamW.
 
-    python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--json PATH] [--page PATH]
+    python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--warm] [--json PATH]
     python benchmarks/step.py --spread 1.json 2.json 3.json [--page PATH]
 
 All variants share parameters and gradients and take turns in one process, in a new order each round, so that
 a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
 threads by the clock. The gradients are put back before every timed call, outside the clock, because
-clip_grad_norm_ rewrites them. ``--spread`` times nothing: it shows the range over several such calls.
+clip_grad_norm_ rewrites them. After the turns of the others a variant's state has left the cache, as after a
+forward and backward pass of a large model; ``--warm`` calls it once before each timed call, as in a loop in
+which nothing else runs. ``--spread`` times nothing: it shows the range over several calls.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,7 +105,7 @@ def adamw_variants(params):
     }
 
 
-def measure(shapes, variants_of, rounds, clock):
+def measure(shapes, variants_of, rounds, clock, warm=False):
     params = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
     gradients = [torch.randn(s) for s in shapes]
     for p in params:
@@ -114,11 +117,12 @@ def measure(shapes, variants_of, rounds, clock):
     shuffle = random.Random(0)
     for k in range(-2, rounds):  # two rounds to warm up
         for name in shuffle.sample(list(steps), len(steps)):
-            for p, g in zip(params, gradients, strict=True):
-                p.grad.copy_(g)
-            start = clock()
-            steps[name]()
-            elapsed = clock() - start
+            for _ in range(1 + warm):
+                for p, g in zip(params, gradients, strict=True):
+                    p.grad.copy_(g)
+                start = clock()
+                steps[name]()
+                elapsed = clock() - start
             if k >= 0:
                 times[name].append(elapsed)
     return {name: statistics.median(t) for name, t in times.items()}
@@ -215,6 +219,7 @@ def main():
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="which (default sgd)")
     parser.add_argument("--rounds", type=int, default=40, help="timed calls of each variant (default 40)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    parser.add_argument("--warm", action="store_true", help="one call of a variant before each timed one")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--page", type=Path, help="also write the speed-ups as a page to this file")
     parser.add_argument("--spread", type=Path, nargs="+", help="files of --json to show the range of")
@@ -238,14 +243,15 @@ def main():
             rounds = options.rounds if num_params > 1e6 else 5 * options.rounds
             ending = f"{threads} thread{'s' if threads > 1 else ''}"
             if options.optimizer == "adamw":
-                medians = measure(shapes, adamw_variants, rounds, clock)
+                medians = measure(shapes, adamw_variants, rounds, clock, options.warm)
                 rows = table(f"{name} tensors, AdamW, {ending}", medians, ADAMW_BYTES, num_params)
                 results.append({"shape": name, "threads": threads, "variants": rows})
                 continue
             for momentum in (False, True):
                 kind = "momentum 0.9" if momentum else "plain"
                 bytes_of = {variant: moved[momentum] for variant, moved in BYTES.items()}
-                medians = measure(shapes, lambda params, m=momentum: variants(params, m), rounds, clock)
+                of = partial(variants, momentum=momentum)
+                medians = measure(shapes, of, rounds, clock, options.warm)
                 rows = table(f"{name} tensors, {kind}, {ending}", medians, bytes_of, num_params)
                 results.append({"shape": name, "momentum": momentum, "threads": threads, "variants": rows})
     if options.json:
