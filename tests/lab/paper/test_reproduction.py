@@ -28,7 +28,7 @@ from curvestep.lab.paper.claims import (
 )
 from curvestep.lab.paper.fig4_curves import IMAGE_SWEEP, steps_to
 from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
-from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, Results
+from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SHOWN_SEED, Results
 from curvestep.lab.paper.reproduction import (
     FIGURES,
     draw_all,
@@ -77,15 +77,15 @@ def test_the_plan_serves_every_figure_within_its_time():
 def test_the_central_pictures_have_the_protocol_that_was_fixed():
     plan = make_plan("laptop", ("fig2", "fig3"))
     for setting in (BY_HAND, "lm-lr2", "cifar-momentum", "cifar-lr5clip0.25"):
-        assert [run.recipe.seed for run in plan.of(setting)] == [5, 6, 7, 8, 9]
+        assert [run.recipe.seed for run in plan.of(setting)] == [10, 11, 12, 13, 14]
     assert all(run.recipe.fractions == (0.1, 0.5, 1.0) for run in plan.runs)
     language = plan.of(BY_HAND)[0].recipe
     assert isinstance(language, LanguageRecipe)
     assert (language.embedding, language.hidden, language.vocabulary) == (64, 100, 2000)
-    assert (language.steps, language.probe_every) == (400, 10)
+    assert (language.steps, language.probe_every) == (400, 5)
     task = make_task(language, offline=True)
     if task.data_name == "ptb":
-        assert [batch[0].shape for batch in task.oracle_batches(language.probe_data)] == [(35, 20)] * 8
+        assert [batch[0].shape for batch in task.oracle_batches(language.probe_data)] == [(35, 20)] * 4
     images = plan.of("cifar-momentum")[0].recipe
     assert images.probe_from >= 60
 
@@ -166,7 +166,7 @@ def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, 
 
 
 def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, monkeypatch, capsys):
-    (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed5"]
+    (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed10"]
     job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
     now = itertools.count(step=20.0)
     monkeypatch.setattr(displays.time, "monotonic", lambda: next(now))
@@ -179,7 +179,7 @@ def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, mo
         (job.folder / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
         watch()
     assert re.fullmatch(
-        r"training: 0 % starting, .* left\ntraining: 25 % lm-lr2-seed5 50/200, .* left\n",
+        r"training: 0 % starting, .* left\ntraining: 25 % lm-lr2-seed10 50/200, .* left\n",
         capsys.readouterr().out,
     )
 
@@ -203,12 +203,12 @@ def test_every_trace_is_fitted_once_for_figures_claims_and_page(tmp_path, monkey
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_rest_is_done(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
-    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed5").mkdir(parents=True)
-    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed5" / "checkpoint.pt").write_bytes(b"precious")
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10").mkdir(parents=True)
+    (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10" / "checkpoint.pt").write_bytes(b"precious")
     result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
-    assert [failure.split(":")[0] for failure in result.failures] == ["lm-lr2-seed5"]
+    assert [failure.split(":")[0] for failure in result.failures] == ["lm-lr2-seed10"]
     assert set(result.figures) == {"fig6", "fig8"}  # the seeds that are there
-    there = tmp_path / "out" / "runs" / "text" / "lm-lr2-seed5"
+    there = tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10"
     assert {path.name for path in there.iterdir()} <= {"checkpoint.pt", ".lock"}
     assert (there / "checkpoint.pt").read_bytes() == b"precious"
     by_figure = {claim.figure: claim for claim in result.claims}
@@ -371,7 +371,7 @@ def test_verdicts_say_no_where_clipping_is_slower(tmp_path):
 
 def test_one_seed_is_no_verdict(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 100}, images={"steps": 100})
-    plan = replace(plan, runs=tuple(run for run in plan.runs if run.recipe.seed == 5))
+    plan = replace(plan, runs=tuple(run for run in plan.runs if run.recipe.seed == SHOWN_SEED))
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
     told = claims_of(plan, tmp_path)
     for paper in (
@@ -395,7 +395,7 @@ def test_claims_without_runs_are_not_testable(tmp_path):
 def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
     plan = make_plan("laptop", ("fig8",), language={"steps": 100})
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(100) < 50, 2.0, 1.0))
-    run = Run.load(tmp_path / "runs" / "lm-lr2-seed5")
+    run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
     assert steps_to(run, 2.0) == 5  # a mean over a twentieth of the steps
     assert steps_to(run, 1.0) == 55
     assert math.isnan(steps_to(run, 0.5))
@@ -404,7 +404,7 @@ def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
 def test_steps_are_counted_where_not_every_one_is_a_row(tmp_path):
     plan = make_plan("laptop", ("fig8",), language={"steps": 200, "log_every": 10})
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(20) < 10, 2.0, 1.0), every=10)
-    run = Run.load(tmp_path / "runs" / "lm-lr2-seed5")
+    run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
     assert (steps_to(run, 2.0), steps_to(run, 1.0)) == (10, 110)
 
 

@@ -15,7 +15,7 @@ from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
 
-SHOWN_SEED = 5  # where there is room for one run, at laptop scale
+SHOWN_SEED = 10  # where there is room for one run, at laptop scale
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,19 @@ class Results:
 
 # THE PROTOCOL. Fixed before the seeds that decide are run; what chose it were development seeds from 90 on.
 # The rule of the verdicts is at the top of claims.py, what figures 2 and 3 compare at the top of
-# fig1_scatter.py. An earlier rule compared exponents without a control where all steps are clipped; it was
-# judged on seeds 0 to 4 of the laptop scale, so this one has new seeds there, 5 to 9. Of the longer runs,
-# with seeds 0 to 2, nothing had been looked at when this rule was written.
+# fig1_scatter.py. At laptop scale it is the third: the first compared exponents without a control where all
+# steps are clipped (seeds 0 to 4); the second, with the rule that still stands, measured the language model
+# half as often on twice the text (seeds 5 to 9), and left figure 2 to rounding. On seeds 90 to 95 the
+# difference of its exponents spread by 0.21 with a row every 10 steps and by 0.10 with one every 5, at the
+# same cost. This one has seeds 10 to 14. Of the longer runs, with seeds 0 to 2, nothing had been looked at
+# when the rule was written.
 #
 # laptop: LSTM 64/100, tied, on PTB cut to its 2,000 most frequent words, 20 streams of 35; 400 steps,
-# measured every 10 on a fixed oracle of 8 batches (5,600 words), at 0.1, 1/2 and 1 of each step. ResNet20 on
+# measured every 5 on a fixed oracle of 4 batches (2,800 words), at 0.1, 1/2 and 1 of each step. ResNet20 on
 # the 10,000 images averaged to 16 x 16, batches of 64; 300 steps, measured every 12 from step 60 on, on 256
-# images.
+# images; under a schedule on five seeds instead of three.
 # longer: the paper's two-layer LSTM 200/512 on all of PTB for an epoch; ResNet20 for ten epochs.
-FIVE, THREE = (5, 6, 7, 8, 9), (5, 6, 7)
+FIVE, THREE = (10, 11, 12, 13, 14), (10, 11, 12)
 LONGER, LONGER_IMAGES = (0, 1, 2), (0, 1)
 FRACTIONS = (0.1, 0.5, 1.0)
 SMALL_LSTM: dict[str, Any] = {"embedding": 64, "hidden": 100, "vocabulary": 2000}
@@ -192,7 +195,7 @@ _LANGUAGE: dict[str, Any] = {
     **SMALL_LSTM,
     "steps": 400,
     "eval_every": 100,
-    "probe_data": 0.00604,  # 8 of PTB's 1,328 batches
+    "probe_data": 0.00302,  # 4 of PTB's 1,328 batches
     "fractions": FRACTIONS,
 }
 _IMAGES: dict[str, Any] = {
@@ -236,17 +239,17 @@ class Setting:
 
 
 LANGUAGE = {
-    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=10, longer=LONGER),
-    "lm-lr10clip0.25": Setting(lr=10.0, max_norm=0.25, probe_every=20),
-    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=20, longer=LONGER),
-    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=10, longer=LONGER),
+    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=5, longer=LONGER),
+    "lm-lr10clip0.25": Setting(lr=10.0, max_norm=0.25, probe_every=10),
+    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=10, longer=LONGER),
+    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=5, longer=LONGER),
     "lm-lr4": Setting(lr=4.0),
     "lm-lr10": Setting(lr=10.0),
     "lm-lr30": Setting(lr=30.0),
 }
 BY_HAND = "lm-lr30clip0.25"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
-_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=20)}
+_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=10)}
 IMAGES = {
     "cifar-momentum": Setting(lr=0.1, momentum=0.9, seeds=FIVE, probe_every=12, longer=LONGER_IMAGES),
     "cifar-lr1": Setting(lr=1.0, seeds=(SHOWN_SEED,), probe_every=12),
@@ -255,7 +258,7 @@ IMAGES = {
 # The same under a schedule, at laptop scale; the longer and the paper's runs have drops anyway.
 IMAGES_WITH_DROPS = {
     f"cifar-drops-{name.removeprefix('cifar-')}": replace(
-        IMAGES[name], seeds=THREE, longer=(), paper=(), probe_every=0, lr_drops=(0.5, 0.75)
+        IMAGES[name], seeds=FIVE, longer=(), paper=(), probe_every=0, lr_drops=(0.5, 0.75)
     )
     for name in ("cifar-momentum", "cifar-lr5clip0.25")
 }
