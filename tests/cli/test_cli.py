@@ -125,6 +125,7 @@ WRONG = {
     "sweep ptb-lstm --lr 3": "give at least one field several values",
     "sweep ptb-lstm --lr 3 10 --engine slurm": "needs one of joblib, ray, got 'slurm'",
     "report": "name a run folder or a trace file",
+    "reproduce --out x": "there is no option --out. Did you mean --folder?",
     "report --outptu x": "there is no option --outptu. Did you mean --output?",
     "advise": "name a trace file or a run folder",
     "data fetch": "curvestep data get ptb cifar10",

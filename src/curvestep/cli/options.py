@@ -213,16 +213,17 @@ class Parser(argparse.ArgumentParser):
         """The options that were given, by field."""
         # --batch_size is --batch-size.
         words = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) for word in args]
-        found, unknown = self.parse_known_args(words)
-        if not unknown:
-            return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            self.error(f"there is no use for {name}")
         names = [action.option_strings[0] for action in self._actions[1:] if action.option_strings]
-        alias = ALIASES.get(name.lower())
-        hint = f" Did you mean {alias}?" if alias in names else nearest(name, names)
-        raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {', '.join(names)}.")
+        for name in (word.partition("=")[0] for word in words if re.match("--?[a-zA-Z]", word)):
+            if name not in self._option_string_actions:  # before its value is taken for something else
+                alias = ALIASES.get(name.lower())
+                hint = f" Did you mean {alias}?" if alias in names else nearest(name, names)
+                listed = ", ".join(names)
+                raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {listed}.")
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            self.error(f"there is no use for {unknown[0]}")
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
 
 
 def read_options(
