@@ -320,8 +320,49 @@ def test_a_calibrated_run_is_good_as_it_is():
     found = cs.calibrate(model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), batches)
     _, _, trace = train(lambda p: cs.ClippedSGD(p, lr=found.lr, max_norm=found.max_norm))
     advice = advise(trace)
-    assert advice.verdict == "Good as it is."
+    assert advice.verdict == "Good as it is. That is by this run alone: calibrate may find better."
+    assert any("cs.calibrate measures the step to begin with" in reason for reason in advice.reasons)
     assert "lr  " not in str(advice)  # no numbers to set
+    assert repr(advice) == f"<Advice: {advice.verdict}>"  # a threshold that never fired is no "max_norm inf"
+
+
+@pytest.mark.parametrize("lr", [0.001, 0.02, 1.0])
+def test_under_a_schedule_the_lr_is_its_peak_and_called_so(lr):
+    g, ell = simulated(np.random.default_rng(1), num=80)
+    rates = lr * np.sin(np.linspace(0.02, np.pi - 0.02, 80))  # up and down, in steps of less than a stage
+    trace = make_trace(g, ell, lr=rates, step_norm=rates * g, loss=np.linspace(4, 2, 80))
+    advice = advise(trace)
+    assert advice.lr_is_peak
+    assert advice.lr == pytest.approx(rates.max()) if advice.action == "keep" else True
+    if advice.action != "keep":
+        factor = advice.lr / rates.max()
+        assert {"raise": 1.4 < factor <= 3, "lower": factor < 1}[advice.action]
+        assert f"peak lr to {advice.lr:.3g}" in advice.verdict
+        assert "\n  peak lr " in str(advice)
+    several = advise(
+        trace, make_trace(g, ell, lr=3 * rates, step_norm=3 * rates * g, loss=np.linspace(4, 1, 80))
+    )
+    assert several.verdict.startswith(f"Take peak lr {3 * rates.max():.3g}, ")
+    assert any(reason.startswith(f"peak lr {rates.max():.3g}, ") for reason in several.reasons)
+
+
+def test_a_lost_run_is_told_the_peak_of_its_schedule():
+    rates = np.linspace(0.1, 3, 20)
+    trace = make_trace(
+        np.ones(20), np.ones(20), lr=rates, step_norm=rates, loss=np.where(np.arange(20) < 15, 2.0, np.inf)
+    )
+    advice = advise(trace)
+    assert "try peak lr" in advice.verdict
+    assert any("at peak lr 3 without clipping" in reason for reason in advice.reasons)
+
+
+def test_a_spectral_value_counts_with_the_lr_of_its_row():
+    """Sharpness rises as 2/lr while lr decays; the peak never met the sharpness of the end."""
+    g, _ = simulated(np.random.default_rng(1), num=80, L1=0.0)
+    rates = np.linspace(1.0, 0.1, 80)
+    spectral = {"spectral_smoothness": 1.5 / rates, "spectral_converged": 1.0}
+    trace = make_trace(g, 1 / rates, lr=rates, step_norm=rates * g, loss=np.linspace(4, 2, 80), **spectral)
+    assert advise(trace).action == "keep"
 
 
 def test_a_short_loop_gets_what_its_rows_say():

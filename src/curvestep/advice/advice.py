@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +13,16 @@ import numpy as np
 from curvestep._checks import check_count, check_positive
 from curvestep.advice.decision import KEEP, LOWER, RAISE, Decision, decide, room, untold
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.advice.rule import Rule, below_spectral, check_steps, rule_for
-from curvestep.advice.settings import Setting, best_of, check_alike, neighbours, next_setting, settings_of
+from curvestep.advice.rule import Rule, below_spectral, check_steps, rule_for, share_of_peak
+from curvestep.advice.settings import (
+    Setting,
+    best_of,
+    check_alike,
+    neighbours,
+    next_setting,
+    rate_name,
+    settings_of,
+)
 from curvestep.advice.verdict import (
     does_clipping_pay,
     doubts,
@@ -48,6 +57,7 @@ class Advice:
     None if advice was refused. For NormalizedSGD ``lr`` is itself that length, and ``max_norm`` the offset.
     Their intervals hold what the (L0, L1) line of the region tolerates; from several traces those of ``lr``
     and ``max_norm`` are the settings tried on either side.
+    Under a schedule every lr here is its peak (``lr_is_peak``): scale the schedule as a whole.
     ``clipped_fraction`` is the share of the measured steps that ``max_norm`` would clip, ``gain`` the
     condition 1 + L1·M/L0 with M the largest gradient norm seen: how much larger a step clipping allows where
     the gradient is small. ``clipping`` says whether clipping pays, ``reasons`` what the verdict rests on,
@@ -65,6 +75,7 @@ class Advice:
     gain: float | None = None
     noise: float | None = None
     lr_is_inert: bool = False
+    lr_is_peak: bool = False
     next_setting: dict[str, float] | None = None
     action: str = "none"
     verdict: str
@@ -85,9 +96,7 @@ class Advice:
         return "\n".join(lines + [f"  ! {warning}" for warning in self.warnings])
 
     def __repr__(self) -> str:
-        if self.lr is None or self.max_norm is None:
-            return "<Advice: none, for the reasons in .reasons>"
-        return f"<Advice: lr {self.lr:.3g}, max_norm {self.max_norm:.3g}>"
+        return f"<Advice: {shorten(self.verdict, 120, placeholder=' …')}>"
 
     def _repr_html_(self) -> str:
         return html_table(self.verdict, self._table(), (*self._notes(), *self.warnings))
@@ -110,7 +119,7 @@ class Advice:
         rows = [
             (name, f"{value:.3g}" + (f"  [{span[0]:.3g}, {span[1]:.3g}]" if span else ""))
             for name, value, span in (
-                ("lr", self.lr, self.lr_interval),
+                (rate_name(self.lr_is_peak), self.lr, self.lr_interval),
                 ("max_norm", self.max_norm, self.max_norm_interval),
                 ("step_cap", self.step_cap, self.step_cap_interval),
             )
@@ -222,6 +231,7 @@ def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -
         lr=decision.lr,
         max_norm=decision.max_norm,
         step_cap=decision.lr * (1.0 if outcome.method.normalized else decision.max_norm),
+        lr_is_peak=outcome.scheduled,
         action=decision.action,
         verdict=first_line(decision, outcome),
         reasons=(*found, decision.why) if decision.why else found,
@@ -248,6 +258,7 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
         gain=rule.gain,
         noise=rule.noise,
         lr_is_inert=is_inert(fit),
+        lr_is_peak=outcome.scheduled,
         action=decision.action,
         verdict=first_line(decision, outcome),
         clipping=does_clipping_pay(fit, rule),
@@ -268,6 +279,7 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
             lr=decision.lr,
             max_norm=decision.max_norm,
             step_cap=decision.lr,
+            lr_is_peak=outcome.scheduled,
             action=decision.action,
             verdict=first_line(decision, outcome),
             reasons=reasons_of_normalized(outcome, decision, *line, constant=options["constant"]),
@@ -280,6 +292,7 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
         step_cap=None if outcome.method.adaptive else decision.lr * decision.max_norm,
         clipped_fraction=float(np.mean(fit.samples.grad_norm > decision.max_norm)),
         lr_is_inert=is_inert(fit) and not outcome.method.adaptive,
+        lr_is_peak=outcome.scheduled,
         action=decision.action,
         verdict=first_line(decision, outcome),
         clipping=what_the_threshold_does(outcome),
@@ -292,14 +305,13 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
 def _guarded(decision: Decision, fit: SmoothnessFit, rule: Rule, constant: float) -> Decision:
     """Nothing beyond c over a spectral smoothness, no new threshold below five times the noise.
 
-    What was run stays, up to 2 over the largest spectral value: beyond that it is not stable.
+    What was run stays while lr times the spectral value of its row is at most 2: beyond, it is not stable.
     """
-    spectral = fit.samples.spectral[np.isfinite(fit.samples.spectral)]
-    largest = 0.0 if fit.supports_slope else float(spectral.max(initial=0.0))
-    if decision.action in (KEEP, RAISE) and decision.lr * largest > 2:
-        product = decision.lr * largest
-        why = f"lr times the largest spectral smoothness, {largest:.3g}, is {product:.3g}: above 2"
-        return replace(decision, action=LOWER, lr=constant / largest, why=why)
+    products = decision.lr * share_of_peak(fit.samples) * fit.samples.spectral
+    product = 0.0 if fit.supports_slope else float(products[np.isfinite(products)].max(initial=0.0))
+    if decision.action in (KEEP, RAISE) and product > 2:
+        why = f"lr times the spectral smoothness reaches {product:.3g}: above 2"
+        return replace(decision, action=LOWER, lr=decision.lr * constant / product, why=why)
     if decision.action == KEEP:
         return decision
     max_norm = max(decision.max_norm, 5.0 * rule.noise) if rule.noise is not None else decision.max_norm
@@ -341,6 +353,7 @@ def _from_settings(settings: list[Setting], options: dict[str, Any]) -> Advice:
         gain=rule.gain,
         noise=rule.noise,
         lr_is_inert=is_inert(fit),
+        lr_is_peak=best.scheduled,
         next_setting=following,
         action="take",
         verdict=verdict_on_settings(best, max_norm, following),

@@ -87,7 +87,8 @@ class Outcome:
 
     method: Method
     num_rows: int  # with a measurement
-    lr: float
+    lr: float  # the largest: the peak of a schedule
+    scheduled: bool  # whether lr changed along the run
     max_norm: float  # inf if no step was clipped; the offset of normalized descent
     clipped: float  # share of the steps
     diverged_at: int | None  # training step, counted from one
@@ -112,7 +113,7 @@ def outcome_of(history: History) -> Outcome:
 
 def _outcome(history: History) -> Outcome:
     rows = history.columns
-    lr = history.lr[np.isfinite(history.lr)]
+    lr, scheduled = peak(history.lr)
     g, length, kappa = rows["grad_norm"], rows["step_norm"], rows["kappa"]
     kappa = np.where(np.isfinite(kappa), kappa, rows["smoothness"] * length / g)
     measured = history.ok & np.isfinite(kappa) & (g > 0) & (length > 0)
@@ -128,7 +129,8 @@ def _outcome(history: History) -> Outcome:
     return Outcome(
         method=method,
         num_rows=int(measured.sum()),
-        lr=float(np.median(lr)) if len(lr) else math.nan,
+        lr=lr,
+        scheduled=scheduled,
         max_norm=max_norm,
         clipped=float(np.isfinite(known).mean()) if len(known) else math.nan,
         diverged_at=diverged_at(history),
@@ -146,6 +148,19 @@ def _outcome(history: History) -> Outcome:
         grad_norm=float(g[measured].max()) if measured.any() else math.nan,
         start=_start(history, kappa, measured, method),
     )
+
+
+def peak(rates: np.ndarray) -> tuple[float, bool]:
+    """The largest learning rate of a run, and whether it changed by more than a tenth; NaN if none is known.
+
+    Example:
+        >>> peak(np.array([0.1, 0.3, 0.2])), peak(np.array([0.3, 0.3]))
+        ((0.3, True), (0.3, False))
+    """
+    rates = rates[np.isfinite(rates)]
+    if not len(rates):
+        return math.nan, False
+    return float(rates.max()), bool(rates.min() < 0.9 * rates.max())
 
 
 def diverged_at(history: History) -> int | None:
@@ -333,8 +348,7 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
             factors.append(1 / max(float(kappa[row]), 1e-300))
     scaled = method.share * np.array(factors)
     lr = rows["lr"][first]
-    # Under a warm-up the start's lr is not the run's.
-    part = lr / _median(history.lr, missing=math.nan)
+    part = lr / peak(history.lr)[0]  # under a warm-up the start's lr is not the run's
     return Start(
         grad_norm=float(np.median(g)),
         factor=float(np.median(scaled * np.where(np.isfinite(part), part, 1.0))),

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from curvestep.advice.decision import MOST
-from curvestep.advice.outcome import Start
+from curvestep.advice.outcome import Start, peak
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval, block_interval, block_length, slope_interval
@@ -45,7 +45,7 @@ class Rule:
     constant: float
     gain: float  # 1 + L1·M/L0, the condition of the region, with M the largest gradient norm
     noise: float | None
-    today: float  # the step size that was run
+    today: float  # the step size that was run, at the peak of lr
     most_lr: float
     limit: str  # what ``most_lr`` comes from
     lr: float
@@ -88,7 +88,8 @@ def rule_for(
     most = max(float(high), least)
     gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
     # A step beyond κ = 2 overshoots, so that it was run is no sign that it is stable.
-    today = float(np.nanmedian(np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))))
+    sizes = np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))
+    today = float(np.nanmedian(sizes[~(share_of_peak(samples) < 0.9)]))
     most_lr, limit = highest_lr(fit, start, today, constant=constant, gain=gain)
     lr, max_norm = clipping_below(L0, L1, constant=constant, least=least, most=most, most_lr=most_lr)
     lr, max_norm = below_spectral(samples, lr, max_norm, constant=constant)
@@ -195,11 +196,22 @@ def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: fl
     r"""``lr`` lowered until no step is beyond c over the spectral smoothness recorded with its gradient.
 
     .. math::
-        \eta\,\min\{1, \gamma/g_i\} \le c/\lambda_i \quad\text{for every row } i \text{ with } \lambda_i
+        r_i\,\eta\,\min\{1, \gamma/g_i\} \le c/\lambda_i \quad\text{for every row } i \text{ with } \lambda_i
+
+    with :math:`r_i` the share of its peak that lr had there: the schedule stays what it was.
     """
-    known = np.isfinite(samples.spectral) & (samples.spectral > 0)
-    bounds = constant / samples.spectral[known] * np.maximum(samples.grad_norm[known] / max_norm, 1.0)
+    share = share_of_peak(samples)
+    known = np.isfinite(samples.spectral) & (samples.spectral > 0) & (share > 0)
+    bounds = constant / (share * samples.spectral)[known]
+    bounds = bounds * np.maximum(samples.grad_norm[known] / max_norm, 1.0)
     return min(lr, float(bounds.min(initial=math.inf))), max_norm
+
+
+def share_of_peak(samples: Samples) -> np.ndarray:
+    """The learning rate of each row, as a share of the largest; 1 where it is not known."""
+    with np.errstate(invalid="ignore"):
+        share = samples.lr / peak(samples.lr)[0]
+    return np.where(np.isfinite(share), share, 1.0)
 
 
 def noise_bias(samples: Samples, max_norm: float, noise: float | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from curvestep.advice.outcome import diverged_at
+from curvestep.advice.outcome import diverged_at, peak
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import History, Samples, final_loss, typical_clip_norm, usable_samples
 from curvestep.smoothness.trace import Trace
@@ -28,7 +28,7 @@ Key = TypeVar("Key")
 class Setting:
     """One run, or one stage of a run: its setting and how it went."""
 
-    lr: float
+    lr: float  # the largest: the peak of a schedule
     max_norm: float  # inf if no step was clipped
     samples: Samples | None  # None if the run ended before it could be measured
     fit: SmoothnessFit | None  # where there is one already
@@ -37,12 +37,13 @@ class Setting:
     error: float  # standard error of the score
     staged: bool
     ended_early: bool = False  # before the step at which runs are compared, and not because it diverged
+    scheduled: bool = False  # whether lr changed along the run
 
     @property
     def label(self) -> str:
         """The setting as a person writes it."""
         clip = "no step clipped" if math.isinf(self.max_norm) else f"max_norm {self.max_norm:.3g}"
-        return f"lr {self.lr:.3g}, {clip}"
+        return f"{rate_name(self.scheduled)} {self.lr:.3g}, {clip}"
 
     @property
     def outcome(self) -> str:
@@ -56,6 +57,11 @@ class Setting:
         if self.staged:
             return f"loss falls by {-self.score:.3g} a step"
         return f"loss {self.score:.4g} ± {self.error:.2g}"
+
+
+def rate_name(scheduled: bool) -> str:
+    """What ``lr`` is: of a schedule its peak."""
+    return "peak lr" if scheduled else "lr"
 
 
 def best_setting(scores: Mapping[Key, Sequence[float]], *, errors: Mapping[Key, float] | None = None) -> Key:
@@ -231,14 +237,15 @@ def _whole(run: Trace | SmoothnessFit, history: History, horizon: float) -> Sett
         samples = usable_samples(run) if isinstance(run, Trace) else run.samples
     except ValueError:
         samples = None
-    known = history.lr[np.isfinite(history.lr)]
+    lr, scheduled = peak(history.lr)
     kept = np.isfinite(history.loss) & (history.step <= horizon)
     loss = history.loss[kept]
     score = final_loss(history.step[kept], loss)
     silent = not np.isfinite(history.loss).any() and history.measured  # nobody recorded the loss
     diverged = not silent and (len(loss) == 0 or diverged_at(history) is not None)
     return Setting(
-        lr=float(np.median(known)) if len(known) else math.nan,
+        lr=lr,
+        scheduled=scheduled,
         max_norm=typical_clip_norm(history.clip_norm if samples is None else samples.clip_norm),
         samples=samples,
         fit=fit,

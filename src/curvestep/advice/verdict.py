@@ -10,7 +10,7 @@ import numpy as np
 from curvestep.advice.decision import FAR, INERT, KEEP, LOWER, RAISE, RESCUE, TRY, Decision
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.rule import LITTLE_GAIN, Rule
-from curvestep.advice.settings import Setting
+from curvestep.advice.settings import Setting, rate_name
 from curvestep.fit.diagnostics import at_edge_of_stability, hardly_varies, kappa_saturated
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import LEAST_ELASTICITY
@@ -21,19 +21,19 @@ _OPENINGS = {RAISE: "Raise", LOWER: "Lower", TRY: "Cannot tell yet; next run"}
 def first_line(decision: Decision, outcome: Outcome) -> str:
     """What to do, in one sentence."""
     if decision.action == KEEP:
-        return "Good as it is."
-    lr = decision.lr
+        return "Good as it is. That is by this run alone: calibrate may find better."
+    lr, rate = decision.lr, rate_name(outcome.scheduled)
     name = "offset" if outcome.method.normalized else "max_norm"
     norm = f"{name} {decision.max_norm:.3g}" if math.isfinite(decision.max_norm) else ""
     if decision.action == RESCUE:
-        setting = ", ".join(part for part in (f"lr {lr:.3g}", norm) if part)
+        setting = ", ".join(part for part in (f"{rate} {lr:.3g}", norm) if part)
         return f"Diverged at step {outcome.diverged_at}: try {setting}."
     opening = _OPENINGS[decision.action]
     to = "" if decision.action == TRY else "to "
     if decision.action != TRY and math.isclose(lr, outcome.lr):
         return f"{opening} max_norm to {decision.max_norm:.3g}."
     changed = decision.action == TRY or not math.isclose(decision.max_norm, outcome.max_norm)
-    return f"{opening} lr {to}{lr:.3g}{f', {norm}' if norm and changed else ''}."
+    return f"{opening} {rate} {to}{lr:.3g}{f', {norm}' if norm and changed else ''}."
 
 
 def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
@@ -109,16 +109,9 @@ def is_inert(fit: SmoothnessFit) -> bool:
 def reasons(fit: SmoothnessFit, rule: Rule, outcome: Outcome, decision: Decision) -> tuple[str, ...]:
     """The numbers behind an advice from one trace."""
     samples, L0, L1 = fit.samples, rule.L0, rule.L1
-    found = [decision.why, *reasons_of_start(outcome)]
+    found = [decision.why, *reasons_of_start(outcome), *_by_this_run(decision, outcome)]
     if decision.action == RAISE and rule.limit and rule.most_lr < 3.01 * rule.today:
         found.append(f"no further: {rule.limit}")
-    if decision.action == KEEP:
-        found.append(
-            "longer steps would gain little where the run is now; one that takes the start's step from the "
-            "beginning may go elsewhere, and calibrate measures that step"
-            if outcome.start is not None and outcome.start.factor > FAR
-            else "no other setting can be expected to do better by what this run shows"
-        )
     found.append(
         f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; step sizes below {rule.constant:g} over that are "
         f"those of lr {rule.lr:.3g}, max_norm {rule.max_norm:.3g}. Curvature adapts to the step: this holds "
@@ -152,7 +145,7 @@ def reasons_of_method(fit: SmoothnessFit, outcome: Outcome, decision: Decision) 
     """The numbers behind an advice on momentum, Adam and the like, and what they cannot say."""
     method = outcome.method
     name = method.name or "an optimizer that is not named in the rows"
-    found = [decision.why, *reasons_of_start(outcome)]
+    found = [decision.why, *reasons_of_start(outcome), *_by_this_run(decision, outcome)]
     if math.isfinite(method.product) and math.isfinite(method.limit):
         far = (
             f"; over all directions it reached {method.spectral:.3g}"
@@ -195,6 +188,7 @@ def reasons_of_normalized(
     return (
         decision.why,
         *reasons_of_start(outcome),
+        *_by_this_run(decision, outcome),
         f"lr is the length of a step where the gradient is far above the offset, {offset:.3g} (max_norm "
         f"stands for it here); far below it steps are those of plain SGD with lr {outcome.lr / offset:.3g}",
         f"smoothness here is about {L0:.3g} + {L1:.3g} ‖g‖; steps of {constant:g} over that are those of "
@@ -233,9 +227,24 @@ def reasons_of_start(outcome: Outcome) -> tuple[str, ...]:
     if outcome.method.share < 1:
         measured = "is what calibrate would take by that batch alone, at a constant learning rate"
     long = f", lr·L/2 = {start.edge:.3g}" if start.edge > 1 else ""
+    step = "the step of its peak lr" if outcome.scheduled else "its step"
     return (
-        f"where the run started, {start.factor:.2g} times its step {measured}{long}; the gradient norm there "
+        f"where the run started, {start.factor:.2g} times {step} {measured}{long}; the gradient norm there "
         f"is {start.grad_norm:.3g}",
+    )
+
+
+def _by_this_run(decision: Decision, outcome: Outcome) -> tuple[str, ...]:
+    """Where a setting is kept: what one run cannot know, and what can."""
+    if decision.action != KEEP:
+        return ()
+    if outcome.start is not None and outcome.start.factor > FAR:
+        shown = "longer steps would gain little where the run is now"
+    else:
+        shown = "nothing in this run speaks for another setting"
+    return (
+        f"{shown}; a run with other steps from the beginning may go elsewhere. cs.calibrate measures the "
+        "step to begin with, in seconds (curvestep calibrate)",
     )
 
 
@@ -259,7 +268,8 @@ def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
     )
     name = "offset" if outcome.method.normalized else "max_norm"
     clip = "without clipping" if math.isinf(outcome.max_norm) else f"with {name} {outcome.max_norm:.3g}"
-    found = [f"{went}, at lr {outcome.lr:.3g} {clip}", *reasons_of_start(outcome)]
+    rate = f"{rate_name(outcome.scheduled)} {outcome.lr:.3g}"
+    found = [f"{went}, at {rate} {clip}", *reasons_of_start(outcome)]
     if outcome.start is None:
         found.append("the first step was not measured, so a third of the lr is a guess")
     elif outcome.start.factor < 0.1 and not outcome.start.searched:  # up to 7 times calibrate's lr was seen
@@ -272,10 +282,11 @@ def reasons_of_lost(outcome: Outcome) -> tuple[str, ...]:
 
 def verdict_on_settings(best: Setting, max_norm: float, following: dict[str, float] | None) -> str:
     """Which of several settings to take, and what to try before settling."""
-    verdict = f"Take lr {best.lr:.3g}, max_norm {max_norm:.3g}"
+    rate = rate_name(best.scheduled)
+    verdict = f"Take {rate} {best.lr:.3g}, max_norm {max_norm:.3g}"
     if following is None:
         return f"{verdict}."
-    return f"{verdict}; next run lr {following['lr']:.3g}, max_norm {following['max_norm']:.3g}."
+    return f"{verdict}; next run {rate} {following['lr']:.3g}, max_norm {following['max_norm']:.3g}."
 
 
 def reasons_of_settings(
