@@ -83,6 +83,30 @@ def test_after_nan_one_row_is_enough():
     assert followed < first
 
 
+def test_after_a_first_step_that_overshot_further_batches_are_asked_where_the_run_began():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer, probe = sgd(100.0)(model.parameters()), cs.SmoothnessProbe(model, every=1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    for curvature in (1.0, 2.0, 4.0, 8.0):
+
+        def loss_fn(curvature=curvature):
+            return curvature / 2 * model.weight.square().sum()
+
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        with probe(loss_fn, loss=loss):
+            optimizer.step()
+    # The safe step of a quadratic is one over its curvature, and its gradient at 1 the curvature.
+    np.testing.assert_allclose(probe.trace.column("safe_fraction")[0] * 100, 1.0, rtol=1e-5)
+    np.testing.assert_allclose(probe.trace.column("start_step"), [np.nan, 0.5, 0.25, np.nan], rtol=1e-5)
+    np.testing.assert_allclose(probe.trace.column("start_grad_norm"), [np.nan, 2, 4, np.nan], rtol=1e-5)
+    advice = advise(probe.trace)
+    assert advice.lr == pytest.approx(0.5, rel=1e-5)  # the median, with nothing taken off
+    assert advice.max_norm == pytest.approx(0.6 * 2, rel=1e-5)
+
+
 def test_a_step_far_beyond_a_bend_gets_the_step_that_ends_before_it():
     x = nn.Parameter(torch.ones(1))
     model = nn.ParameterList([x])

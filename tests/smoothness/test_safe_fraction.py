@@ -78,6 +78,24 @@ def test_it_is_calibrates_safe_step_on_the_same_batch(times):
         assert trace[0]["lr"] * trace[0]["safe_fraction"] == pytest.approx(safe_step, rel=1e-9)
 
 
+def test_after_it_the_next_batches_are_asked_at_the_start_and_say_what_calibrate_measures():
+    model = net()
+    found = cs.calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches(3), num_batches=3)
+    steps, norms = (
+        [getattr(batch, name) for batch in found.curve[1:]] for name in ("safe_step", "grad_norm")
+    )
+    trace, _ = probed(sgd(60.0), steps=3)
+    assert trace.column("start_step").tolist() == pytest.approx([math.nan, *steps], rel=1e-6, nan_ok=True)
+    assert trace.column("start_grad_norm").tolist() == pytest.approx([math.nan, *norms], nan_ok=True)
+
+
+def test_the_start_is_asked_though_the_run_is_lost():
+    trace, _ = probed(sgd(1e200), steps=3)
+    assert trace.column("status").tolist()[1:] == ["nonfinite"] * 2
+    expected = probed(sgd(60.0), steps=3)[0].column("start_step").tolist()
+    assert trace.column("start_step").tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
 def test_of_adams_first_step_it_is_calibrates_along_signs():
     model = net()
     found = cs.calibrate(
@@ -172,7 +190,7 @@ def on_two_ranks(rank, wrap):
         loss.backward()
         with probe(loss_fn, loss=loss):
             optimizer.step()
-    return probe.trace.column("safe_fraction").tolist()
+    return [probe.trace.column(name).tolist() for name in ("safe_fraction", "start_step")]
 
 
 @pytest.mark.distributed
@@ -180,5 +198,7 @@ def on_two_ranks(rank, wrap):
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_two_ranks_agree_when_to_look_closer_and_find_what_one_does(wrap):
     alone, _ = probed(sgd(60.0), steps=3)
-    expected = pytest.approx(alone.column("safe_fraction").tolist(), rel=1e-6, nan_ok=True)
-    assert list(run_on_processes(on_two_ranks, wrap)) == [expected, expected]
+    expected = [alone.column(name).tolist() for name in ("safe_fraction", "start_step")]
+    for found in run_on_processes(on_two_ranks, wrap):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-6, nan_ok=True)

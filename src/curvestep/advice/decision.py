@@ -117,7 +117,7 @@ def shorter(outcome: Outcome, action: str, why: str) -> Decision:
     if start is not None and outcome.lr > 0:
         if action == RESCUE and outcome.rise is None and start.factor > ENOUGH and math.isinf(max_norm):
             lr = outcome.lr  # the start bears this step: what the run lacked is clipping
-        lr = min(lr, ONE_BATCH * start.lr if start.searched else start.lr)
+        lr = min(lr, ONE_BATCH * start.lr if start.searched and start.batches == 1 else start.lr)
         if outcome.method.normalized:  # a smaller offset would make steps longer
             return Decision(action=action, lr=lr, max_norm=max_norm, why=why)
         # Adam divides by the gradient's own size: a threshold below its usual norms would be no limit.

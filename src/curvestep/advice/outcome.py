@@ -37,6 +37,7 @@ class Start:
     grad_norm: float
     factor: float  # times the run's step: there κ is 1 for plain descent, calibrate's share of it for others
     lr: float  # that gives this step
+    batches: int  # that measured it
     edge: float  # step size · smoothness / 2 of the first row
     searched: bool  # the probe searched a long step for its safe fraction, by what calibrate calls safe
 
@@ -346,13 +347,20 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
             factors.append(factor_to_kappa_one(fractions, secants * fractions * step / norm))
         else:
             factors.append(1 / max(float(kappa[row]), 1e-300))
+    again = np.isfinite(rows["start_step"])  # other batches, asked where the run began
+    if again.any():
+        first, length = first[:1], length[:1]
+        factors = [factors[0], *(rows["start_step"][again] * g[0] / length)]
+        g = np.array([g[0], *rows["start_grad_norm"][again]])
     scaled = method.share * np.array(factors)
     lr = rows["lr"][first]
+    sizes = length / g[: len(length)]
     part = lr / peak(history.lr)[0]  # under a warm-up the start's lr is not the run's
     return Start(
         grad_norm=float(np.median(g)),
         factor=float(np.median(scaled * np.where(np.isfinite(part), part, 1.0))),
-        lr=float(np.median(scaled * (lr if method.adaptive or method.uneven else length / g))),
+        lr=float(np.median(scaled * (lr if method.adaptive or method.uneven else sizes))),
+        batches=len(scaled),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
         searched=bool(np.isfinite(safe[first]).any()),
     )

@@ -3,9 +3,10 @@ r"""One measured step: from :math:`x_k`, the gradient there and :math:`x_{k+1}` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from curvestep.bracket import (
     find_bracket,
     highest_loss,
 )
-from curvestep.distributed import any_rank, over_ranks
+from curvestep.distributed import any_rank, copies, over_ranks
 from curvestep.smoothness.estimators import central_length, hessian_product
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Change, Replay
@@ -88,6 +89,7 @@ class Measurement:
         raw_norm: Norm of the gradient that training computed, before any clipping.
         groups: Names of layers with the indices of their parameters.
         geometry: The optimizer's metric, known after the step; None if nothing is measured in it.
+        origin: The start again, which :meth:`segment` leaves behind if the step overshot.
     """
 
     start: list[Tensor]
@@ -96,6 +98,7 @@ class Measurement:
     raw_norm: float
     groups: Mapping[str, Sequence[int]]
     geometry: Geometry | None = None
+    origin: list[Tensor] | None = None
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""
@@ -152,6 +155,7 @@ class Measurement:
             del there  # before the next pass: its gradient may take this one's place
             if end is not None and not end.safe:
                 result["safe_fraction"] = self.safe_fraction(replay, row, end)
+                self.origin = copies(self.start)  # the next fraction may take the memory of the start
         return {
             **result,
             "smoothness": _largest(*secants.values()),
@@ -169,8 +173,6 @@ class Measurement:
         from the same first point on the same lattice, so that along the gradient the answer is the same, too.
         The parameters end at :math:`x_k`.
         """
-        length = global_norm(self.start).item()
-        unit = length / row["step_norm"] if length > 0 else 1.0
         # The closure's own, for that which was given may be another: scaled, or a mean. By a whole pass,
         # for a closure may differentiate by itself, which it cannot where gradients are off.
         replay.move_between(self.start, 0.0)
@@ -178,12 +180,20 @@ class Measurement:
         row = {**row, "loss": over_ranks(first, replay.model, mean=True)}
         if end.kappa <= OVERSHOT and end.loss <= _highest_loss(row, 1.0):
             return None
+        return self._longest_safe(replay, row, partial(replay.move_between, self.start), end)
+
+    def _longest_safe(
+        self, replay: Replay, row: Row, move: Callable[[float], None], end: Point | None = None
+    ) -> float | None:
+        """The largest safe fraction of a step, with ``move`` to go there; below ``end`` if there is one."""
+        length = global_norm(self.start).item()
+        unit = length / row["step_norm"] if length > 0 else 1.0
 
         def at(index: int) -> Point:
             fraction = unit * 2.0 ** (index / PER_OCTAVE)
-            if fraction >= 1.0:
+            if end is not None and fraction >= 1.0:
                 return end
-            replay.move_between(self.start, fraction)
+            move(fraction)
             there = replay.change(self.gradients, start=self.start)
             return self._point(replay, there, global_norm(there.parts).item(), row, fraction)
 
@@ -192,7 +202,7 @@ class Measurement:
         except (NoBracket, OutOfBudget):
             return None
         finally:
-            replay.move_between(self.start, 0.0)
+            replay.move([None] * len(self.start), 0.0, origin=self.start)
         return crossing(bracket, max_kappa=1.0, loss=lambda fraction: _highest_loss(row, fraction))
 
     def _point(
@@ -309,6 +319,23 @@ class Measurement:
         }
 
 
+def safe_start(replay: Replay, start: list[Tensor], *, eps: float) -> Row:
+    """The row's ``start_step`` and ``start_grad_norm``: this batch's largest safe step where the run began.
+
+    One batch's safe step scatters by a fifth; after a first step that overshot, the next batches are asked,
+    too, at the same point. ``start`` is that point; the parameters end there.
+    """
+    first = replay.gradient_at([None] * len(start), 0.0, origin=start)
+    g, norm = first.gradients, global_norm(first.gradients).item()
+    if not (math.isfinite(norm) and norm > 0):
+        return {}
+    loss = over_ranks(first.loss.item(), replay.model, mean=True)
+    row = {"grad_norm": norm, "step_norm": norm, "cosine": 1.0, "loss": loss, "eps": eps}  # of the step −g
+    there = Measurement(start=start, gradients=g, grad_norm=norm, raw_norm=norm, groups={})
+    step = there._longest_safe(replay, row, lambda size: replay.move(g, -size, origin=start))
+    return {} if step is None else {"start_step": step, "start_grad_norm": norm}
+
+
 def noise_of_halves(first: AbstractContextManager[Replay], second: AbstractContextManager[Replay]) -> Row:
     """The row's ``noise`` and ``grad_signal``, from the losses of the two halves of a batch."""
     with first as replay:
@@ -362,7 +389,7 @@ def layer_groups(
 
 def _end_of_step(there: Change, row: Row) -> Row:
     assert there.along is not None
-    return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] ** 2}
+    return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] / row["step_norm"]}
 
 
 def _slope(row: Row) -> float:

@@ -33,11 +33,13 @@ from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
 from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
+    ALONG,
     Measurement,
     Workspace,
     check_estimators,
     layer_groups,
     noise_of_halves,
+    safe_start,
 )
 from curvestep.smoothness.observer import (
     ForwardCalls,
@@ -169,6 +171,7 @@ class SmoothnessProbe:
         self._warned: set[str] = set()
         self._listeners: list[Callable[[dict[str, Any]], Any]] = []
         self._start, self._gradients = Workspace(), Workspace()
+        self._origin: list[Tensor] | None = None  # where the run began, while further batches are asked
         self._record = StepRecord()
         # DDP averages whole gradients; FSDP2 never holds one.
         self._averages = spans_ranks(model) and not any(map(is_sharded, self.parameters))
@@ -489,6 +492,11 @@ class SmoothnessProbe:
                 before.geometry = geometry_of(steps.optimizers, steps.rates, self.parameters)
                 row["momentum"], row["optimizer_limit"] = before.geometry.momentum, before.geometry.limit
                 row["optimizer_missing"] = before.geometry.missing or None
+        if self._origin is not None:  # also where this step is lost: that is what the start is asked for
+            with self._replaying(self._record.loss) as replay:
+                row.update(safe_start(replay, self._origin, eps=eps))
+            self._record.routine = False
+            self._origin = self._origin if self._measurements + 1 < _CLOSER else None
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
             return
@@ -507,6 +515,9 @@ class SmoothnessProbe:
                 closer = self._measurements < _CLOSER and row.get("cosine", 0.0) > 0
                 row.update(before.segment(replay, self.fractions, row, closer=closer))
                 self._record.routine &= "safe_fraction" not in row
+                along = row.get("safe_fraction") is not None and row["cosine"] > ALONG
+                if self.step == 0 and along and self.oracle is None:  # an oracle's batches stay the same
+                    self._origin = before.origin
             elif any(map(self._takes, self.estimators)):
                 row.update(before.end(replay, row))
         if row.get("loss_after") is not None:
