@@ -11,7 +11,7 @@ import numpy as np
 DASHES = ("solid", "dash", "dashdot", "dot")
 NUM_COLOURS = 7
 GRADIENT = "gradient norm ‖∇f(x)‖"
-SMOOTHNESS = "local smoothness L̂(x)"
+SMOOTHNESS = "smoothness L̂(x)"
 
 
 @dataclass(frozen=True)

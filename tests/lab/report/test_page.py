@@ -368,8 +368,42 @@ def test_finished_runs_of_different_lengths_are_not_called_diverged(tmp_path):
 
 
 def test_a_run_that_is_still_training_makes_a_page(tmp_path):
-    page = write_page([make_run(tmp_path / "run", steps=30, status="running")], tmp_path / "page.html")
-    assert "Not finished: 30 steps so far." in page.path.read_text()
+    folder = make_run(tmp_path / "run", steps=90, status="running")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, "step": 0}))  # it is written now and then
+    page = write_page([folder], tmp_path / "page.html")
+    assert "Not finished: 90 steps so far." in page.path.read_text()
+    assert any(
+        words.startswith("run is not finished: this is what 90 steps of 90 say.")
+        for words in page.verdicts[0]["warnings"]
+    )
+
+
+def test_a_trace_that_may_still_be_written_is_not_called_ended(tmp_path):
+    folder = make_run(tmp_path / "run", steps=90)
+    page = write_page([folder / "trace.jsonl"], tmp_path / "page.html")
+    assert "Measured up to step 90; whether the run goes on, a trace does not say." in page.path.read_text()
+
+
+def test_few_rows_are_told_once(tmp_path):
+    with Trace(tmp_path / "few.jsonl") as trace:
+        for step in range(5):
+            trace.append({"step": step, "loss": 2.0, "grad_norm": 1.0, "smoothness": 1.0, "lr": 0.1,
+                          "step_norm": 0.1, "status": "ok"})  # fmt: skip
+    said = write_page([tmp_path / "few.jsonl"], tmp_path / "page.html").verdicts[0]
+    told = [words for words in (*said["reasons"], *said["warnings"]) if "rows" in words]
+    assert told == ["measured rows: 5. A run is judged by 10 or more: let it go on, or probe more often"]
+
+
+def test_tasks_of_ones_own_are_named_by_model_and_size(tmp_path):
+    for size in (837, 7468):
+        for number in range(2):
+            header = {"model": "Sequential", "num_parameters": size, "measured_on": "training batch"}
+            with Trace(tmp_path / f"{size}-{number}.jsonl", header=header) as trace:
+                trace.append({"step": 0, "loss": 2.0, "grad_norm": 1.0, "smoothness": 1.0, "status": "ok"})
+    page = write_page([tmp_path], tmp_path / "page.html")
+    titles = [said["title"] for said in page.verdicts]
+    assert titles == ["Sequential, 7,468 parameters", "Sequential, 837 parameters"]
 
 
 def test_figures_of_a_calibrated_run_have_its_curve(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from curvestep.advice.advice import Advice
+from curvestep.advice.decision import KEEP
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import usable
@@ -30,9 +31,11 @@ def run_summary(view: RunView) -> str:
         "interrupted": f"Interrupted at step {view.step:,}; it can be resumed.",
         "failed": f"Failed at step {view.step:,}: {reason}.",
         "running": f"Not finished: {view.step:,} steps so far.",
-    }.get(view.status, f"Measured up to step {view.step:,}.")
+    }.get(view.status, f"Measured up to step {view.step:,}; whether the run goes on, a trace does not say.")
     if math.isfinite(view.final_loss):
-        words += f" Training loss at the end {view.final_loss:.4g}."
+        words += (
+            f" Training loss {'at the end' if view.status else 'in the last rows'} {view.final_loss:.4g}."
+        )
     if view.metrics:
         told = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
         words += f" {told.capitalize()}."
@@ -69,7 +72,7 @@ def scatter(view: RunView) -> str:
     """Range, correlation with its control, and the fitted line."""
     rows = usable(view.measured, "grad_norm", "smoothness")
     words = [
-        f"Local smoothness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
+        f"Smoothness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
         f"from {_range(rows['grad_norm'])}, smoothness from {_range(rows['smoothness'])}."
     ]
     if fit := view.fit:
@@ -211,6 +214,12 @@ def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
     runs, advice = task.runs, task.advice
     missing = []
     for view in runs:
+        if view.status == "running":
+            of = f" of {view.fields['steps']:,}" if view.fields.get("steps") else ""
+            missing.append(
+                f"{view.name} is not finished: this is what {view.step:,} steps{of} say. Make the page again "
+                "at its end."
+            )
         if view.status == "diverged" and len(runs) == 1:
             break  # that it has too few rows is no reason to train it longer
         if view.status == "diverged":
@@ -257,7 +266,9 @@ def advice_table(advice: Advice) -> dict[str, str]:
     def number(value: float | None) -> str:
         if value is None or math.isnan(value):
             return "unknown"
-        return "no clipping" if math.isinf(value) else f"{value:.3g}"
+        if math.isinf(value):  # what was run and is kept may have a threshold that no gradient reached
+            return "no step clipped" if advice.action == KEEP else "no clipping"
+        return f"{value:.3g}"
 
     def interval(ends: tuple[float, float] | None) -> str:
         known = ends is not None and all(map(math.isfinite, ends))
@@ -265,6 +276,7 @@ def advice_table(advice: Advice) -> dict[str, str]:
 
     clipped = advice.clipped_fraction
     return {
+        "rate": "peak learning rate" if advice.lr_is_peak else "learning rate",
         "lr": number(advice.lr),
         "lr_interval": interval(advice.lr_interval),
         "max_norm": number(advice.max_norm),

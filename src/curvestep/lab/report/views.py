@@ -15,6 +15,7 @@ import numpy as np
 
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
+from curvestep.advice.decision import TRY
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
@@ -178,8 +179,13 @@ def task_of(source: Run | Trace) -> str:
     if isinstance(source, Run):
         recipe = source.recipe
         return f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}"
-    about = ("model", "num_parameters", "measured_on")
-    return ", ".join(str(source.header[key]) for key in about if key in source.header)
+    model, size, where = (source.header.get(key) for key in ("model", "num_parameters", "measured_on"))
+    facts = [
+        str(model or ""),
+        f"{size:,} parameters" if isinstance(size, int) else "",
+        f"measured on {where}" if where not in (None, "training batch") else "",
+    ]
+    return ", ".join(fact for fact in facts if fact)
 
 
 def place_of(source: Run | Trace | Path) -> Path:
@@ -249,7 +255,8 @@ def _run_view(run: Run, name: str) -> RunView:
         setting=run.recipe.label,
         task=task_of(run),
         status=str(status.get("status", "")),
-        step=int(status.get("step") or 0),
+        # While a run goes on, its status is written now and then only.
+        step=int(max(status.get("step") or 0, train["step"].max(initial=0))),
         train=train,
         held_out={"step": steps.astype(float), "loss": losses},
         max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf"),
@@ -313,11 +320,14 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
     except ValueError as error:
         notes.append(str(error))
         return {}
+    refusal = ""
     try:
         fit = fit_smoothness(source) if isinstance(source, Trace) else source.fit
     except ValueError as error:
-        notes.append(str(error))
+        refusal = str(error)
     advice = advise(fit or trace)
+    if refusal and not (advice.action == TRY and trace.ok.all()):  # there the advice itself says: too few
+        notes.append(refusal)
     if advice.refused:
         notes += [reason for reason in advice.reasons if reason not in notes]
     measured = columns_of(trace)
