@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvestep._kernel import View, native
+from curvestep._kernel import PLAIN, View, native
 from curvestep.distributed import is_sharded
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
@@ -114,9 +114,36 @@ def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     if kernel is not None and view is not None:
         norm = math.sqrt(kernel.sum_of_squares(view))
     else:
+        check_memory("a tensor", tensors)
         norm = _norm_by_torch(tensors)
     low, high = _SAFE.get(dtype, _SAFE_SINGLE)
     return norm if low < norm < high else _rescaled_norm(tensors)
+
+
+def check_memory(name: str, tensors: Sequence[Any]) -> None:
+    """Raise if the memory of a CPU tensor was given back: torch would read at address 0, a signal.
+
+    Example:
+        >>> freed = torch.ones(3)
+        >>> _ = freed.untyped_storage().resize_(0)
+        >>> check_memory("a gradient", [freed])
+        Traceback (most recent call last):
+        ...
+        RuntimeError: The storage of a gradient, shape (3,), was resized to 0...
+    """
+    plain = [t for t in tensors if type(t) in PLAIN and t.is_cpu and t.layout is torch.strided]
+    try:
+        if 0 not in map(Tensor.data_ptr, plain):
+            return
+        # Also that of an empty tensor, and of torch's tensors of zeros, which has a size.
+        freed = next((t for t in plain if t.numel() and not t.untyped_storage().nbytes()), None)
+    except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell
+        return
+    if freed is not None:
+        raise RuntimeError(
+            f"The storage of {name}, shape {tuple(freed.shape)}, was resized to 0, as FSDP1 does between its "
+            "uses: there are no numbers. Gather or reload it first."
+        )
 
 
 def difference(

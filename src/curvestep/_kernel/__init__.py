@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 # A library beside this file, named as the build names it.
 LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
 DTYPES = (torch.float32, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
 _RULE, _ADAM_RULE = Struct("dddddq"), Struct("dddddd")  # as in kernel.c
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
-_PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_IDS = (_pointer * 2)(*map(id, _PLAIN))
+_PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
 _DOUBLE, _SINGLE = 1, 2
+_PROCESS = os.getpid()
 
 
 class View(NamedTuple):
@@ -106,11 +107,11 @@ class Kernel:
 
     def sum_of_squares(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i \rVert^2`, right to 1e-7 for float32 norms between 1e-12 and 1e18."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), False)
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), False)
 
     def squared_distance(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i - u_i \rVert^2` of two lists, of which nothing is stored."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), True)
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True)
 
     def update(
         self,
@@ -128,7 +129,7 @@ class Kernel:
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order.
         """
         self._update(
-            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists,
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
         )  # fmt: skip
 
@@ -149,7 +150,7 @@ class Kernel:
         largest second moments, in this order; ``steps`` that of the steps taken, which it counts on.
         """
         self._adamw(
-            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists,
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
         )  # fmt: skip
 
@@ -169,7 +170,7 @@ class Kernel:
         """
         sums, numbers = (ctypes.c_double * 2)(), ctypes.c_double * x.length
         self._metric(
-            x.addresses, x.sizes, x.length, x.doubles, torch.get_num_threads(), x.num_lists,
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             numbers(*slopes), numbers(*offsets), numbers(*tiny), least_share, sums,
         )  # fmt: skip
         return sums[0], sums[1]
@@ -194,7 +195,7 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
 def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
     """What ``curvestep_view_plain`` does, for a torch that does not let C look at its tensors."""
     count = len(lists[0])
-    if any(type(t) not in _PLAIN for listed in lists for t in listed):
+    if any(type(t) not in PLAIN for listed in lists for t in listed):
         return -1
     dtype = lists[0][0].dtype if count else torch.float32
     for i, t in enumerate(lists[0]):
@@ -228,6 +229,11 @@ def _describe() -> int | None:
     # Two numbers of the version, a pointer, and the functions: this one is the fourth.
     major = ctypes.c_uint32.from_address(interface).value
     return _pointer.from_address(interface + 16 + 3 * 8).value if major == 1 else None
+
+
+def _num_threads() -> int:
+    """As torch's; one in a forked process, where OpenMP waits for threads that were not forked."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @cache

@@ -14,6 +14,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -218,12 +219,41 @@ typedef void (*Block)(const Job *job, int64_t i, int64_t at, int64_t n);
    lines of the cache. */
 static int64_t cut(int64_t reach, int64_t size) { return reach <= 0 ? 0 : least((reach + 63) / 64 * 64, size); }
 
+typedef struct {
+    const char *begin, *end;
+} Span;
+
+static int by_address(const void *a, const void *b)
+{
+    const char *x = ((const Span *)a)->begin, *y = ((const Span *)b)->begin;
+    return (x > y) - (x < y);
+}
+
+/* Whether two parameters share memory: of two threads that update a number at once, one would undo the other. */
+static int is_shared(const Job *job, const int64_t *sizes)
+{
+    Span *spans = malloc(job->count * sizeof(Span));
+    int64_t num_spans = 0, i = 1;
+    for (int64_t k = 0; spans && k < job->count; k++) {
+        const char *begin = job->lists[job->count + k];
+        if (sizes[k])
+            spans[num_spans++] = (Span){begin, begin + sizes[k] * (job->doubles ? 8 : 4)};
+    }
+    if (!spans)
+        return 1;
+    qsort(spans, num_spans, sizeof(Span), by_address);
+    while (i < num_spans && spans[i - 1].end <= spans[i].begin)
+        i++;
+    free(spans);
+    return i < num_spans;
+}
+
 /* Stretches of the long vector from the last to the first, each from its beginning to its end, in which what is read
    in advance, from one tensor to the next, is what is needed. */
 static void backwards(const Job *job, Block block, const int64_t *sizes, int threads)
 {
     const int64_t all = sum_of(sizes, job->count);
-#pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE)
+#pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE && !is_shared(job, sizes))
     {
         int64_t first, last, i = job->count, begin = all;
         share(all, &first, &last);

@@ -35,7 +35,7 @@ from curvestep._kernel import (
     same_layout,
 )
 from curvestep.distributed import is_sharded
-from curvestep.vectors import is_readable
+from curvestep.vectors import check_memory, is_readable
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
@@ -140,6 +140,10 @@ def collect(
                 for piece in pieces
             ]
         for bundle in made:
+            if bundle.view is None and not torch.compiler.is_compiling():
+                check_memory("a parameter", bundle.params)
+                check_memory("a gradient", bundle.grads)
+                check_memory("a buffer", list(chain(*bundle.buffers)))
             if bundle.view is None and rule.sparse_error:
                 if any(g.layout != torch.strided for g in bundle.grads):
                     raise RuntimeError(rule.sparse_error)

@@ -1,0 +1,273 @@
+"""Tensors that share memory, that have none, that are huge, and processes that were forked after a step."""
+
+import ctypes
+import math
+import mmap
+import multiprocessing
+import os
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import curvestep as cs
+from curvestep._kernel import native
+from curvestep.vectors import global_norm
+
+MAKE = {
+    "plain": partial(cs.ClippedSGD, lr=0.1, max_norm=math.inf),
+    "momentum": partial(cs.ClippedSGD, lr=0.1, max_norm=math.inf, momentum=0.9),
+    "adamw": partial(cs.ClippedAdamW, lr=0.1, max_norm=math.inf),
+}
+THEIRS = {
+    "plain": partial(torch.optim.SGD, lr=0.1, foreach=False),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, foreach=False),
+}
+needs_kernel = pytest.mark.skipif(native() is None, reason="built without the kernel: no C compiler")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# --- memory that is shared -------------------------------------------------------------------------
+
+
+def shared(kind, size):
+    """Parameters that share memory, and the memory."""
+    memory = torch.linspace(-1, 1, size)
+    views = {
+        "two of the same": [memory, memory],
+        "two that overlap": [memory[: size - size // 3], memory[size // 3 :]],
+        "one with overlapping rows": [memory.as_strided((size // 4 - 1, 8), (4, 1))],
+    }
+    return [nn.Parameter(view) for view in views[kind]], memory
+
+
+@pytest.mark.parametrize("make", list(MAKE))
+@pytest.mark.parametrize("kind", ["two of the same", "two that overlap"])
+@pytest.mark.parametrize("size", [60, 1 << 19])  # the second is enough for two threads
+def test_parameters_that_share_memory_step_as_with_torch(make, kind, size, threads):
+    results = []
+    for optimizer_of in (MAKE[make], THEIRS[make]):
+        torch.manual_seed(0)
+        params, memory = shared(kind, size)
+        optimizer = optimizer_of(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape)
+            optimizer.step()
+        results.append(memory)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", list(MAKE))
+def test_parameter_whose_rows_overlap_steps_as_with_torch(make):
+    results = []
+    for optimizer_of in (MAKE[make], THEIRS[make]):
+        params, memory = shared("one with overlapping rows", 60)
+        params[0].grad = torch.linspace(-1, 2, params[0].numel()).view_as(params[0])
+        optimizer_of(params).step()
+        results.append(memory)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", list(MAKE))
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_parameter_that_is_expanded_is_refused(make, options):
+    p = nn.Parameter(torch.ones(3).expand(4, 3))
+    p.grad = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        MAKE[make]([p], **options).step()
+
+
+# --- memory that was given back --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", list(MAKE))
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("freed", ["parameter", "gradient", "buffer"])
+def test_storage_resized_to_zero_is_one_line_and_no_signal(make, options, freed):
+    p = nn.Parameter(torch.ones(70_000))
+    p.grad = torch.ones(70_000)
+    optimizer = MAKE[make]([p], **options)
+    optimizer.step()
+    buffers = [t for t in optimizer.state[p].values() if t.dim()]
+    victim = {"parameter": [p], "gradient": [p.grad], "buffer": buffers}[freed]
+    for t in victim:
+        t.untyped_storage().resize_(0)
+    if victim:  # plain descent has no buffers
+        with pytest.raises(RuntimeError, match=rf"^The storage of a {freed}.* was resized to 0[^\n]*$"):
+            optimizer.step()
+
+
+def test_norm_and_clip_of_a_gradient_whose_storage_was_resized_to_zero():
+    p = nn.Parameter(torch.ones(5))
+    p.grad = torch.ones(5)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    cs.clip(optimizer, max_norm=1.0)
+    p.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was resized to 0"):
+        global_norm([p.grad])
+    with pytest.raises(RuntimeError, match="was resized to 0"):
+        optimizer.step()
+
+
+# --- processes that are forked ---------------------------------------------------------------------
+
+
+def in_a_fork(act):
+    """The exit code of ``act`` in a forked process, which does not wait forever."""
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("make", list(MAKE))
+def test_step_in_a_process_forked_after_a_step_does_not_wait_forever(make, threads):
+    params = [nn.Parameter(torch.ones(50_000)) for _ in range(3)]
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    optimizer, other = MAKE[make](params), MAKE[make]([nn.Parameter(p.detach().clone()) for p in params])
+    for p, twin in zip(params, other.param_groups[0]["params"], strict=True):
+        twin.grad = p.grad
+    optimizer.step()
+    other.step()
+    norm = float(global_norm([p.grad for p in params]))
+
+    def step():
+        torch.set_num_threads(threads)  # a fork may begin with another number
+        optimizer.step()
+        if float(global_norm([p.grad for p in params])) != norm:
+            os._exit(2)
+        torch.set_num_threads(1)
+        other.step()
+        same = all(map(torch.allclose, params, other.param_groups[0]["params"]))
+        os._exit(0 if same else 3)
+
+    assert in_a_fork(step) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_probe_in_a_forked_process_measures_the_same_and_only_one_writes_the_file(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer, x = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0), torch.randn(4, 3)
+    probe = cs.SmoothnessProbe(model, every=1, trace=tmp_path / "trace.jsonl")
+
+    def measured_step():
+        optimizer.zero_grad()
+        loss_fn().backward()
+        with probe(loss_fn):
+            optimizer.step()
+
+    def loss_fn():
+        return model(x).square().mean()
+
+    measured_step()
+    assert in_a_fork(measured_step) == 0
+    with pytest.warns(UserWarning, match="Another trace or process writes to it: give each its own file"):
+        measured_step()
+    assert len(probe.trace) == 2  # in memory
+    assert len(cs.Trace.load(tmp_path / "trace.jsonl")) == 2  # the first, and the fork's
+
+
+# --- more than 2^31 entries ------------------------------------------------------------------------
+
+HUGE = (1 << 31) + 7
+PART = 1 << 20  # entries that are mapped at a time, 4 MB of float32
+LAST = HUGE // PART
+
+
+@pytest.fixture(scope="module")
+def huge():
+    """Four tensors of 2^31 + 7 float32 entries in 12 MB each: all parts but two are the same memory."""
+    if sys.platform != "linux":
+        pytest.skip("maps memory as Linux does")
+    libc, length = ctypes.CDLL(None), (LAST + 1) * PART * 4
+    libc.mmap.restype, size, address = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    libc.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.munmap.argtypes = [address, size]
+    readable, writable = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+    there_at_once = mmap.MAP_SHARED | 0x10 | 0x8000  # MAP_FIXED and MAP_POPULATE
+    bases, tensors = [], []
+    for _ in range(4):
+        bases.append(libc.mmap(None, length, readable, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
+        file = os.memfd_create("huge")
+        os.ftruncate(file, 3 * PART * 4)
+        for i in range(LAST + 1):
+            at, part = bases[-1] + 4 * i * PART, 0 if i == 0 else 2 if i == LAST else 1
+            assert libc.mmap(at, 4 * PART, writable, there_at_once, file, 4 * part * PART) == at
+        os.close(file)
+        entries = (ctypes.c_float * HUGE).from_address(bases[-1])
+        tensors.append(torch.frombuffer(entries, dtype=torch.float32))
+    yield tensors
+    tensors.clear()
+    for base in bases:
+        libc.munmap(base, length)
+
+
+def fill(t, *values):
+    """Set first, last and all other parts."""
+    for part, value in zip((t[:PART], t[LAST * PART :], t[PART : 2 * PART]), values, strict=True):
+        part.fill_(value)
+
+
+def parts(t):
+    """The value of first, last and all other parts, if they have one each."""
+    found = [part.unique().tolist() for part in (t[:PART], t[LAST * PART :], t[PART : 2 * PART])]
+    return [value for (value,) in found]
+
+
+@pytest.mark.slow
+def test_step_of_more_than_2_31_entries(huge):
+    g, data = huge[:2]
+    fill(g, 1, 1, 1)
+    fill(data, 0, 0, 0)
+    p = nn.Parameter(data)
+    p.grad = g
+    optimizer = cs.ClippedSGD([p], lr=1.0, max_norm=math.inf)
+    optimizer.step()
+    assert optimizer.clip_stats()["grad_norm"] == pytest.approx(math.sqrt(HUGE), rel=1e-9)
+    assert parts(p.detach()) == [-1, -1, 1 - LAST]  # the shared memory is updated once a part
+
+
+@pytest.mark.slow
+@needs_kernel
+def test_kernel_reaches_each_of_more_than_2_31_entries_once(huge):
+    kernel, (g, p, m, v) = native(), huge
+    for t, value in zip(huge, (1, 0, 0, 0), strict=True):
+        fill(t, value, value, value)
+    kernel.update(
+        kernel.view([g], [p], [m]),
+        scale=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False,
+    )  # fmt: skip
+    assert parts(p) == [-1, -1, 1 - LAST]
+    assert parts(m) == [1, 1, 1]
+    fill(p, 0, 0, 0)
+    step = torch.zeros(())
+    kernel.adamw(  # with betas of zero a step is lr times the sign
+        kernel.view([g], [p], [m], [v]), kernel.view([step]),
+        scale=1.0, lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0,
+    )  # fmt: skip
+    assert parts(p) == pytest.approx([-1, -1, 1 - LAST], rel=1e-6)
+    assert (parts(m), parts(v)) == ([1, 1, 1], [1, 1, 1])
+    fill(m, 1, 0.5, 1)
+    assert kernel.squared_distance(kernel.view([g], [m])) == 7 / 4
+    found = kernel.squares_in_metric(kernel.view([g], [m], [v], [g]), [1.0], [0.0], [0.0], 1e-3)
+    assert found == pytest.approx((7 / 4, HUGE), rel=1e-9)  # P is √v = 1
