@@ -17,13 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_fabric import Fabric
-from lightning_fabric.loggers.csv_logs import CSVLogger
-from lightning_fabric.loggers.tensorboard import TensorBoardLogger
-from lightning_fabric.plugins.precision.amp import MixedPrecision
-from lightning_fabric.plugins.precision.precision import Precision
-from lightning_fabric.strategies.ddp import DDPStrategy
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -31,6 +24,20 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from curvestep._checks import check_choice, check_count
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.tasks import share_of_batch
+
+# Fabric imports torchmetrics, if installed, only to read its version: 2.5 s of every start of a run.
+sys.modules.setdefault("torchmetrics", None)  # pyright: ignore[reportArgumentType] (None: not to be imported)
+try:
+    from lightning_fabric import Fabric
+    from lightning_fabric.loggers.csv_logs import CSVLogger
+    from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+    from lightning_fabric.plugins.precision.amp import MixedPrecision
+    from lightning_fabric.plugins.precision.precision import Precision
+    from lightning_fabric.strategies.ddp import DDPStrategy
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+finally:
+    if sys.modules["torchmetrics"] is None:
+        del sys.modules["torchmetrics"]
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}

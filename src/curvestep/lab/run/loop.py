@@ -10,10 +10,9 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric import Fabric
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count, check_nonnegative
@@ -48,6 +47,9 @@ from curvestep.lab.run.folder import (
 )
 from curvestep.lab.run.session import Session
 from curvestep.lab.tasks import make_task
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

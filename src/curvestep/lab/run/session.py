@@ -17,10 +17,9 @@ import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -34,6 +33,9 @@ from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import RandomState, map_tensors
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"
