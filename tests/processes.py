@@ -1,5 +1,10 @@
-"""Run a function on several gloo processes of this machine and bring back what each returned."""
+"""Processes of tests: forks of one server that has imported what they need, so that each starts at once."""
 
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -7,18 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+CONTEXT = multiprocessing.get_context("forkserver")
+# What is not installed is passed over. Torch's optimizers import its compiler when they are made.
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "curvestep.lab.run.loop"])
+
 
 def run_on_processes(function, *args, world_size=2):
-    """Call ``function(rank, *args)`` on each of ``world_size`` ranks; return the results by rank.
+    """Call ``function(rank, *args)`` on each of ``world_size`` gloo ranks; return the results by rank.
 
     ``function`` must be importable (a module-level function); results travel through `torch.save`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, (world_size, folder, function, args), nprocs=world_size, join=True)
+        given = (world_size, folder, function, args)
+        mp.start_processes(_rank, given, nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _main(rank, world_size, folder, function, args):
+def _rank(rank, world_size, folder, function, args):
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -29,3 +39,26 @@ def _main(rank, world_size, folder, function, args):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def run_command(*words, largest_file=None):
+    """``curvestep`` with these words in a process of its own, without a terminal, as `subprocess.run` would.
+
+    With ``largest_file``, writing beyond so many bytes of a file fails as on a full disk.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = CONTEXT.Process(target=_command, args=(words, paths, largest_file))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in paths))
+
+
+def _command(words, paths, largest_file):
+    from curvestep.cli import main
+
+    for number, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.exit(main(words))

@@ -1,8 +1,6 @@
 """``--lr auto --max-norm auto`` from the first gradient to the resumed run, as a user types it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,11 +9,12 @@ pytest.importorskip("lightning_fabric")
 from curvestep.calibration.result import read_calibration
 from curvestep.lab.run.folder import Run
 from tests.lab.small import write_text
+from tests.processes import run_command
 
 
 def curvestep(*args, code=0):
     """One command in a process of its own, without a terminal: what it printed, and its complaint."""
-    done = subprocess.run([sys.executable, "-m", "curvestep", *args], capture_output=True, text=True)
+    done = run_command(*args)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
-from curvestep.lab.jobs import Job, Outcome, run_jobs
+from curvestep.lab.jobs import Outcome
 from curvestep.lab.recipes import to_dict, with_fields
 from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
 from curvestep.lab.run.loop import train
@@ -131,7 +130,10 @@ def test_a_killed_joblib_worker_loses_nothing(on_joblib, tmp_path):
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets and pipes to the interpreter
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_two_ray_workers_give_what_joblib_gives_and_a_killed_one_loses_nothing(on_joblib, tmp_path):
+def test_two_ray_workers_give_what_joblib_gives_and_a_killed_one_loses_nothing(
+    on_joblib, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # by itself Ray's workers give way to all other tests
     recipe = Run.load(on_joblib.trials[0].folder).recipe
     with killing_a_worker_after(tmp_path, 2, lambda p: "ray::_call" in " ".join(p.cmdline())) as killed:
         result = sweep(recipe, GRID, tmp_path, engine="ray", progress=False, checkpoint_seconds=0.05)
@@ -169,7 +171,7 @@ def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_jobli
         path: path.stat().st_mtime_ns for folder in finished(tmp_path / "sweep") for path in folder.iterdir()
     }
     assert 2 * 6 <= len(done) < 8 * 6
-    result = sweep(recipe, GRID, tmp_path / "sweep", progress=False)
+    result = sweep(recipe, GRID, tmp_path / "sweep", progress=False, workers=1)
     assert {t.status for t in result.trials} == {"finished"}
     assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
     assert {path: path.stat().st_mtime_ns for path in done} == done
@@ -238,84 +240,6 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, gr
 def test_impossible_engines_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         sweep(eight(tmp_path / "data"), {"lr": [1.0]}, tmp_path / "sweep", **arguments)
-
-
-def _thread_count(threads):
-    return threads
-
-
-@pytest.mark.slow
-def test_workers_share_the_cores(tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    jobs = [Job(name=str(i), folder=tmp_path, function=_thread_count, arguments={}) for i in range(2)]
-    cores = os.cpu_count() or 1
-    assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}
-    assert {o.value for o in run_jobs(jobs, workers=1)} == {cores}
-
-
-def _die_or_count(folder, threads):
-    """Count this call; the process of a job called ``doomed`` dies."""
-    with (folder / "calls").open("a") as file:
-        file.write("x")
-    if folder.name == "doomed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.2)
-
-
-@pytest.mark.slow
-def test_a_job_whose_process_always_dies_is_tried_three_times_and_the_rest_go_on(tmp_path):
-    names = ["doomed", *(f"job{i}" for i in range(6))]
-    jobs = []
-    for name in names:
-        (tmp_path / name).mkdir()
-        arguments = {"folder": tmp_path / name}
-        jobs.append(Job(name=name, folder=tmp_path / name, function=_die_or_count, arguments=arguments))
-    outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, workers=2)}
-    assert outcomes.keys() == set(names)
-    assert "its process died 3 times" in outcomes.pop("doomed").error
-    assert [outcome.error for outcome in outcomes.values()] == [""] * 6
-    calls = {name: len((tmp_path / name / "calls").read_text()) for name in names}
-    assert calls == {"doomed": 3, **dict.fromkeys(names[1:], 1)}  # no innocent job is counted or run again
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("WorkerCrashedError", "WorkerCrashedError: its process died 3 times"),
-        ("LocalRayletDiedError", None),
-        ("NodeDiedError", None),
-    ],
-)
-def test_ray_says_whether_a_process_or_the_node_was_lost(tmp_path, monkeypatch, error, words):
-    exceptions = pytest.importorskip("ray.exceptions")
-    kind = getattr(exceptions, error)
-
-    class FakeRay(types.ModuleType):
-        """Ray without a cluster: the first job is lost, the others succeed."""
-
-        is_initialized = staticmethod(lambda: True)
-        wait = staticmethod(lambda refs, num_returns: (refs[:1], refs[1:]))
-
-        @staticmethod
-        def remote(**options):
-            return lambda function: SimpleNamespace(remote=lambda job, threads: job.name)
-
-        @staticmethod
-        def get(name):
-            if name == "job0":
-                raise kind("lost") if error == "NodeDiedError" else kind()
-            return Outcome(name=name)
-
-    fake = FakeRay("ray")
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    jobs = [Job(name=f"job{i}", folder=tmp_path, function=print, arguments={}) for i in range(4)]
-    if words:
-        assert [(o.name, o.error) for o in run_jobs(jobs, engine="ray")] == [
-            ("job0", words), ("job1", ""), ("job2", ""), ("job3", ""),
-        ]  # fmt: skip
-        return
-    with pytest.raises(RuntimeError, match=rf"lost the node .*\({error}\); 4 of 4 jobs are left"):
-        list(run_jobs(jobs, engine="ray"))
 
 
 def test_a_trial_whose_process_was_killed_is_failed_not_running(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from joblib.externals.loky import get_reusable_executor
 
 from curvestep._files import dump_row
 from curvestep.fit.fit import fit_smoothness
@@ -125,13 +124,13 @@ def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale():
 @pytest.mark.slow
 def test_runs_of_another_recipe_or_scale_are_not_taken_for_these(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig8",))
-    reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     run = plan.runs[0]
     other = replace(plan, runs=(replace(run, recipe=replace(run.recipe, hidden=7)),))
     with pytest.raises(ValueError, match=r"run of another recipe .hidden 6 → 7"):
-        reproduce(tmp_path / "out", plan=other, offline=True, progress=False)
+        reproduce(tmp_path / "out", plan=other, workers=1, offline=True, progress=False)
     at_paper_scale = replace(plan, scale="paper", runs=(replace(run, setting="lstm-lr2"),))
-    reproduce(tmp_path / "out", plan=at_paper_scale, offline=True, progress=False)
+    reproduce(tmp_path / "out", plan=at_paper_scale, workers=1, offline=True, progress=False)
     assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == ["text", "text-paper"]
 
 
@@ -187,7 +186,7 @@ def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, mo
 @pytest.mark.slow
 def test_every_trace_is_fitted_once_for_figures_claims_and_page(tmp_path, monkeypatch):
     plan = tiny_plan(tmp_path / "data", ("fig2", "fig8"))
-    reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     fitted = []
 
     def counted(trace, **options):
@@ -196,7 +195,7 @@ def test_every_trace_is_fitted_once_for_figures_claims_and_page(tmp_path, monkey
 
     for module in (run_folder, views):
         monkeypatch.setattr(module, "fit_smoothness", counted)
-    reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     assert len(fitted) == len(set(fitted)) == len(plan.runs)
 
 
@@ -205,7 +204,7 @@ def test_a_run_that_fails_is_named_and_the_rest_is_done(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig6", "fig8"))
     (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10").mkdir(parents=True)
     (tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10" / "checkpoint.pt").write_bytes(b"precious")
-    result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    result = reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     assert [failure.split(":")[0] for failure in result.failures] == ["lm-lr2-seed10"]
     assert set(result.figures) == {"fig6", "fig8"}  # the seeds that are there
     there = tmp_path / "out" / "runs" / "text" / "lm-lr2-seed10"
@@ -225,16 +224,7 @@ def test_without_network_the_stand_ins_are_used_and_said(tmp_path, monkeypatch, 
     assert all("stand-in" in source for source in sources)
 
 
-@pytest.fixture
-def fresh_workers():
-    """Worker processes with the environment of this test: joblib would go on with those of another one."""
-    get_reusable_executor().shutdown(wait=True)
-    yield
-    get_reusable_executor().shutdown(wait=True)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_workers")
 def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
     """Nothing answers: no host, no registry, no cache, no folder of data."""
     print_notice_once.cache_clear()
@@ -260,7 +250,7 @@ def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tm
             "probe_from": 0,
         },
     )
-    result = reproduce(tmp_path / "out", plan=plan)
+    result = reproduce(tmp_path / "out", plan=plan, workers=1)
     assert not result.failures
     assert set(result.figures) == {"fig3", "fig6"}
     assert result.data == (

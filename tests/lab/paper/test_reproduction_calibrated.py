@@ -59,7 +59,7 @@ def test_reproduction_measures_trains_keeps_the_curve_and_compares(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig4",))
     wanted = tuple(run for run in plan.runs if run.setting in (BY_HAND, CALIBRATED))
     plan = replace(plan, runs=wanted)
-    result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    result = reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     (folder,) = [path.parent for path in (tmp_path / "out" / "runs").rglob(CALIBRATION)]
     cal, recipe = read_calibration(folder), Run.load(folder).recipe
     assert cal is not None

@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,13 +65,10 @@ class Opened:
         """Quiet, and nothing asked for but the file itself (and images inside it)."""
         assert self.trouble == []
         assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.url]
+
+    def close(self):
+        self.check()
         self.context.close()
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    folder = make_run(tmp_path_factory.mktemp("single") / "run", layers=("encoder", "decoder"))
-    return write_page([folder], folder.parent / "page.html").path
 
 
 def drawn_charts(opened):
@@ -102,14 +100,48 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory):
+    """The path of the page of a case, which is written once."""
+
+    @cache
+    def write(case):
+        folder = tmp_path_factory.mktemp("case")
+        CASES[case](folder)
+        return write_page([folder], folder / "page.html").path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def desk(chromium, page_of):
+    """The page of a single run, opened once for tests that leave its tab as they found it."""
+    opened = Opened(chromium, page_of("a single run"))
+    opened.at_first = opened.tab.evaluate(
+        """[[...document.querySelectorAll("figure[data-chart]")].filter((f) =>
+            f.getBoundingClientRect().top < innerHeight && !f.querySelector(".trace")).length,
+            curvestepPage.drawn.size]"""
+    )
+    yield opened.draw_all()
+    opened.close()
+
+
+SHEETS = {"twenty runs": 3, "a single run": 4, "reproduction": 8}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_every_panel_is_drawn_without_an_error_or_a_request(chromium, tmp_path, case):
-    CASES[case](tmp_path)
-    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
-    charts = drawn_charts(opened)
+def test_every_panel_is_drawn_without_an_error_or_a_request_and_prints_on_a_few_sheets(
+    chromium, page_of, case
+):
+    opened = Opened(chromium, page_of(case))
+    if case in SHEETS:
+        opened.tab.emulate_media(media="print")
+        assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", opened.tab.pdf(format="A4"))) <= SHEETS[case]
+        opened.tab.emulate_media(media="screen")
+    charts = drawn_charts(opened.draw_all())
     assert len(charts) >= 2
     assert [name for name, marks in charts if not marks] == []
-    opened.check()
+    opened.close()
 
 
 def test_hostile_names_are_shown_as_text(chromium, tmp_path):
@@ -120,7 +152,7 @@ def test_hostile_names_are_shown_as_text(chromium, tmp_path):
     assert name in opened.tab.inner_text("#runs")
     assert "<b>bold</b>" in opened.tab.text_content("#run-0-layers")
     assert opened.tab.evaluate("document.querySelectorAll('img, a[href^=javascript]').length") == 0
-    opened.check()
+    opened.close()
 
 
 def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium, tmp_path):
@@ -142,44 +174,43 @@ def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium
     figure.locator(".plot").focus()
     opened.tab.keyboard.press("ArrowRight")
     assert opened.tab.inner_text("#spoken").startswith("batch 1: ")
-    opened.check()
+    opened.close()
 
 
-def test_the_scatter_has_points_frontier_line_and_hover(chromium, single):
-    opened = Opened(chromium, single).draw_all()
-    points, line, frontier = opened.data("run-0-scatter")
+def test_the_scatter_has_points_frontier_line_and_hover(desk):
+    points, line, frontier = desk.data("run-0-scatter")
     assert points["customdata"][0][0] == points["marker"]["color"][0] == 5
     assert "step %{customdata[0]}" in points["hovertemplate"]
     assert line["name"].startswith("95% line: ")
     assert frontier["name"] == "frontier"
-    opened.check()
+    desk.check()
 
 
-def test_the_switch_changes_the_axes_from_the_keyboard(chromium, single):
-    opened = Opened(chromium, single).draw_all()
-    assert opened.layout("run-0-scatter")["xaxis"]["type"] == "log"
-    button = opened.tab.locator("figure[data-chart=run-0-scatter] [data-scale=linear]")
+def test_the_switch_changes_the_axes_from_the_keyboard(desk):
+    assert desk.layout("run-0-scatter")["xaxis"]["type"] == "log"
+    button = desk.tab.locator("figure[data-chart=run-0-scatter] [data-scale=linear]")
     button.focus()
-    opened.tab.keyboard.press("Enter")
-    assert opened.layout("run-0-scatter")["xaxis"]["type"] == "linear"
+    desk.tab.keyboard.press("Enter")
+    assert desk.layout("run-0-scatter")["xaxis"]["type"] == "linear"
     assert button.get_attribute("aria-pressed") == "true"
-    opened.check()
+    desk.tab.locator("figure[data-chart=run-0-scatter] [data-scale=log]").click()
+    assert desk.layout("run-0-scatter")["xaxis"]["type"] == "log"
+    desk.check()
 
 
-def test_arrow_keys_walk_the_points_and_read_them_out(chromium, single):
-    opened = Opened(chromium, single).draw_all()
-    opened.tab.locator("figure[data-chart=run-0-norm] .plot").focus()
-    opened.tab.keyboard.press("ArrowRight")
-    first = opened.tab.text_content("#spoken")
+def test_arrow_keys_walk_the_points_and_read_them_out(desk):
+    desk.tab.locator("figure[data-chart=run-0-norm] .plot").focus()
+    desk.tab.keyboard.press("ArrowRight")
+    first = desk.tab.text_content("#spoken")
     assert first.startswith("gradient norm: 1, ")
-    opened.tab.keyboard.press("ArrowRight")
-    assert opened.tab.text_content("#spoken").startswith("gradient norm: 2, ")
-    assert opened.tab.locator("figure[data-chart=run-0-norm] .hovertext").count() == 1
-    opened.check()
+    desk.tab.keyboard.press("ArrowRight")
+    assert desk.tab.text_content("#spoken").startswith("gradient norm: 2, ")
+    assert desk.tab.locator("figure[data-chart=run-0-norm] .hovertext").count() == 1
+    desk.check()
 
 
-def test_every_control_is_reached_with_the_tab_key(chromium, single):
-    opened = Opened(chromium, single).draw_all()
+def test_every_control_is_reached_with_the_tab_key(chromium, page_of):
+    opened = Opened(chromium, page_of("a single run")).draw_all()
     controls = opened.tab.evaluate(
         "document.querySelectorAll('button, select, input, summary, .plot, a[href]').length"
     )
@@ -192,7 +223,7 @@ def test_every_control_is_reached_with_the_tab_key(chromium, single):
         ".filter((e) => !e.checkVisibility()).length"
     )
     assert len(seen) >= controls - hidden
-    opened.check()
+    opened.close()
 
 
 def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
@@ -208,24 +239,17 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
     opened.tab.locator("[data-pick='0']").focus()
     opened.tab.keyboard.press("Space")
     assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.3, clip 0.5"]
-    opened.check()
+    opened.close()
 
 
-def test_charts_in_sight_are_drawn_when_the_page_is_ready(chromium, single):
-    opened = Opened(chromium, single)
-    missing = opened.tab.evaluate(
-        """[...document.querySelectorAll("figure[data-chart]")].filter((f) =>
-            f.getBoundingClientRect().top < innerHeight && !f.querySelector(".trace")).length"""
-    )
+def test_charts_in_sight_are_drawn_when_the_page_is_ready(desk):
+    missing, drawn = desk.at_first
     assert missing == 0
-    assert opened.tab.evaluate("curvestepPage.drawn.size") >= 1
-    opened.check()
+    assert drawn >= 1
 
 
-def test_the_verdict_of_each_claim_is_in_sight_on_a_phone(chromium, tmp_path):
-    make_reproduction(tmp_path)
-    page = write_page([tmp_path], tmp_path / "page.html").path
-    opened = Opened(chromium, page, viewport={"width": 390, "height": 844})
+def test_the_verdict_of_each_claim_is_in_sight_on_a_phone(chromium, page_of):
+    opened = Opened(chromium, page_of("reproduction"), viewport={"width": 390, "height": 844})
     assert opened.tab.evaluate("document.documentElement.scrollWidth") == 390
     box = opened.tab.locator("#claims .badge").first.bounding_box()
     assert 0 <= box["x"] < box["x"] + box["width"] <= 390
@@ -233,22 +257,13 @@ def test_the_verdict_of_each_claim_is_in_sight_on_a_phone(chromium, tmp_path):
     enlarge.click()
     assert opened.tab.evaluate("document.querySelector('.large img').clientWidth") > 390
     assert opened.tab.evaluate("document.documentElement.scrollWidth") == 390
-    opened.check()
-
-
-@pytest.mark.parametrize(("make", "most"), [("twenty runs", 3), ("a single run", 4), ("reproduction", 8)])
-def test_a_page_prints_on_a_few_sheets(chromium, tmp_path, make, most):
-    CASES[make](tmp_path)
-    opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path)
-    opened.tab.emulate_media(media="print")
-    sheets = re.findall(rb"/Type\s*/Page[^s]", opened.tab.pdf(format="A4"))
-    assert 1 <= len(sheets) <= most
-    opened.check()
+    opened.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_sticks_out_in_either_scheme(chromium, single, scheme):
-    opened = Opened(chromium, single, viewport={"width": 390, "height": 844}, color_scheme=scheme).draw_all()
+def test_on_a_phone_nothing_sticks_out_in_either_scheme_and_no_tick_repeats(chromium, page_of, scheme):
+    page, size = page_of("a single run"), {"width": 390, "height": 844}
+    opened = Opened(chromium, page, viewport=size, color_scheme=scheme).draw_all()
     assert opened.tab.evaluate("document.documentElement.scrollWidth") == 390
     paper, ink = opened.tab.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
@@ -259,23 +274,18 @@ def test_on_a_phone_nothing_sticks_out_in_either_scheme(chromium, single, scheme
     assert opened.layout("run-0-scatter")["template"]["layout"]["font"]["color"] == (
         "#1b1f24" if scheme == "light" else "#e6edf3"
     )
-    opened.check()
-
-
-def test_a_chart_is_saved_as_svg(chromium, single):
-    opened = Opened(chromium, single).draw_all()
-    with opened.tab.expect_download() as download:
-        opened.tab.locator("figure[data-chart=run-0-scatter] [data-save=svg]").click()
-    assert download.value.suggested_filename == "curvestep-scatter.svg"
-    assert "<svg" in Path(download.value.path()).read_text()
-    opened.context.close()
-
-
-def test_ticks_of_log_axes_are_numbers_that_do_not_repeat(chromium, single):
-    opened = Opened(chromium, single, viewport={"width": 390, "height": 844}).draw_all()
     for chart in ("run-0-scatter", "run-0-norm", "run-0-edge"):
         for axis in ("xaxis", "yaxis"):
             found = opened.layout(chart)[axis]
             if found["type"] == "log":
                 assert len(set(found["ticktext"])) == len(found["ticktext"]) >= 2, (chart, axis)
-    opened.check()
+    opened.close()
+
+
+def test_a_chart_is_saved_as_svg(chromium, page_of):
+    opened = Opened(chromium, page_of("a single run")).draw_all()
+    with opened.tab.expect_download() as download:
+        opened.tab.locator("figure[data-chart=run-0-scatter] [data-save=svg]").click()
+    assert download.value.suggested_filename == "curvestep-scatter.svg"
+    assert "<svg" in Path(download.value.path()).read_text()
+    opened.context.close()

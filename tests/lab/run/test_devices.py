@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from functools import cache
 
 import numpy as np
 import pytest
@@ -64,14 +65,26 @@ def _assert_same(two, one):
     torch.testing.assert_close(*(content["optimizer"]["state"] for content in saved), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["language", "images"])
-def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, kind, strategy):
-    recipe = _recipe(tmp_path, kind)
-    train(recipe, tmp_path / "one", progress=False)
-    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu", strategy=strategy)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """By kind of model: the recipe, and the folder of a run on one device."""
+
+    @cache
+    def run(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        recipe = _recipe(folder, kind)
+        train(recipe, folder / "one", progress=False)
+        return recipe, folder / "one"
+
+    return run
+
+
+# The other pairs are among those that are interrupted and resumed below.
+def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, alone):
+    recipe, one = alone("images")
+    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu", strategy="ddp")
     assert result.status == "finished"
-    _assert_same(tmp_path / "two", tmp_path / "one")
+    _assert_same(tmp_path / "two", one)
 
 
 def _interrupted(recipe, folder, *, rows, **arguments):
@@ -111,20 +124,19 @@ def _signalled(recipe, folder, *, rows, **arguments):
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("language", "ddp"), ("language", "fsdp"), ("images", "fsdp")]
 )
-def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, kind, strategy):
-    recipe = _recipe(tmp_path, kind)
-    train(recipe, tmp_path / "one", progress=False)
+def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, alone, kind, strategy):
+    recipe, one = alone(kind)
     two = {"devices": 2, "accelerator": "cpu", "strategy": strategy}
     stopped = _interrupted(recipe, tmp_path / "two", rows=5, **two)
     assert stopped.status == "interrupted"
     assert 5 <= stopped.step < recipe.steps
     shutil.copytree(tmp_path / "two", tmp_path / "alone")
     assert train(recipe, tmp_path / "two", progress=False, resume=True, **two).status == "finished"
-    _assert_same(tmp_path / "two", tmp_path / "one")
+    _assert_same(tmp_path / "two", one)
     with pytest.warns(UserWarning, match="header differs in: world_size"):
-        alone = train(recipe, tmp_path / "alone", progress=False, resume=True)
-    assert alone.status == "finished"
-    _assert_same(tmp_path / "alone", tmp_path / "one")
+        resumed = train(recipe, tmp_path / "alone", progress=False, resume=True)
+    assert resumed.status == "finished"
+    _assert_same(tmp_path / "alone", one)
 
 
 def test_a_sharded_model_is_not_averaged(tmp_path):

@@ -1,11 +1,6 @@
 """A disk that fills up while a run trains: one clear line, nothing lost, resumed once there is room."""
 
-import os
 import re
-import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,33 +8,21 @@ from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
 from tests.lab.small import small_language
+from tests.processes import run_command
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 30_000  # bytes: above the checkpoint, below the rows of the whole run
 
 
-def command_line(recipe, folder):
-    text = Path(recipe.corpus)
+def words(recipe, folder):
     fields = {
-        "corpus": text, "embedding": 8, "hidden": 10, "batch_size": 4, "bptt": 6, "steps": recipe.steps,
-        "eval-size": 0, "lr": 1.0, "max-norm": 0.25, "probe-every": recipe.probe_every,
+        "corpus": recipe.corpus, "embedding": 8, "hidden": 10, "batch-size": 4, "bptt": 6, "eval-size": 0,
+        "steps": recipe.steps, "lr": 1.0, "max-norm": 0.25, "probe-every": recipe.probe_every,
     }  # fmt: skip
     options = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     always = ["--resume", "--quiet", "--threads", "1", "--checkpoint-seconds", "0", "--folder", str(folder)]
-    return [sys.executable, "-m", "curvestep", "train", "ptb-lstm", *options, *always]
-
-
-def run(command, *, limit=None):
-    """The command with no file allowed to grow beyond ``limit``: the write fails as on a full disk."""
-
-    def restrict():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, preexec_fn=restrict if limit else None
-    )
+    return ["train", "ptb-lstm", *options, *always]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +32,8 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     tmp_path, probe_every, fills
 ):
     recipe = small_language(tmp_path, steps=240, probe_every=probe_every)
-    command = command_line(recipe, tmp_path / "run")
-    full = run(command, limit=LIMIT)
+    command = words(recipe, tmp_path / "run")
+    full = run_command(*command, largest_file=LIMIT)
     assert full.returncode == 1
     # The probe warns before; the command itself has one line to say.
     assert full.stderr.count("curvestep: ") == 1, full.stderr
@@ -62,7 +45,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     assert len(left.rows()) >= load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] > 0
     assert not list((tmp_path / "run").glob(".*.part"))  # no part of a file is left behind
 
-    assert run(command).returncode == 0
+    assert run_command(*command).returncode == 0
     train(recipe, tmp_path / "never-full", progress=False, threads=1)
     for name in ("metrics.jsonl", "trace.jsonl"):
         again, once = (tmp_path / folder / name for folder in ("run", "never-full"))
@@ -73,10 +56,10 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
 
 def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path):
     recipe = small_language(tmp_path, steps=30, probe_every=0)
-    command = command_line(recipe, tmp_path / "run")
-    full = run(command, limit=9_000)  # below the checkpoint
+    command = words(recipe, tmp_path / "run")
+    full = run_command(*command, largest_file=9_000)  # below the checkpoint
     assert full.returncode == 1
     assert full.stderr.count("\n") == 1, full.stderr
     assert "run has no room" in full.stderr
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
-    assert run(command).returncode == 0
+    assert run_command(*command).returncode == 0

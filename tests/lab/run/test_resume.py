@@ -1,6 +1,5 @@
 """A run that is killed again and again ends as if nothing had happened."""
 
-import multiprocessing
 import random
 import signal
 from unittest import mock
@@ -11,6 +10,7 @@ import torch
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
 from tests.lab.small import small_language
+from tests.processes import CONTEXT
 
 
 def _train(recipe, folder, kill_after=None, delay=0.0):
@@ -25,26 +25,18 @@ def _train(recipe, folder, kill_after=None, delay=0.0):
         train(recipe, folder, resume=True, progress=False, checkpoint_seconds=0.02)
 
 
-@pytest.fixture(scope="module")
-def context():
-    """Children that start fast: the server imports once, each child is a fork of it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["curvestep.lab.run.loop"])
-    return context
-
-
 @pytest.mark.slow
-def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_killed(tmp_path, context):
+def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_killed(tmp_path):
     recipe = small_language(tmp_path, steps=400, dropout=0.3, momentum=0.5, eval_every=50, probe_every=5)
     train(recipe, tmp_path / "whole", progress=False)
     killed, moments = tmp_path / "killed", random.Random(7)
     for kill in range(10):
         after, delay = kill * 35 + moments.randrange(35), 1e-6 + moments.random() * 0.02
-        child = context.Process(target=_train, args=(recipe, killed, after, delay))
+        child = CONTEXT.Process(target=_train, args=(recipe, killed, after, delay))
         child.start()
         child.join()
         assert child.exitcode == -signal.SIGPROF  # at once: nothing is tidied up
-    child = context.Process(target=_train, args=(recipe, killed))
+    child = CONTEXT.Process(target=_train, args=(recipe, killed))
     child.start()
     child.join()
     assert child.exitcode == 0
