@@ -368,6 +368,7 @@ def test_under_a_schedule_the_lr_is_its_peak_and_called_so(lr):
     )
     assert several.verdict.startswith(f"Take peak lr {3 * rates.max():.3g}, ")
     assert any(reason.startswith(f"peak lr {rates.max():.3g}, ") for reason in several.reasons)
+    assert f"try next    peak lr {several.next_setting['lr']:.3g}, " in str(several)
 
 
 def test_a_lost_run_is_told_the_peak_of_its_schedule():

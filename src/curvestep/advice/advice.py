@@ -116,19 +116,19 @@ class Advice:
     def _table(self) -> list[tuple[str, str]]:
         if self.action == KEEP:  # nothing to set
             return []
+        rate = rate_name(self.lr_is_peak)
         rows = [
             (name, f"{value:.3g}" + (f"  [{span[0]:.3g}, {span[1]:.3g}]" if span else ""))
             for name, value, span in (
-                (rate_name(self.lr_is_peak), self.lr, self.lr_interval),
+                (rate, self.lr, self.lr_interval),
                 ("max_norm", self.max_norm, self.max_norm_interval),
                 ("step_cap", self.step_cap, self.step_cap_interval),
             )
             if value is not None and math.isfinite(value)
         ]
         if self.next_setting is not None:
-            rows.append(
-                ("try next", ", ".join(f"{key} {value:.3g}" for key, value in self.next_setting.items()))
-            )
+            tried = {rate if key == "lr" else key: value for key, value in self.next_setting.items()}
+            rows.append(("try next", ", ".join(f"{key} {value:.3g}" for key, value in tried.items())))
         return rows
 
 

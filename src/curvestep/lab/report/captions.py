@@ -12,6 +12,7 @@ import numpy as np
 
 from curvestep.advice.advice import Advice
 from curvestep.advice.decision import KEEP
+from curvestep.advice.settings import rate_name
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import usable
@@ -285,7 +286,9 @@ def advice_table(advice: Advice) -> dict[str, str]:
         "step_cap_interval": interval(advice.step_cap_interval),
         "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
         "next": ", ".join(
-            "no clipping" if math.isinf(value) else f"{name} {value:.3g}"
+            "no clipping"
+            if math.isinf(value)
+            else f"{rate_name(advice.lr_is_peak) if name == 'lr' else name} {value:.3g}"
             for name, value in (advice.next_setting or {}).items()
         ),
     }
