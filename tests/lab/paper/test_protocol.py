@@ -88,7 +88,14 @@ def test_the_difference_of_exponents_decides(tmp_path, large, spread, verdict):
             assert exponent(run, fraction) == pytest.approx(expected, abs=0.05)
     found = contrast(results, BY_HAND, "lm-lr2")
     assert found.verdict == verdict
-    for words in ("at 0.1 of the step", "at 0.5 of the step", "at 1 of the step", "by ranks", "inside steps"):
+    for words in (
+        "at 0.1 of the step",
+        "at 0.5 of the step",
+        "at 1 of the step",
+        "past the first 10%",
+        "by ranks",
+        "inside steps",
+    ):
         assert words in found.measured
 
 
