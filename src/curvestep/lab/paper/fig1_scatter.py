@@ -14,7 +14,8 @@ What decides a claim about growth is the exponent, the slope of :math:`\log\hat 
    own step lengths and noise. The spectrum of the run is not known, so the control has limits (nine of ten
    simulated quadratics lie inside); they widen the interval of the difference.
 3. Beside it, without a vote: the same at each fraction of the step, without the start of the run, ranks, and
-   the elasticity inside single steps, where a constant Hessian shows none and no control is needed; what it would decide is said.
+   the elasticity inside single steps, where a constant Hessian shows none and no control is needed; what it
+   would decide is said.
 """
 
 from __future__ import annotations
