@@ -23,13 +23,11 @@ class Problem(ABC):
 
     Attributes:
         name: A short name for labels.
-        formula: The function in LaTeX, for labels.
         event_shape: ``()`` for a function of one real variable, ``(d,)`` on d-dimensional space.
         minimum: The infimum of f; ``-inf`` if f is unbounded below.
     """
 
     name: str
-    formula: str
     event_shape: tuple[int, ...] = ()
     minimum: float
 
@@ -162,7 +160,6 @@ class Rescaled(Problem):
         self.problem = problem
         self.height, self.width = check_positive("height", height), check_positive("width", width)
         self.name = f"{problem.name}, {height:g} times as high, {width:g} times as wide"
-        self.formula = rf"{height:g}\,[{problem.formula}](x/{width:g})"
         self.event_shape, self.minimum = problem.event_shape, height * problem.minimum
 
     def value(self, x: Array) -> Array:

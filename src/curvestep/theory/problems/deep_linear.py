@@ -84,7 +84,6 @@ class DeepLinear(Problem):
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # of a point: one a layer
         self.event_shape = (ends[-1],)
         self.name = "deep linear network " + "-".join(map(str, self.widths))
-        self.formula = r"\|Y - W_\ell\cdots W_1 X\|^2"
         # The loss of the best product of that rank: reduced-rank regression.
         self.minimum = float(self.value(self.minimizer()))
 

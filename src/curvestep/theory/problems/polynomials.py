@@ -54,8 +54,6 @@ class Polynomial(ScalarProblem):
         self.degree = a.size - 1
         self._f = Series(a)
         self._df, self._d2f, self._d3f = (self._f.deriv(k) for k in (1, 2, 3))
-        terms = [f"{c:g}x^{{{i}}}" if i else f"{c:g}" for i, c in enumerate(a) if c != 0]
-        self.formula = " + ".join(terms) or "0"
         right = a[-1] > 0 or math.isfinite(self.domain[1])
         left = (a[-1] > 0) == (self.degree % 2 == 0) or math.isfinite(self.domain[0])
         bounded = self.degree == 0 or (left and right)
@@ -115,7 +113,7 @@ class Quartic(Polynomial):
 
     def __init__(self, domain: tuple[float, float] = (-math.inf, math.inf)) -> None:
         super().__init__([0, 0, 0, 0, 1], domain)
-        self.name, self.formula = "quartic", "x^4"
+        self.name = "quartic"
 
     def value(self, x: Array) -> Array:
         """Fourth powers."""
@@ -168,7 +166,6 @@ class Quadratic(Problem):
         self.rotation = random_rotation(dim, rotation_seed)
         self.hessian = self.rotation.T @ (self.curvatures[:, None] * self.rotation)
         self.name = f"quadratic in {dim} dimensions"
-        self.formula = r"\frac{1}{2}x^\top Q^\top\Lambda Q x"
 
     @classmethod
     def isotropic(cls, curvature: float, *, dim: int) -> Quadratic:

@@ -66,7 +66,6 @@ class ExponentialWall(ScalarProblem):
         super().__init__()
         self.L0, self.L1 = float(check_positive("L0", L0)), float(check_positive("L1", L1))
         self.name = "exponential wall"
-        self.formula = r"\frac{L_0}{L_1^2}(e^{L_1|x|} - L_1|x| - 1)"
 
     def value(self, x: Array) -> Array:
         """Values, accurate near 0."""
@@ -116,7 +115,6 @@ class PrintedWall(ExponentialWall):
         super().__init__(L0=check_positive("L1", L1), L1=L1)
         self.minimum = 0.5 / self.L1  # at 0
         self.name = "exponential wall as printed"
-        self.formula = r"\frac{L_1}{2}x^2 + \frac{1}{2L_1},\ \frac{1}{L_1 e}e^{L_1|x|}"
 
     def value(self, x: Array) -> Array:
         """Values on the three pieces."""
@@ -167,7 +165,6 @@ class RotatedWalls(Problem):
         self.event_shape = (check_count("dim", dim),)
         self.rotation = random_rotation(dim, rotation_seed)
         self.name = f"exponential walls in {dim} dimensions"
-        self.formula = r"\sum_i w((Qx)_i)"
 
     def value(self, x: Array) -> Array:
         """Sum of the walls."""
@@ -226,7 +223,6 @@ class SlowValley(ScalarProblem):
         self._height = 0.5 * self.slope * self.width * self.eps
         self._constants = tuple(map(np.array, (self.width, -1.0, 1.0, 3.0, self._height / self.width)))
         self.name = "slow valley"
-        self.formula = r"\frac{\varepsilon}{4}(6x^2 - x^4),\ 2\varepsilon(|x| - 1) + \frac{5\varepsilon}{4}"
 
     def value(self, x: Array) -> Array:
         """Values on the three pieces."""
