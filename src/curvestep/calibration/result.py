@@ -276,11 +276,6 @@ def limited(found: Calibration, fraction: float, limit: str) -> Calibration:
     return replace(found.times(fraction), limit=limit, warnings=(*found.warnings, words))
 
 
-def scheduled(found: Calibration, factor: float, schedule: str) -> Calibration:
-    """``found`` for the peak of a schedule."""
-    return replace(found.times(factor), schedule=schedule)
-
-
 def write_calibration(folder: str | Path, found: Calibration) -> Path:
     """Keep ``found`` in the folder of a run, made if it is not there; the file."""
     path = Path(folder) / CALIBRATION

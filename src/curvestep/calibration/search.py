@@ -74,7 +74,7 @@ from curvestep.calibration.refusals import (
     standing_still,
     vanishing,
 )
-from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited, scheduled
+from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited
 from curvestep.smoothness.snapshot import RandomState
 
 # Chosen on the development tasks of `benchmarks/calibrate.py` and `benchmarks/schedules.py`; the evidence is
@@ -219,7 +219,8 @@ def calibrate(
             known += islice(stream, max(0, MOST_JUDGES + MOST_STEPS - len(known)))
             found = search.compared(found, known) if search.steep else search.tried(found, known)
         if schedule != "constant":
-            found = scheduled(found, SCHEDULED[_kind(method)], schedule)
+            kind = "signs" if method.along_signs else "momentum" if method.momentum else "plain"
+            found = replace(found.times(SCHEDULED[kind]), schedule=schedule)
         if pilot:
             known += islice(stream, max(0, MOST_JUDGES + pilot - len(known)))
             found = search.piloted(found, known, pilot)
@@ -227,10 +228,6 @@ def calibrate(
         outside.restore()
         before.restore()
     return found
-
-
-def _kind(method: Method) -> str:
-    return "signs" if method.along_signs else "momentum" if method.momentum else "plain"
 
 
 def threshold_multiple(agreement: float, clip_at: tuple[float, float]) -> float:
@@ -448,17 +445,14 @@ class _Search:
             )
 
     @property
-    def _logs(self) -> np.ndarray:
-        return np.log([batch.safe_step for batch in self.curve])
-
-    @property
     def half_width(self) -> float:
         """Half of the 90 % interval of the mean logarithm of the steps, by Student's t; inf for one batch."""
         number = len(self.curve)
         if number < 2:
             return math.inf
         # Besides their spread, steps carry the error of interpolating between neighbours of the lattice.
-        spread = max(float(np.std(self._logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
+        logs = np.log([batch.safe_step for batch in self.curve])
+        spread = max(float(np.std(logs, ddof=1)), math.log(2) / PER_OCTAVE / math.sqrt(12))
         return float(stats.t.ppf(0.95, number - 1)) * spread / math.sqrt(number)
 
     def result(self, *, max_kappa: float, clip_at: tuple[float, float], num_batches: int) -> Calibration:

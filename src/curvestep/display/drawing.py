@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "curvestep",  # the same figure is the same file
     "figure.dpi": 100,
 }
+# Inside `with styled():` the style above is in use; matplotlib's own settings come back afterwards.
+styled = partial(matplotlib.rc_context, _STYLE)
 
 
 def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> None:
@@ -203,13 +205,6 @@ def figure_of(
         if note:
             figure.supxlabel("\n".join(map(_literal, note.split("\n"))), fontsize=7.5, color="#555555")
     return figure
-
-
-@contextmanager
-def styled() -> Iterator[None]:
-    """Draw inside with the project's style; matplotlib's own settings come back afterwards."""
-    with matplotlib.rc_context(_STYLE):
-        yield
 
 
 def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:

@@ -125,35 +125,30 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         ValueError: If fewer than ten are left; it says how many there were and what became of the others.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    grad_norm, smoothness = trace.column("grad_norm"), trace.column(estimator)
+    smoothness = trace.column(estimator)
     measured = is_measured(trace, estimator)
     keep = trace.ok & measured
     order = np.flatnonzero(keep)
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
     if len(order) < LEAST_ROWS:
         raise ValueError(_too_few(trace, measured, keep, estimator))
-    column = {name: trace.column(name)[order] for name in ("step", "loss", "step_norm", "lr", "coefficient")}
-    g, ell = grad_norm[order], smoothness[order]
-    kappa = trace.column("kappa")[order]
+    names = ("step", "loss", "grad_norm", "step_norm", "lr", "coefficient", "kappa", "noise", "secants")
+    names += ("grad_norms", "grad_variance", "grad_signal", "eps", "self_test")
+    column = {name: trace.column(name)[order] for name in names}
+    g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
     spectral = trace.column("spectral_smoothness")
     dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
     return Samples(
+        # The header knows the parameters' type but not autocast's.
+        eps=_typical(column.pop("eps"), missing=_EPS.get(dtype, _EPS["float32"])),
+        self_test=_typical(column.pop("self_test"), missing=0.0),
         **column,
-        grad_norm=g,
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
-        noise=trace.column("noise")[order],
         clip_norm=clip_norms(column["coefficient"], g, step_norm=column["step_norm"], lr=column["lr"]),
         spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
-        grad_variance=trace.column("grad_variance")[order],
-        grad_signal=trace.column("grad_signal")[order],
-        secants=trace.column("secants")[order],
-        grad_norms=trace.column("grad_norms")[order],
         fractions=trace.fractions,
         skipped=len(trace) - len(order),
-        # The header knows the parameters' type but not autocast's.
-        eps=_typical(trace.column("eps")[order], missing=_EPS.get(dtype, _EPS["float32"])),
-        self_test=_typical(trace.column("self_test")[order], missing=0.0),
         estimator=estimator,
         history=History.of(trace),
     )

@@ -146,10 +146,7 @@ def print_notice(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("curvestep: ", "dim"), text))
 
 
-@cache
-def print_notice_once(text: str) -> None:
-    """Print a line to standard error once per process."""
-    print_notice(text)
+print_notice_once = cache(print_notice)  # the same line once per process
 
 
 def duration(seconds: float) -> str:

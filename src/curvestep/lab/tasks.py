@@ -172,17 +172,17 @@ class LanguageTask(Task):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Words, and the words that follow them, shaped (time, streams)."""
-        start, length = self._epochs.at(step)[1]
+        start, length = self._epochs.at(step)
         rows = self.streams[:, self.mine]
         return rows[start : start + length], rows[start + 1 : start + 1 + length]
 
     def starts_over(self, step: int) -> bool:
         """At the beginning of each pass over the text."""
-        return self._epochs.at(step)[1][0] == 0
+        return self._epochs.at(step)[0] == 0
 
     def lr_factor(self, step: int) -> float:
         """Length of the piece over ``bptt``, where lengths vary: a word then weighs the same in each."""
-        return self._epochs.at(step)[1][1] / self.recipe.bptt if self.recipe.variable_bptt else 1.0
+        return self._epochs.at(step)[1] / self.recipe.bptt if self.recipe.variable_bptt else 1.0
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
         """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
@@ -267,7 +267,7 @@ class ImageTask(Task):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Normalised images and their classes."""
-        chosen = self._epochs.at(step)[1]
+        chosen = self._epochs.at(step)
         x = self.x[chosen]
         if self.recipe.augmented:  # the whole batch on every process, so that each image gets the same crop
             x = augment(x, generator(self.recipe, f"augment/{step}"))
@@ -331,15 +331,15 @@ class _Epochs:
         self._epoch, self._first = 0, 0
         self._items = items_of(0)
 
-    def at(self, step: int) -> tuple[int, Any]:
-        """Epoch and item of step ``step``."""
+    def at(self, step: int) -> Any:
+        """The item of step ``step``."""
         if step < self._first:
             self._epoch, self._first, self._items = 0, 0, self._items_of(0)
         while step >= self._first + len(self._items):
             self._first += len(self._items)
             self._epoch += 1
             self._items = self._items_of(self._epoch)
-        return self._epoch, self._items[step - self._first]
+        return self._items[step - self._first]
 
 
 def _fixed_pieces(num_rows: int, bptt: int) -> list[tuple[int, int]]:

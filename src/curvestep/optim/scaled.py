@@ -260,7 +260,9 @@ class ScaledOptimizer(Optimizer, ABC):
             _check_one_place(bundles)
         norms, groups = self._norms(bundles), [bundle.group for bundle in bundles]
         # A GradScaler leaves the gradients scaled, and says by how much and whether one overflowed.
-        scaled_by, overflow = (_on_host(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+        given = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        # Each is read where nothing has to be waited for.
+        scaled_by, overflow = (n.item() if n is not None and is_readable(n) else n for n in given)
         unscale = 1.0 if scaled_by is None else 1 / scaled_by
         norms = norms if scaled_by is None else [product(n, unscale) for n in norms]
         norm = joint_norm(norms, self.defaults["norm_scope"])
@@ -443,11 +445,6 @@ def _joined(parts: list[Bundle]) -> Bundle:
         return parts[0]
     grads = [as_sharded(g, p) for part in parts for g, p in zip(part.grads, part.wholes, strict=True)]
     return Bundle(parts[0].group, parts[0].rule, grads=grads)
-
-
-def _on_host(number: Tensor | None) -> Any:
-    """A number that is read where nothing has to be waited for."""
-    return number.item() if number is not None and is_readable(number) else number
 
 
 def nonfinite_gradient(groups: list[dict[str, Any]]) -> str:

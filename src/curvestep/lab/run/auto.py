@@ -20,7 +20,7 @@ from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_start, make_optimizer
-from curvestep.lab.tasks import ImageTask, LanguageTask, Task, make_task, seed_of
+from curvestep.lab.tasks import ImageTask, LanguageTask, make_task, seed_of
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 _BATCHES_PER_WANTED = 4  # further ones are taken only while lr is unsure
@@ -29,7 +29,6 @@ _BATCHES_PER_WANTED = 4  # further ones are taken only while lr is unsure
 def calibrate_recipe(
     recipe: AnyRecipe,
     *,
-    task: Task | None = None,
     num_batches: int = 3,
     max_gradients: int = 40,
     offline: bool = False,
@@ -41,7 +40,6 @@ def calibrate_recipe(
 
     Args:
         recipe: What will be trained; its ``lr``, ``max_norm`` and ``offset`` are not looked at.
-        task: The recipe's task, if it is at hand.
         num_batches: Batches to measure at least.
         max_gradients: Gradients to evaluate at most.
         offline: Use no network for the data.
@@ -54,7 +52,7 @@ def calibrate_recipe(
         ('ClippedSGD', True, True)
     """
     with run_context(recipe):
-        task = task or make_task(recipe, offline=offline)
+        task = make_task(recipe, offline=offline)
         model = load_start(recipe, task.build()).train()
         torch.manual_seed(seed_of(recipe, "dropout/0"))
         count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
