@@ -33,7 +33,14 @@ def known_start():
     torch.set_default_dtype(torch.float32)
 
 
+# Roughly the seconds that a test with this marker takes; of several the first counts.
+SECONDS = {"ray": 30, "distributed": 8, "browser": 4, "slow": 4}
+
+
 def pytest_collection_modifyitems(items):
-    """Files with most slow tests first, so that no process is left alone with one at the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    """Files that take longest first, so that no process is left alone with one at the end."""
+    of_file = Counter()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        of_file[item.path] += next((seconds for name, seconds in SECONDS.items() if name in marks), 0)
+    items.sort(key=lambda item: -of_file[item.path])
