@@ -40,6 +40,9 @@ def test_arguments_of_another_kind_are_named():
     for wrong in ({"x": 1}, None, "batches", batches[0], list(batches[0])):
         with pytest.raises(TypeError, match=r"`batches` must be a sequence.*Put a single batch in a list"):
             calibrate(model, loss, wrong)
+    generator = torch.utils.data.DataLoader(batch for batch in batches)
+    with pytest.raises(TypeError, match=r"`batches` is a DataLoader over a generator.*Make a list of it"):
+        calibrate(model, loss, generator)
     with pytest.raises(TypeError, match="`momentum`"):
         calibrate(model, loss, batches, momentum="0.9")
 

@@ -429,6 +429,31 @@ def test_lr_find_needs_somewhere_to_put_the_number(tmp_path):
         Tuner(trainer_of(tmp_path)).lr_find(model, loader(), attr_name="rate")
 
 
+def test_objects_of_another_kind_are_named(tmp_path):
+    tuner, generator = Tuner(trainer_of(tmp_path)), torch.utils.data.DataLoader(pair for pair in classes())
+    for call, words in [
+        (lambda: Tuner(Module()), "`trainer` must be a Lightning Trainer, got a Module"),
+        (lambda: tuner.lr_find(network(), loader()), "`model` must be a Lightning LightningModule, got a"),
+        (lambda: tuner.lr_find(Module(), generator), "`train_dataloaders` is a DataLoader over a generator"),
+        (lambda: record(network(), lambda: 1.0), "`pl_module` must be a Lightning LightningModule"),
+        (lambda: cs.SmoothnessProbe("x"), "`model` must be a torch module, got a str"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_manual_optimization_that_records_nothing_is_told_how(tmp_path):
+    class Unrecorded(Manual):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    with warned(r"manual optimization, `loss = record\(self, loss_fn\)`"):
+        run(tmp_path, [SmoothnessCallback(every=2)], kind=Unrecorded)
+
+
 def test_data_that_can_be_read_once_is_not_used_up(tmp_path):
     batches = iter([[torch.randn(8, 20), torch.randint(5, (8,))] for _ in range(12)])
     with pytest.raises(ValueError, match=r"which is an iterator.*DataLoader"):

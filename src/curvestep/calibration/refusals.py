@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, IterableDataset
 
 from curvestep.bracket import Point
 from curvestep.calibration.line import Line
@@ -47,6 +48,17 @@ def check_arguments(model: nn.Module, loss_of_batch: Loss, batches: Iterable[Any
             f"`batches` must be a sequence of batches, got a {type(batches).__name__}"
             f"{' of tensors of different kind' if isinstance(batches, (tuple, list)) else ''}. Put a single "
             "batch in a list."
+        )
+    check_loader("batches", batches)
+
+
+def check_loader(name: str, loader: Any) -> None:
+    """Refuse a DataLoader whose data has neither length nor index: torch says so when it is read."""
+    data = loader.dataset if isinstance(loader, DataLoader) else None
+    if isinstance(data, Iterator) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"`{name}` is a DataLoader over a {type(data).__name__}, which has no length and is read once. "
+            "Make a list of it, or wrap what makes it in a torch.utils.data.IterableDataset."
         )
 
 

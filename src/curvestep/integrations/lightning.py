@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from curvestep.calibration.refusals import check_loader
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.search import calibrate
 from curvestep.distributed import spans_ranks
@@ -211,6 +212,7 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Any], weight: float
         loss_fn: Computes the loss of this batch, and again in replays.
         weight: Share of this micro-batch in the loss of the step, in any unit.
     """
+    _checked("pl_module", pl_module, LightningModule)
     callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
     if not callbacks or callbacks[0].probe is None:
         return loss_fn()
@@ -274,7 +276,7 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer = _checked("trainer", trainer, Trainer)
 
     def lr_find(
         self,
@@ -305,6 +307,8 @@ class Tuner:
             pilot: As for :class:`Calibrate`.
             max_gradients: As for :class:`Calibrate`.
         """
+        _checked("model", getattr(model, "_orig_mod", model), LightningModule)  # or one that is compiled
+        check_loader("train_dataloaders", train_dataloaders)
         names = [attr_name] if attr_name else ["lr", "learning_rate"]
         name = next((n for n in names if lightning_hasattr(model, n)), None)
         if update_attr and name is None:
@@ -450,6 +454,12 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
 
     parts = groups_of(batches(), trainer.accumulate_grad_batches)
     return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, **options)
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be a Lightning {kind.__name__}, got a {type(value).__name__}.")
+    return value
 
 
 def _only_optimizer(trainer: Trainer, who: str) -> Any:

@@ -430,7 +430,7 @@ class SmoothnessProbe:
         if not record.passes:
             raise ValueError(
                 "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
-                "each backward pass."
+                "each backward pass; with Lightning's manual optimization, `loss = record(self, loss_fn)`."
             )
         record.state = record.passes[0].state
         if record.passes[0].calls.calls:

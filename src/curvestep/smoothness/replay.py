@@ -417,6 +417,8 @@ class Replay:
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that training moves, tied ones once."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch module, got a {type(model).__name__}.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             "`model` is wrapped in FullyShardedDataParallel, whose flat parameters cannot be measured. "
