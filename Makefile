@@ -17,7 +17,7 @@ BENCHMARKED := tests/calibration/test_benchmark.py tests/calibration/test_schedu
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 
-.PHONY: help test fast reproduce check format bench oldest compat soak sanitize docs build clean
+.PHONY: help test fast reproduce check format bench oldest compat soak faults sanitize docs build clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +69,9 @@ compat: oldest $(READY)  ## the same with the pinned versions too
 
 soak: $(READY)  ## 2,000 random parameter sets against float64, ten kills, 20,000 steps with the probe
 	$(BIN)/python benchmarks/soak.py --page docs/results/soak.md $(ARGS)
+
+faults: $(READY)  ## every test that docs/results/faults.md names
+	$(BIN)/python -m pytest -q $$(grep -oE 'tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' docs/results/faults.md | sort -u) $(ARGS)
 
 sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory and arithmetic
 	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/test_kernel.py $(ARGS)

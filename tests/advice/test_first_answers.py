@@ -417,3 +417,38 @@ def test_a_path_without_a_trace_says_what_is_missing_and_how_to_get_it(tmp_path,
     ) as told:
         advise(tmp_path / name)
     assert "\n" not in str(told.value)
+
+
+HOSTILE = {
+    "huge": 10**400,
+    "negative": -1.0,
+    "words": "x\x00\x1b[31m",
+    "list": [None, "x"],
+    "infinite": math.inf,
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_values_that_nobody_measured_are_answered_or_refused_in_one_line(value):
+    refusals = []
+    g, ell = simulated(np.random.default_rng(0), num=16)
+    for name in (
+        "loss",
+        "grad_norm",
+        "smoothness",
+        "step_norm",
+        "secants",
+        "grad_norms",
+        "lr",
+        "coefficient",
+        "status",
+    ):
+        trace = make_trace(g, ell, lr=0.1, step_norm=0.1 * g, loss=3 * 0.97 ** np.arange(16))
+        hostile = cs.Trace(header={"fractions": [0.5, 1.0]})
+        for row in trace:
+            hostile.append({**row, name: value})
+        try:
+            assert str(advise(hostile))
+        except ValueError as error:
+            refusals.append(str(error))
+    assert not any("\n" in words for words in refusals)

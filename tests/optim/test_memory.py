@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import sys
+import threading
 from functools import partial
 
 import pytest
@@ -86,6 +87,61 @@ def test_parameter_that_is_expanded_is_refused(make, options):
     p.grad = torch.ones(4, 3)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         MAKE[make]([p], **options).step()
+
+
+def test_parameter_given_twice_is_torchs_warning_and_two_updates():
+    p = nn.Parameter(torch.zeros(70_000))
+    p.grad = torch.ones(70_000)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = MAKE["plain"]([p, p])
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -0.2))
+
+
+# --- memory of an odd kind -------------------------------------------------------------------------
+
+
+def misaligned():
+    return torch.frombuffer(bytearray(8 * 70 + 1), dtype=torch.float64, count=70, offset=1).fill_(2.0)
+
+
+@pytest.mark.parametrize("make", list(MAKE))
+@pytest.mark.parametrize("odd", ["misaligned", "gradient is the parameter", "copied on write", "inference"])
+def test_odd_memory_steps_as_plain_memory_does(make, odd):
+    start = misaligned() if odd == "misaligned" else torch.full((70,), 2.0)
+    other = torch.linspace(-1, 1, 70)
+    p, twin = nn.Parameter(start), nn.Parameter(torch.full((70,), 2.0))
+    p.grad = {"gradient is the parameter": p.detach(), "copied on write": torch._lazy_clone(other)}.get(
+        odd, other
+    )
+    twin.grad = p.grad.clone()
+    before = twin.grad.clone()
+    with torch.inference_mode(odd == "inference"):
+        MAKE[make]([p]).step()
+    THEIRS[make]([twin]).step()
+    torch.testing.assert_close(p.detach(), twin.detach(), rtol=1e-12, atol=1e-12)
+    if odd != "gradient is the parameter":
+        assert torch.equal(p.grad, before)
+    assert torch.equal(other, torch.linspace(-1, 1, 70))
+
+
+def test_steps_of_one_optimizer_in_four_threads_end_finite_and_counted():
+    p = nn.Parameter(torch.zeros(2000))
+    p.grad = torch.ones(2000)
+    optimizer = cs.ClippedSGD([p], lr=1e-3, max_norm=1.0, momentum=0.9)
+    optimizer.step()
+
+    def steps():
+        for _ in range(100):
+            optimizer.step()
+
+    workers = [threading.Thread(target=steps) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert 101 <= optimizer.clip_stats()["steps"] <= 401  # there is no lock around a step
+    assert torch.isfinite(p).all()
 
 
 # --- memory that was given back --------------------------------------------------------------------
