@@ -4,7 +4,7 @@
 
 Random parameter sets are stepped by every path and compared with the formula in float64; a run of the command
 line is killed and resumed until it ends, and compared with one that was left alone; a loop with the probe
-reports memory, descriptors and time in tenths.
+reports memory, descriptors and time in tenths, beside the same loop without.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -122,30 +123,56 @@ def killed(kills):
     return {"steps": steps, "killed_after_steps": struck_at[1:], "different": different}
 
 
-def probed(steps):
-    """Memory, descriptors and CPU time of each tenth of a loop with the probe."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-    x = torch.randn(64, 16)
-    y = x.sum(1, keepdim=True).sin()
-    optimizer, process = cs.ClippedSGD(model.parameters(), lr=0.05, max_norm=1.0), psutil.Process()
-    tenths = []
+class Loop:
+    """A small model in training, with a probe or without."""
+
+    def __init__(self, trace=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.x = torch.randn(64, 16)
+        self.y = self.x.sum(1, keepdim=True).sin()
+        self.optimizer = cs.ClippedSGD(self.model.parameters(), lr=0.05, max_norm=1.0)
+        self.probe = cs.SmoothnessProbe(self.model, every=10, trace=trace) if trace else None
+
+    def loss(self):
+        """Of the one batch."""
+        return (self.model(self.x) - self.y).square().mean()
+
+    def microseconds(self, steps):
+        """Processor time of a step."""
+        begun = time.process_time()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.loss().backward()
+            if self.probe is None:
+                self.optimizer.step()
+            else:
+                with self.probe(self.loss):
+                    self.optimizer.step()
+        return 1e6 * (time.process_time() - begun) / steps
+
+
+def probed(steps, block=100):
+    """Memory, descriptors and processor time of each tenth of a loop with the probe.
+
+    Blocks of it alternate with blocks of the same loop without: what else the machine does slows both.
+    """
+    process, tenths = psutil.Process(), []
     with tempfile.TemporaryDirectory() as folder:
-        probe = cs.SmoothnessProbe(model, every=10, trace=Path(folder) / "trace.jsonl")
+        watched, plain = Loop(Path(folder) / "trace.jsonl"), Loop()
         for _ in range(10):
-            begun = time.process_time()
-            for _ in range(steps // 10):
-
-                def loss_fn():
-                    return (model(x) - y).square().mean()
-
-                optimizer.zero_grad()
-                loss_fn().backward()
-                with probe(loss_fn):
-                    optimizer.step()
-            spent = 1e6 * (time.process_time() - begun) / (steps // 10)
-            megabytes = process.memory_info().rss / 2**20
-            tenths.append({"us_a_step": spent, "megabytes": megabytes, "handles": process.num_fds()})
+            pairs = [
+                (watched.microseconds(block), plain.microseconds(block)) for _ in range(steps // 10 // block)
+            ]
+            tenths.append(
+                {
+                    "us_a_step": round(median(ours for ours, _ in pairs)),
+                    "without_probe": round(median(theirs for _, theirs in pairs)),
+                    "ratio": round(median(ours / theirs for ours, theirs in pairs), 3),
+                    "megabytes": round(process.memory_info().rss / 2**20, 1),
+                    "handles": process.num_fds(),
+                }
+            )
     return tenths
 
 
@@ -173,7 +200,9 @@ def main():
             "float64.\n"
             "- Kills: `curvestep train` struck by SIGKILL after these steps and resumed each time; metrics, "
             "trace and weights are compared bit for bit with those of a run that was left alone.\n"
-            f"- Probe: each tenth of the loop.\n\n```json\n{text}\n```\n"
+            "- Probe: each tenth of the loop; processor time, medians over blocks of 100 steps, which "
+            "alternate with blocks of the same loop without the probe.\n\n"
+            f"```json\n{text}\n```\n"
         )
     kills = results["kills"]
     if results["fuzz"]["wrong"] or kills["different"] or len(kills["killed_after_steps"]) < options.kills:
