@@ -396,6 +396,21 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     assert found == expected
 
 
+@pytest.mark.parametrize(("max_steps", "told"), [(7, 7), (-1, None)])
+def test_calibrate_is_told_the_number_of_steps(max_steps, told, monkeypatch, tmp_path):
+    asked = []
+
+    def seen(*args, num_steps, **options):
+        asked.append(num_steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("curvestep.integrations.lightning.calibrate", seen)
+    trainer = trainer_of(tmp_path, [Calibrate()], max_steps=max_steps, max_epochs=-1)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Module(), loader())
+    assert asked == [told]
+
+
 def test_lr_find_has_the_calls_and_the_result_of_lightnings(tmp_path):
     torch.manual_seed(1)
     model, data = Module(lr=1e-2), loader()

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
@@ -453,6 +454,8 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
         return total
 
     parts = groups_of(batches(), trainer.accumulate_grad_batches)
+    steps = trainer.estimated_stepping_batches
+    options["num_steps"] = int(steps) if 0 < steps < math.inf else None
     return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, **options)
 
 
