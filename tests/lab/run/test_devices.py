@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 from functools import cache
 
@@ -63,6 +64,16 @@ def _assert_same(two, one):
     saved = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, two)]
     torch.testing.assert_close(*(content["model"] for content in saved), rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(*(content["optimizer"]["state"] for content in saved), rtol=1e-7, atol=1e-7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_torchmetrics(tmp_path_factory):
+    """Processes that Fabric starts import it before us, and with it torchmetrics: most of their time."""
+    folder = tmp_path_factory.mktemp("path")
+    (folder / "torchmetrics.py").write_text("raise ImportError\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        yield
 
 
 @pytest.fixture(scope="module")
