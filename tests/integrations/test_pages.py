@@ -1,6 +1,8 @@
 """The code of lightning.md, transformers.md, loops.md and clip_questions.md runs, line by line."""
 
 import re
+import runpy
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import curvestep as cs
 from tests.integrations.runs import classes
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +72,26 @@ def test_transformers(tmp_path, monkeypatch):
     done = run("transformers.md", Trainer=transformers.Trainer, model=gpt2(), args=args, data=Tokens())
     assert args.learning_rate != 5e-5
     assert done["trainer"].optimizer.optimizer.clip_stats()["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [("lightning", "lightning_fit"), ("transformers", "transformers_trainer")]
+)
+def test_a_page_shows_what_its_script_prints(page, name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(page, reason=f"needs the extra `{page}`")
+    torch.set_default_dtype(torch.float32)
+    script = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
+    runpy.run_path(script, run_name="__main__")
+    printed = capsys.readouterr().out
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    shown = re.search(rf"`python examples/{name}\.py`.*?```text\n(.*?)```", text, re.DOTALL)[1]
+    number = re.compile(r"\d+(?:\.\d+)?")
+    assert number.sub("#", shown) == number.sub("#", printed)
+    # Another processor rounds otherwise, and a run goes another way for it.
+    ours, theirs = ([float(found) for found in number.findall(words)] for words in (shown, printed))
+    assert ours == pytest.approx(theirs, rel=0.5, abs=0.2)
+    assert {row["status"] for row in cs.Trace.load(tmp_path / "trace.jsonl")} <= {"ok", "zero-step"}
 
 
 def stage():
