@@ -1,6 +1,7 @@
 """Where one of the first steps overshoots, the probe measures how much of it was safe; elsewhere nothing."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,28 @@ def test_the_start_is_asked_though_the_run_is_lost():
     assert trace.column("status").tolist()[1:] == ["nonfinite"] * 2
     expected = probed(sgd(60.0), steps=3)[0].column("start_step").tolist()
     assert trace.column("start_step").tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def test_a_closure_that_fails_at_the_start_spoils_no_later_row():
+    model = net()
+    optimizer = sgd(60.0)(model.parameters())
+    probe, begun = SmoothnessProbe(model, every=1, on_error="mark"), model[0].weight.detach().clone()
+    for x, y in batches(5):
+
+        def loss_fn(x=x, y=y):
+            if probe.step and torch.equal(model[0].weight, begun):
+                raise RuntimeError("not here")
+            return F.cross_entropy(model(x), y)
+
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with probe(loss_fn, loss=loss):
+                optimizer.step()
+    words = ["ok", *["failed: RuntimeError: not here"] * 2, "ok", "ok"]
+    assert probe.trace.column("status").tolist() == words
 
 
 def test_of_adams_first_step_it_is_calibrates_along_signs():

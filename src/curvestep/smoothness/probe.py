@@ -492,11 +492,11 @@ class SmoothnessProbe:
                 before.geometry = geometry_of(steps.optimizers, steps.rates, self.parameters)
                 row["momentum"], row["optimizer_limit"] = before.geometry.momentum, before.geometry.limit
                 row["optimizer_missing"] = before.geometry.missing or None
-        if self._origin is not None:  # also where this step is lost: that is what the start is asked for
-            with self._replaying(self._record.loss) as replay:
-                row.update(safe_start(replay, self._origin, eps=eps))
+        if (origin := self._origin) is not None:  # also where this step is lost: the start is asked for that
+            self._origin = origin if self._measurements + 1 < _CLOSER else None
             self._record.routine = False
-            self._origin = self._origin if self._measurements + 1 < _CLOSER else None
+            with self._replaying(self._record.loss) as replay:
+                row.update(safe_start(replay, origin, eps=eps))
         if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
             row["status"] = NONFINITE
             return
