@@ -241,7 +241,11 @@ def _is_trace(file: Path) -> bool:
 def _run_view(run: Run, name: str) -> RunView:
     notes: list[str] = []
     with _noted(notes):
-        train = _train_columns(run)
+        rows = run.rows("train")
+        rows = [rows[index] for index in thinned(np.arange(len(rows)))]
+        names = ("step", "loss", "grad_norm", "coefficient")
+        train = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
+        train["clip_norm"] = clip_norms(train.pop("coefficient"), train["grad_norm"])
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
         steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
@@ -340,15 +344,6 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
         "header": trace.header,
         "trace": trace,
     }
-
-
-def _train_columns(run: Run) -> Columns:
-    rows = run.rows("train")
-    rows = [rows[index] for index in thinned(np.arange(len(rows)))]
-    names = ("step", "loss", "grad_norm", "coefficient")
-    columns = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-    columns["clip_norm"] = clip_norms(columns.pop("coefficient"), columns["grad_norm"])
-    return columns
 
 
 @contextmanager

@@ -77,7 +77,13 @@ class Session:
         self.state: Any = None
         self.first_loss: float | None = None
         torch.manual_seed(seed_of(recipe, f"dropout/{fabric.global_rank}"))
-        saved = self._load() if (run.folder / CHECKPOINT).exists() else None
+        path = run.folder / CHECKPOINT
+        saved = load_checkpoint(path) if path.exists() else None
+        if saved and saved["data"] != task.data_name:
+            raise ValueError(
+                f"{run.folder} was trained on {saved['data']}, now there is {task.data_name}: it "
+                "cannot be resumed. Choose another folder."
+            )
         if fabric.is_global_zero:
             for name in (METRICS, TRACE):
                 truncate_rows(run.folder / name, saved["lengths"][name] if saved else 0)
@@ -121,15 +127,6 @@ class Session:
             self.metrics.close()
         if self.probe is not None:
             self.probe.close()
-
-    def _load(self) -> dict[str, Any]:
-        saved = load_checkpoint(self.run.folder / CHECKPOINT)
-        if saved["data"] != self.task.data_name:
-            raise ValueError(
-                f"{self.run.folder} was trained on {saved['data']}, now there is {self.task.data_name}: it "
-                "cannot be resumed. Choose another folder."
-            )
-        return saved
 
     def _restore(self, saved: dict[str, Any]) -> None:
         now = self.module.state_dict()
