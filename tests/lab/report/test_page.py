@@ -373,10 +373,10 @@ def test_a_run_that_is_still_training_makes_a_page(tmp_path):
     (folder / "status.json").write_text(json.dumps({**status, "step": 0}))  # it is written now and then
     page = write_page([folder], tmp_path / "page.html")
     assert "Not finished: 90 steps so far." in page.path.read_text()
-    assert any(
-        words.startswith("run is not finished: this is what 90 steps of 90 say.")
-        for words in page.verdicts[0]["warnings"]
-    )
+    assert page.verdicts[0]["verdict"].startswith("Not finished, 90 steps so far. ")
+    make_run(tmp_path / "other", steps=90)
+    page = write_page([tmp_path], tmp_path / "page.html", overwrite=True)
+    assert "run is not finished: this is what 90 steps say." in page.verdicts[0]["warnings"]
 
 
 def test_a_trace_that_may_still_be_written_is_not_called_ended(tmp_path):

@@ -213,14 +213,12 @@ def heat(grid: Grid, rows: str, columns: str) -> str:
 def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
     """What a task's runs say together: verdict, numbers, reasons, and what to know before relying on them."""
     runs, advice = task.runs, task.advice
-    missing = []
+    missing, so_far = [], ""
     for view in runs:
-        if view.status == "running":
-            of = f" of {view.fields['steps']:,}" if view.fields.get("steps") else ""
-            missing.append(
-                f"{view.name} is not finished: this is what {view.step:,} steps{of} say. Make the page again "
-                "at its end."
-            )
+        if view.status == "running" and len(runs) == 1:
+            so_far = f"Not finished, {view.step:,} steps so far. "
+        elif view.status == "running":
+            missing.append(f"{view.name} is not finished: this is what {view.step:,} steps say.")
         if view.status == "diverged" and len(runs) == 1:
             break  # that it has too few rows is no reason to train it longer
         if view.status == "diverged":
@@ -233,11 +231,12 @@ def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
     if advice is None or advice.refused:
         said = _without_advice(task)
         notes = [line for line in missing if line not in said and not line.startswith("Nothing was measured")]
+        said = f"{so_far}{said}"
         return {"title": title, "verdict": said, "warnings": notes[:_MOST_SHOWN], "more": notes[_MOST_SHOWN:]}
     warnings = runs[0].warnings if len(runs) == 1 else advice.warnings
     return {
         "title": title,
-        "verdict": advice.verdict,
+        "verdict": f"{so_far}{advice.verdict}",
         "advice": advice_table(advice),
         "reasons": [words for words in (*advice.reasons, advice.clipping) if words],
         "warnings": [*warnings, *missing[:_MOST_SHOWN]],
