@@ -51,12 +51,12 @@ def small_images(**fields):
     return with_fields(get_recipe("cifar-resnet20", **small), **fields)
 
 
-def interrupt_at(step, recipe, folder):
-    """Train until the row of one step is written, then do as Ctrl-C does."""
+def interrupt_at(step, recipe, folder, kind=signal.SIGINT):
+    """Train until the row of one step is written, then do as Ctrl-C does, or as `kill`."""
 
     def update(progress, now, **numbers):
         if now == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), kind)
 
     with mock.patch("curvestep.lab.progress.Progress.update", update):
         result = train(recipe, folder, resume=True, progress=False)

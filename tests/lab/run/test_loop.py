@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import signal
 import threading
 import time
 
@@ -375,10 +376,11 @@ def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path):
+def test_ctrl_c_and_sigterm_end_with_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path):
     recipe = small_language(tmp_path, steps=300, dropout=0.2)
-    interrupt_at(40, recipe, tmp_path / "stopped")
-    assert load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["step"] == 40
+    for step, kind in [(40, signal.SIGINT), (80, signal.SIGTERM)]:
+        interrupt_at(step, recipe, tmp_path / "stopped", kind)
+        assert load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")["step"] == step
     train(recipe, tmp_path / "stopped", resume=True, **quiet)
     train(recipe, tmp_path / "whole", **quiet)
     for name in ("metrics.jsonl", "trace.jsonl"):
