@@ -104,6 +104,7 @@ def test_wandb_gets_every_row_beside_what_the_loop_logs(tmp_path, monkeypatch):
     assert summary["curvestep/smoothness"] == pytest.approx(trace[-1]["smoothness"])
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")  # of MLflow's own tables
 def test_mlflow_gets_every_row(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
