@@ -33,6 +33,14 @@ def known_start():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Torch's threads; the next test starts with one again."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(request.param)
+    return request.param
+
+
 # Roughly the seconds that a test with this marker takes; of several the first counts.
 SECONDS = {"ray": 30, "distributed": 8, "browser": 4, "slow": 4}
 

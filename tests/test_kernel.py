@@ -42,14 +42,6 @@ def sum_of_squares(tensors):
     return native().sum_of_squares(native().view(tensors))
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def test_kernel_is_there_wherever_a_compiler_is():
     if shutil.which("cc") and sys.platform == "linux" and os.environ.get("CURVESTEP_KERNEL") != "0":
         assert native() is not None

@@ -30,14 +30,6 @@ THEIRS = {
 needs_kernel = pytest.mark.skipif(native() is None, reason="built without the kernel: no C compiler")
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 # --- memory that is shared -------------------------------------------------------------------------
 
 
