@@ -104,8 +104,8 @@ def main(runs: int) -> None:
     found = [constant_hessian_run(seed) for seed in range(runs)]
     print(f"{runs} constant Hessians: lr·λ of the advice")
     print(
-        "| columns | above 2 | above 10 | median | no threshold and above 2 | clipping pays |\n|"
-        + " --- |" * 6
+        "| columns | above 2 | and not the lr that was run | and no threshold | above 10 | median "
+        "| clipping pays |\n|" + " --- |" * 7
     )
     columns = {
         "rows alone": {},
@@ -118,12 +118,16 @@ def main(runs: int) -> None:
         product = np.array([(one.lr or 0.0) * run.largest for one, run in zip(advice, found, strict=True)])
         open_ended = np.array([one.max_norm == np.inf for one in advice])
         pays = sum("Clipping pays" in one.clipping for one in advice)
+        other = np.array(
+            [not np.isclose(one.lr or 0.0, run.lr) for one, run in zip(advice, found, strict=True)]
+        )
         beyond = product > 2
         cells = (
             beyond.sum(),
+            (beyond & other).sum(),
+            (beyond & open_ended).sum(),
             (product > 10).sum(),
             f"{np.median(product):.2f}",
-            (beyond & open_ended).sum(),
             pays,
         )
         print("| " + " | ".join(map(str, (name, *cells))) + " |", flush=True)
