@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import curvestep as cs
-from curvestep.optim import scaled
+from curvestep.optim import norm_bound, scaled
 from curvestep.optim.clip import Clipping
 from curvestep.optim.counters import RECENT_STEPS
 from curvestep.vectors import device_norm
@@ -475,6 +475,32 @@ def test_equal_norms_of_gradients_along_one_line_are_nobody_clipping(make):
             params[0].grad = (-1) ** step * params[0].detach().clone()
             opt.step()
         loop(opt, params, 30)
+
+
+@every_clipping
+def test_equal_gradients_are_looked_at_a_few_times_only(make, monkeypatch):
+    looks = []
+    sample = norm_bound._sample
+    monkeypatch.setattr(norm_bound, "_sample", lambda *given: (looks.append(1), sample(*given))[1])
+    params = parameters((40,))
+    opt = make(params, 1e-9)
+    gradient = params[0].detach().clone()
+    for step in range(200):  # the norm grows at first, then stays
+        params[0].grad = gradient * min(step + 1, 50)
+        opt.step()
+    assert len(looks) == 50 + norm_bound.NUM_REPEATS
+
+
+@every_clipping
+def test_another_clipping_is_noticed_after_norms_that_grew(make):
+    params = parameters((40,), (5,))
+    opt = make(params, 1e-3)
+    for step in range(30):
+        for p in params:
+            p.grad = torch.full_like(p, 1e-3 * (step + 1))
+        opt.step()
+    with pytest.warns(UserWarning, match=CLIPPED_BEFORE):
+        loop(opt, params, 20, lambda: clip_grad_norm_(params, 2.0))
 
 
 @every_clipping

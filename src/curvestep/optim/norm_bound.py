@@ -11,7 +11,8 @@ from torch import Tensor
 
 from curvestep.distributed import local
 
-NUM_LOOKS = 100  # gradients that are looked at: on CPU only those of the largest norm so far
+NUM_LOOKS = 100  # gradients that are looked at on an accelerator, where no norm is read
+NUM_REPEATS = 20  # and on CPU, of those that come to the largest norm so far again
 # Gradients of one norm to this precision, pointing elsewhere each, that no other norm is above.
 SAME_NORM, SAME_NORMS, SAME_DIRECTION = 1e-5, 4, 0.99
 NUM_TENSORS, NUM_ENTRIES = 16, 8  # of a gradient, which tell where it points
@@ -41,7 +42,8 @@ class NormBound:
             return
         if not isinstance(norm, Tensor):
             if norm > 0 and norm >= self._bound * (1 - SAME_NORM):
-                self._looks_left -= 1
+                repeats = norm <= self._bound * (1 + SAME_NORM)
+                self._looks_left = min(self._looks_left, NUM_REPEATS) - repeats
                 self.judge(norm, *_sample(parts, torch.tensor(norm, dtype=torch.float64)).tolist())
         elif not norm.is_meta and not norm.requires_grad:
             self._looks_left -= 1
