@@ -33,6 +33,7 @@
 
 enum { BLOCK = 1 << 16 };  /* elements of which a thread takes the squares at a time */
 enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the start of each, prefetching starts anew */
+enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: eight lines of each of its four arrays */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
@@ -83,6 +84,12 @@ static int64_t adamw_quickly(float *restrict p, const float *restrict g, float *
     const __m256 low = _mm256_set1_ps(1e-30f), high = _mm256_set1_ps(1e30f);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
+        if (i % 16 == 0) {
+            __builtin_prefetch(g + i + AHEAD, 0);
+            __builtin_prefetch(p + i + AHEAD, 1);
+            __builtin_prefetch(m + i + AHEAD, 1);
+            __builtin_prefetch(v + i + AHEAD, 1);
+        }
         const __m256 d = _mm256_mul_ps(c, _mm256_loadu_ps(g + i));
         const __m256 mi = _mm256_fmadd_ps(b1, _mm256_loadu_ps(m + i), _mm256_mul_ps(k1, d));
         const __m256 vi = _mm256_fmadd_ps(b2, _mm256_loadu_ps(v + i), _mm256_mul_ps(k2, _mm256_mul_ps(d, d)));
