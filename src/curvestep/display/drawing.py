@@ -58,20 +58,29 @@ def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> N
         panel.axvspan(*chart.span, color=_INK["soft"], alpha=0.15, linewidth=0)
     for series in chart.series:
         _draw_series(panel, series, iterations)
-    named = sum(bool(series.name) for series in chart.series)
     if chart.grid is None:
         log_axes(panel, x=chart.x.log, y=chart.y.log)
         for axis, limit in ((chart.x, panel.set_xlim), (chart.y, panel.set_ylim)):
             if axis.range is not None and np.ptp(axis.range) > 0:
                 limit(axis.range)
-        if named > 4:
-            # Under the panel, where it hides no point.
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
-            panel.legend(**place, frameon=False, handlelength=1.6)
-        elif named:
-            panel.legend(loc="best")
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
+    panel.set_title(_literal(chart.title))
+    named = sum(bool(series.name) for series in chart.series)
+    if chart.grid is None and named:
+        _draw_legend(panel, named, cloud=any(series.shade is not None for series in chart.series))
+
+
+def _draw_legend(panel: Axes, named: int, *, cloud: bool) -> None:
+    """The legend: between panel and title over a cloud of points, under it if long, where it hides none."""
+    outside = {"ncols": 2, "frameon": False, "handlelength": 1.6}
+    if cloud:
+        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2, **outside)
+        panel.set_title(panel.get_title(), pad=8 + 12 * -(-named // 2))
+    elif named > 4:
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **outside)
+    else:
+        panel.legend(loc="best")
 
 
 def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = None) -> None:
@@ -185,7 +194,6 @@ def figure_of(
         figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=size[1])
         for panel, chart in zip(axes, charts, strict=False):
             draw(panel, chart, iterations=iterations)
-            panel.set_title(_literal(chart.title))
             if words and chart.words:
                 # Part of the label, so that the layout leaves room for it.
                 lines = f"{chart.x.label}\n\n{chart.words}"

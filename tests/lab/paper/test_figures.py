@@ -1,6 +1,7 @@
 """The training figures, drawn from run folders that a descent on a known function filled."""
 
 import math
+from dataclasses import replace
 
 import matplotlib.image
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
 from curvestep.lab.paper.fig4_curves import gather
+from curvestep.lab.paper.fig8_lstm_gd import ratio_words
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
 from curvestep.smoothness.trace import Trace
@@ -113,6 +115,14 @@ def test_legend_gives_line_correlation_interval_and_control(drawn, wall):
     assert "0% of steps clipped" in words
     assert f"95% line: {fit.L0:.3g} + {fit.L1:.3g}‖g‖" in words
     assert "a wall of exponentials" in words
+
+
+def test_legend_hides_no_point(drawn):
+    FigureCanvasAgg(drawn).draw()
+    panel = drawn.axes[0]
+    box, legend, title = (part.get_window_extent() for part in (panel, panel.get_legend(), panel.title))
+    assert box.y1 <= legend.y0 < legend.y1 <= title.y0
+    assert legend.width <= box.width
 
 
 def test_line_is_the_fit_and_the_fit_finds_the_wall(drawn):
@@ -291,7 +301,12 @@ def test_comparison_by_hand(wall):
     assert found.largest_smoothness == pytest.approx(fit.L0 + fit.L1 * norms.max())
     assert found.printed == pytest.approx(found.largest_smoothness / fit.L0)
     assert found.corrected == pytest.approx(math.sqrt(found.printed))
-    assert "as printed in the paper" in str(found)
+    assert f"predicted {found.printed:.3g} (one seed) as printed, {found.corrected:.3g}" in str(found)
+
+
+def test_without_L0_there_is_no_prediction(wall):
+    found = replace(compare(wall, wall), L0=0.0, printed=math.inf, corrected=math.inf)
+    assert ratio_words([compare(wall, wall), found]).endswith("of the clipped run: 0 in 1 of 2 fits")
 
 
 @pytest.mark.slow
@@ -302,7 +317,9 @@ def test_gd_figure_has_norms_losses_and_both_scatters(wall, tmp_path):
     assert titles[0] == "gradient norm"
     assert titles[1].startswith("training loss")
     assert titles[2:4] == ["lr 1, no clip", "lr 30, clip 0.25"]
-    assert str(compare(gd, wall)) in texts(figure)
+    measured, _, predicted = str(compare(gd, wall)).partition("; ")
+    assert measured in texts(figure)
+    assert predicted not in texts(figure)
 
 
 def test_nothing_to_draw_is_an_error():

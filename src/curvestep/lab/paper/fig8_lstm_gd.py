@@ -55,10 +55,7 @@ class Comparison:
     measured: float
 
     def __str__(self) -> str:
-        return (
-            f"gradient norms, GD over clipped GD: measured {self.measured:.2f}, "
-            f"predicted {self.corrected:.2f} (as printed in the paper {self.printed:.2f})"
-        )
+        return ratio_words([self])
 
 
 def compare(gd: Run | str | Path, clipped: Run | str | Path) -> Comparison:
@@ -83,32 +80,35 @@ def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
     """Gradient norm and loss over the iterations, and a scatter of each; a run of both, or the same seeds."""
     sides = [[loaded(side)] if isinstance(side, (Run, str, Path)) else list(side) for side in (gd, clipped)]
     runs = [run for side in sides for run in side]
-    found = []
+    norms = []
     for colour, side in zip((GD, CLIPPED), sides, strict=True):
         steps, values = on_common_steps([measured(run)[:2] for run in side])
-        found.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
+        norms.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
     charts = [
-        curve_chart(found, GRADIENT, title="gradient norm", log=True),
+        curve_chart(norms, GRADIENT, title="gradient norm", log=True),
         loss_chart(runs, roles=(GD, CLIPPED)),
         *on_same_axes([scatter_chart(side) for side in sides]),
     ]
     title = title or "GD against clipped GD on the 2-layer LSTM"
     with suppress(ValueError):  # a run too short to fit
-        pairs = [compare(*pair) for pair in zip(*sides, strict=False)]
-        title += f"\n{pairs[0]}" if len(pairs) == 1 else f"\n{ratio_words(pairs)}"
+        found = ratio_words([compare(*pair) for pair in zip(*sides, strict=False)])
+        title += f"\n{found.partition('; ')[0]}"
     return described(charts, runs, title=title, size=(5.0, 4.0))
 
 
 def ratio_words(found: Sequence[Comparison]) -> str:
-    """The comparisons of several seeds in words."""
+    """The comparisons of the seeds in words: what was measured; what was predicted."""
     measured, corrected, printed = (
         Spread(values=tuple(getattr(one, name) for one in found))
         for name in ("measured", "corrected", "printed")
     )
-    predicted = f"{printed} as printed and {corrected} with the square root that the theorems have"
-    if any(math.isinf(one.printed) for one in found):
-        predicted = "nothing, for L0 of a clipped run is 0"
-    return f"gradients of GD are {measured} times those of clipped GD; predicted {predicted}"
+    predicted = f"predicted {printed} as printed, {corrected} with the square root that the theorems have"
+    without = sum(math.isinf(one.printed) for one in found)
+    if without:
+        predicted = (
+            f"no prediction, which divides by L0 of the clipped run: 0 in {without} of {len(found)} fits"
+        )
+    return f"gradients of GD are {measured} times those of clipped GD; {predicted}"
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:
