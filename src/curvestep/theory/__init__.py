@@ -30,7 +30,6 @@ from curvestep.theory.problems.noise import (
     BoundedNoise as BoundedNoise,
     HeavyTailedNoise as HeavyTailedNoise,
     Noise as Noise,
-    StochasticGradient as StochasticGradient,
 )
 from curvestep.theory.problems.polynomials import (
     Polynomial as Polynomial,

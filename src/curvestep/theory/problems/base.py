@@ -44,10 +44,6 @@ class Problem(ABC):
         """Spectral norms of the Hessian, one for each point."""
 
     @abstractmethod
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Hessian at ``x`` times ``v``, shaped like ``x``."""
-
-    @abstractmethod
     def frontier(self, L1: float) -> float:
         r"""The smallest :math:`L_0` that goes with this :math:`L_1`; ``inf`` if none does.
 
@@ -125,10 +121,6 @@ class ScalarProblem(Problem):
         """Absolute second derivatives."""
         return np.abs(self.curvature(x))
 
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Second derivative times ``v``."""
-        return self.curvature(x) * v
-
     def _check_domain(self, x: Array) -> None:
         outside = (x < self.domain[0]) | (x > self.domain[1])
         if outside.any():
@@ -173,10 +165,6 @@ class Rescaled(Problem):
     def hessian_norm(self, x: Array) -> Array:
         """Hessian norms of the stretched function."""
         return (self.height / self.width**2) * self.problem.hessian_norm(x / self.width)
-
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Hessian products of the stretched function."""
-        return (self.height / self.width**2) * self.problem.hessian_vector(x / self.width, v)
 
     def frontier(self, L1: float) -> float:
         """The frontier of the problem, stretched."""

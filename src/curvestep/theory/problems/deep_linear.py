@@ -131,10 +131,6 @@ class DeepLinear(Problem):
         """Largest absolute eigenvalues of the Hessian."""
         return np.abs(np.linalg.eigvalsh(self.hessian(x))).max(axis=-1)
 
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Hessian times ``v``."""
-        return (self.hessian(x) @ v[..., None])[..., 0]
-
     def minimizer(self) -> Array:
         """One global minimizer, from the singular value decomposition of the least-squares fit."""
         pseudo_inverse = np.linalg.pinv(self.inputs)

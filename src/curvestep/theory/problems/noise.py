@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.theory.problems.base import Array, Problem
+from curvestep.theory.problems.base import Array
 
 
 class Noise(ABC):
@@ -98,38 +98,6 @@ class HeavyTailedNoise(Noise):
     def draw(self, rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
         """Draws with Lomax lengths."""
         return _along(self.scale * rng.pareto(self.tail, size=batch), _directions(rng, batch, event))
-
-
-@dataclass(frozen=True)
-class StochasticGradient:
-    """A problem's gradient with noise added, from a seeded generator.
-
-    Args:
-        problem: The function.
-        noise: The law of the noise.
-        seed: Seed of the generator; the same seed gives the same noise.
-
-    Example:
-        >>> from curvestep.theory import Quartic
-        >>> noisy = StochasticGradient(Quartic(), BoundedNoise(0.1), seed=0)
-        >>> g = noisy(np.full(5, 2.0))
-        >>> bool((np.abs(g - 32.0) <= 0.1 + 1e-12).all())
-        True
-    """
-
-    problem: Problem
-    noise: Noise
-    seed: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_rng", np.random.default_rng(self.seed))
-
-    def __call__(self, x: Array) -> Array:
-        """One noisy gradient at each point; every call draws anew."""
-        event = self.problem.event_shape
-        batch = x.shape[: x.ndim - len(event)]
-        rng: np.random.Generator = self._rng  # pyright: ignore[reportAttributeAccessIssue]  # set above
-        return self.problem.gradient(x) + self.noise.draw(rng, batch, event)
 
 
 def _directions(rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:

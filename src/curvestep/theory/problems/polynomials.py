@@ -185,10 +185,6 @@ class Quadratic(Problem):
         """The largest curvature, everywhere."""
         return np.full(x.shape[:-1], self.curvatures.max())
 
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Hessian times ``v``, whatever ``x``."""
-        return np.broadcast_to(v, x.shape) @ self.hessian
-
     def frontier(self, L1: float) -> float:
         """The largest curvature, for every L1."""
         check_nonnegative("L1", L1)

@@ -178,10 +178,6 @@ class RotatedWalls(Problem):
         """The largest curvature of a wall."""
         return self.wall.curvature(x @ self.rotation.T).max(axis=-1)
 
-    def hessian_vector(self, x: Array, v: Array) -> Array:
-        """Curvatures times ``v`` in the rotated frame."""
-        return (self.wall.curvature(x @ self.rotation.T) * (v @ self.rotation.T)) @ self.rotation
-
     def frontier(self, L1: float) -> float:
         """As that of one wall."""
         return self.wall.frontier(L1)
