@@ -81,7 +81,7 @@ def lstm(corpus: Corpus, seed: int) -> tuple[nn.Module, Iterator[Closure]]:
     text = batchify(corpus.train[start : start + TOKENS], 20)
 
     def closures() -> Iterator[Closure]:
-        state = model.init_state(20)
+        state = None
         for i in range(0, len(text) - 21, 20):
             x, y = text[i : i + 20], text[i + 1 : i + 21]
 

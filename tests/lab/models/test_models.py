@@ -102,8 +102,8 @@ def test_logits_follow_the_lstm_formula(make):
 @pytest.mark.parametrize("make", [small, lambda: AWDLSTM(11, embedding=5, hidden=7).eval()])
 def test_state_carries_over_from_window_to_window(make):
     model, tokens = make(), words(9)
-    whole, end = model(tokens, model.init_state(3))
-    first, state = model(tokens[:4], model.init_state(3))
+    whole, end = model(tokens)
+    first, state = model(tokens[:4])
     second, state = model(tokens[4:], state)
     torch.testing.assert_close(torch.cat([first, second]), whole)
     torch.testing.assert_close(state, end)
@@ -118,10 +118,14 @@ def test_detached_state_has_the_numbers_without_the_history():
     assert not any(t.requires_grad for pair in cut for t in pair)
 
 
-def test_initial_state_has_the_type_of_the_parameters():
-    state = small().to(torch.float32).init_state(4)
-    assert [tuple(h.shape) for h, _ in state] == [(1, 4, 7), (1, 4, 5)]
-    assert all(t.dtype == torch.float32 for pair in state for t in pair)
+def test_the_first_state_is_zero_in_the_type_of_the_parameters():
+    model, tokens = small().to(torch.float32), words()
+    zeros = tuple(tuple(torch.zeros(2, 1, 3, width, dtype=torch.float32)) for width in (7, 5))
+    (given, after), (default, end) = model(tokens, zeros), model(tokens)
+    assert torch.equal(given, default)
+    assert [tuple(h.shape) for h, _ in end] == [(1, 3, 7), (1, 3, 5)]
+    assert all(t.dtype == torch.float32 for pair in end for t in pair)
+    torch.testing.assert_close(after, end, rtol=0, atol=0)
 
 
 def test_dropout_of_the_small_model_acts_in_training_alone():

@@ -44,14 +44,6 @@ class RecurrentModel(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
 
-    def init_state(self, batch_size: int) -> State:
-        """Zeros for ``batch_size`` streams, on the device and in the type of the parameters."""
-        like = self.decoder.weight
-        widths = [layer.hidden_size for layer in self.lstms if isinstance(layer, nn.LSTM)]
-        return tuple(
-            (like.new_zeros(1, batch_size, width), like.new_zeros(1, batch_size, width)) for width in widths
-        )
-
 
 class LSTMModel(RecurrentModel):
     """LSTM language model of the paper's quantitative comparison (200/512), and its laptop size (128/200).
@@ -61,7 +53,7 @@ class LSTMModel(RecurrentModel):
 
     Example:
         >>> model = LSTMModel(10, embedding=4, hidden=6)
-        >>> logits, state = model(torch.zeros(3, 2, dtype=torch.long), model.init_state(2))
+        >>> logits, state = model(torch.zeros(3, 2, dtype=torch.long))
         >>> logits.shape, len(state)
         (torch.Size([3, 2, 10]), 2)
     """
@@ -83,10 +75,9 @@ class LSTMModel(RecurrentModel):
 
         ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros.
         """
-        state = self.init_state(tokens.shape[1]) if state is None else state
         x = F.dropout(self.embedding(tokens), self.dropout, self.training)
         after = []
-        for layer, before in zip(self.lstms, state, strict=True):
+        for layer, before in zip(self.lstms, state or [None] * len(self.lstms), strict=True):
             x, left = layer(x, before)
             x = F.dropout(x, self.dropout, self.training)
             after.append(left)
@@ -147,10 +138,11 @@ class AWDLSTM(RecurrentModel):
         self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
         """As of `LSTMModel`; ``with_activations`` also returns what `activation_penalty` needs."""
-        state = self.init_state(tokens.shape[1]) if state is None else state
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
         after, raw = [], x
-        for index, (layer, before) in enumerate(zip(self.lstms, state, strict=True)):
+        for index, (layer, before) in enumerate(
+            zip(self.lstms, state or [None] * len(self.lstms), strict=True)
+        ):
             raw, left = self._run(layer, x, before)
             last = index == len(self.lstms) - 1
             x = locked_dropout(raw, self.dropout if last else self.dropout_hidden, self.training)
@@ -169,7 +161,7 @@ class AWDLSTM(RecurrentModel):
         return embedded * mask[tokens][..., None]
 
     def _run(
-        self, layer: nn.Module, x: Tensor, before: tuple[Tensor, Tensor]
+        self, layer: nn.Module, x: Tensor, before: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if self.weight_drop == 0 or not self.training:
             return layer(x, before)

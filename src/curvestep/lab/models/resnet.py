@@ -124,9 +124,10 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         count = input.numel() / input.shape[1] * dist.get_world_size()
-        mean = _AllReduce.sum(input.sum((0, 2, 3))) / count
+        summed: Any = _AllReduce.apply
+        mean = summed(input.sum((0, 2, 3))) / count
         centred = input - mean.view(1, -1, 1, 1)
-        variance = _AllReduce.sum(centred.square().sum((0, 2, 3))) / count
+        variance = summed(centred.square().sum((0, 2, 3))) / count
         self._update_running(mean.detach(), variance.detach() * (count / (count - 1)))
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:
@@ -146,13 +147,6 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
 
 class _AllReduce(torch.autograd.Function):
     """The sum over processes; every process's loss depends on it, so its gradient is summed too."""
-
-    @classmethod
-    def sum(cls, x: Tensor) -> Tensor:
-        """``x`` summed over processes."""
-        total = cls.apply(x)
-        assert isinstance(total, Tensor)
-        return total
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
