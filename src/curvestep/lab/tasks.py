@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -39,70 +38,15 @@ def generator(recipe: Recipe, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(recipe, purpose))
 
 
-def share_of_batch(recipe: Recipe, num_devices: int) -> int:
-    """How much of a batch each device takes."""
-    if recipe.batch_size % num_devices:
+def part_of_batch(recipe: Recipe, rank: int, world_size: int) -> slice:
+    """The part of every batch that process ``rank`` of ``world_size`` takes."""
+    if recipe.batch_size % world_size:
         raise ValueError(
-            f"`batch_size` must be a multiple of the number of devices, {num_devices}, "
+            f"`batch_size` must be a multiple of the number of devices, {world_size}, "
             f"got {recipe.batch_size}."
         )
-    return recipe.batch_size // num_devices
-
-
-class Task(ABC):
-    """What the training loop asks of a task: process ``rank`` of ``world_size`` takes its part of a batch."""
-
-    data_name: str
-    data_source: str
-    metric: str  # the paper's unit: perplexity or accuracy
-    splits: tuple[str, ...]  # held-out data; the first is evaluated on the way, all at the end
-
-    def __init__(self, recipe: Recipe, *, rank: int = 0, world_size: int = 1) -> None:
-        share = share_of_batch(recipe, world_size)
-        self.world_size = world_size
-        self.mine = slice(rank * share, (rank + 1) * share)
-
-    @abstractmethod
-    def build(self) -> nn.Module:
-        """A new model, from the recipe's seed."""
-
-    @abstractmethod
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-
-    @abstractmethod
-    def batch(self, step: int) -> tuple[Any, ...]:
-        """This process's part of the batch of step ``step``, counted from 0."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
-        """Mean loss on the batch, and the recurrent state after it."""
-
-    @abstractmethod
-    def starts_over(self, step: int) -> bool:
-        """Whether the recurrent state begins anew before step ``step``."""
-
-    @abstractmethod
-    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
-        """Loss without regularisation on held-out data, and the paper's unit."""
-
-    @abstractmethod
-    def oracle_batches(self, share: float) -> list[tuple[Any, ...]]:
-        """This process's part of a fixed share of the training data, in order."""
-
-    def lr_factor(self, step: int) -> float:
-        """Factor on the learning rate of step ``step``, beside the drops of the recipe."""
-        return 1.0
-
-
-def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
-    """The task of ``recipe``, with its data."""
-    data = load_data(recipe, offline=offline)
-    if isinstance(recipe, LanguageRecipe) and isinstance(data, Corpus):
-        return LanguageTask(recipe, data, rank=rank, world_size=world_size)
-    assert isinstance(recipe, ImageRecipe)
-    assert isinstance(data, Images)
-    return ImageTask(recipe, data, rank=rank, world_size=world_size)
+    share = recipe.batch_size // world_size
+    return slice(rank * share, (rank + 1) * share)
 
 
 def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -> Corpus | Images:
@@ -120,16 +64,15 @@ def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -
     return load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline, progress=progress)
 
 
-class LanguageTask(Task):
+class LanguageTask:
     """Next-word prediction over contiguous streams, with truncated backpropagation."""
 
-    metric = "perplexity"
-    splits = ("valid", "test")
+    metric = "perplexity"  # the paper's unit
+    splits = ("valid", "test")  # held-out data; the first is evaluated on the way, all at the end
 
     def __init__(self, recipe: LanguageRecipe, corpus: Corpus, *, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(recipe, rank=rank, world_size=world_size)
-        self.recipe = recipe
-        self.corpus = corpus
+        self.recipe, self.corpus = recipe, corpus
+        self.mine = part_of_batch(recipe, rank, world_size)
         self.data_name, self.data_source = corpus.name, corpus.source
         if recipe.vocabulary:
             self.data_source += f", its {len(corpus.vocabulary):,} most frequent words"
@@ -156,7 +99,7 @@ class LanguageTask(Task):
         return tokens[: self.recipe.eval_size or len(tokens)]
 
     def build(self) -> nn.Module:
-        """A new language model."""
+        """A new language model, from the recipe's seed."""
         names = ["embedding", "hidden", "layers", "dropout"]
         if self.recipe.model == "awd-lstm":
             names += ["weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"]
@@ -167,21 +110,21 @@ class LanguageTask(Task):
             return kind(len(self.corpus.vocabulary), **fields)
 
     def num_steps(self) -> int:
-        """Given, or the pieces of all epochs."""
+        """Steps of the whole run: given, or the pieces of all epochs."""
         return self.recipe.steps or sum(len(self._pieces(epoch)) for epoch in range(self.recipe.epochs))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Words, and the words that follow them, shaped (time, streams)."""
+        """This process's words of step ``step``, and those that follow them, shaped (time, streams)."""
         start, length = self._epochs.at(step)
         rows = self.streams[:, self.mine]
         return rows[start : start + length], rows[start + 1 : start + 1 + length]
 
     def starts_over(self, step: int) -> bool:
-        """At the beginning of each pass over the text."""
+        """Whether the recurrent state begins anew: at the beginning of each pass over the text."""
         return self._epochs.at(step)[0] == 0
 
     def lr_factor(self, step: int) -> float:
-        """Length of the piece over ``bptt``, where lengths vary: a word then weighs the same in each."""
+        """Factor on lr: length of the piece over ``bptt`` where lengths vary: words weigh the same."""
         return self._epochs.at(step)[1] / self.recipe.bptt if self.recipe.variable_bptt else 1.0
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
@@ -230,16 +173,15 @@ class LanguageTask(Task):
         return pieces
 
 
-class ImageTask(Task):
+class ImageTask:
     """Classification of images, each epoch in a new order, with random crops and flips."""
 
     metric = "accuracy"
     splits = ("test",)
 
     def __init__(self, recipe: ImageRecipe, images: Images, *, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(recipe, rank=rank, world_size=world_size)
-        self.recipe = recipe
-        self.images = images
+        self.recipe, self.images, self.world_size = recipe, images, world_size
+        self.mine = part_of_batch(recipe, rank, world_size)
         self.data_name, self.data_source = images.name, images.source
         if recipe.pooling > 1:
             height, width = (size // recipe.pooling for size in images.train_x.shape[2:])
@@ -254,7 +196,7 @@ class ImageTask(Task):
         self._layout = torch.contiguous_format if recipe.precision == "64-true" else torch.channels_last
 
     def build(self) -> nn.Module:
-        """A new residual network."""
+        """A new residual network, from the recipe's seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
             kind = {"resnet20": ResNet20, "resnet18": ResNet18}[self.recipe.model]
@@ -262,11 +204,11 @@ class ImageTask(Task):
         return model.to(memory_format=self._layout)  # pyright: ignore[reportCallIssue] (torch's own overloads)
 
     def num_steps(self) -> int:
-        """Given, or the whole batches of all epochs."""
+        """Steps of the whole run: given, or the whole batches of all epochs."""
         return self.recipe.steps or self.recipe.epochs * (len(self.y) // self.recipe.batch_size)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Normalised images and their classes."""
+        """This process's part of the normalised images of step ``step``, and their classes."""
         chosen = self._epochs.at(step)
         x = self.x[chosen]
         if self.recipe.augmented:  # the whole batch on every process, so that each image gets the same crop
@@ -276,6 +218,10 @@ class ImageTask(Task):
     def starts_over(self, step: int) -> bool:
         """There is no recurrent state."""
         return False
+
+    def lr_factor(self, step: int) -> float:
+        """All batches are of one size."""
+        return 1.0
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
         """Mean cross-entropy."""
@@ -321,6 +267,19 @@ class ImageTask(Task):
         order = torch.randperm(len(self.y), generator=generator(self.recipe, f"order/{epoch}"))
         size = self.recipe.batch_size
         return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+Task = LanguageTask | ImageTask  # the training loop asks the same of both
+
+
+def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
+    """The task of ``recipe``, with its data."""
+    data = load_data(recipe, offline=offline)
+    if isinstance(recipe, LanguageRecipe) and isinstance(data, Corpus):
+        return LanguageTask(recipe, data, rank=rank, world_size=world_size)
+    assert isinstance(recipe, ImageRecipe)
+    assert isinstance(data, Images)
+    return ImageTask(recipe, data, rank=rank, world_size=world_size)
 
 
 class _Epochs:

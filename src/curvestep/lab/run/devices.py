@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_choice, check_count
 from curvestep.lab.recipes import LanguageRecipe, Recipe
-from curvestep.lab.tasks import share_of_batch
+from curvestep.lab.tasks import part_of_batch
 
 # Fabric imports torchmetrics, if installed, only to read its version: 2.5 s of every start of a run.
 sys.modules.setdefault("torchmetrics", None)  # pyright: ignore[reportArgumentType] (None: not to be imported)
@@ -189,7 +189,7 @@ def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str
             f"`strategy` 'fsdp' cannot average a sharded model, got `averaging` {recipe.averaging!r}. Use "
             "'ddp', or set `averaging` to 'never'."
         )
-    share_of_batch(recipe, devices)
+    part_of_batch(recipe, 0, devices)  # which checks that they divide it
 
 
 @contextmanager
