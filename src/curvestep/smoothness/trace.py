@@ -8,14 +8,12 @@ A trace file is JSON Lines: a header, then one object a row, written as soon as 
 
 from __future__ import annotations
 
+import copy
 import csv
 import itertools
-import json
 import math
 import platform
-import sys
 import warnings
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -127,6 +125,7 @@ _TABLE = (
 FIELDS = {name: Field(*rest) for name, *rest in _TABLE}
 # What an estimator is called: by the probe, the fit and the column.
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
+_LARGEST_EXACT = 2**53  # whole numbers beyond it do not fit a float64
 
 
 class Trace:
@@ -171,7 +170,8 @@ class Trace:
         elif self.path is not None and if_exists == "overwrite" and _holds_rows(self.path):
             self.path.unlink()
         self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
-        self._columns: dict[tuple[str | int, ...], _Column] = {}  # in the order of first sight
+        # A value a row, None where it is missing; in the order of first sight.
+        self._columns: dict[tuple[str, ...], list[Any]] = {}
         self._read_columns: dict[str, np.ndarray] = {}  # what `column` returned since the last row
         self._length = 0
         self._last_step = -math.inf
@@ -301,7 +301,7 @@ class Trace:
     @property
     def names(self) -> list[str]:
         """Names of the columns that occur, in the order of first sight."""
-        return list(dict.fromkeys(_name(path) for path in self._columns))
+        return list(dict.fromkeys(map("/".join, self._columns)))
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -312,15 +312,9 @@ class Trace:
         return tuple(float(fraction) for fraction in given)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the columns hold, spare room included."""
-        return sum(sys.getsizeof(c.cells) + sys.getsizeof(c.kinds) for c in self._columns.values())
-
-    @property
     def ok(self) -> np.ndarray:
         """Which rows were measured without trouble (status "ok", or none given), as booleans."""
-        status = self._columns.get(("status",), _Column()).padded(self._length)
-        return (status.equals(OK)) | (status.kind_array() == _MISSING)
+        return np.array([status in (OK, None) for status in self._values("status")], dtype=bool)
 
     def column(self, name: str) -> np.ndarray:
         """Values of one key, one a row: float64, read-only, NaN where missing.
@@ -330,21 +324,21 @@ class Trace:
         comes as an array of objects, None where missing. A key of the schema that no row has is all NaN.
         """
         if name not in self._read_columns:
-            paths = [path for path in self._columns if _name(path) == name]
-            field = FIELDS.get(name)
-            if not paths and field is None:
+            values, field = self._values(name), FIELDS.get(name)
+            if field is None and name not in self.names:
                 known = ", ".join(self.names) or "none yet"
                 raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
             if field is not None and field.kind == "numbers":
-                values = self._matrix(name)
+                lists = [value if _is_list(value) else [] for value in values]
+                width = max([len(self.fractions), *map(len, lists)])
+                column = np.array([[*found, *[math.nan] * (width - len(found))] for found in lists], float)
+                column = column.reshape(len(self), width)
+            elif field.kind == "word" if field else any(map(_is_word, values)):
+                column = np.fromiter((v if _is_word(v) else None for v in values), object, len(self))
             else:
-                column = self._columns.get(paths[0], _Column()) if paths else _Column()
-                words = field.kind == "word" if field else bool(column.table)
-                values = (
-                    column.padded(self._length).words() if words else column.padded(self._length).numbers()
-                )
-            values.flags.writeable = False
-            self._read_columns[name] = values
+                column = np.array([None if _is_word(v) else v for v in values], dtype=np.float64)
+            column.flags.writeable = False
+            self._read_columns[name] = column
         return self._read_columns[name]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -362,37 +356,32 @@ class Trace:
 
     def to_csv(self, path: str | Path) -> None:
         """Write the rows as comma-separated values, an empty cell where a value is missing."""
+        table: dict[str, Sequence[Any]] = {}
+        for name in self.names:
+            values, shape = self._values(name), self.column(name).shape
+            if len(shape) == 1:
+                table[name] = values
+            else:
+                for i in range(shape[1]):
+                    found = (value[i : i + 1] if _is_list(value) else () for value in values)
+                    table[f"{name}/{i}"] = [next(iter(one), None) for one in found]
         with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow("/".join(map(str, path)) for path in self._columns)
-            for index in range(len(self)):
-                writer.writerow(column.value(index) for column in self._columns.values())
+            csv.writer(file).writerows([table, *zip(*table.values(), strict=True)])
 
-    def _matrix(self, name: str) -> np.ndarray:
-        """A list column: rows by fractions, NaN where a row has no or a shorter list."""
-        entries = {path[1]: c for path, c in self._columns.items() if path[0] == name and len(path) == 2}
-        width = max([len(self.fractions), *(1 + i for i in entries if isinstance(i, int))])
-        values = np.full((self._length, width), np.nan)
-        for i, column in entries.items():
-            if isinstance(i, int):
-                values[:, i] = column.padded(self._length).numbers()
-        return values
+    def _values(self, name: str) -> Sequence[Any]:
+        """One key's values as they came, None where they are missing."""
+        found = (values for path, values in self._columns.items() if "/".join(path) == name)
+        return next(found, [None] * self._length)
 
     def _row(self, index: int) -> dict[str, Any]:
         """Row ``index`` as it came, without the keys that were missing."""
-        row: dict[Any, Any] = {}
-        for path, column in self._columns.items():
-            value = column.value(index)
-            if value is None:
-                continue
-            *above, key = path
-            place: Any = row
-            for step in above[:-1] if isinstance(key, int) else above:
-                place = place.setdefault(step, {})
-            if isinstance(key, int):
-                place.setdefault(above[-1], []).append(value)
-            else:
-                place[key] = value
+        row: dict[str, Any] = {}
+        for (*above, key), values in self._columns.items():
+            if values[index] is not None:
+                place = row
+                for step in above:
+                    place = place.setdefault(step, {})
+                place[key] = copy.copy(values[index])
         return row
 
     def _open(self, path: Path, header: dict[str, Any]) -> RowFile:
@@ -430,94 +419,25 @@ class Trace:
             fresh.append(row)
         self._store(fresh, ())
         self._length += len(fresh)
+        for values in self._columns.values():
+            values += [None] * (self._length - len(values))
         self._read_columns.clear()
         return len(fresh)
 
     def _has_step(self, step: float, fresh: list[Mapping[str, Any]]) -> bool:
         return bool((self.column("step") == step).any()) or any(row.get("step") == step for row in fresh)
 
-    def _store(self, rows: Sequence[Mapping[Any, Any] | None], above: tuple[str | int, ...]) -> None:
+    def _store(self, rows: Sequence[Mapping[str, Any] | None], above: tuple[str, ...]) -> None:
         # Column by column, not row by row: one list a key instead of a path a cell.
         for key in dict.fromkeys(key for row in rows if row for key in row):
             values = [row.get(key) if row else None for row in rows]
             path = (*above, key)
-            nested = [_entries(path, value) for value in values]
+            nested = [value if type(value) is dict else None for value in values]
             if any(nested):
                 self._store(nested, path)
                 values = [None if inner else value for value, inner in zip(values, nested, strict=True)]
             if any(value is not None for value in values):
-                self._columns.setdefault(path, _Column()).padded(self._length).extend(values)
-
-
-_MISSING, _FLOAT, _INT, _BOOL, _OTHER = range(5)
-_LARGEST_EXACT = 2**53  # whole numbers beyond it do not fit a float64
-_KIND = {float: _FLOAT, int: _INT, bool: _BOOL}
-_TYPE = {kind: type_ for type_, kind in _KIND.items()}
-
-
-class _Column:
-    """The cells of one key: eight bytes for the value and one for its kind.
-
-    What is no number is kept once, in a table; the cell holds its index.
-    """
-
-    def __init__(self) -> None:
-        self.cells = array("d")
-        self.kinds = bytearray()
-        self.table: list[Any] = []
-        self._index: dict[str, int] = {}
-
-    def padded(self, length: int) -> _Column:
-        """The column with missing cells up to ``length``."""
-        absent = length - len(self.kinds)
-        self.cells.frombytes(bytes(8 * absent))
-        self.kinds.extend(bytes(absent))
-        return self
-
-    def extend(self, values: list[Any]) -> None:
-        types = set(map(type, values))
-        if types == {float} or (types == {int} and max(map(abs, values)) <= _LARGEST_EXACT):
-            self.cells.extend(values)
-            self.kinds.extend(bytes([_KIND[types.pop()]]) * len(values))
-            return
-        for value in values:
-            if value is None:
-                cell, kind = 0.0, _MISSING
-            elif type(value) is bool or _is_exact(value):
-                cell, kind = float(value), _KIND[type(value)]
-            else:
-                cell, kind = (
-                    self._index.setdefault(json.dumps(value, sort_keys=True), len(self.table)),
-                    _OTHER,
-                )
-                if cell == len(self.table):
-                    self.table.append(value)
-            self.cells.append(cell)
-            self.kinds.append(kind)
-
-    def kind_array(self) -> np.ndarray:
-        return np.array(np.frombuffer(self.kinds, dtype=np.uint8))  # a copy: a buffer in use cannot grow
-
-    def numbers(self) -> np.ndarray:
-        values, kinds = np.array(self.cells, dtype=np.float64), self.kind_array()
-        values[(kinds == _MISSING) | (kinds == _OTHER)] = np.nan
-        return values
-
-    def words(self) -> np.ndarray:
-        table = np.empty(len(self.table) + 1, dtype=object)
-        table[:-1] = self.table
-        index = np.where(self.kind_array() == _OTHER, np.array(self.cells), -1).astype(np.int64)
-        return table[index]  # index -1 finds the None at the end
-
-    def equals(self, word: str) -> np.ndarray:
-        index = self._index.get(json.dumps(word), -1)
-        return (self.kind_array() == _OTHER) & (np.array(self.cells) == index)
-
-    def value(self, index: int) -> Any:
-        kind = self.kinds[index] if index < len(self.kinds) else _MISSING
-        if kind == _MISSING:
-            return None
-        return self.table[int(self.cells[index])] if kind == _OTHER else _TYPE[kind](self.cells[index])
+                self._columns.setdefault(path, [None] * self._length).extend(values)
 
 
 def _holds_rows(path: Path) -> bool:
@@ -547,19 +467,14 @@ def _is_exact(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= _LARGEST_EXACT)
 
 
-def _entries(path: tuple[str | int, ...], value: Any) -> Mapping[Any, Any] | None:
-    """What has columns of its own: the keys of an object, the entries of a list that the schema knows."""
-    if type(value) is dict:
-        return value
-    if type(value) is not list or len(path) != 1 or not all(map(_is_exact, value)):
-        return None
-    field = FIELDS.get(str(path[0]))
-    return dict(enumerate(value)) if field is not None and field.kind == "numbers" else None
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list of numbers."""
+    return type(value) is list and all(map(_is_exact, value))
 
 
-def _name(path: tuple[str | int, ...]) -> str:
-    """Name of a column; the entries of a list are one column."""
-    return "/".join(part for part in path if isinstance(part, str))
+def _is_word(value: Any) -> bool:
+    """Whether a value is there and is no number."""
+    return value is not None and type(value) is not bool and not _is_exact(value)
 
 
 def _read_header(line: bytes, path: Path) -> dict[str, Any]:
