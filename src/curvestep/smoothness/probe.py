@@ -202,7 +202,7 @@ class SmoothnessProbe:
         """
         if self.due:
             self._record.passes = [Pass(closure, state=self._record.state, loss=loss)]
-        self._begin(batch_size=batch_size, halves=halves)
+        self.begin(batch_size=batch_size, halves=halves)
         try:
             yield
         except BaseException:
@@ -249,15 +249,44 @@ class SmoothnessProbe:
         self._record.spent += spent
         return loss
 
-    def begin(self, optimizer: Optimizer | None = None, *, clipped: bool = False) -> None:
+    def begin(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        clipped: bool = False,
+        batch_size: int | None = None,
+        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+    ) -> None:
         """Measure before the optimizer's step, if this step is due. Its batches were given to :meth:`record`.
 
         Args:
             optimizer: The one that steps, where its ``step`` has begun already, as in a framework's callback.
             clipped: Whether the gradient may have been clipped or scaled since the backward pass. It is then
                 computed again: one more pass over the batch.
+            batch_size: As of the probe's own call.
+            halves: Likewise.
         """
-        self._begin(optimizer, clipped=clipped)
+        if self.step == 0 and not self._closed:
+            self._check_fresh()
+        if not self.due:
+            return
+        record, started = self._record, self._now()
+        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
+        record.routine = self.self_test is not None
+        try:
+            before = self._attempt(row, lambda: self._measure_before(row, clipped=clipped))
+            if halves is not None:  # before the step: after it the batch's halves are no longer independent
+                replays = [self._replaying(half) for half in halves]
+                row.update(self._attempt(row, partial(noise_of_halves, *replays)) or {})
+        except BaseException:
+            self._finish_step()
+            raise
+        record.before = None if any_rank(before is None, self.model) else before
+        record.row, record.in_block = row, True
+        record.steps = StepObserver(self.parameters, self._now)
+        if optimizer is not None:
+            record.steps.expect(unwrapped(optimizer))
+        record.spent += self._now() - started
 
     def end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
@@ -354,47 +383,17 @@ class SmoothnessProbe:
         self.trace.cut(self.step)
         self._forget_step()
 
-    def _begin(
-        self,
-        optimizer: Optimizer | None = None,
-        *,
-        clipped: bool = False,
-        batch_size: int | None = None,
-        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
-    ) -> None:
-        if self.step == 0 and not self._closed:
-            self._check_fresh()
-        if not self.due:
-            return
-        record, started = self._record, self._now()
-        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
-        record.routine = self.self_test is not None
-        try:
-            before = self._attempt(row, lambda: self._measure_before(row, clipped=clipped))
-            if halves is not None:  # before the step: after it the batch's halves are no longer independent
-                replays = [self._replaying(half) for half in halves]
-                row.update(self._attempt(row, partial(noise_of_halves, *replays)) or {})
-        except BaseException:
-            self._finish_step()
-            raise
-        record.before = None if any_rank(before is None, self.model) else before
-        record.row, record.in_block = row, True
-        record.steps = StepObserver(self.parameters, self._now)
-        if optimizer is not None:
-            record.steps.expect(unwrapped(optimizer))
-        record.spent += self._now() - started
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
-            self._begin(optimizer, clipped=True)
+            self.begin(optimizer, clipped=True)
             return None
 
         def first_closure() -> Any:
             loss = closure()
             if self._record.row is None:
-                self._begin(optimizer, clipped=True)
+                self.begin(optimizer, clipped=True)
             return loss
 
         return (args[0],), {**kwargs, "closure": first_closure}
