@@ -11,6 +11,7 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.fit.fit import fit_smoothness
+from curvestep.fit.samples import usable_samples
 from curvestep.sinks import COLUMNS, Sink
 
 
@@ -41,6 +42,25 @@ def test_sink_hands_over_columns_clip_share_and_elasticity():
     assert "mine/elasticity" not in written[8][1]  # nine rows: too few
     fit = fit_smoothness(trace, control=False)
     assert written[-1][1]["mine/elasticity"] == pytest.approx(fit.within.elasticity)
+
+
+@pytest.mark.parametrize("kind", [cs.ClippedSGD, cs.NormalizedSGD])
+def test_rows_sink_and_clip_stats_call_the_same_steps_clipped(kind):
+    torch.manual_seed(0)
+    model, written = nn.Linear(6, 3), []
+    optimizer = kind(model.parameters(), 0.05, 0.6)
+    probe = cs.SmoothnessProbe(model, every=1).watch(optimizer).listen(Sink(lambda n, _: written.append(n)))
+    for _ in range(40):
+        x, y = torch.randn(16, 6), torch.randint(3, (16,))
+        optimizer.zero_grad()
+        probe.record(lambda x=x, y=y: F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    share = optimizer.clip_stats()["clipped_fraction"]
+    samples = usable_samples(probe.trace)
+    assert 0 < share < 1
+    np.testing.assert_array_equal(samples.clipped, samples.grad_norm > 0.6)
+    np.testing.assert_allclose(samples.clip_norm[samples.clipped], 0.6)
+    assert (samples.clipped.mean(), written[-1]["curvestep/clipped_fraction"]) == (share, share)
 
 
 def test_sink_leaves_out_what_is_not_finite_and_steps_that_go_back():

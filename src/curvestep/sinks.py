@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.fit.samples import clip_norms
 from curvestep.fit.within import within_steps
+from curvestep.steps import clip_norms
 
 # Of a row, as they are; the two that need several rows are added.
 COLUMNS = (
@@ -79,7 +79,7 @@ class Sink:
 
     def _clipped_fraction(self) -> float:
         columns = (self._column(name) for name in ("coefficient", "grad_norm"))
-        norms = clip_norms(*columns)
+        norms = clip_norms(*columns, optimizer=[row.get("optimizer", "") for row in self._rows])
         known = norms[~np.isnan(norms)]
         return float(np.isfinite(known).mean()) if len(known) else math.nan
 

@@ -272,29 +272,40 @@ def _reciprocal(x: Any) -> Any:
 
 
 def clip_norms(
-    coefficient: ArrayLike, grad_norm: ArrayLike, *, step_norm: ArrayLike = math.nan, lr: ArrayLike = math.nan
+    coefficient: ArrayLike,
+    grad_norm: ArrayLike,
+    *,
+    step_norm: ArrayLike = math.nan,
+    lr: ArrayLike = math.nan,
+    optimizer: ArrayLike = "",
 ) -> np.ndarray:
     r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
 
     Where the optimizer recorded its coefficient, a step was clipped if that is below 1, at a norm of
-    coefficient times gradient norm. Else it was if it is shorter than lr·‖g‖, at step length over lr. The
-    only definition of "clipped": finite here.
+    coefficient times gradient norm. Else it was if it is shorter than lr·‖g‖, at step length over lr.
+    Normalized descent shortens every step, by :math:`\beta/(g + \beta)`; it clips those with a gradient above
+    its offset :math:`\beta`, where that is below one half. The only definition of "clipped": finite here.
 
     Args:
         coefficient: What each gradient was multiplied by; NaN where it was not recorded.
         grad_norm: Gradient norms before clipping.
         step_norm: Lengths of the steps.
         lr: Learning rates.
+        optimizer: Names of the optimizers' classes.
 
     Example:
         >>> clip_norms([0.5, 1.0, np.nan, np.nan], 4.0, step_norm=[1, 1, 1, np.nan], lr=0.5)
         array([ 2., inf,  2., nan])
+        >>> clip_norms([0.2, 0.6], [4.0, 0.5], optimizer="NormalizedSGD")
+        array([ 1., inf])
     """
     coefficient, g, length, lr = np.broadcast_arrays(
         *(np.asarray(values, dtype=float) for values in (coefficient, grad_norm, step_norm, lr))
     )
+    smooth = np.asarray(optimizer) == "NormalizedSGD"
     with np.errstate(invalid="ignore", divide="ignore"):
-        recorded = np.where(coefficient < 1 - 1e-6, coefficient * g, math.inf)
+        threshold = coefficient * g / np.where(smooth, 1 - coefficient, 1.0)
+        recorded = np.where(coefficient < np.where(smooth, 0.5, 1 - 1e-6), threshold, math.inf)
         inferred = np.where(length < (1 - 1e-3) * (lr * g), length / lr, math.inf)
         inferred = np.where(np.isfinite(length * lr), inferred, math.nan)
     return np.where(np.isfinite(coefficient), recorded, inferred)

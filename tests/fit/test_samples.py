@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.fit.samples import clip_norms, evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from curvestep.fit.samples import evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from curvestep.steps import clip_norms
 from tests.fit.traces import make_trace
 
 

@@ -32,7 +32,7 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient"]
     names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
-    given = {name: rows[name] for name in ("step_norm", "lr")}
+    given = {name: trace.column(name)[keep] for name in ("step_norm", "lr", "optimizer")}
     rows["clip_norm"] = clip_norms(rows.pop("coefficient"), rows["grad_norm"], **given)
     return rows
 

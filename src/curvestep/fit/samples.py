@@ -38,12 +38,12 @@ class History:
     def of(cls, trace: Trace) -> History:
         """What ``trace`` holds now; rows appended to it later are not in here."""
         step, loss, lr = (trace.column(name).copy() for name in ("step", "loss", "lr"))
-        coefficient, grad_norm = trace.column("coefficient"), trace.column("grad_norm")
+        given = (trace.column(name) for name in ("coefficient", "grad_norm"))
         return cls(
             step=step,
             loss=loss,
             lr=lr,
-            clip_norm=clip_norms(coefficient, grad_norm),
+            clip_norm=clip_norms(*given, optimizer=trace.column("optimizer")),
             ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
             measured=bool(trace.ok.any()),
             ok=trace.ok,
@@ -136,6 +136,7 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     names += ("grad_norms", "grad_variance", "grad_signal", "eps", "self_test")
     column = {name: trace.column(name)[order] for name in names}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
+    known = {name: column[name] for name in ("step_norm", "lr")}
     spectral = trace.column("spectral_smoothness")
     dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
     return Samples(
@@ -145,7 +146,7 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         **column,
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
-        clip_norm=clip_norms(column["coefficient"], g, step_norm=column["step_norm"], lr=column["lr"]),
+        clip_norm=clip_norms(column["coefficient"], g, **known, optimizer=trace.column("optimizer")[order]),
         spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
         fractions=trace.fractions,
         skipped=len(trace) - len(order),

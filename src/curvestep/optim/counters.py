@@ -33,7 +33,7 @@ class ClipStats(TypedDict):
         grad_norm: Norm of the last gradient, before clipping.
         coefficient: Factor on the last step, 1 where nothing was clipped; the smallest if there were several.
         steps: Steps taken, without the skipped ones.
-        clipped_fraction: Share of these steps that were clipped.
+        clipped_fraction: Share of these steps whose gradient norm was above the threshold.
         recent_clipped_fraction: The same over the last 100 steps.
         skipped: Steps skipped because the gradient was not finite, or its norm larger than ``skip_above``.
             With ``fused=True`` also those of a ``GradScaler``, which else leaves them out without a call.

@@ -103,7 +103,7 @@ _TABLE = (
      "‖G‖² without the noise, g₁ᵀg₂ of the halves: right on average, negative at times."),
     ("lr", "number", "x²/loss", "learning rate", "lr of the optimizer that stepped; of several the largest."),
     ("coefficient", "number", "1", "clipping coefficient",
-     "What clipping multiplied the gradient by; 1 if it did not clip."),
+     "What clipping multiplied the gradient by, 1 if it did not clip; of NormalizedSGD β/(‖g‖ + β)."),
     ("optimizer", "word", "", "optimizer", "Class of the optimizer that stepped."),
     ("momentum", "number", "1", "momentum", "Its momentum β; of Adam β₁."),
     ("optimizer_smoothness", "number", "1/lr", "smoothness in the optimizer's metric",

@@ -245,7 +245,9 @@ def _run_view(run: Run, name: str) -> RunView:
         rows = [rows[index] for index in thinned(np.arange(len(rows)))]
         names = ("step", "loss", "grad_norm", "coefficient")
         train = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-        train["clip_norm"] = clip_norms(train.pop("coefficient"), train["grad_norm"])
+        optimizer = "NormalizedSGD" if run.recipe.optimizer == "normalized" else "ClippedSGD"
+        given = train.pop("coefficient"), train["grad_norm"]
+        train["clip_norm"] = clip_norms(*given, optimizer=optimizer)
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
         steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
