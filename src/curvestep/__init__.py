@@ -28,7 +28,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
-    from curvestep import sinks as sinks, steps as steps, theory as theory
+    from curvestep import loggers as loggers, steps as steps, theory as theory
     from curvestep.advice.advice import Advice as Advice, advise as advise
     from curvestep.calibration.result import Calibration as Calibration
     from curvestep.calibration.search import calibrate as calibrate
@@ -72,7 +72,7 @@ _PUBLIC = {
     "smoothness.spectral": ("spectral_smoothness",),
     "fit.fit": ("fit_smoothness", "SmoothnessFit"),
     "advice.advice": ("advise", "Advice"),
-    "": ("sinks", "steps", "theory"),
+    "": ("loggers", "steps", "theory"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 __all__ = [*_HOMES, "report"]  # pyright: ignore[reportUnsupportedDunderAll] (the names of the table above)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import curvestep as cs
-from curvestep.optim import norm_bound, scaled
+from curvestep.optim import double_clipping, scaled
 from curvestep.optim.clip import Clipping
 from curvestep.optim.counters import RECENT_STEPS
 from curvestep.vectors import device_norm
@@ -480,15 +480,15 @@ def test_equal_norms_of_gradients_along_one_line_are_nobody_clipping(make):
 @every_clipping
 def test_equal_gradients_are_looked_at_a_few_times_only(make, monkeypatch):
     looks = []
-    sample = norm_bound._sample
-    monkeypatch.setattr(norm_bound, "_sample", lambda *given: (looks.append(1), sample(*given))[1])
+    sample = double_clipping._sample
+    monkeypatch.setattr(double_clipping, "_sample", lambda *given: (looks.append(1), sample(*given))[1])
     params = parameters((40,))
     opt = make(params, 1e-9)
     gradient = params[0].detach().clone()
     for step in range(200):  # the norm grows at first, then stays
         params[0].grad = gradient * min(step + 1, 50)
         opt.step()
-    assert len(looks) == 50 + norm_bound.NUM_REPEATS
+    assert len(looks) == 50 + double_clipping.NUM_REPEATS
 
 
 @every_clipping

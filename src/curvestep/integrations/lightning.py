@@ -24,9 +24,9 @@ from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
     can_be_read_once,
     groups_of,
+    log_to,
     need,
     probe_at,
-    sink_of,
     warn_if_clipped_twice,
 )
 from curvestep.smoothness.observer import batch_length
@@ -117,7 +117,7 @@ class SmoothnessCallback(Callback):
                 if row["step"] < step:
                     probe.trace.append(row)
         if self.log:
-            probe.listen(sink_of(optimizer, lambda numbers, _: _to_loggers(trainer, numbers)))
+            probe.listen(log_to(optimizer, lambda numbers, _: _to_loggers(trainer, numbers)))
         # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
         by_hooks = not pl_module.automatic_optimization or scaler is not None
         if by_hooks:

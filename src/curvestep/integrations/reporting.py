@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from curvestep.sinks import Sink
+from curvestep.loggers import Logger
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import RandomState
 
@@ -70,7 +70,7 @@ def can_be_read_once(data: Any) -> bool:
         random.restore()
 
 
-def sink_of(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Sink:
+def log_to(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Logger:
     """A listener for rows; the share of clipped steps is the optimizer's own, where it counts them."""
 
     def with_stats(numbers: dict[str, float], step: int) -> None:
@@ -81,7 +81,7 @@ def sink_of(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Si
             numbers["curvestep/skipped"] = float(stats["skipped"])
         write(numbers, step)
 
-    return Sink(with_stats)
+    return Logger(with_stats)
 
 
 def warn_if_clipped_twice(optimizer: Any, setting: str, way_out: str) -> None:

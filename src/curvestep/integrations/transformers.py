@@ -26,7 +26,7 @@ from torch import Tensor
 from curvestep._files import write_atomically
 from curvestep.calibration import search
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.integrations.reporting import can_be_read_once, need, probe_at, sink_of, warn_if_clipped_twice
+from curvestep.integrations.reporting import can_be_read_once, log_to, need, probe_at, warn_if_clipped_twice
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe, unwrapped
 from curvestep.smoothness.trace import Trace
@@ -144,7 +144,7 @@ class SmoothnessCallback(TrainerCallback):
         state = json.loads(kept.read_text(encoding="utf-8")) if step > 0 and kept.exists() else {}
         self.probe = probe = probe_at(step, model, state, self._options, backward=backward)
         if self._log:
-            probe.listen(sink_of(optimizer, self._report))
+            probe.listen(log_to(optimizer, self._report))
         if scaler is None:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end()))
         else:  # which may skip the step after the gradients were shown

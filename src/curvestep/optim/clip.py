@@ -24,7 +24,7 @@ from curvestep.optim.counters import (
     new_counters,
     read_counters,
 )
-from curvestep.optim.norm_bound import NormBound
+from curvestep.optim.double_clipping import NormBound
 from curvestep.optim.scaled import has_zero_lr, nonfinite_gradient
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm

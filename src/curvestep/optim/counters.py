@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvestep._checks import check_positive
-from curvestep.optim.norm_bound import NormBound
+from curvestep.optim.double_clipping import NormBound
 
 # Steps that `recent_clipped_fraction` and the running median look back on.
 RECENT_STEPS = 100

@@ -31,7 +31,7 @@ from curvestep.optim.counters import (
     read_counters,
     stacked,
 )
-from curvestep.optim.norm_bound import NormBound
+from curvestep.optim.double_clipping import NormBound
 from curvestep.vectors import cpu_norm, global_norm, is_readable
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""Rows of a probe in TensorBoard, W&B and MLflow: ``probe.listen(cs.sinks.tensorboard(writer))``.
+"""Rows of a probe in TensorBoard, W&B and MLflow: ``probe.listen(cs.loggers.tensorboard(writer))``.
 
-Every sink writes the same numbers, under names that loggers show together: ``curvestep/grad_norm`` (before
+All write the same numbers, under names that are shown together: ``curvestep/grad_norm`` (before
 clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/elasticity``,
 ``curvestep/edge`` and the others below, at the step of the row.
 """
@@ -34,7 +34,7 @@ COLUMNS = (
 WINDOW = 100  # rows that the share of clipped steps and the elasticity are taken over
 
 
-class Sink:
+class Logger:
     """A listener for rows that hands numbers with names to ``write(numbers, step)``.
 
     Steps never go back: a row at or before the last step, as after a restart from an older checkpoint, is
@@ -46,11 +46,11 @@ class Sink:
         prefix: What the names begin with.
 
     Example:
-        >>> sink = Sink(lambda numbers, step: print(step, numbers))
-        >>> sink({"step": 5, "grad_norm": 2.0, "coefficient": 0.5, "smoothness": 8.0, "kappa": float("nan")})
+        >>> log = Logger(lambda numbers, step: print(step, numbers))
+        >>> log({"step": 5, "grad_norm": 2.0, "coefficient": 0.5, "smoothness": 8.0, "kappa": float("nan")})
         5 {'curvestep/grad_norm': 2.0, 'curvestep/smoothness': 8.0, 'curvestep/coefficient': 0.5,
          'curvestep/clipped_fraction': 1.0}
-        >>> sink({"step": 5, "grad_norm": 3.0})
+        >>> log({"step": 5, "grad_norm": 3.0})
     """
 
     def __init__(self, write: Callable[[dict[str, float], int], Any], *, prefix: str = "curvestep") -> None:
@@ -102,12 +102,12 @@ class Sink:
         return np.array([math.nan if value is None else value for value in values], dtype=float)
 
 
-def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Sink:
+def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
     """A listener that writes rows as scalars of TensorBoard.
 
     .. code-block:: python
 
-        probe.listen(cs.sinks.tensorboard(torch.utils.tensorboard.SummaryWriter("runs/mine")))
+        probe.listen(cs.loggers.tensorboard(torch.utils.tensorboard.SummaryWriter("runs/mine")))
 
     Args:
         writer: A ``SummaryWriter``, or what has its ``add_scalar(name, value, step)``.
@@ -119,15 +119,15 @@ def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Sink:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return Sink(write, prefix=prefix)
+    return Logger(write, prefix=prefix)
 
 
-def wandb(run: Any, *, prefix: str = "curvestep") -> Sink:
+def wandb(run: Any, *, prefix: str = "curvestep") -> Logger:
     """A listener that logs rows to a run of Weights & Biases, over an axis of their own.
 
     .. code-block:: python
 
-        probe.listen(cs.sinks.wandb(wandb.init(project="mine")))
+        probe.listen(cs.loggers.wandb(wandb.init(project="mine")))
 
     The charts are over ``curvestep/step``, so it does not matter how the loop counts its own ``run.log``.
     W&B's counter is moved on only where nobody else has done so since the last row: it drops whatever is
@@ -148,16 +148,16 @@ def wandb(run: Any, *, prefix: str = "curvestep") -> Sink:
         last = max(run.step, last + 1)
         run.log({axis: step, **numbers}, step=last)
 
-    return Sink(write, prefix=prefix)
+    return Logger(write, prefix=prefix)
 
 
-def mlflow(*, prefix: str = "curvestep") -> Sink:
+def mlflow(*, prefix: str = "curvestep") -> Logger:
     """A listener that logs rows as metrics of the MLflow run that is active now.
 
     .. code-block:: python
 
         with mlflow.start_run():
-            probe.listen(cs.sinks.mlflow())
+            probe.listen(cs.loggers.mlflow())
 
     Args:
         prefix: What the names begin with.
@@ -166,13 +166,13 @@ def mlflow(*, prefix: str = "curvestep") -> Sink:
 
     run = mlflow.active_run()
     if run is None:
-        raise ValueError("`mlflow` has no active run. Make the sink inside `with mlflow.start_run():`.")
+        raise ValueError("`mlflow` has no active run. Make the logger inside `with mlflow.start_run():`.")
     run_id = run.info.run_id
 
     def write(numbers: dict[str, float], step: int) -> None:
         mlflow.log_metrics(numbers, step=step, run_id=run_id)
 
-    return Sink(write, prefix=prefix)
+    return Logger(write, prefix=prefix)
 
 
 def _check_has(value: Any, method: str, words: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import usable_samples
-from curvestep.sinks import COLUMNS, Sink
+from curvestep.loggers import COLUMNS, Logger
 
 
 def train(listener, *, steps=40):
@@ -31,7 +31,7 @@ def train(listener, *, steps=40):
 
 def test_sink_hands_over_columns_clip_share_and_elasticity():
     written = []
-    _, trace = train(Sink(lambda numbers, step: written.append((step, numbers)), prefix="mine"))
+    _, trace = train(Logger(lambda numbers, step: written.append((step, numbers)), prefix="mine"))
     assert [step for step, _ in written] == trace.column("step").tolist()
     for (_, numbers), row in zip(written, trace, strict=True):
         for name in COLUMNS:
@@ -49,7 +49,7 @@ def test_rows_sink_and_clip_stats_call_the_same_steps_clipped(kind):
     torch.manual_seed(0)
     model, written = nn.Linear(6, 3), []
     optimizer = kind(model.parameters(), 0.05, 0.6)
-    probe = cs.SmoothnessProbe(model, every=1).watch(optimizer).listen(Sink(lambda n, _: written.append(n)))
+    probe = cs.SmoothnessProbe(model, every=1).watch(optimizer).listen(Logger(lambda n, _: written.append(n)))
     for _ in range(40):
         x, y = torch.randn(16, 6), torch.randint(3, (16,))
         optimizer.zero_grad()
@@ -65,12 +65,12 @@ def test_rows_sink_and_clip_stats_call_the_same_steps_clipped(kind):
 
 def test_sink_leaves_out_what_is_not_finite_and_steps_that_go_back():
     written = []
-    sink = Sink(lambda numbers, step: written.append((step, numbers)))
-    sink({"step": 4, "grad_norm": math.nan, "loss": 1.0, "status": "nonfinite"})
-    sink({"step": 4, "loss": 2.0})
-    sink({"step": 2, "loss": 3.0})
-    sink({"step": 6})
-    sink({"step": 8, "loss": 4.0})
+    logger = Logger(lambda numbers, step: written.append((step, numbers)))
+    logger({"step": 4, "grad_norm": math.nan, "loss": 1.0, "status": "nonfinite"})
+    logger({"step": 4, "loss": 2.0})
+    logger({"step": 2, "loss": 3.0})
+    logger({"step": 6})
+    logger({"step": 8, "loss": 4.0})
     assert written == [(4, {"curvestep/loss": 1.0}), (8, {"curvestep/loss": 4.0})]
 
 
@@ -80,7 +80,7 @@ def test_tensorboard_gets_every_row(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
-        parameters, trace = train(cs.sinks.tensorboard(writer))
+        parameters, trace = train(cs.loggers.tensorboard(writer))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -103,10 +103,10 @@ def test_wandb_gets_every_row_beside_what_the_loop_logs(tmp_path, monkeypatch):
     monkeypatch.setattr(
         run, "log", lambda data, step=None: (logged.append((step, data)), log(data, step=step))
     )
-    sink = cs.sinks.wandb(run)
+    logger = cs.loggers.wandb(run)
 
     def listener(row):
-        sink(row)
+        logger(row)
         if row["step"] % 4 == 0:  # the loop logs too, at its own steps
             run.log({"mine": row["loss"]}, step=row["step"])
 
@@ -135,9 +135,9 @@ def test_mlflow_gets_every_row(tmp_path, monkeypatch):
     try:
         mlflow.set_experiment("curvestep")
         with pytest.raises(ValueError, match="no active run"):
-            cs.sinks.mlflow()
+            cs.loggers.mlflow()
         with mlflow.start_run() as run:
-            _, trace = train(cs.sinks.mlflow(), steps=12)
+            _, trace = train(cs.loggers.mlflow(), steps=12)
         history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "curvestep/smoothness")
     finally:
         mlflow.set_tracking_uri(uri)
@@ -146,8 +146,8 @@ def test_mlflow_gets_every_row(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sink", "words"), [(cs.sinks.tensorboard, "SummaryWriter"), (cs.sinks.wandb, "wandb")]
+    ("logger", "words"), [(cs.loggers.tensorboard, "SummaryWriter"), (cs.loggers.wandb, "wandb")]
 )
-def test_what_is_no_logger_is_refused(sink, words):
+def test_what_is_no_logger_is_refused(logger, words):
     with pytest.raises(TypeError, match=words):
-        sink("runs/mine")
+        logger("runs/mine")
