@@ -21,7 +21,8 @@ from benchmarks.calibrate_data import (
 )
 from torch import Tensor, nn
 
-from curvestep.lab.models import AWDLSTM, ResNet20
+from curvestep.lab.models.lstm import AWDLSTM
+from curvestep.lab.models.resnet import ResNet20
 
 
 class WordGRU(nn.Module):

@@ -30,7 +30,7 @@ from benchmarks.calibrate_data import (
 from benchmarks.calibrate_held_out import HELD_OUT
 from torch import Tensor, nn
 
-from curvestep.lab.models import LSTMModel
+from curvestep.lab.models.lstm import LSTMModel
 
 
 class CharacterModel(nn.Module):

@@ -31,8 +31,11 @@ from benchmarks.calibrate_data import (
 from benchmarks.calibrate_tasks import TASKS as TINY
 from torch import Tensor, nn
 
-from curvestep.lab.data import load_cifar10, load_ptb, load_topics, normalise
-from curvestep.lab.models import LSTMModel
+from curvestep.lab.data.cifar10 import load_cifar10
+from curvestep.lab.data.corpus import load_topics
+from curvestep.lab.data.images import normalise
+from curvestep.lab.data.ptb import load_ptb
+from curvestep.lab.models.lstm import LSTMModel
 
 STEPS = 1000  # of every held-out recipe
 

@@ -23,8 +23,6 @@ from curvestep.display.markup import visible
 # Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
-LINE = "#D55E00"
-FRONTIER = "#000000"
 _INK = {"ink": "#000000", "soft": "#777777"}
 _LINES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":", "": "none"}
 _MARKS = {"circle": "o", "triangle": "^", "square": "s", "": ""}

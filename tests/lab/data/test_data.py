@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep.lab import data
-from curvestep.lab.data import DataError, augment, batchify, cifar10, download as fetch, ptb
-from curvestep.lab.data.download import Unreachable
-from curvestep.lab.data.images import first_of_each_class
+from curvestep.lab.data import cifar10, download as fetch, ptb
+from curvestep.lab.data.corpus import batchify, load_corpus
+from curvestep.lab.data.download import DataError, Unreachable
+from curvestep.lab.data.images import augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.progress import print_notice_once
 from tests.lab.data.servers import serving
 
@@ -71,7 +72,7 @@ def test_columns_are_contiguous_pieces_of_the_text(length, batch_size):
 
 @needs_ptb
 def test_ptb_has_the_published_counts(real):
-    corpus = data.load_ptb(offline=True)
+    corpus = ptb.load_ptb(offline=True)
     assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (929_589, 73_760, 82_430)
     assert len(set(corpus.vocabulary)) == len(corpus.vocabulary) == 10_000
     assert {"<eos>", "<unk>", "N"} < set(corpus.vocabulary)
@@ -89,7 +90,7 @@ def test_ptb_has_the_published_counts(real):
 
 @needs_ptb
 def test_ptb_decodes_to_its_own_text_and_ids_go_by_frequency(real):
-    corpus = data.load_ptb(offline=True)
+    corpus = ptb.load_ptb(offline=True)
     text = gzip.open(real / "ptb.valid.txt.gz", "rt").read()
     words = [corpus.vocabulary[i] for i in corpus.valid.tolist()]
     assert " ".join(words).replace("<eos>", "\n").split() == text.split()
@@ -101,15 +102,15 @@ def test_ptb_decodes_to_its_own_text_and_ids_go_by_frequency(real):
 @pytest.mark.slow
 @needs_ptb
 def test_ptb_from_its_official_archive_equals_ptb_from_the_folder(real, monkeypatch):
-    expected = data.load_ptb(offline=True)
+    expected = ptb.load_ptb(offline=True)
     archive = official_ptb(real)
     monkeypatch.delenv("CURVESTEP_DATA")
     with serving() as server:
         server.files["/simple-examples.tgz"] = archive
         monkeypatch.setattr(ptb, "URL", f"{server.url}/simple-examples.tgz")
         monkeypatch.setattr(ptb, "MD5", "md5:" + hashlib.md5(archive).hexdigest())
-        fetched = data.load_ptb(progress=False)
-        cached = data.load_ptb(progress=False)
+        fetched = ptb.load_ptb(progress=False)
+        cached = ptb.load_ptb(progress=False)
         assert len(server.requests) == 1
     for corpus in (fetched, cached):
         assert corpus.source == "Penn Treebank from the official archive"
@@ -126,14 +127,14 @@ def test_ptb_in_the_folder_may_be_plain_or_the_original_archive(form, folder):
             (folder / name).write_bytes(gzip.open(REAL / f"{name}.gz").read())
     else:
         (folder / "simple-examples.tgz").write_bytes(official_ptb(REAL))
-    assert len(data.load_ptb(offline=True).train) == 929_589
+    assert len(ptb.load_ptb(offline=True).train) == 929_589
 
 
 @needs_ptb
 def test_part_of_ptb_names_what_is_missing(folder):
     (folder / "ptb.train.txt.gz").write_bytes((REAL / "ptb.train.txt.gz").read_bytes())
     with pytest.raises(DataError, match=r"a part of PTB only: ptb.valid.txt, ptb.test.txt"):
-        data.load_ptb()
+        ptb.load_ptb()
 
 
 def test_truncated_and_foreign_ptb_files_are_one_clear_line(folder):
@@ -141,13 +142,13 @@ def test_truncated_and_foreign_ptb_files_are_one_clear_line(folder):
     for name in ptb.HASHES:
         (folder / f"{name}.gz").write_bytes(whole)
     with pytest.raises(DataError, match=r"ptb.train.txt.gz .*expected sha256 fcea.*found [0-9a-f]{64}"):
-        data.load_ptb()
+        ptb.load_ptb()
     (folder / "ptb.train.txt.gz").write_bytes(whole[:20] + bytes(9) + whole[29:])
     with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
-        data.load_ptb()
+        ptb.load_ptb()
     (folder / "ptb.train.txt.gz").write_bytes(whole[:40])
     with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
-        data.load_ptb()
+        ptb.load_ptb()
 
 
 def official_ptb(folder):
@@ -170,11 +171,11 @@ def untold():
 
 
 def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
-    corpus = data.load_ptb(offline=True)
+    corpus = ptb.load_ptb(offline=True)
     assert corpus.name == "topics"
     assert "stand-in for PTB" in corpus.source
     assert "these are not PTB results" in capsys.readouterr().err
-    data.load_ptb(offline=True)  # the second of many runs
+    ptb.load_ptb(offline=True)  # the second of many runs
     assert capsys.readouterr().err == ""
     assert len(corpus.train) > 50_000
     assert 1_000 < len(corpus.vocabulary) <= 10_000
@@ -182,7 +183,7 @@ def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
 
 
 def test_without_cifar10_the_stand_in_says_that_it_is_one(capsys, untold):
-    images = data.load_cifar10(offline=True)
+    images = cifar10.load_cifar10(offline=True)
     assert images.name == "digits"
     assert "stand-in for CIFAR-10" in images.source
     assert "these are not CIFAR-10 results" in capsys.readouterr().err
@@ -198,9 +199,9 @@ def test_get_does_not_take_a_stand_in():
 
 
 def test_digits_are_the_bundled_images_magnified():
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits as bundled_digits
 
-    bundled, images = load_digits(), data.load_digits()
+    bundled, images = bundled_digits(), load_digits()
     assert images.train_x.shape == (1437, 3, 32, 32)
     assert images.test_x.shape == (360, 3, 32, 32)
     small = images.train_x[:, 0, ::4, ::4].double() * 16 / 255
@@ -214,7 +215,7 @@ def test_digits_are_the_bundled_images_magnified():
 def test_running_text_is_lowered_tokenised_and_split_by_lines(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("The cat's hat, <unk>!\n\n" * 40)
-    corpus = data.load_corpus(path)
+    corpus = load_corpus(path)
     words = [corpus.vocabulary[i] for i in corpus.train[:8].tolist()]
     assert words == ["the", "cat's", "hat", ",", "<unk>", "!", "<eos>", "the"]
     assert [len(s) for s in (corpus.train, corpus.valid, corpus.test)] == [36 * 7, 2 * 7, 2 * 7]
@@ -224,7 +225,7 @@ def test_folder_that_is_split_already_is_taken_as_tokenised(tmp_path):
     (tmp_path / "wiki.train.tokens").write_text(" The dog 's N \n The dog \n")
     (tmp_path / "wiki.valid.tokens").write_text(" The cat \n")
     (tmp_path / "wiki.test.tokens").write_text(" dog \n")
-    corpus = data.load_corpus(tmp_path)
+    corpus = load_corpus(tmp_path)
     spell = lambda ids: [corpus.vocabulary[i] for i in ids.tolist()]  # noqa: E731
     assert spell(corpus.train) == ["The", "dog", "'s", "N", "<eos>", "The", "dog", "<eos>"]
     assert spell(corpus.valid) == ["The", "<unk>", "<eos>"]
@@ -235,7 +236,7 @@ def test_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
     (tmp_path / "a.txt").write_text("one\n" * 15)
     (tmp_path / "deeper" / "b.md").write_text("two\n" * 25)
     (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    corpus = data.load_corpus(tmp_path)
+    corpus = load_corpus(tmp_path)
     assert corpus.vocabulary[corpus.train[0]] == "one"
     assert "<unk>" not in corpus.vocabulary
     assert corpus.vocabulary[corpus.test[-2]] == "two"
@@ -244,7 +245,7 @@ def test_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
 def test_vocabulary_keeps_the_commonest_words(tmp_path):
     lines = [f"often word{i}" for i in range(100)]
     (tmp_path / "t.txt").write_text("\n".join(lines))
-    corpus = data.load_corpus(tmp_path / "t.txt", max_vocabulary=5)
+    corpus = load_corpus(tmp_path / "t.txt", max_vocabulary=5)
     assert corpus.vocabulary == ("<unk>", "<eos>", "often", "word0", "word1")
     assert corpus.train[:9].tolist() == [2, 3, 1, 2, 4, 1, 2, 0, 1]
 
@@ -263,13 +264,13 @@ def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:
-        data.load_corpus(path)
+        load_corpus(path)
     assert "\n" not in str(caught.value)
 
 
 def test_empty_corpus_folder_is_an_error(tmp_path):
     with pytest.raises(DataError, match="holds no files"):
-        data.load_corpus(tmp_path)
+        load_corpus(tmp_path)
 
 
 # CIFAR-10
@@ -277,7 +278,7 @@ def test_empty_corpus_folder_is_an_error(tmp_path):
 
 @needs_subset
 def test_subset_of_cifar10_is_balanced_and_exact(real):
-    images = data.load_cifar10(offline=True)
+    images = cifar10.load_cifar10(offline=True)
     raw = np.load(real / "cifar10-subset.npz")
     assert (images.name, images.source) == ("cifar10-subset", "CIFAR-10 subset from CURVESTEP_DATA")
     assert images.train_x.dtype == torch.uint8
@@ -296,18 +297,18 @@ def test_subset_of_cifar10_is_balanced_and_exact(real):
 def test_foreign_subset_is_one_clear_line(folder):
     np.savez(folder / "cifar10-subset.npz", x_train=np.zeros(3))
     with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset of CIFAR-10 .*y_train"):
-        data.load_cifar10()
+        cifar10.load_cifar10()
     arrays = {"x_train": np.zeros((1, 32, 32, 3)), "y_train": np.zeros(1)}
     np.savez(folder / "cifar10-subset.npz", **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
     with pytest.raises(DataError, match=r"cifar10-subset.npz .*expected sha256 .*found"):
-        data.load_cifar10()
+        cifar10.load_cifar10()
     with (folder / "cifar10-subset.npz").open("wb") as file:
         np.save(file, np.zeros(3))  # one array, not an archive of several
     with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
-        data.load_cifar10()
+        cifar10.load_cifar10()
     (folder / "cifar10-subset.npz").write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
-        data.load_cifar10()
+        cifar10.load_cifar10()
 
 
 def test_records_of_the_release_are_class_then_red_green_blue_rows():
@@ -342,11 +343,11 @@ def test_sheets_rebuild_the_binary_layout(tmp_path):
 
 
 def test_normalised_training_images_have_mean_zero_and_deviation_one():
-    images = data.load_digits()
-    x = data.normalise(images, images.train_x)
+    images = load_digits()
+    x = normalise(images, images.train_x)
     torch.testing.assert_close(x.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-12, rtol=0)
     torch.testing.assert_close(x.std(dim=(0, 2, 3), correction=0), torch.ones(3))
-    last = data.normalise(images, images.test_x[:2].contiguous(memory_format=torch.channels_last))
+    last = normalise(images, images.test_x[:2].contiguous(memory_format=torch.channels_last))
     assert last.is_contiguous(memory_format=torch.channels_last)
 
 

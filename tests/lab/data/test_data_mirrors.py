@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from curvestep.lab import data
 from curvestep.lab.data import cifar10, download as fetch, ptb
 from curvestep.lab.data.download import Unreachable
 
@@ -28,19 +27,19 @@ def cache(tmp_path_factory):
 def images(cache):
     """All of CIFAR-10."""
     try:
-        return data.load_cifar10(subset=False, progress=False, fallback=False)
+        return cifar10.load_cifar10(subset=False, progress=False, fallback=False)
     except Unreachable as error:
         pytest.skip(str(error))
 
 
 def test_ptb_from_the_mirror_is_the_real_one(cache):
     try:
-        corpus = data.load_ptb(progress=False, fallback=False)
+        corpus = ptb.load_ptb(progress=False, fallback=False)
     except Unreachable as error:
         pytest.skip(str(error))
     assert "mirror" in corpus.source
     assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (929_589, 73_760, 82_430)
-    assert data.load_ptb(offline=True).source == corpus.source
+    assert ptb.load_ptb(offline=True).source == corpus.source
 
 
 def test_cifar10_from_the_mirror_is_the_real_one(images):
@@ -56,10 +55,10 @@ def test_cifar10_from_the_mirror_is_the_real_one(images):
     not (REAL and (REAL / "cifar10-subset.npz").is_file()), reason="no subset in CURVESTEP_DATA"
 )
 def test_subset_cut_from_the_whole_set_is_the_subset_in_the_folder(images, monkeypatch):
-    cut = data.load_cifar10(offline=True, fallback=False)
+    cut = cifar10.load_cifar10(offline=True, fallback=False)
     assert "mirror" in cut.source
     monkeypatch.setenv("CURVESTEP_DATA", str(REAL))
-    given = data.load_cifar10(offline=True, fallback=False)
+    given = cifar10.load_cifar10(offline=True, fallback=False)
     assert "CURVESTEP_DATA" in given.source
     for name in ("train_x", "train_y", "test_x", "test_y"):
         assert torch.equal(getattr(cut, name), getattr(given, name))
@@ -72,6 +71,6 @@ def test_release_files_in_the_folder_are_used_without_the_cache(images, cache, t
     unpacked.symlink_to(cache / "cifar10")
     monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("CURVESTEP_DATA", str(unpacked.parent))
-    found = data.load_cifar10(subset=False, offline=True, fallback=False)
+    found = cifar10.load_cifar10(subset=False, offline=True, fallback=False)
     assert found.source == "CIFAR-10 from CURVESTEP_DATA"
     assert torch.equal(found.test_x, images.test_x)

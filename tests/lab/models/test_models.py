@@ -7,17 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curvestep.lab.models import (
+from curvestep.lab.models.lstm import (
     AWDLSTM,
     Activations,
     LSTMModel,
-    ResNet18,
-    ResNet20,
     activation_penalty,
+    locked_dropout,
     random_bptt_length,
 )
-from curvestep.lab.models.lstm import locked_dropout
-from curvestep.lab.models.resnet import Block
+from curvestep.lab.models.resnet import Block, ResNet18, ResNet20
 from curvestep.smoothness.snapshot import detach_state
 
 NO_DROPOUT = {

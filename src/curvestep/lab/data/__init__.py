@@ -8,24 +8,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from curvestep._checks import check_choice
-from curvestep.lab.data.cifar10 import (
-    load_cifar10 as load_cifar10,
-    placeholder_cifar10 as placeholder_cifar10,
-)
-from curvestep.lab.data.corpus import (
-    Corpus as Corpus,
-    batchify as batchify,
-    load_corpus as load_corpus,
-    load_topics as load_topics,
-)
-from curvestep.lab.data.download import DataError as DataError, cache_folder as cache_folder
-from curvestep.lab.data.images import (
-    Images as Images,
-    augment as augment,
-    load_digits as load_digits,
-    normalise as normalise,
-)
-from curvestep.lab.data.ptb import load_ptb as load_ptb, placeholder_ptb as placeholder_ptb
+from curvestep.lab.data.cifar10 import load_cifar10
+from curvestep.lab.data.ptb import load_ptb
 
 NAMES = ("ptb", "cifar10")
 

@@ -13,7 +13,8 @@ import torch
 from curvestep._checks import check_choice
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.calibration.search import calibrate
-from curvestep.lab.data import placeholder_cifar10, placeholder_ptb
+from curvestep.lab.data.cifar10 import placeholder_cifar10
+from curvestep.lab.data.ptb import placeholder_ptb
 from curvestep.lab.progress import duration
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.run.devices import run_context
