@@ -7,6 +7,7 @@ before it: a flipped bit is found when the row is read.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -77,7 +78,7 @@ def lock(path: Path, *, patience: float = 0.0, on_wait: Callable[[], None] = lam
 
 
 def dump_json(value: Any, *, indent: int | None = None) -> str:
-    r"""``value`` as strict JSON, ASCII only; what is not finite becomes a string.
+    r"""``value`` as strict JSON, ASCII only; what is not finite becomes a string, a dataclass an object.
 
     Example:
         >>> dump_json({"max_norm": float("inf"), "losses": (2.0, float("nan"))})
@@ -249,12 +250,17 @@ def _refuse(constant: str) -> Any:
 
 
 def _to_strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _to_strict(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_to_strict(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if dataclasses.is_dataclass(value):
+        shown = [item.name for item in dataclasses.fields(value) if item.repr]  # not what it was made from
+        return {name: _to_strict(getattr(value, name)) for name in shown}
     return value
 
 

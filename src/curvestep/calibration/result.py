@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -280,7 +280,7 @@ def write_calibration(folder: str | Path, found: Calibration) -> Path:
     """Keep ``found`` in the folder of a run, made if it is not there; the file."""
     path = Path(folder) / CALIBRATION
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, dump_json(asdict(found), indent=2) + "\n")
+    write_atomically(path, dump_json(found, indent=2) + "\n")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sys
@@ -89,9 +88,8 @@ def report(args: list[str]) -> int:
 
         save_figures(page.runs, chosen.figures)
     if chosen.json:
-        _print_json(
-            {"page": str(page.path), "verdicts": page.verdicts, "runs": [_run(view) for view in page.runs]}
-        )
+        runs = [_run(view) for view in page.runs]
+        print(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
     else:
         for said in page.verdicts:
             print(f"{said['title']}: {said['verdict']}" if said["title"] else said["verdict"])
@@ -113,7 +111,7 @@ def advise(args: list[str]) -> int:
     found = {task: library(*traces) for task, traces in tasks.items()}
     if chosen.json:
         told = [{"task": task, "advice": advice} for task, advice in found.items()]
-        _print_json(told[0]["advice"] if len(told) == 1 else {"tasks": told})
+        print(dump_json(told[0]["advice"] if len(told) == 1 else {"tasks": told}, indent=2))
     else:
         for number, (task, advice) in enumerate(found.items()):
             if len(found) > 1:
@@ -133,10 +131,7 @@ def calibrate(args: list[str]) -> int:
     _, found = calibrate_recipe(
         recipe, num_batches=chosen.num_batches, max_gradients=chosen.max_gradients, offline=chosen.offline
     )
-    if chosen.json:
-        _print_json(found)
-    else:
-        print(found)
+    print(dump_json(found, indent=2) if chosen.json else found)
     return OK
 
 
@@ -242,22 +237,6 @@ def _run(view: Any) -> dict[str, Any]:
     """What a machine may want to know about one run of a page."""
     names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
     return {name: getattr(view, name) for name in (*names, "advice", "warnings", "doubts")}
-
-
-def _print_json(value: Any) -> None:
-    print(dump_json(_plain(value), indent=2))
-
-
-def _plain(value: Any) -> Any:
-    """``value`` for JSON: dataclasses as objects, what JSON has no form for in words."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        shown = [item.name for item in dataclasses.fields(value) if item.repr]  # not what it was read from
-        return {name: _plain(getattr(value, name)) for name in shown}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _show(path: Path) -> None:
