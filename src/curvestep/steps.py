@@ -178,9 +178,8 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Nor
         if L0 == 0:
             raise ValueError("`L0` and `L1` must not both be zero: no curvature bounds no step.")
         return _constant(grad_norm, 1.0 / L0)
-    if L0 == 0:
-        return _reciprocal(1.5 * L1 * grad_norm)
-    return 1.0 / (L0 + 1.5 * L1 * grad_norm)
+    bound = L0 + 1.5 * L1 * grad_norm
+    return math.inf if isinstance(bound, float) and bound == 0 else 1.0 / bound  # pyright: ignore[reportReturnType]  # a float for floats
 
 
 def step_cap(*, lr: float, max_norm: float) -> float:
@@ -265,10 +264,6 @@ def _at_least(x: Any, floor: float) -> Any:
     if isinstance(x, np.ndarray):
         return np.maximum(x, floor)
     return floor if x <= floor else x  # in this order, so that NaN stays NaN
-
-
-def _reciprocal(x: Any) -> Any:
-    return math.inf if isinstance(x, float) and x == 0 else 1.0 / x
 
 
 def clip_norms(

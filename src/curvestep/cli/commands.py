@@ -88,7 +88,9 @@ def report(args: list[str]) -> int:
 
         save_figures(page.runs, chosen.figures)
     if chosen.json:
-        runs = [_run(view) for view in page.runs]
+        names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
+        names += ("advice", "warnings", "doubts")
+        runs = [{name: getattr(view, name) for name in names} for view in page.runs]
         print(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
     else:
         for said in page.verdicts:
@@ -231,12 +233,6 @@ def _ending(result: Any) -> str:
     words = ", ".join([words, *held_out])
     message = f": {result.message}" if result.message else ""
     return f"{words}{message}\ndata: {result.data}\ncurvestep report {result.folder}"
-
-
-def _run(view: Any) -> dict[str, Any]:
-    """What a machine may want to know about one run of a page."""
-    names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
-    return {name: getattr(view, name) for name in (*names, "advice", "warnings", "doubts")}
 
 
 def _show(path: Path) -> None:

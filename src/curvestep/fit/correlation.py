@@ -49,7 +49,11 @@ def correlations_of(
     def on_fishers_scale(statistic: Callable) -> Interval:
         if not np.isfinite(statistic(x[None], y[None])[0]):
             return UNKNOWN
-        low, high = block_interval(lambda a, b: _fisher(statistic(a, b)), x, y, **settings)
+
+        def transformed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return np.arctanh(np.clip(np.nan_to_num(statistic(a, b)), -1 + 1e-12, 1 - 1e-12))
+
+        low, high = block_interval(transformed, x, y, **settings)
         return math.tanh(low), math.tanh(high)
 
     exponent = float(slope(x[None], y[None])[0])
@@ -97,7 +101,3 @@ def _influence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.zeros(len(x))
     x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
     return x * y - (x * y).mean() / 2 * (x * x + y * y)
-
-
-def _fisher(r: np.ndarray) -> np.ndarray:
-    return np.arctanh(np.clip(np.nan_to_num(r), -1 + 1e-12, 1 - 1e-12))

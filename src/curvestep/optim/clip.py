@@ -78,7 +78,7 @@ def clip(
         >>> handle.clip_stats()["coefficient"], handle.clip_stats()["grad_norm"]
         (0.2, 5.0)
     """
-    return Clipping(optimizer, max_norm, norm_scope=norm_scope, nonfinite=nonfinite, skip_above=skip_above)
+    return Clipping(optimizer, max_norm, norm_scope, nonfinite, skip_above)
 
 
 class Clipping:
@@ -89,15 +89,9 @@ class Clipping:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        *,
-        norm_scope: str,
-        nonfinite: str,
-        skip_above: float | str | None,
+        self, optimizer: Any, max_norm: float, norm_scope: str, nonfinite: str, skip_above: float | str | None
     ) -> None:
-        inner: Any = optimizer
+        inner = optimizer
         while not hasattr(inner, "_optimizer_step_pre_hooks") and hasattr(inner, "optimizer"):
             inner = inner.optimizer  # a wrapper calls the step of the optimizer inside it
         if not isinstance(inner, Optimizer):

@@ -60,7 +60,9 @@ def load_ptb(
         DataError: a file is not what it should be, or ``fallback`` is off and nothing was found.
     """
     try:
-        files, source = _files(offline=offline, progress=progress)
+        files, source = _given(data_folder()), "from CURVESTEP_DATA"
+        if files is None:
+            files, source = fetch("ptb", HASHES, SOURCES, offline=offline, progress=progress)
     except Unreachable:
         if not fallback:
             raise
@@ -83,16 +85,10 @@ def placeholder_ptb(*, max_vocabulary: int = NUM_WORDS) -> Corpus:
     return Corpus(name="ptb", **tokens, vocabulary=tuple(map(str, range(count))), source="drawn words")
 
 
-def _files(*, offline: bool, progress: bool) -> tuple[dict[str, bytes], str]:
-    folder = data_folder()
-    found = _given(folder) if folder else None
-    if found is not None:
-        return found, "from CURVESTEP_DATA"
-    return fetch("ptb", HASHES, SOURCES, offline=offline, progress=progress)
-
-
-def _given(folder: Path) -> dict[str, bytes] | None:
-    """The three files in a user's folder: plain, gzipped, or in one of the two archives."""
+def _given(folder: Path | None) -> dict[str, bytes] | None:
+    """The three files in a user's folder: plain, gzipped, or in one of the two archives; or None."""
+    if folder is None:
+        return None
     paths = {
         name: next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
         for name in HASHES

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from timeit import timeit
 from typing import Any, TypeVar
 
 import torch
@@ -158,59 +158,47 @@ def dry_run(recipe: Recipe, *, measured_steps: int = 2) -> DryRun:
     Nothing is fetched or written.
     """
     with run_context(recipe):
-        return _cost(recipe, measured_steps)
+        # Words or pixels without meaning where the real ones would have to be fetched.
+        if isinstance(recipe, LanguageRecipe) and recipe.corpus == "ptb":
+            task = LanguageTask(recipe, placeholder_ptb(max_vocabulary=recipe.vocabulary or 10_000))
+        elif isinstance(recipe, ImageRecipe) and recipe.images in ("cifar10", "cifar10-subset"):
+            task = ImageTask(recipe, placeholder_cifar10(subset=recipe.images == "cifar10-subset"))
+        else:
+            task = make_task(recipe, offline=True)
+        model = task.build()
+        optimizer = make_optimizer(recipe, model)
+        batch = task.batch(0)
 
+        def gradient() -> None:
+            optimizer.zero_grad()
+            task.loss(model, batch)[0].backward()
 
-def _cost(recipe: Recipe, measured_steps: int) -> DryRun:
-    # Words or pixels without meaning where the real ones would have to be fetched.
-    if isinstance(recipe, LanguageRecipe) and recipe.corpus == "ptb":
-        task = LanguageTask(recipe, placeholder_ptb(max_vocabulary=recipe.vocabulary or 10_000))
-    elif isinstance(recipe, ImageRecipe) and recipe.images in ("cifar10", "cifar10-subset"):
-        task = ImageTask(recipe, placeholder_cifar10(subset=recipe.images == "cifar10-subset"))
-    else:
-        task = make_task(recipe, offline=True)
-    model = task.build()
-    optimizer = make_optimizer(recipe, model)
-    batch = task.batch(0)
+        def forward() -> None:
+            with torch.no_grad():
+                task.loss(model, batch)
 
-    def gradient() -> None:
-        optimizer.zero_grad()
-        task.loss(model, batch)[0].backward()
-
-    def forward() -> None:
-        with torch.no_grad():
-            task.loss(model, batch)
-
-    gradient()  # the first pass allocates and is slower
-    optimizer.step()
-    of_gradient = _seconds(gradient, measured_steps)
-    of_step = of_gradient + _seconds(optimizer.step, measured_steps)
-    of_forward = _seconds(forward, 1)
-    steps = task.num_steps()
-    # The training batch's own gradient is there already; a share of the data needs one more.
-    gradients = len(recipe.fractions)
-    if recipe.probe_data:
-        gradients = (gradients + 1) * len(task.oracle_batches(recipe.probe_data))
-    of_probe = gradients * of_gradient
-    num_probes = steps // recipe.probe_every if recipe.probe_every else 0
-    if isinstance(task, LanguageTask):
-        batches = (recipe.eval_size or len(task.corpus.valid)) / (task.recipe.bptt * recipe.batch_size)
-    else:
-        assert isinstance(task, ImageTask)
-        batches = (recipe.eval_size or len(task.images.test_y)) / recipe.batch_size
-    evaluations = (steps // recipe.eval_every if recipe.eval_every else 1) * batches
-    return DryRun(
-        recipe=recipe,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        steps=steps,
-        seconds_per_step=of_step,
-        seconds_per_probe=of_probe,
-        seconds=steps * of_step + num_probes * of_probe + evaluations * of_forward,
-    )
-
-
-def _seconds(function: Callable[[], object], times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        function()
-    return (time.perf_counter() - start) / times
+        gradient()  # the first pass allocates and is slower
+        optimizer.step()
+        of_gradient = timeit(gradient, number=measured_steps) / measured_steps
+        of_step = of_gradient + timeit(optimizer.step, number=measured_steps) / measured_steps
+        of_forward = timeit(forward, number=1)
+        steps = task.num_steps()
+        # The training batch's own gradient is there already; a share of the data needs one more.
+        gradients = len(recipe.fractions)
+        if recipe.probe_data:
+            gradients = (gradients + 1) * len(task.oracle_batches(recipe.probe_data))
+        of_probe = gradients * of_gradient
+        num_probes = steps // recipe.probe_every if recipe.probe_every else 0
+        if isinstance(task, LanguageTask):
+            batches = (recipe.eval_size or len(task.corpus.valid)) / (task.recipe.bptt * recipe.batch_size)
+        else:
+            batches = (recipe.eval_size or len(task.images.test_y)) / recipe.batch_size
+        evaluations = (steps // recipe.eval_every if recipe.eval_every else 1) * batches
+        return DryRun(
+            recipe=recipe,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            steps=steps,
+            seconds_per_step=of_step,
+            seconds_per_probe=of_probe,
+            seconds=steps * of_step + num_probes * of_probe + evaluations * of_forward,
+        )
