@@ -1,7 +1,7 @@
 """What each command can be told: one dataclass a command, one option a field, read by argparse.
 
-A recipe's fields are options too. Names, types, choices, defaults and help come from the dataclasses and
-their docstrings, so nothing is written twice.
+A recipe's fields are options too. Names, types, choices, defaults and help come from the dataclasses, and the
+help of a recipe's fields from its docstring, so nothing is written twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from curvestep.lab.recipes import SCALES, Recipe, Scale, choices_of, get_recipe, nearest, recipe_names
 
@@ -38,28 +38,17 @@ class Reproduce:
     """Every figure and table of the paper, and one HTML report.
 
     Example: curvestep reproduce fig2 fig8 --folder reproduction
-
-    Args:
-        FIGURE: fig1 to fig8; none: all.
-        folder: Folder for runs, figures, claims.md and report.html.
-        scale: laptop: minutes on two cores; longer: hours; paper: days on a GPU.
-        engine: Processes here, or a Ray cluster.
-        workers: Runs at a time.
-        address: Of a Ray cluster, such as 10.0.0.1:6379; none starts one here.
-        offline: Use no network; stand-ins replace data that are not here.
-        quiet: Show no progress.
-        no_open: Do not show the report in a browser at the end.
     """
 
-    FIGURE: tuple[Figure, ...] = ()
-    folder: str = "reproduction"
-    scale: Scale = "laptop"
-    engine: Engine = "joblib"
-    workers: int = 2
-    address: str = ""
-    offline: bool = False
-    quiet: bool = False
-    no_open: bool = False
+    FIGURE: Annotated[tuple[Figure, ...], "fig1 to fig8; none: all"] = ()
+    folder: Annotated[str, "Folder for runs, figures, claims.md and report.html"] = "reproduction"
+    scale: Annotated[Scale, "laptop: minutes on two cores; longer: hours; paper: days on a GPU"] = "laptop"
+    engine: Annotated[Engine, "Processes here, or a Ray cluster"] = "joblib"
+    workers: Annotated[int, "Runs at a time"] = 2
+    address: Annotated[str, "Of a Ray cluster, such as 10.0.0.1:6379; none starts one here"] = ""
+    offline: Annotated[bool, "Use no network; stand-ins replace data that are not here"] = False
+    quiet: Annotated[bool, "Show no progress"] = False
+    no_open: Annotated[bool, "Do not show the report in a browser at the end"] = False
 
 
 @dataclass(kw_only=True)
@@ -67,34 +56,20 @@ class Train:
     """Train one recipe and keep everything in a run folder.
 
     Example: curvestep train ptb-lstm --lr auto --max-norm auto
-
-    Args:
-        folder: Run folder; none: runs/<recipe>-<setting>.
-        scale: Which sizes the other defaults have.
-        resume: Go on where the folder's checkpoint stands.
-        dry_run: Only print what would run, and its cost in seconds.
-        devices: Processes that share each batch.
-        accelerator: Where to train.
-        strategy: How several devices work together.
-        loggers: Besides the run's own files.
-        checkpoint_seconds: Seconds between two checkpoints.
-        threads: Torch threads of each process; 0: torch decides.
-        offline: Use no network for the data.
-        quiet: Show no progress.
     """
 
-    folder: str = ""
-    scale: Scale = "laptop"
-    resume: bool = False
-    dry_run: bool = False
-    devices: int = 1
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    loggers: tuple[Literal["csv", "tensorboard"], ...] = ()
-    checkpoint_seconds: float = 60.0
-    threads: int = 0
-    offline: bool = False
-    quiet: bool = False
+    folder: Annotated[str, "Run folder; none: runs/<recipe>-<setting>"] = ""
+    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
+    resume: Annotated[bool, "Go on where the folder's checkpoint stands"] = False
+    dry_run: Annotated[bool, "Only print what would run, and its cost in seconds"] = False
+    devices: Annotated[int, "Processes that share each batch"] = 1
+    accelerator: Annotated[Literal["auto", "cpu", "cuda"], "Where to train"] = "auto"
+    strategy: Annotated[Literal["auto", "ddp", "fsdp"], "How several devices work together"] = "auto"
+    loggers: Annotated[tuple[Literal["csv", "tensorboard"], ...], "Besides the run's own files"] = ()
+    checkpoint_seconds: Annotated[float, "Seconds between two checkpoints"] = 60.0
+    threads: Annotated[int, "Torch threads of each process; 0: torch decides"] = 0
+    offline: Annotated[bool, "Use no network for the data"] = False
+    quiet: Annotated[bool, "Show no progress"] = False
 
 
 @dataclass(kw_only=True)
@@ -102,26 +77,16 @@ class Sweep:
     """Train one recipe at every point of a grid; give fields several values.
 
     Example: curvestep sweep ptb-lstm --lr 3 10 30 --max-norm inf 0.25
-
-    Args:
-        folder: Folder of the sweep; none: runs/sweep-<recipe>.
-        scale: Which sizes the other defaults have.
-        engine: Processes here, or a Ray cluster.
-        workers: Trials at a time.
-        address: Of a Ray cluster, such as 10.0.0.1:6379; none starts one here.
-        checkpoint_seconds: Seconds between two checkpoints of a trial.
-        offline: Use no network for the data.
-        quiet: Show no progress.
     """
 
-    folder: str = ""
-    scale: Scale = "laptop"
-    engine: Engine = "joblib"
-    workers: int = 2
-    address: str = ""
-    checkpoint_seconds: float = 60.0
-    offline: bool = False
-    quiet: bool = False
+    folder: Annotated[str, "Folder of the sweep; none: runs/sweep-<recipe>"] = ""
+    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
+    engine: Annotated[Engine, "Processes here, or a Ray cluster"] = "joblib"
+    workers: Annotated[int, "Trials at a time"] = 2
+    address: Annotated[str, "Of a Ray cluster, such as 10.0.0.1:6379; none starts one here"] = ""
+    checkpoint_seconds: Annotated[float, "Seconds between two checkpoints of a trial"] = 60.0
+    offline: Annotated[bool, "Use no network for the data"] = False
+    quiet: Annotated[bool, "Show no progress"] = False
 
 
 @dataclass(kw_only=True)
@@ -129,24 +94,15 @@ class Report:
     """One self-contained HTML page about runs, sweeps, or traces of your own loop.
 
     Example: curvestep report runs/mine runs/other -o report.html
-
-    Args:
-        RUN: Run folders, folders of runs, trace files.
-        output: HTML file to write; a page about other runs is not replaced.
-        overwrite: Replace the file whatever it is.
-        title: Heading of the page; none: what was found.
-        figures: Folder for each figure as PNG and SVG; none writes none.
-        json: Print the verdict as JSON instead of words.
-        open: Open the page in a browser.
     """
 
-    RUN: tuple[str, ...] = ()
-    output: str = "report.html"
-    overwrite: bool = False
-    title: str = ""
-    figures: str = ""
-    json: bool = False
-    open: bool = False
+    RUN: Annotated[tuple[str, ...], "Run folders, folders of runs, trace files"] = ()
+    output: Annotated[str, "HTML file to write; a page about other runs is not replaced"] = "report.html"
+    overwrite: Annotated[bool, "Replace the file whatever it is"] = False
+    title: Annotated[str, "Heading of the page; none: what was found"] = ""
+    figures: Annotated[str, "Folder for each figure as PNG and SVG; none writes none"] = ""
+    json: Annotated[bool, "Print the verdict as JSON instead of words"] = False
+    open: Annotated[bool, "Open the page in a browser"] = False
 
 
 @dataclass(kw_only=True)
@@ -154,14 +110,12 @@ class Advise:
     """What (L0, L1) a run saw, which lr and max_norm follow, and why.
 
     Example: curvestep advise runs/mine/trace.jsonl
-
-    Args:
-        TRACE: Run folders, folders of runs, trace files; tasks are judged one by one.
-        json: Print JSON instead of words.
     """
 
-    TRACE: tuple[str, ...] = ()
-    json: bool = False
+    TRACE: Annotated[
+        tuple[str, ...], "Run folders, folders of runs, trace files; tasks are judged one by one"
+    ] = ()
+    json: Annotated[bool, "Print JSON instead of words"] = False
 
 
 @dataclass(kw_only=True)
@@ -169,20 +123,13 @@ class Calibrate:
     """lr and max_norm for a recipe, measured before training from a few gradients.
 
     Example: curvestep calibrate ptb-lstm --batch-size 40
-
-    Args:
-        scale: Which sizes the other defaults have.
-        num_batches: Batches to measure at least.
-        max_gradients: Gradients to evaluate at most.
-        offline: Use no network for the data.
-        json: Print JSON instead of words.
     """
 
-    scale: Scale = "laptop"
-    num_batches: int = 3
-    max_gradients: int = 40
-    offline: bool = False
-    json: bool = False
+    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
+    num_batches: Annotated[int, "Batches to measure at least"] = 3
+    max_gradients: Annotated[int, "Gradients to evaluate at most"] = 40
+    offline: Annotated[bool, "Use no network for the data"] = False
+    json: Annotated[bool, "Print JSON instead of words"] = False
 
 
 @dataclass(kw_only=True)
@@ -190,16 +137,11 @@ class Data:
     """Fetch data sets, verify them, and keep them in the cache.
 
     Example: curvestep data get ptb cifar10
-
-    Args:
-        NAME: Data sets; none: all.
-        offline: Only check what is here already.
-        quiet: Show no progress.
     """
 
-    NAME: tuple[Literal["ptb", "cifar10"], ...] = ()
-    offline: bool = False
-    quiet: bool = False
+    NAME: Annotated[tuple[Literal["ptb", "cifar10"], ...], "Data sets; none: all"] = ()
+    offline: Annotated[bool, "Only check what is here already"] = False
+    quiet: Annotated[bool, "Show no progress"] = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -244,7 +186,7 @@ def read_options(
         UsageError: with one line that names the option and what it needs.
         SystemExit: after ``--help``.
     """
-    text = inspect.cleandoc(kind.__doc__ or "").partition("\n\nArgs:")[0]
+    text = inspect.cleandoc(kind.__doc__ or "")
     if recipe is not None:
         lrs = {"--lr 3 10 30": "--lr 0.1 1 5"} if "resnet" in recipe.name else {}
         for old, new in {**lrs, "ptb-lstm": recipe.name}.items():
@@ -292,12 +234,13 @@ def add_option(
     auto: bool = False,
     given_only: bool = False,
 ) -> None:
-    """Make an option of a field: type and choices from its annotation, help from its class's docstring."""
-    hint = get_type_hints(kind)[name]
+    """Make an option of a field: type, choices and help from its annotation, or help from its docstring."""
+    hint, described = (get_type_hints(kind, include_extras=extras)[name] for extras in (False, True))
     several = many or (hint not in (bool, int, float, str) and not choices_of(hint))
     kept = argparse.SUPPRESS if given_only else default
     flag = f"--{name.replace('_', '-')}"
-    text = help_texts(kind)[name].rstrip(".").replace("%", "%%")
+    text = described.__metadata__[0] if get_origin(described) is Annotated else help_texts(kind)[name]
+    text = text.rstrip(".").replace("%", "%%")
     if hint is bool and not many:
         if default:
             flag, text = f"--no-{name.replace('_', '-')}", f"No {text[:1].lower()}{text[1:]}"
@@ -355,8 +298,8 @@ def help_texts(kind: type) -> dict[str, str]:
     """The help of each field: the first sentence about it in the ``Args`` of its class, or of a base class.
 
     Example:
-        >>> help_texts(Data)["offline"]
-        'Only check what is here already.'
+        >>> help_texts(Recipe)["momentum"]
+        'Momentum of the optimizer.'
     """
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
