@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 def check_positive(name: str, value: float) -> float:
@@ -41,6 +46,20 @@ def check_count(name: str, value: int, *, least: int = 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
         raise _error(name, f"a whole number of at least {least}", value)
     return int(value)
+
+
+def check_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer that steps: ``optimizer``, or what frameworks wrapped in it."""
+    from torch.optim import Optimizer
+
+    inner = optimizer
+    while not isinstance(getattr(inner, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
+        inner, "optimizer"
+    ):
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"`optimizer` must be a torch optimizer, got a {type(optimizer).__name__}.")
+    return inner
 
 
 def _is_number(value: object) -> bool:

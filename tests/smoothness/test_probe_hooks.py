@@ -399,7 +399,7 @@ def test_what_cannot_be_watched_is_refused():
     probe = SmoothnessProbe(model)
     with pytest.raises(ValueError, match="none of the model's trainable parameters"):
         probe.watch(torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="must be a torch optimizer, got SimpleNamespace"):
+    with pytest.raises(TypeError, match="must be a torch optimizer, got a SimpleNamespace"):
         probe.watch(types.SimpleNamespace())
     wrapper = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert probe.watch(wrapper) is probe

@@ -23,12 +23,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from curvestep._checks import check_optimizer
 from curvestep._files import write_atomically
 from curvestep.calibration import search
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import can_be_read_once, log_to, need, probe_at, warn_if_clipped_twice
 from curvestep.smoothness.observer import batch_length
-from curvestep.smoothness.probe import SmoothnessProbe, unwrapped
+from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
 
 need("transformers", "5.0", "transformers")
@@ -115,7 +116,7 @@ class SmoothnessCallback(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         if args.max_grad_norm and optimizer is not None:
             setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
-            warn_if_clipped_twice(unwrapped(optimizer), setting, "Set max_grad_norm=0.")
+            warn_if_clipped_twice(check_optimizer(optimizer), setting, "Set max_grad_norm=0.")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End a step that the optimizer did not take."""
@@ -138,7 +139,7 @@ class SmoothnessCallback(TrainerCallback):
     def _start(self, model: Any) -> SmoothnessProbe:
         """Make the probe: only now are model and optimizer prepared and wrapped."""
         trainer = self._trainer
-        optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
+        optimizer, scaler = check_optimizer(trainer.optimizer), trainer.accelerator.scaler
         backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
         step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
         state = json.loads(kept.read_text(encoding="utf-8")) if step > 0 and kept.exists() else {}
@@ -173,7 +174,7 @@ class SmoothnessCallback(TrainerCallback):
             probe.record(loss_fn, batch_size=round(batch_length(inputs)))
             loss = outputs[0]
         if trainer.accelerator.sync_gradients and trainer.accelerator.scaler is None:
-            probe.begin(unwrapped(trainer.optimizer))  # clipping by max_grad_norm comes next
+            probe.begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
             self._begun = True
         return loss
 
@@ -227,7 +228,7 @@ def calibrate(
     args, own = trainer.args, trainer.optimizer_cls_and_kwargs
     clips = False
     if trainer.optimizer is not None:
-        optimizer = unwrapped(trainer.optimizer)
+        optimizer = check_optimizer(trainer.optimizer)
         schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
         with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips, see below
             warnings.simplefilter("ignore")
@@ -296,7 +297,7 @@ def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibra
         schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
     own = trainer.optimizer_cls_and_kwargs
     kind, _ = own or trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = kind if trainer.optimizer is None else unwrapped(trainer.optimizer)
+    optimizer = kind if trainer.optimizer is None else check_optimizer(trainer.optimizer)
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
 
     def batches() -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice
+from curvestep._checks import check_choice, check_optimizer
 from curvestep.distributed import local
 from curvestep.optim.counters import (
     COUNTERS,
@@ -91,11 +91,7 @@ class Clipping:
     def __init__(
         self, optimizer: Any, max_norm: float, norm_scope: str, nonfinite: str, skip_above: float | str | None
     ) -> None:
-        inner = optimizer
-        while not hasattr(inner, "_optimizer_step_pre_hooks") and hasattr(inner, "optimizer"):
-            inner = inner.optimizer  # a wrapper calls the step of the optimizer inside it
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"`optimizer` must be a torch optimizer, got a {type(optimizer).__name__}.")
+        inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
         if hasattr(inner, "clip_stats"):
             raise ValueError(
                 f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "

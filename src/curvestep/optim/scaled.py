@@ -112,20 +112,16 @@ class ScaledOptimizer(Optimizer, ABC):
         check_choice("norm_scope", settings["norm_scope"], ("global", "group", "tensor"))
         check_choice("nonfinite", settings["nonfinite"], ("raise", "skip", "propagate"))
         check_skip_above(settings["skip_above"])
-        fused, foreach = settings["fused"], settings["foreach"]
-        if fused and settings["differentiable"]:
-            raise RuntimeError("`fused` does not support `differentiable`")
-        if fused and foreach:
+        for option in ("fused", "foreach", "capturable"):
+            if settings[option] and settings["differentiable"]:
+                raise RuntimeError(f"`{option}` does not support `differentiable`")
+        if settings["fused"] and settings["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        if foreach and settings["differentiable"]:
-            raise RuntimeError("`foreach` does not support `differentiable`")
         if settings["capturable"] and settings["nonfinite"] == "raise":
             raise ValueError(
                 "`capturable=True` cannot raise for a gradient that is not finite: a graph reads nothing. "
                 'Use nonfinite="skip" or "propagate".'
             )
-        if settings["capturable"] and settings["differentiable"]:
-            raise RuntimeError("`capturable` does not support `differentiable`")
         self.check_group(values | settings)  # before the parameters are looked at, as torch does
         super().__init__(params, values | settings)
 

@@ -372,17 +372,6 @@ def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, inside the wrappers of frameworks."""
-    while not isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
-        optimizer, "optimizer"
-    ):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"`optimizer` must be a torch optimizer, got {type(optimizer).__name__}.")
-    return optimizer
-
-
 def autocast_precision(parameter: Tensor) -> float:
     """Relative precision under autocast on the parameter's device; zero without autocast."""
     device = parameter.device.type

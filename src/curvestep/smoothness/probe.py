@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_count, check_positive
+from curvestep._checks import check_choice, check_count, check_optimizer, check_positive
 from curvestep.distributed import (
     any_rank,
     from_rank_zero,
@@ -51,7 +51,6 @@ from curvestep.smoothness.observer import (
     TrainingLoss,
     autocast_precision,
     trains_any,
-    unwrapped,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.replay import Replay, trainable_parameters
@@ -285,7 +284,7 @@ class SmoothnessProbe:
         record.row, record.in_block = row, True
         record.steps = StepObserver(self.parameters, self._now)
         if optimizer is not None:
-            record.steps.expect(unwrapped(optimizer))
+            record.steps.expect(check_optimizer(optimizer))
         record.spent += self._now() - started
 
     def end(self) -> None:
@@ -316,7 +315,7 @@ class SmoothnessProbe:
         The gradient may be clipped or scaled before the step: at a due step it is computed again, which costs
         one more pass. A step that a GradScaler skips is no step.
         """
-        optimizer = unwrapped(optimizer)
+        optimizer = check_optimizer(optimizer)
         if not trains_any(optimizer, self.parameters):
             raise ValueError(
                 "`optimizer` has none of the model's trainable parameters: nothing would be measured."
