@@ -20,12 +20,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from curvestep import SmoothnessProbe, Trace, fit_smoothness
-from curvestep.display.drawing import COLOURS, FRONTIER, ITERATIONS, LINE, log_axes, panels, styled
+from curvestep.display.drawing import COLOURS, ITERATIONS, log_axes, panels, styled
 from curvestep.fit.correlation import spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import mean_norms
 
 FRACTIONS = (0.5, 1.0)
+LINE, FRONTIER = COLOURS[1], COLOURS[6]
 RATES = tuple(float(f"{rate:.0e}") for rate in np.geomspace(0.1, 3e-6, 7))
 Numbers = dict[str, float | str]
 
