@@ -31,21 +31,13 @@ ATTEMPTS = 3  # times that a job is started before a process that keeps dying is
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One function call that leaves its result in a folder.
+    """One function call that leaves its result in a folder."""
 
-    Args:
-        name: Name of the job, unlike that of any other.
-        folder: Where the result is, for displays of progress.
-        function: What to call; it takes ``threads`` besides ``arguments``.
-        arguments: Keyword arguments.
-        total: Steps that it takes, for displays of progress.
-    """
-
-    name: str
-    folder: Path
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
-    total: int = 0
+    name: str  # unlike that of any other
+    folder: Path  # where the result is, for displays of progress
+    function: Callable[..., Any]  # takes ``threads`` besides ``arguments``
+    arguments: dict[str, Any]  # by keyword
+    total: int = 0  # steps that it takes, for displays of progress
 
 
 @dataclass(frozen=True, kw_only=True)

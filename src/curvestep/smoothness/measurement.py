@@ -80,25 +80,15 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 @dataclass
 class Measurement:
-    """What is known before the step, and what is computed from it after.
+    """What is known before the step, and what is computed from it after."""
 
-    Attributes:
-        start: Copies of the parameters at :math:`x_k`; :meth:`segment` uses them up.
-        gradients: The gradient at :math:`x_k`.
-        grad_norm: Its norm.
-        raw_norm: Norm of the gradient that training computed, before any clipping.
-        groups: Names of layers with the indices of their parameters.
-        geometry: The optimizer's metric, known after the step; None if nothing is measured in it.
-        origin: The start again, which :meth:`segment` leaves behind if the step overshot.
-    """
-
-    start: list[Tensor]
-    gradients: list[Tensor | None]
-    grad_norm: float
-    raw_norm: float
-    groups: Mapping[str, Sequence[int]]
-    geometry: Geometry | None = None
-    origin: list[Tensor] | None = None
+    start: list[Tensor]  # copies of the parameters at x_k; `segment` uses them up
+    gradients: list[Tensor | None]  # the gradient at x_k
+    grad_norm: float  # its norm
+    raw_norm: float  # norm of the gradient that training computed, before any clipping
+    groups: Mapping[str, Sequence[int]]  # names of layers with the indices of their parameters
+    geometry: Geometry | None = None  # the optimizer's metric, known after the step; None if it is not asked
+    origin: list[Tensor] | None = None  # the start again, which `segment` leaves behind if the step overshot
 
     def norms(self, parameters: Sequence[Tensor]) -> Row:
         """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""

@@ -96,23 +96,14 @@ class RankGradients:
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of training.
+    """One forward pass of training."""
 
-    Attributes:
-        loss_fn: Its loss function.
-        weight: Its share in the loss of the step, in any unit.
-        state: Random states and buffers that it started from.
-        loss: The loss that training computed.
-        calls: The calls of the model in it.
-        summed: Whether its gradient went into ``.grad``.
-    """
-
-    loss_fn: Callable[[], Any]
-    weight: float = 1.0
-    state: PassState | None = None
-    loss: Any = None
-    calls: ForwardCalls = field(default_factory=ForwardCalls)
-    summed: bool = False
+    loss_fn: Callable[[], Any]  # its loss function
+    weight: float = 1.0  # its share in the loss of the step, in any unit
+    state: PassState | None = None  # random states and buffers that it started from
+    loss: Any = None  # the loss that training computed
+    calls: ForwardCalls = field(default_factory=ForwardCalls)  # the calls of the model in it
+    summed: bool = False  # whether its gradient went into ``.grad``
 
 
 class TrainingLoss:
@@ -173,41 +164,23 @@ class TrainingLoss:
 
 @dataclass
 class StepRecord:
-    """Everything about one training step that is forgotten after it.
+    """Everything about one training step that is forgotten after it."""
 
-    Attributes:
-        state: Random states and buffers that the first training pass started from.
-        passes: The passes that training recorded.
-        loss: The mean of their losses.
-        row: What is measured at this step; None while nothing is.
-        before: What was measured before the step.
-        steps: The optimizers that stepped.
-        oracle_state: Those that the first gradient of the oracle started from.
-        trained: Training's calls of the model since the step before.
-        replayed: The replays' calls of it in the self-test.
-        ranks: This rank's own gradient, under DDP.
-        eps: Relative precision under autocast, zero without.
-        in_block: Whether the optimizer is stepping: it may call the model as often as it likes.
-        in_replay: Whether a replay calls the model.
-        spent: Seconds of this step that went into measuring.
-        routine: Whether the measurement costs what later ones will; the first one tests itself too.
-    """
-
-    state: PassState | None = None
-    passes: list[Pass] = field(default_factory=list)
-    loss: Any = None
-    row: dict[str, Any] | None = None
-    before: Any = None
-    steps: StepObserver | None = None
-    oracle_state: PassState | None = None
-    trained: ForwardCalls = field(default_factory=ForwardCalls)
-    replayed: ForwardCalls = field(default_factory=ForwardCalls)
-    ranks: RankGradients | None = None
-    eps: float = 0.0
-    in_block: bool = False
-    in_replay: bool = False
-    spent: float = 0.0
-    routine: bool = True
+    state: PassState | None = None  # random states and buffers that the first training pass started from
+    passes: list[Pass] = field(default_factory=list)  # the passes that training recorded
+    loss: Any = None  # the mean of their losses
+    row: dict[str, Any] | None = None  # what is measured at this step; None while nothing is
+    before: Any = None  # what was measured before the step
+    steps: StepObserver | None = None  # the optimizers that stepped
+    oracle_state: PassState | None = None  # likewise, of the first gradient of the oracle
+    trained: ForwardCalls = field(default_factory=ForwardCalls)  # training's calls since the step before
+    replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
+    ranks: RankGradients | None = None  # this rank's own gradient, under DDP
+    eps: float = 0.0  # relative precision under autocast, zero without
+    in_block: bool = False  # whether the optimizer is stepping: it may call the model as often as it likes
+    in_replay: bool = False  # whether a replay calls the model
+    spent: float = 0.0  # seconds of this step that went into measuring
+    routine: bool = True  # whether the measurement costs what later ones will; the first one tests itself too
 
     def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
         """The loss of one pass of training, which is recorded.
