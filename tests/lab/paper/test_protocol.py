@@ -1,11 +1,13 @@
 """The statistics that decide figures 2, 3, 6 and the equivalence, on runs written by hand."""
 
+import math
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from curvestep.fit.within import Within
 from curvestep.lab.paper.claims import (
     CANNOT_TELL,
     CONTRADICTED,
@@ -24,7 +26,7 @@ from curvestep.lab.paper.fig1_scatter import (
     grows_inside_steps,
 )
 from curvestep.lab.paper.fig6_data_fraction import SHARES, judge_shares
-from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, THREE, Results
+from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, MEASURED_IMAGES, THREE, Results
 from curvestep.lab.paper.reproduction import make_claims, make_plan
 from curvestep.smoothness.trace import Trace
 from tests.lab.paper.test_reproduction import fake_runs
@@ -131,9 +133,20 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
     gain = Spread(values=tuple(a - 0.9 - b for a, b in zip(one, other, strict=True)), doubt=(0.05, 0.3))
     assert f": {gain} higher; at 0.1 of the step" in found.measured
 
-    # A control with wide limits leaves nothing to decide, however many seeds there are.
+    # Beyond a control with wide limits nothing can be told, however many seeds there are: there the
+    # elasticity inside steps decides, which is alpha here.
+    for low, high in ((0.0, 1.0), (math.nan, math.nan)):
+        for run in results.of(ALWAYS_CLIPPED):
+            set_control(run, 0.9 if low == 0 else math.nan, (low, high))
+        found = contrast(results, ALWAYS_CLIPPED, BY_HAND)
+        assert found.verdict == SUPPORTED
+        assert found.measured.startswith("elasticity inside steps 1.")
+        assert ": 0.5 [0.5, 0.5] higher; the exponents do not decide" in found.measured
+        assert "known to no better than ±0.3: exponent beyond its control" in found.measured
+        assert found.measured.endswith("(cannot tell by that)")
     for run in results.of(ALWAYS_CLIPPED):
         set_control(run, 0.9, (0.0, 1.0))
+        monkeypatch.setitem(vars(run), "fit", replace(run.fit, within=Within(level=0.9, missing="too short")))
     found = contrast(results, ALWAYS_CLIPPED, BY_HAND)
     assert found.verdict == CANNOT_TELL
     assert "no number of seeds helps" in found.settle
@@ -157,7 +170,7 @@ def test_growth_beyond_the_control_and_inside_steps_is_told_from_none(tmp_path):
 
 @pytest.mark.parametrize(("alpha", "verdict"), [(1.0, CONTRADICTED), (-1.0, SUPPORTED)])
 def test_no_correlation_is_one_below_a_fifth(tmp_path, alpha, verdict):
-    plan = planned("fig3", "cifar-momentum")
+    plan = planned("fig3", "cifar-momentum", seeds=MEASURED_IMAGES[:3])
     assert absent(results_with(tmp_path, plan, lambda *_: alpha), "cifar-momentum").verdict == verdict
 
 
@@ -220,7 +233,7 @@ def test_the_share_of_clipped_steps_counts_training_steps(tmp_path):
 
 
 def test_a_run_with_few_rows_decides_nothing(tmp_path):
-    plan = planned("fig3", "cifar-momentum", "cifar-lr5clip0.25", seeds=THREE[:1])
+    plan = planned("fig3", "cifar-momentum", "cifar-lr5clip0.25", seeds=MEASURED_IMAGES[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0))
     for run in plan.runs:
         write_trace(tmp_path / "runs" / run.name / "trace.jsonl", 1.0, seed=0, rows=4)

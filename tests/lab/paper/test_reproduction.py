@@ -27,7 +27,7 @@ from curvestep.lab.paper.claims import (
 )
 from curvestep.lab.paper.fig4_curves import IMAGE_SWEEP, steps_to
 from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
-from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SHOWN_SEED, Results
+from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, MEASURED_IMAGES, SHOWN_SEED, Results
 from curvestep.lab.paper.reproduction import (
     FIGURES,
     draw_all,
@@ -75,8 +75,8 @@ def test_the_plan_serves_every_figure_within_its_time():
 
 def test_the_central_pictures_have_the_protocol_that_was_fixed():
     plan = make_plan("laptop", ("fig2", "fig3"))
-    for setting in (BY_HAND, "lm-lr2", "cifar-momentum", "cifar-lr5clip0.25"):
-        assert [run.recipe.seed for run in plan.of(setting)] == [10, 11, 12, 13, 14]
+    for setting, first in {BY_HAND: 10, "lm-lr2": 10, "cifar-momentum": 15, "cifar-lr5clip0.25": 15}.items():
+        assert [run.recipe.seed for run in plan.of(setting)] == list(range(first, first + 5))
     assert all(run.recipe.fractions == (0.1, 0.5, 1.0) for run in plan.runs)
     language = plan.of(BY_HAND)[0].recipe
     assert isinstance(language, LanguageRecipe)
@@ -86,7 +86,10 @@ def test_the_central_pictures_have_the_protocol_that_was_fixed():
     if task.data_name == "ptb":
         assert [batch[0].shape for batch in task.oracle_batches(language.probe_data)] == [(35, 20)] * 4
     images = plan.of("cifar-momentum")[0].recipe
-    assert images.probe_from >= 60
+    assert (images.probe_from, images.probe_every) == (60, 2)
+    ((pictures, classes),) = make_task(images, offline=True).oracle_batches(images.probe_data)
+    assert len(pictures) <= images.batch_size
+    assert len(set(classes.bincount().tolist())) == 1  # as many images of every class
 
 
 def test_the_longer_runs_are_three_settings_on_three_seeds_and_two_on_two():
@@ -361,7 +364,9 @@ def test_verdicts_say_no_where_clipping_is_slower(tmp_path):
 
 def test_one_seed_is_no_verdict(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 100}, images={"steps": 100})
-    plan = replace(plan, runs=tuple(run for run in plan.runs if run.recipe.seed == SHOWN_SEED))
+    plan = replace(
+        plan, runs=tuple(run for run in plan.runs if run.recipe.seed in (SHOWN_SEED, MEASURED_IMAGES[0]))
+    )
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
     told = claims_of(plan, tmp_path)
     for paper in (
