@@ -183,7 +183,7 @@ class Results:
 # when the rule was written.
 #
 # For the measured runs on images it is the fourth (seeds 15 to 19). On seeds 10 to 14 figure 3 could not be
-# told: the control of momentum was known to ±0.6 only, and the elasticity inside its steps, along which the
+# told: the control of momentum was known to ±0.4 only, and the elasticity inside its steps, along which the
 # gradient norm changes by a hundredth, spread by 0.84 from seed to seed with 20 rows on 256 images. On seeds
 # 90 to 92 it spread by 0.57 with 40 rows on 128 images, by 0.28 with 60 on 70, at the same cost (rank
 # correlations by 0.13, 0.21 and 0.13). So rows are on 60 images, with momentum six times as many as before,
