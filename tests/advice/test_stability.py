@@ -166,3 +166,13 @@ def test_one_row_without_a_step_length_does_not_turn_the_control_off():
     advice = advise(holed)
     assert "Clipping pays" not in advice.clipping
     assert advice.lr * 2 < 2
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_plain_descent_with_small_gradients_is_not_normalized(beta):
+    """Of norms far below 1, ηg and ηg/(g + 1) are nearly the same length."""
+    rng = np.random.default_rng(0)
+    g = 0.005 * np.exp(0.3 * rng.standard_normal(60))
+    size = 0.5 / (g + 1.0) if beta else 0.5
+    advice = advise(make_trace(g, 1 + 0 * g, lr=0.5, step_norm=size * g, loss=np.linspace(3, 2, 60)))
+    assert any("the length of a step" in reason for reason in advice.reasons) == bool(beta)

@@ -311,10 +311,13 @@ def _offset(rows: dict[str, np.ndarray], measured: np.ndarray, name: str) -> flo
     if name not in ("", "NormalizedSGD"):
         return math.nan
     g = rows["grad_norm"][measured]
-    offsets = rows["lr"][measured] * g / rows["step_norm"][measured] - g
-    if not np.isfinite(offsets).all() or len(g) < 3:
+    ratios = rows["lr"][measured] * g / rows["step_norm"][measured]
+    if not np.isfinite(ratios).all() or len(g) < 3:
         return math.nan
-    low, middle, high = np.quantile(offsets, [0.1, 0.5, 0.9])
+    low, middle, high = np.quantile(ratios - g, [0.1, 0.5, 0.9])
+    # Of plain descent ηg/ρ is 1: among norms far below 1 that, too, is nearly g + β with a β of 1.
+    if not name and np.ptp(np.quantile(ratios, [0.1, 0.9])) <= high - low:
+        return math.nan
     alike = high - low <= 0.01 * middle + 1e-4 * float(np.median(g))
     # Norms that are all the same would make any step look like one.
     varies = float(np.ptp(np.quantile(g, [0.1, 0.9]))) > 0.02 * float(np.median(g))
