@@ -1,4 +1,6 @@
-"""Whether advice leaves stability where the truth is known: python benchmarks/advise_quadratics.py [runs].
+"""Whether advice leaves stability where the truth is known.
+
+    python benchmarks/advise_quadratics.py [runs [first seed]]
 
 Plain and clipped descent on random constant Hessians: 2 to 300 directions, six kinds of spectra, gradient
 noise of four colours from 1e-4 to 2 of the first gradient, plain steps up to lr·λ = 1.98, clipped ones up to
@@ -99,21 +101,23 @@ def constant_hessian_run(seed: int) -> Run:
             return Run(float(curvature.max()), lr, rows)
 
 
-def main(runs: int) -> None:
+COLUMNS = {
+    "rows alone": {},
+    "with secants": {"secants": True},
+    "with spectral values": {"spectral": True},
+    "with both": {"secants": True, "spectral": True},
+}
+
+
+def main(runs: int, first: int = 0) -> None:
     """Print for each set of columns how far the advised steps go."""
-    found = [constant_hessian_run(seed) for seed in range(runs)]
+    found = [constant_hessian_run(seed) for seed in range(first, first + runs)]
     print(f"{runs} constant Hessians: lr·λ of the advice")
     print(
         "| columns | above 2 | and not the lr that was run | and no threshold | above 10 | median "
         "| clipping pays |\n|" + " --- |" * 7
     )
-    columns = {
-        "rows alone": {},
-        "with secants": {"secants": True},
-        "with spectral values": {"spectral": True},
-        "with both": {"secants": True, "spectral": True},
-    }
-    for name, chosen in columns.items():
+    for name, chosen in COLUMNS.items():
         advice = [advise(run.trace(**chosen)) for run in found]
         product = np.array([(one.lr or 0.0) * run.largest for one, run in zip(advice, found, strict=True)])
         open_ended = np.array([one.max_norm == np.inf for one in advice])
@@ -134,4 +138,4 @@ def main(runs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
+    main(*map(int, sys.argv[1:] or ["60"]))

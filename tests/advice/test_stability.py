@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.advise_quadratics import COLUMNS, constant_hessian_run
 
 from curvestep.advice.advice import advise
 from tests.fit.traces import make_trace
@@ -168,6 +169,108 @@ def test_one_row_without_a_step_length_does_not_turn_the_control_off():
     assert advice.lr * 2 < 2
 
 
+@pytest.mark.parametrize("columns", [{}, NO_SECANTS])
+@pytest.mark.parametrize(("product", "share"), [(5.0, 0.1), (20.0, 0.02)])
+def test_an_lr_that_only_clipping_makes_stable_is_not_kept(product, share, columns):
+    """Every step is clipped: that the run went well says nothing of lr, only of lr·max_norm."""
+    gradient, loss = quadratic(BOWL)
+    start, lr = np.ones(20), product / BOWL.max()
+    max_norm = share * np.linalg.norm(gradient(start))
+    trace, end = descend(gradient, loss, start, lr=lr, max_norm=max_norm, noise=0.02, **columns)
+    advice = advise(trace)
+    assert advice.action == "lower"
+    assert advice.lr * BOWL.max() < 2
+    assert advice.step_cap == pytest.approx(lr * max_norm)
+    assert advice.verdict == f"Lower lr to {advice.lr:.3g}, raise max_norm to {advice.max_norm:.3g}."
+    assert "Every step was clipped, so only lr·max_norm counted: lr " in advice.reasons[0]
+    assert "stays stable where clipping ends (lr times the smoothness was " in advice.reasons[0]
+    advised = {"lr": advice.lr, "max_norm": advice.max_norm}
+    assert descend(gradient, loss, start, **advised, noise=0.02)[1] < end / 2
+
+
+def test_a_lower_lr_with_a_higher_threshold_makes_the_same_steps():
+    """Gradients stay above both thresholds, by a slope of 25 and noise of 40 in 200 directions."""
+    gradient, loss = quadratic(np.array([1e-3, *[1.0] * 199]))
+    far = {"x": np.array([25e3, *[0.0] * 199]), "noise": 40.0, "steps": 60}
+    trace, end = descend(gradient, loss, lr=24.0, max_norm=1.0, **far)
+    advice = advise(trace)
+    assert advice.action == "lower"
+    assert advice.lr < 2
+    assert advice.step_cap == pytest.approx(24.0)
+    assert "makes the same steps, and stays stable where clipping ends" in advice.reasons[0]
+    _, advised = descend(gradient, loss, lr=advice.lr, max_norm=advice.max_norm, **far)
+    assert advised == pytest.approx(end, rel=1e-12)
+
+
+def test_longer_steps_after_clipped_ones_are_no_larger_than_three_times_those_that_were_run():
+    """The gradient lies in flat directions: it shows nothing of λ = 1, which lr is five times beyond."""
+    curvature = np.array([1.0, *[0.03] * 9])
+    gradient, loss = quadratic(curvature)
+    trace, _ = descend(gradient, loss, np.array([0.0, *[100.0] * 9]), lr=5.0, max_norm=0.1, steps=60)
+    advice = advise(trace)
+    assert advice.action == "raise"
+    assert advice.lr == pytest.approx(3 * 5.0 * 0.1 / trace.column("grad_norm").min())
+    assert advice.lr < 2
+    assert advice.step_cap == pytest.approx(3 * 5.0 * 0.1)
+    assert advice.verdict == f"Raise max_norm to {advice.max_norm:.3g}, lower lr to {advice.lr:.3g}."
+    assert "makes steps up to 1.5 long, and stays stable where clipping ends" in advice.reasons[0]
+    assert "the largest step size that was run is 0." in advice.reasons[0]
+
+
+def test_what_one_long_step_works_off_bounds_lr_still():
+    """After the first row only curvature 0.01 shows; the first row alone shows λ = 1."""
+    gradient, loss = quadratic(np.array([1.0, 0.01]))
+    trace, _ = descend(gradient, loss, np.array([1.0, 5.0]), lr=0.9999, steps=60)
+    assert trace.column("smoothness")[1:].max() < 0.02
+    assert advise(trace).lr == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_constant_spectral_value_bounds_lr_whatever_the_steps_show():
+    """Inside the steps of a wall smoothness grows, but the spectral values do not follow."""
+    gradient, loss, start = WALLS["exp"]
+    norm = np.linalg.norm(gradient(start))
+    setting = {"lr": 0.07, "max_norm": 0.05 * norm, "steps": 120, "noise": 0.01 * norm}
+    spectral = {"spectral_smoothness": 100.0, "spectral_converged": 1.0}
+    assert advise(descend(gradient, loss, start, **setting)[0]).action == "keep"
+    advice = advise(descend(gradient, loss, start, **setting, **spectral)[0])
+    assert advice.fit.supports_slope
+    assert advice.lr == pytest.approx(1.5 / 100)
+    assert advice.step_cap == pytest.approx(setting["lr"] * setting["max_norm"])
+    assert "of the steps were clipped: lr 0.015 with max_norm" in advice.reasons[0]
+
+
+def test_an_lr_that_is_stable_where_clipping_ends_stays():
+    """At the start of the wall lr·λ is 3, where clipping ends 0.05: spectral values of both were recorded."""
+    gradient, loss, start = WALLS["cosh"]
+    norm, path = np.linalg.norm(gradient(start)), []
+
+    def noted(x):
+        path.append(x)
+        return gradient(x)
+
+    setting = {"lr": 3 / np.cosh(5.0), "max_norm": 0.05 * norm, "steps": 120, "noise": 0.01 * norm}
+    descend(noted, loss, start, **setting)
+    spectral = [
+        float(np.cosh(x).max()) for x in path[::3]
+    ]  # a step and two secants ask for one gradient each
+    columns = {"spectral_smoothness": spectral, "spectral_converged": 1.0}
+    trace, _ = descend(gradient, loss, start, **setting, **columns)
+    assert setting["lr"] * max(spectral) == pytest.approx(3.0)
+    assert advise(trace).lr >= setting["lr"]
+
+
+def test_after_a_lost_run_lr_stays_below_the_spectral_value_of_its_start():
+    """The first gradient lies in flat directions, so its step says nothing of λ = 1."""
+    gradient, loss = quadratic(np.array([1.0, *[0.02] * 9]))
+    x, setting = np.array([1e-6, *[10.0] * 9]), {"lr": 4.0, "steps": 30}
+    rescue = advise(descend(gradient, loss, x, **setting)[0])
+    assert rescue.action == "rescue"
+    assert advise(descend(gradient, loss, x, **setting, spectral_smoothness=1.0)[0]).lr == min(rescue.lr, 1.5)
+    assert advise(descend(gradient, loss, x, **setting, spectral_smoothness=9.0)[0]).lr == pytest.approx(
+        1.5 / 9
+    )
+
+
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_plain_descent_with_small_gradients_is_not_normalized(beta):
     """Of norms far below 1, ηg and ηg/(g + 1) are nearly the same length."""
@@ -176,3 +279,14 @@ def test_plain_descent_with_small_gradients_is_not_normalized(beta):
     size = 0.5 / (g + 1.0) if beta else 0.5
     advice = advise(make_trace(g, 1 + 0 * g, lr=0.5, step_norm=size * g, loss=np.linspace(3, 2, 60)))
     assert any("the length of a step" in reason for reason in advice.reasons) == bool(beta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "most"), list(zip(COLUMNS, (3, 3, 0, 0), strict=True)))
+def test_lr_of_the_advice_is_stable_on_random_constant_hessians(columns, most):
+    """The 60 runs of benchmarks/advise_quadratics.py; the limits are those of the docs."""
+    runs = [constant_hessian_run(seed) for seed in range(60)]
+    beyond = [
+        seed for seed, run in enumerate(runs) if advise(run.trace(**COLUMNS[columns])).lr * run.largest > 2
+    ]
+    assert len(beyond) <= most, beyond

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep._checks import check_count, check_positive
-from curvestep.advice.decision import KEEP, LOWER, RAISE, Decision, decide, room, untold
+from curvestep.advice.decision import KEEP, LOWER, Decision, decide, room, untold
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.advice.rule import Rule, below_spectral, check_steps, rule_for, share_of_peak
+from curvestep.advice.rule import (
+    Rule,
+    below_spectral,
+    check_steps,
+    highest_unclipped_lr,
+    rule_for,
+)
 from curvestep.advice.settings import (
     Setting,
     best_of,
@@ -35,6 +41,7 @@ from curvestep.advice.verdict import (
     reasons_of_settings,
     verdict_on_settings,
     what_the_threshold_does,
+    why_stable,
 )
 from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit, fit_samples, fit_smoothness
@@ -212,9 +219,9 @@ def _history(run: Trace | SmoothnessFit) -> History:
 def _from_run(run: Trace | SmoothnessFit, options: dict[str, Any]) -> Advice:
     outcome = outcome_of(_history(run))
     if outcome.diverged_at is not None:
-        return _without_fit(outcome, decide(outcome), reasons_of_lost(outcome))
+        return _without_fit(outcome, decide(outcome), reasons_of_lost(outcome), options)
     if outcome.num_rows < LEAST_ROWS and math.isfinite(outcome.lr) and outcome.num_rows:
-        return _without_fit(outcome, untold(outcome), ())
+        return _without_fit(outcome, untold(outcome), (), options)
     settings = settings_of([run])
     if len(settings) > 1:
         return _from_settings(settings, options)
@@ -225,8 +232,13 @@ def _from_run(run: Trace | SmoothnessFit, options: dict[str, Any]) -> Advice:
     return _from_fit(fit, outcome, options)
 
 
-def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...]) -> Advice:
+def _without_fit(
+    outcome: Outcome, decision: Decision, found: tuple[str, ...], options: dict[str, Any]
+) -> Advice:
     """From rows that are too few for a fit, or of a run that was lost."""
+    start = outcome.start
+    if start is not None and start.spectral > 0 and outcome.method.descent:
+        decision = replace(decision, lr=min(decision.lr, options["constant"] / start.spectral))
     return Advice(
         lr=decision.lr,
         max_norm=decision.max_norm,
@@ -245,7 +257,7 @@ def _from_fit(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any]) -> 
     check_steps(samples)
     rule = rule_for(fit, outcome.start, **options)
     decision = decide(outcome, most_factor=rule.most_lr / rule.today)
-    decision = _guarded(decision, fit, rule, options["constant"])
+    decision = _guarded(decision, fit, rule, outcome)
     lr, max_norm = decision.lr, decision.max_norm
     return Advice(
         lr=lr,
@@ -302,21 +314,24 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
     )
 
 
-def _guarded(decision: Decision, fit: SmoothnessFit, rule: Rule, constant: float) -> Decision:
-    """Nothing beyond c over a spectral smoothness, no new threshold below five times the noise.
+def _guarded(decision: Decision, fit: SmoothnessFit, rule: Rule, outcome: Outcome) -> Decision:
+    """No new threshold below five times the noise, and no lr that is unstable where steps are not clipped.
 
-    What was run stays while lr times the spectral value of its row is at most 2: beyond, it is not stable.
+    Where lr falls for that, the threshold rises by as much: a clipped step is as long as lr·max_norm.
     """
-    products = decision.lr * share_of_peak(fit.samples) * fit.samples.spectral
-    product = 0.0 if fit.supports_slope else float(products[np.isfinite(products)].max(initial=0.0))
-    if decision.action in (KEEP, RAISE) and product > 2:
-        why = f"lr times the spectral smoothness reaches {product:.3g}: above 2"
-        return replace(decision, action=LOWER, lr=decision.lr * constant / product, why=why)
-    if decision.action == KEEP:
-        return decision
-    max_norm = max(decision.max_norm, 5.0 * rule.noise) if rule.noise is not None else decision.max_norm
-    lr, max_norm = below_spectral(fit.samples, decision.lr, max_norm, constant=constant)
-    return replace(decision, lr=lr, max_norm=max_norm)
+    lr, max_norm, action = decision.lr, decision.max_norm, decision.action
+    run_cap = outcome.lr * outcome.max_norm
+    if action != KEEP:
+        max_norm = max(max_norm, 5.0 * rule.noise) if rule.noise is not None else max_norm
+        lr = below_spectral(fit.samples, lr, max_norm, constant=rule.constant)
+    most, limit = highest_unclipped_lr(fit, decision, constant=rule.constant)
+    if lr <= most:
+        return replace(decision, lr=lr, max_norm=max_norm)
+    if action == KEEP or (most < outcome.lr and lr * max_norm <= run_cap):
+        action = LOWER
+    guarded = replace(decision, action=action, lr=most, max_norm=lr * max_norm / most)
+    words = why_stable(fit, guarded, limit, as_long=math.isclose(lr * max_norm, run_cap))
+    return replace(guarded, why=f"{decision.why}. {words}")
 
 
 def _around(value: float, interval: Interval) -> Interval:

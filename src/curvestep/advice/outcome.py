@@ -40,6 +40,7 @@ class Start:
     batches: int  # that measured it
     edge: float  # step size · smoothness / 2 of the first row
     searched: bool  # the probe searched a long step for its safe fraction, by what calibrate calls safe
+    spectral: float  # largest converged spectral smoothness of these rows; 0 if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +357,7 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
         factors = [factors[0], *(rows["start_step"][again] * g[0] / length)]
         g = np.array([g[0], *rows["start_grad_norm"][again]])
     scaled = method.share * np.array(factors)
+    spectral = rows["spectral_smoothness"][first][rows["spectral_converged"][first] != 0]
     lr = rows["lr"][first]
     sizes = length / g[: len(length)]
     part = lr / peak(history.lr)[0]  # under a warm-up the start's lr is not the run's
@@ -366,6 +368,7 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
         batches=len(scaled),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),
         searched=bool(np.isfinite(safe[first]).any()),
+        spectral=float(np.nanmax(spectral, initial=0.0)),
     )
 
 

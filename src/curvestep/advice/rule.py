@@ -22,16 +22,18 @@ from functools import partial
 
 import numpy as np
 
-from curvestep.advice.decision import MOST
+from curvestep.advice.decision import INERT, KEEP, LOWER, MOST, RAISE, Decision
 from curvestep.advice.outcome import Start, peak
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval, block_interval, block_length, slope_interval
 from curvestep.fit.samples import Samples, evenly_spaced, typical_clip_norm
+from curvestep.fit.within import LEAST_ELASTICITY
 
 LITTLE_GAIN = 1.5  # below it clipping is not worth its threshold
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
 _LINES = 9  # looked at across an interval
+_ALIKE = 1.25  # by which nine tenths and one tenth of the later smoothness differ where it is constant
 
 Line = tuple[float, float]
 
@@ -92,7 +94,7 @@ def rule_for(
     today = float(np.nanmedian(sizes[~(share_of_peak(samples) < 0.9)]))
     most_lr, limit = highest_lr(fit, start, today, constant=constant, gain=gain)
     lr, max_norm = clipping_below(L0, L1, constant=constant, least=least, most=most, most_lr=most_lr)
-    lr, max_norm = below_spectral(samples, lr, max_norm, constant=constant)
+    lr = below_spectral(samples, lr, max_norm, constant=constant)
 
     few = evenly_spaced(len(g), most=_MOST_ROWS)
     length = block_length(g[few], ell[few])
@@ -162,10 +164,10 @@ def highest_lr(
       part, because they were worked off or drown in noise, do not show along the steps.
     - Where nothing shows that smoothness follows the gradient norm, a small smoothness at a small gradient
       may only mean that the sharp directions were worked off. At the start they were not: lr stays below the
-      step that changes the gradient there by its own norm. Without the start's rows, and with a gain that
-      matters, lr stays below the textbook's step for a constant Hessian, one over the largest smoothness
-      measured; with little gain below c over the upper quantile. Today's step size was run, so it stays
-      allowed.
+      step that changes the gradient there by its own norm, by the very first row if its step was long.
+      Without the start's rows, and with a gain that matters, lr stays below the textbook's step for a
+      constant Hessian, one over the largest smoothness measured; with little gain below c over the upper
+      quantile. Today's step size was run, so it stays allowed.
     """
     samples = fit.samples
     run = f"today's step size is {today:.3g}"
@@ -179,8 +181,11 @@ def highest_lr(
     if fit.supports_slope:
         return limits[0]
     if start is not None:
-        words = f"{run}, and a step size of {start.lr:.3g} changes the start's gradient by its norm"
-        limits.append((max(start.lr, today), words))
+        careful = start.lr
+        if start.edge > 0.25:  # one long step may work off what is sharp: rows after it say nothing of that
+            careful = min(careful, min(constant, 1.0) / float(samples.smoothness[0]))
+        words = f"{run}, and a step size of {careful:.3g} changes the start's gradient by its norm"
+        limits.append((max(careful, today), words))
     elif gain < LITTLE_GAIN:
         careful = constant / float(np.quantile(samples.smoothness, 0.95))
         words = f"{constant:g} over the largest smoothness measured, but for one in twenty, is {careful:.3g}"
@@ -192,7 +197,7 @@ def highest_lr(
     return min(limits)
 
 
-def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: float) -> tuple[float, float]:
+def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: float) -> float:
     r"""``lr`` lowered until no step is beyond c over the spectral smoothness recorded with its gradient.
 
     .. math::
@@ -204,7 +209,57 @@ def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: fl
     known = np.isfinite(samples.spectral) & (samples.spectral > 0) & (share > 0)
     bounds = constant / (share * samples.spectral)[known]
     bounds = bounds * np.maximum(samples.grad_norm[known] / max_norm, 1.0)
-    return min(lr, float(bounds.min(initial=math.inf))), max_norm
+    return min(lr, float(bounds.min(initial=math.inf)))
+
+
+def highest_unclipped_lr(fit: SmoothnessFit, decision: Decision, *, constant: float) -> tuple[float, str]:
+    """The most that lr may be where steps are not clipped, and where that comes from.
+
+    What was run is kept while lr times the smoothness is at most 2; what is new stays at c. Where nearly
+    every step was clipped and longer ones are advised, lr is at most three times the largest step size: that
+    was run, and lr was not.
+    """
+    samples, lr = fit.samples, decision.lr
+    spectral, inert = np.isfinite(samples.spectral).any(), samples.clipped.mean() >= INERT
+    edge = 2.0 if decision.action == KEEP else min(constant, 2.0)
+    largest, kind = math.nan, "smoothness"
+    if spectral:
+        largest, kind = spectral_below(fit, decision.max_norm), "spectral smoothness"
+    elif inert and decision.action != LOWER:  # shorter steps lead elsewhere
+        largest = constant_smoothness(fit)
+    if lr * largest > edge * (1 + 1e-9):
+        return min(constant, 2.0) / largest, f"lr times the {kind} was {lr * largest:.3g}, above {edge:g}"
+    if decision.action == RAISE and inert and not spectral:
+        tried = float(np.nanmax(samples.step_size / share_of_peak(samples)))
+        return MOST * tried, f"the largest step size that was run is {tried:.3g}"
+    return math.inf, ""
+
+
+def spectral_below(fit: SmoothnessFit, max_norm: float) -> float:
+    r"""The largest :math:`r_i \lambda_i`, with :math:`r_i` the share of its peak that lr had; NaN if unknown.
+
+    Where inside the steps smoothness follows the gradient norm, or may do so, only rows with gradients up to
+    the threshold count, and the tenth with the smallest: they are nearest to where clipping ends. And none,
+    where the spectral values themselves follow it.
+    """
+    samples, g = fit.samples, fit.samples.grad_norm
+    asked = np.isfinite(samples.spectral)
+    if fit.supports_slope and fit.spectral is not None and fit.spectral.spearman_interval[0] > 0:
+        return math.nan
+    if fit.supports_slope or fit.within.missing:
+        asked = asked & (g <= max(max_norm, float(np.quantile(g[asked], 0.1))))
+    return float((share_of_peak(samples) * samples.spectral)[asked].max())
+
+
+def constant_smoothness(fit: SmoothnessFit) -> float:
+    """The smoothness that all later steps show alike, whatever the gradient; NaN where they do not.
+
+    Clipped steps too long for a constant Hessian end so: they go back and forth where it is sharpest.
+    """
+    later = (share_of_peak(fit.samples) * fit.samples.smoothness)[len(fit.samples) // 2 :]
+    low, high = np.quantile(later, [0.1, 0.9])
+    grows = not fit.within.missing and fit.within.elasticity_interval[1] > LEAST_ELASTICITY
+    return math.nan if grows or high > _ALIKE * low else float(high)
 
 
 def share_of_peak(samples: Samples) -> np.ndarray:

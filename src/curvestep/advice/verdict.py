@@ -28,6 +28,9 @@ def first_line(decision: Decision, outcome: Outcome) -> str:
     if decision.action == RESCUE:
         setting = ", ".join(part for part in (f"{rate} {lr:.3g}", norm) if part)
         return f"Diverged at step {outcome.diverged_at}: try {setting}."
+    if decision.action != TRY and lr < outcome.lr and decision.max_norm > outcome.max_norm * (1 + 1e-9):
+        parts = [f"lower {rate} to {lr:.3g}", f"raise {name} to {decision.max_norm:.3g}"]
+        return ", ".join(parts if decision.action == LOWER else parts[::-1]).capitalize() + "."
     opening = _OPENINGS[decision.action]
     to = "" if decision.action == TRY else "to "
     if decision.action != TRY and math.isclose(lr, outcome.lr):
@@ -98,6 +101,23 @@ def does_clipping_pay(fit: SmoothnessFit, rule: Rule) -> str:
     return (
         f"Clipping pays here: smoothness grows with the gradient norm, to {times} times its value at small "
         "gradients, so one learning rate for all steps would have to be that much smaller."
+    )
+
+
+def why_stable(fit: SmoothnessFit, decision: Decision, limit: str, *, as_long: bool) -> str:
+    """Why lr is lower than the threshold asks for, in one sentence; whether the longest step is the run's."""
+    samples, lr, max_norm = fit.samples, decision.lr, decision.max_norm
+    share = float(samples.clipped.mean())
+    if share == 0:
+        return f"No step was clipped, and {limit}"
+    clipped = "Every step was clipped" if share == 1 else f"{share:.0%} of the steps were clipped"
+    only = ", so only lr·max_norm counted" if is_inert(fit) else ""
+    steps = f"steps up to {lr * max_norm:.3g} long"
+    if as_long:
+        steps = "the same steps" if max_norm <= samples.grad_norm.min() else "the longest step the same"
+    return (
+        f"{clipped}{only}: lr {lr:.3g} with max_norm {max_norm:.3g} makes {steps}, and stays stable where "
+        f"clipping ends ({limit})"
     )
 
 
