@@ -85,6 +85,17 @@ def test_loss_that_rose_is_said_and_lr_is_lowered():
     assert advise(make_trace(g, ell, loss=rising[::-1], **columns)).lr == pytest.approx(0.03)
 
 
+def test_a_start_that_was_searched_says_more_than_how_far_the_loss_rose():
+    """It rose tenfold, by steps four times too long for all three batches of the start."""
+    g, ell = simulated(np.random.default_rng(0), num=200)
+    columns = {"step_norm": 0.1 * g, "lr": 0.1, "loss": np.linspace(2.0, 30.0, 200)}
+    again = {name: [None, value, value, *[None] * 197] for name, value in (("start_step", 0.025),)}
+    again["start_grad_norm"] = [None, 1.0, 1.0, *[None] * 197]
+    searched = {"safe_fraction": [0.25, *[None] * 199], **again}
+    assert advise(make_trace(g, 20 * ell, **columns, **searched)).lr == pytest.approx(0.025)
+    assert advise(make_trace(g, 20 * ell, **columns)).lr < 0.011
+
+
 def test_noise_alone_is_no_rise_of_the_loss():
     rng = np.random.default_rng(0)
     rises = [loss_rise(5 + rng.standard_normal(100)) is not None for _ in range(400)]

@@ -111,7 +111,7 @@ def longer(outcome: Outcome, most_factor: float, why: str) -> Decision:
 def shorter(outcome: Outcome, action: str, why: str) -> Decision:
     """The step that the start measured; at most a third of today's, and clipped below the start's norm."""
     start, lr, max_norm = outcome.start, outcome.lr / LESS, outcome.max_norm
-    if outcome.rise is not None:
+    if outcome.rise is not None and not (start is not None and start.searched):
         first, last = outcome.rise
         lr = outcome.lr / min(max(last / first if first > 0 else LESS, LESS), 10.0)
     if start is not None and outcome.lr > 0:
