@@ -33,7 +33,7 @@ from curvestep.fit.within import LEAST_ELASTICITY
 LITTLE_GAIN = 1.5  # below it clipping is not worth its threshold
 _MOST_ROWS = 2000  # longer runs are resampled at evenly spaced rows
 _LINES = 9  # looked at across an interval
-_ALIKE = 1.25  # by which nine tenths and one tenth of the later smoothness differ where it is constant
+_ALIKE = 1.1  # by which nine tenths and one tenth of the later smoothness differ where it is constant
 
 Line = tuple[float, float]
 
