@@ -125,7 +125,7 @@ def _outcome(history: History) -> Outcome:
     finite = history.loss[np.isfinite(history.loss)]
     method, gained = _method(history, measured, late), _gained(rows, late)
     max_norm = typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip)
-    if method.normalized:  # it shortens every step and clips none
+    if method.normalized:  # it shortens every step, by a rule without an edge at β
         max_norm, clip = method.offset, np.full_like(clip, math.inf)
     known = clip[~np.isnan(clip) & history.ok]
     return Outcome(
