@@ -1,14 +1,18 @@
 """The optimizer phase alone: curvestep against clip_grad_norm_ + SGD, or + AdamW.
 
-    python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--warm] [--json PATH]
-    python benchmarks/step.py --spread 1.json 2.json 3.json [--page PATH]
+    python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--warm]
+                              [--json PATH [--tree NAME]]
+    python benchmarks/step.py --json PATH --page PATH
 
 All variants share parameters and gradients and take turns in one process, in a new order each round, so that
 a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
 threads by the clock. The gradients are put back before every timed call, outside the clock, because
 clip_grad_norm_ rewrites them. After the turns of the others a variant's state has left the cache, as after a
 forward and backward pass of a large model; ``--warm`` calls it once before each timed call, as in a loop in
-which nothing else runs. ``--spread`` times nothing: it shows the range over several calls.
+which nothing else runs.
+
+``--json`` adds a call to those that the file holds. To time another tree, put its ``src`` first on
+``PYTHONPATH`` and give it a name. ``--page`` times nothing: it shows the range over the calls of the file.
 """
 
 import argparse
@@ -21,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
+from curvestep import ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
 
 LR, MAX_NORM = 1e-4, 0.25
@@ -94,6 +98,8 @@ def variants(params, momentum):
 
 
 def adamw_variants(params):
+    from curvestep import ClippedAdamW  # an older tree has none
+
     torch_adamw, options = torch.optim.AdamW, {"lr": LR, "max_norm": MAX_NORM}
     return {
         "clip_grad_norm_ + AdamW": torch_step(params, torch_adamw),
@@ -164,27 +170,42 @@ def table(title, medians, bytes_of, num_params):
 
 PAGE = """# Speed of the optimizer phase
 
-Ratio of the time of `clip_grad_norm_` + `SGD` (default) to the time of each variant, larger is faster; the
-optimizer phase alone, fp32, torch {torch}, {kernel}, two shared cores. All variants take
-turns in one process; medians of {rounds} rounds, five times as many for ResNet20. The numbers behind it are
-in `step.json`.
+How many times faster than `clip_grad_norm_` and torch's optimizer with its default each variant is; the
+optimizer phase alone, fp32, torch {torch}, two shared cores. All variants take turns in one process; medians
+of the rounds, of which ResNet20 has five times as many. A range is that of several calls. The numbers behind
+it are in `{json}`; each call adds to them:
 
 ```
-python benchmarks/step.py --threads 1 2 --rounds {rounds} --json {json} --page {page}
+python benchmarks/step.py --rounds 30 --json docs/results/{json}
+python benchmarks/step.py --rounds 30 --json docs/results/{json} --optimizer adamw [--warm]
+PYTHONPATH=BEFORE/src python benchmarks/step.py --rounds 30 --json docs/results/{json} --tree before
+python benchmarks/step.py --json docs/results/{json} --page docs/results/step.md
 ```
+
+*Before* is the tree of commit ee6a009, which got its present name there, in a worktree BEFORE with its
+kernel built; its calls and those of today took turns. On ResNet20 it gains more: since then a step also looks
+for memory that is shared, freed or marked as negated, and for somebody else who clips. *Warm* calls a variant
+once before each timed call, as in a loop in which nothing else runs.
 {tables}
 AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20: 0.27 million in 65 tensors.
 The coefficient is folded into the update, so the gradients are read twice and never written: 16 bytes a
 parameter instead of 24 (12 read and 4 written, not 16 and 8), with momentum 24 instead of 44 (16 and 8, not
-28 and 16). The norm is read in four streams at once, and the
-update walks back through the cache. With two threads our step has two parallel regions; torch's functions
-have one or more for each tensor, which costs them most where the cores are busy. On small models most of the
-time is spent in Python and in starting calls, on both sides; our kernel looks at the tensors from C.
+28 and 16), with AdamW 32 instead of 40 (20 and 12, not 24 and 16 by torch's fused kernel). The norm is read
+in four streams at once, and the update walks back through the cache. With two threads our step has two
+parallel regions; torch's functions have one or more for each tensor, which costs them most where the cores
+are busy. On small models most of the time is spent in Python and in starting calls, on both sides; our kernel
+looks at the tensors from C.
 """
 
 
+def limits(numbers):
+    """The least and the largest of a few numbers, or the one that there is."""
+    low, high = f"{min(numbers):.2f}", f"{max(numbers):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def speed_tables(calls):
-    """The speed-ups of one call, or their range over several, as a table for each number of threads."""
+    """The speed-ups of several calls as their range, a table for each number of threads."""
     tables = []
     for threads in dict.fromkeys(case["threads"] for case in calls[0]):
         cases = [same for same in zip(*calls, strict=True) if same[0]["threads"] == threads]
@@ -192,24 +213,29 @@ def speed_tables(calls):
         heads = [f"{c['shape'].split(',')[0]}{kinds[c.get('momentum')]}" for c, *_ in cases]
         rows = [["variant", *heads], ["---"] * (len(heads) + 1)]
         for i, variant in enumerate(cases[0][0]["variants"]):
-            speeds = [sorted(case["variants"][i]["speed_up"] for case in same) for same in cases]
-            ranges = [f"{s[0]:.2f} to {s[-1]:.2f}" if len(s) > 1 else f"{s[0]:.2f}" for s in speeds]
-            rows.append([f"`{variant['variant']}`", *ranges])
+            speeds = [[case["variants"][i]["speed_up"] for case in same] for same in cases]
+            rows.append([f"`{variant['variant']}`", *map(limits, speeds)])
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        tables.append(f"\n## {threads} thread{'s' if threads > 1 else ''}\n\n{lines}\n")
+        tables.append(f"\n{threads} thread{'s' if threads > 1 else ''}:\n\n{lines}\n")
     return "".join(tables)
 
 
-def page(calls, options):
+def page(path):
     """The results as the page docs/results/step.md."""
-    kernel = "curvestep's kernel built" if native() is not None else "without curvestep's kernel"
-    tables = speed_tables(calls)
-    if len(calls) > 1:
-        tables = f"\nThe range of {len(calls)} calls, put together by `--spread`.\n{tables}"
-    return PAGE.format(
-        torch=torch.__version__, kernel=kernel, rounds=options.rounds, json=options.json, page=options.page,
-        tables=tables,
-    )  # fmt: skip
+    found = json.loads(path.read_text())
+    tables = [
+        f"\n## {name}, {len(calls)} call{'s' if len(calls) > 1 else ''}\n{speed_tables(calls)}"
+        for name, calls in found["calls"].items()
+    ]
+    return PAGE.format(torch=found["torch"], json=path.name, tables="".join(tables))
+
+
+def add_call(path, name, results):
+    """Add the results of a call to those of the same name in a file."""
+    found = json.loads(path.read_text()) if path.exists() else {"calls": {}}
+    found["torch"] = torch.__version__
+    found["calls"].setdefault(name, []).append(results)
+    path.write_text(json.dumps(found))
 
 
 def main():
@@ -220,19 +246,15 @@ def main():
     parser.add_argument("--rounds", type=int, default=40, help="timed calls of each variant (default 40)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     parser.add_argument("--warm", action="store_true", help="one call of a variant before each timed one")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--page", type=Path, help="also write the speed-ups as a page to this file")
-    parser.add_argument("--spread", type=Path, nargs="+", help="files of --json to show the range of")
+    parser.add_argument("--tree", default="", help="name of the tree, if it is not today's")
+    parser.add_argument("--json", type=Path, help="add the numbers to this file")
+    parser.add_argument("--page", type=Path, help="time nothing: write what --json holds as a page")
     options = parser.parse_args()
-    if options.page and options.optimizer != "sgd":
-        parser.error("--page is for --optimizer sgd")
-    if options.spread:
-        calls = [json.loads(path.read_text())["results"] for path in options.spread]
-        print(speed_tables(calls))
-        if options.page:
-            options.json = options.spread[0]
-            options.page.write_text(page(calls, options), encoding="utf-8")
+    if options.page:
+        options.page.write_text(page(options.json), encoding="utf-8")
         return
+    if native() is None:
+        print("curvestep's kernel was not built: these are times without it")
     torch.manual_seed(0)
     results = []
     for threads in options.threads:
@@ -255,9 +277,9 @@ def main():
                 rows = table(f"{name} tensors, {kind}, {ending}", medians, bytes_of, num_params)
                 results.append({"shape": name, "momentum": momentum, "threads": threads, "variants": rows})
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
-    if options.page:
-        options.page.write_text(page([results], options), encoding="utf-8")
+        name = {"sgd": "SGD", "adamw": "AdamW"}[options.optimizer]
+        name += ", warm" * options.warm + f", {options.tree}" * bool(options.tree)
+        add_call(options.json, name, results)
 
 
 if __name__ == "__main__":

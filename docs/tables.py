@@ -27,16 +27,41 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def step_table(results: Path) -> str:
     """How much faster each variant is than ``clip_grad_norm_`` + ``SGD`` with its default."""
-    found = json.loads((results / "step.json").read_text())["results"]
-    head = ["model", "threads", "momentum", "best of PyTorch's three", "`ClippedSGD`", "`NormalizedSGD`"]
+    calls = json.loads((results / "step.json").read_text())["calls"]["SGD"]
+    ours = ("ClippedSGD", "NormalizedSGD")
     rows = []
-    for case in found:
-        speed = {variant["variant"]: variant["speed_up"] for variant in case["variants"]}
-        rival = max(value for name, value in speed.items() if name.startswith("clip_grad_norm_"))
-        ours = [f"{speed[name]:.2f}" for name in ("ClippedSGD", "NormalizedSGD")]
+    for same in zip(*calls, strict=True):
+        case, found = same[0], [_speeds(case, "speed_up") for case in same]
+        rivals = [
+            max(value for name, value in f.items() if name.startswith("clip_grad_norm_")) for f in found
+        ]
+        speeds = [rivals, *([f[name] for f in found] for name in ours)]
         momentum = "yes" if case["momentum"] else "no"
-        rows.append([case["shape"], str(case["threads"]), momentum, f"{rival:.2f}", *ours])
+        rows.append([case["shape"], str(case["threads"]), momentum, *map(_limits, speeds)])
+    head = ["model", "threads", "momentum", "best of PyTorch's three", *(f"`{name}`" for name in ours)]
     return markdown(head, rows)
+
+
+def adamw_step_table(results: Path) -> str:
+    """How much faster ClippedAdamW is than the fastest of ``clip_grad_norm_`` with torch's three."""
+    found = json.loads((results / "step.json").read_text())["calls"]
+    rows: dict[str, list[str]] = {}
+    for name, ending in (("AdamW", ""), ("AdamW, warm", ", its state in the cache")):
+        for same in zip(*found[name], strict=True):
+            case, ours = same[0], "ClippedAdamW"
+            if not ending or case["shape"].startswith("ResNet20"):  # the others do not fit
+                speeds = [_speeds(case, "speed_up_on_fastest_of_torch")[ours] for case in same]
+                rows.setdefault(case["shape"].split(",")[0] + ending, []).append(_limits(speeds))
+    return markdown(["model", "1 thread", "2 threads"], [[name, *cells] for name, cells in rows.items()])
+
+
+def _speeds(case: dict[str, Any], kind: str) -> dict[str, float]:
+    return {variant["variant"]: variant[kind] for variant in case["variants"]}
+
+
+def _limits(numbers: Iterable[float]) -> str:
+    low, high = (f"{limit(numbers):.2f}" for limit in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def probe_table(results: Path) -> str:
@@ -100,7 +125,12 @@ def overhead_table(results: Path) -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
-    "compare.md": {"step": step_table, "probe": probe_table, "calibrate": calibrate_table},
+    "compare.md": {
+        "step": step_table,
+        "step-adamw": adamw_step_table,
+        "probe": probe_table,
+        "calibrate": calibrate_table,
+    },
     "lightning.md": {"overhead": overhead_table, "rates": rates_table},
 }
 
