@@ -135,6 +135,13 @@ def main(runs: int, first: int = 0) -> None:
             pays,
         )
         print("| " + " | ".join(map(str, (name, *cells))) + " |", flush=True)
+        for index in np.flatnonzero(beyond):
+            run = found[index]
+            shown = np.median([row["smoothness"] for row in run.rows]) / run.largest
+            print(
+                f"  seed {first + index}: {advice[index].action}, lr·λ {run.lr * run.largest:.3g} -> "
+                f"{product[index]:.3g}, smoothness along its steps {shown:.1%} of λ"
+            )
 
 
 if __name__ == "__main__":
