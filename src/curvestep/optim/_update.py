@@ -1,6 +1,6 @@
 r"""One update of many parameters, with the factor on the gradient folded in.
 
-Which tensors go together and which path they take is decided here for every rule. All paths of
+Which tensors go together and which path they take is decided here for every :class:`Rule`. All paths of
 :class:`SGDRule` compute, for every parameter :math:`p` with gradient :math:`g` and buffer :math:`b`,
 
 .. math::
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,11 +45,50 @@ _LARGE = 1 << 19
 _shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
 
 
-# What is done with the scaled gradient: `SGDRule`, or `AdamWRule` of adamw.py. Besides its constants, a rule
-# names a parameter's buffers (`buffer_names`), says whether its steps are counted (`counts_steps`) and why a
-# sparse gradient is refused (`sparse_error`), gives the rule for buffers that are new (`first`), and updates
-# by each path of `choose_path`.
-Rule = Any
+class Rule(Protocol):
+    """What an update does with the scaled gradient, by each of the paths of :func:`choose_path`.
+
+    Attributes:
+        lr: Learning rate, a float or a one-element tensor.
+        weight_decay: Weight decay.
+        buffer_names: The entries of a parameter's state that have its shape, in the order of ``buffers``.
+        counts_steps: Whether the state also has the number of its steps, ``step``.
+        sparse_error: Why a sparse gradient is refused, empty if it is not.
+    """
+
+    @property
+    def lr(self) -> Any: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def buffer_names(self) -> tuple[str, ...]: ...
+    @property
+    def counts_steps(self) -> bool: ...
+    @property
+    def sparse_error(self) -> str: ...
+    def first(self) -> Rule:
+        """The rule for a parameter whose buffers are new."""
+        ...
+
+    def has_fused(self, scale: Any) -> bool:
+        """Whether torch has a fused kernel for this rule that is right with the factor ``scale``."""
+        ...
+
+    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+        """Update by our own kernel."""
+        ...
+
+    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+        """Update by torch's fused kernel, which leaves all as it is where ``skip`` is 1."""
+        ...
+
+    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+        """Update by torch's functions for lists of tensors."""
+        ...
+
+    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+        """Update one parameter at a time: the formula."""
+        ...
 
 
 @dataclass
@@ -61,7 +100,7 @@ class Bundle:
     """
 
     group: dict[str, Any]
-    rule: Rule
+    rule: Any  # a Rule
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: list[list[Any]] = field(default_factory=list)  # a list for each name; None where one is missing
@@ -281,7 +320,7 @@ class SGDRule(NamedTuple):
         return self._replace(dampening=0.0) if self.dampening != 0 else self
 
     def has_fused(self, scale: Any) -> bool:
-        """Whether torch has the kernel; a number is folded into its constants, if they have the precision."""
+        """A number is folded into the constants of torch's kernel, where they have the precision for it."""
         if fused_sgd() is None:
             return False
         if isinstance(scale, Tensor) or not self.weight_decay:
@@ -300,8 +339,6 @@ class SGDRule(NamedTuple):
 
     def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
         """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
-
-        The kernel leaves all as it is where ``skip`` is 1.
 
         c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
         lr, with momentum into 1 - dampening. Only lr can be a device scalar; the others then need a scaled
