@@ -171,9 +171,9 @@ def test_norm_and_clip_of_a_gradient_whose_storage_was_resized_to_zero():
 # --- processes that are forked ---------------------------------------------------------------------
 
 
-def in_a_fork(act, patience=120):
-    """The exit code of ``act`` in a forked process, which does not wait forever."""
-    process = multiprocessing.get_context("fork").Process(target=act)
+def in_a_process(act, *given, start="fork", patience=120):
+    """The exit code of ``act`` in a forked or fresh process, which does not wait forever."""
+    process = multiprocessing.get_context(start).Process(target=act, args=given)
     process.start()
     process.join(patience)
     if process.exitcode is None:
@@ -207,16 +207,15 @@ def test_step_in_a_process_forked_after_a_step_does_not_wait_forever(make, threa
         same = all(map(torch.allclose, params, other.param_groups[0]["params"]))
         os._exit(0 if same else 3)
 
-    assert in_a_fork(step) == 0
+    assert in_a_process(step) == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_probe_in_a_forked_process_measures_the_same_and_only_one_writes_the_file(tmp_path):
+def fork_while_probing(folder):
+    """What the next test does; torch allows no backward pass in a fork once a device had one."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer, x = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0), torch.randn(4, 3)
-    probe = cs.SmoothnessProbe(model, every=1, trace=tmp_path / "trace.jsonl")
+    probe = cs.SmoothnessProbe(model, every=1, trace=folder / "trace.jsonl")
 
     def measured_step():
         optimizer.zero_grad()
@@ -232,11 +231,17 @@ def test_probe_in_a_forked_process_measures_the_same_and_only_one_writes_the_fil
         measured_step()
 
     measured_step()
-    assert in_a_fork(forked_step) == 0
+    assert in_a_process(forked_step) == 0
     with pytest.warns(UserWarning, match="Another trace or process writes to it: give each its own file"):
         measured_step()
     assert len(probe.trace) == 2  # in memory
-    assert len(cs.Trace.load(tmp_path / "trace.jsonl")) == 2  # the first, and the fork's
+    assert len(cs.Trace.load(folder / "trace.jsonl")) == 2  # the first, and the fork's
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_probe_in_a_forked_process_measures_the_same_and_only_one_writes_the_file(tmp_path):
+    assert in_a_process(fork_while_probing, tmp_path, start="spawn") == 0
 
 
 # --- more than 2^31 entries ------------------------------------------------------------------------
@@ -320,4 +325,4 @@ def passes_of_the_kernel():
 @pytest.mark.parametrize("act", [step, passes_of_the_kernel])
 def test_each_of_more_than_2_31_entries_is_reached_once(act):
     # In a fork: a worker that had so much memory mapped would show it as its peak, to its children too.
-    assert in_a_fork(act, patience=1200) == 0
+    assert in_a_process(act, patience=1200) == 0
