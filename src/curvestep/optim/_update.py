@@ -35,7 +35,7 @@ from curvestep._kernel import (
     same_layout,
 )
 from curvestep.distributed import is_sharded
-from curvestep.vectors import check_memory, is_readable
+from curvestep.vectors import check_memory, is_readable, zeros_like_each
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
@@ -174,14 +174,15 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
         return [bundle]
     parts: dict[tuple, Bundle] = {}
     names = bundle.rule.buffer_names
+    new = [(name, p) for name in names for p in bundle.params if state[p].get(name) is None]
+    for (name, p), zeros in zip(new, zeros_like_each([p for _, p in new]), strict=True):
+        state[p][name] = zeros
+    started = {id(p) for _, p in new}
     for whole, g in zip(bundle.params, bundle.grads, strict=True):
-        rule = bundle.rule
+        rule = bundle.rule.first() if id(whole) in started else bundle.rule
         of_tensor = state[whole] if names else {}
         for name in names:
-            if of_tensor.get(name) is None:
-                of_tensor[name] = torch.zeros_like(whole, memory_format=torch.preserve_format)
-                rule = bundle.rule.first()
-            elif of_tensor[name].shape != whole.shape:
+            if of_tensor[name].shape != whole.shape:
                 raise ValueError(
                     f"`{name}`, {tuple(of_tensor[name].shape)}, does not have the shape of its parameter, "
                     f"{tuple(whole.shape)}. Load the state of the same model."
