@@ -20,8 +20,8 @@ pieces so far as near as it can to their shares in the whole text, by the sum of
 need no text before each of them: the state that another piece left does as well. But the first must not start
 from no state: the 20 words before it, forward only, mend that, and count as 20 words of a pass.
 
-Why short and representative, from seeds 5, 6 and 7. A mean over few pieces is off for two reasons. *Along* the
-change of the whole gradient: at step 10 of seed 5 a piece of 70 words is 7.5 % off (standard deviation), for
+Why short and representative, from seeds 5, 6 and 7. A mean over few pieces is off for two reasons. *Along*
+the change of the whole gradient: at step 10 of seed 5 a piece of 70 words is 7.5 % off (standard deviation), for
 two thirds by its share of unknown words; at step 250 4.0 %, for four fifths by its shares of the 20 most
 frequent words. *Across* it: noise that no share of words tells, of 0.19 of the square of the change there at
 step 10 and 0.47 at step 30 of seed 6, up to four fifths of it in one direction. It comes from gradients
@@ -41,8 +41,8 @@ depend on the machine. Seconds are CPU time of one thread; the variants take tur
 
 Seeds, steps and sizes were fixed before they were run. A size counts as good only where all larger ones are:
 the cheapest size alone would often be a lucky one. Earlier plans: seeds 2, 3 and 4 gave 1/66 of the time at
-equal median error and 1/11 at equal largest error with the first pieces; seeds 5, 6 and 7 1/61 and 1/12.5 with
-the first pieces, 1/59 and 1/15 with evenly spread ones, 1/58 and 1/7 with representative ones of 70 words.
+equal median error and 1/11 at equal largest error with the first pieces; seeds 5, 6 and 7 1/61 and 1/12.5
+with the first pieces, 1/59 and 1/15 with evenly spread ones, 1/58 and 1/7 with representative ones of 70 words.
 """
 
 import argparse
