@@ -21,15 +21,15 @@ need no text before each of them: the state that another piece left does as well
 from no state: the 20 words before it, forward only, mend that, and count as 20 words of a pass.
 
 Why short and representative, from seeds 5, 6 and 7. A mean over few pieces is off for two reasons. *Along*
-the change of the whole gradient: at step 10 of seed 5 a piece of 70 words is 7.5 % off (standard deviation), for
-two thirds by its share of unknown words; at step 250 4.0 %, for four fifths by its shares of the 20 most
-frequent words. *Across* it: noise that no share of words tells, of 0.19 of the square of the change there at
-step 10 and 0.47 at step 30 of seed 6, up to four fifths of it in one direction. It comes from gradients
-through many words: at these two points as many words in pieces of 35 have less than half of it, in pieces of
-10 a quarter at most, but those are up to 3 % off on average. Ten pieces of 20 words, from six random halves
-of the text at each of seven points, had a largest error of 2.2 % at step 30 of seed 6 and 1.3 % elsewhere;
-spread evenly 5.2 %; three representative pieces of 70 words 4.6 %, spread 16 %. Without the words before the
-first one, 12 had 4.2 %.
+the change of the whole gradient: at step 10 of seed 5 a piece of 70 words is 7.5 % off (standard
+deviation), for two thirds by its share of unknown words; at step 250 4.0 %, for four fifths by its shares
+of the 20 most frequent words. *Across* it: noise that no share of words tells, of 0.19 of the square of the
+change there at step 10 and 0.47 at step 30 of seed 6, up to four fifths of it in one direction. It comes
+from gradients through many words: at these two points as many words in pieces of 35 have less than half of
+it, in pieces of 10 a quarter at most, but those are up to 3 % off on average. Ten pieces of 20 words, from
+six random halves of the text at each of seven points, had a largest error of 2.2 % at step 30 of seed 6 and
+1.3 % elsewhere; spread evenly 5.2 %; three representative pieces of 70 words 4.6 %, spread 16 %. Without
+the words before the first one, 12 had 4.2 %.
 
 Products of the changes of different pieces are free of noise across on average, but not of its chance: ten
 short pieces had 1.0 % where the norm of their mean had 1.3 % as the largest error on the 15 points of seeds
@@ -39,10 +39,11 @@ norm had 1.8 %. They are not built.
 A pass is one forward and backward pass over one piece of text (20 streams of 70 words); counts do not
 depend on the machine. Seconds are CPU time of one thread; the variants take turns at every point.
 
-Seeds, steps and sizes were fixed before they were run. A size counts as good only where all larger ones are:
-the cheapest size alone would often be a lucky one. Earlier plans: seeds 2, 3 and 4 gave 1/66 of the time at
-equal median error and 1/11 at equal largest error with the first pieces; seeds 5, 6 and 7 1/61 and 1/12.5
-with the first pieces, 1/59 and 1/15 with evenly spread ones, 1/58 and 1/7 with representative ones of 70 words.
+Seeds, steps and sizes were fixed before they were run. A size counts as good only where all larger ones
+are: the cheapest size alone would often be a lucky one. Earlier plans: seeds 2, 3 and 4 gave 1/66 of the
+time at equal median error and 1/11 at equal largest error with the first pieces; seeds 5, 6 and 7 1/61 and
+1/12.5 with the first pieces, 1/59 and 1/15 with evenly spread ones, 1/58 and 1/7 with representative ones
+of 70 words.
 """
 
 import argparse
