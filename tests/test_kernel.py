@@ -17,7 +17,7 @@ from torch import nn
 import curvestep as cs
 from curvestep import _kernel as _native
 from curvestep._kernel import LIBRARY, Kernel, native
-from curvestep.optim._update import SGDRule, update_loop
+from curvestep.optim.sgd import SGDRule, update_loop
 from curvestep.vectors import cpu_norm, distance
 from tests.reference import reference_norm
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.optim.clip import clip as clip
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
     from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
-    from curvestep.optim.scaled import ScaledSGD as ScaledSGD
+    from curvestep.optim.sgd import ScaledSGD as ScaledSGD
     from curvestep.smoothness.determinism import (
         NonDeterministicError as NonDeterministicError,
         UntrackedParametersError as UntrackedParametersError,
@@ -62,7 +62,7 @@ _PUBLIC = {
     "optim.adamw": ("ClippedAdamW",),
     "optim.clip": ("clip",),
     "optim.normalized": ("NormalizedSGD",),
-    "optim.scaled": ("ScaledSGD",),
+    "optim.sgd": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
     "smoothness.trace": ("Trace",),
     "smoothness.oracle": ("GradientOracle",),

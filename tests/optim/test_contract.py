@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, vectors
-from curvestep.optim import _update, scaled
+from curvestep.optim import _update, scaled, sgd
 from curvestep.vectors import device_norm
 from tests.reference import ReferenceSGD
 
@@ -511,8 +511,7 @@ def without_native(monkeypatch):
 
 @pytest.fixture
 def without_kernel(monkeypatch, without_native):
-    for module in (scaled, _update):
-        monkeypatch.setattr(module, "fused_sgd", lambda: None)
+    monkeypatch.setattr(sgd, "fused_sgd", lambda: None)
 
 
 @pytest.fixture
@@ -579,13 +578,13 @@ def test_fused_is_refused_where_torch_has_no_kernel(without_kernel):
 
 
 def test_capability_check_refuses_a_kernel_that_computes_something_else():
-    assert not _update._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
+    assert not sgd._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
 
     def changed(*_args, **_kwargs):
         raise TypeError("another signature")
 
-    assert not _update._follows_formula(changed)
-    assert _update.fused_sgd() is not None
+    assert not sgd._follows_formula(changed)
+    assert sgd.fused_sgd() is not None
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
-from curvestep.optim import _update, adamw, scaled
+from curvestep.optim import _update, adamw, scaled, sgd
 from curvestep.vectors import cpu_norm, device_norm, global_norm
 
 
@@ -41,7 +41,7 @@ def test_fake_tensors_raise_and_do_not_end_the_process():
             global_norm([torch.ones(70_000)])
 
 
-@pytest.mark.parametrize("available", [native, _update.fused_sgd, adamw.fused_adamw])
+@pytest.mark.parametrize("available", [native, sgd.fused_sgd, adamw.fused_adamw])
 def test_a_kernel_that_is_first_tried_among_fake_tensors_is_found_all_the_same(available):
     found = available()
     for context in (FakeTensorMode(), torch.device("meta")):

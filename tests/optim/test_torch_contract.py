@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
-from curvestep.optim.scaled import ScaledSGD
+from curvestep.optim.sgd import ScaledSGD
 
 
 class SoftSGD(ScaledSGD):

@@ -4,4 +4,4 @@ from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD as ClippedSGD
 from curvestep.optim.counters import ClipStats as ClipStats
 from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
-from curvestep.optim.scaled import ScaledSGD as ScaledSGD
+from curvestep.optim.sgd import ScaledSGD as ScaledSGD

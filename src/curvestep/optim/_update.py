@@ -1,25 +1,18 @@
-r"""One update of many parameters, with the factor on the gradient folded in.
+"""One update of many parameters, with the factor on the gradient folded in.
 
-Which tensors go together and which path they take is decided here for every :class:`Rule`. All paths of
-:class:`SGDRule` compute, for every parameter :math:`p` with gradient :math:`g` and buffer :math:`b`,
-
-.. math::
-    d = \pm c\,g + w\,p, \qquad b \leftarrow \mu b + (1-\delta)\,d, \qquad
-    p \leftarrow p - \eta\,(b \text{ or } d + \mu b),
-
-and none of them writes to :math:`g`. :func:`update_loop` is the formula; the others are faster.
+Which tensors go together and which path they take is decided here for every :class:`Rule`; the rules are in
+``sgd.py`` and ``adamw.py``. None of the paths writes to a gradient.
 """
 # pyright: reportPrivateImportUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,14 +24,11 @@ from curvestep._kernel import (
     View,
     is_non_overlapping_and_dense,
     native,
-    real_cpu_tensors,
     same_layout,
 )
 from curvestep.distributed import is_sharded
 from curvestep.vectors import check_memory, is_readable, zeros_like_each
 
-# Below this factor w/c no longer fits into the precision of the fused kernel.
-_SMALLEST_FOLDED = 1e-6
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
 _LARGE = 1 << 19
 
@@ -298,138 +288,6 @@ def choose_path(bundle: Bundle, scale: Any) -> str:
     return "fused" if supported and rule.has_fused(scale) else "foreach"
 
 
-class SGDRule(NamedTuple):
-    """The constants of an update with or without momentum, all but the factor on the gradient."""
-
-    lr: Any  # float or one-element tensor
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-
-    counts_steps = False
-    sparse_error = ""
-
-    @property
-    def buffer_names(self) -> tuple[str, ...]:
-        """The name that torch.optim.SGD uses, so that state dicts can be exchanged."""
-        return ("momentum_buffer",) if self.momentum else ()
-
-    def first(self) -> SGDRule:
-        """As torch: the first gradient that a buffer sees is not damped."""
-        return self._replace(dampening=0.0) if self.dampening != 0 else self
-
-    def has_fused(self, scale: Any) -> bool:
-        """A number is folded into the constants of torch's kernel, where they have the precision for it."""
-        if fused_sgd() is None:
-            return False
-        if isinstance(scale, Tensor) or not self.weight_decay:
-            return True
-        return scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1e6 and not self.nesterov
-
-    def by_kernel(self, bundle: Bundle, scale: float) -> None:
-        """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
-        kernel = native()
-        assert kernel is not None  # there is a view only where there is a kernel
-        assert bundle.view is not None
-        kernel.update(
-            bundle.view, scale=-scale if self.maximize else scale, weight_decay=self.weight_decay,
-            momentum=self.momentum, dampening=self.dampening, lr=self.lr, nesterov=self.nesterov,
-        )  # fmt: skip
-
-    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
-        """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
-
-        c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
-        lr, with momentum into 1 - dampening. Only lr can be a device scalar; the others then need a scaled
-        copy.
-        """
-        params, grads, buffers = bundle.params, bundle.grads, bundle.buffers[0] if bundle.buffers else []
-        lr, decay = self.lr, self.weight_decay
-        if isinstance(scale, Tensor):
-            if buffers or decay:
-                grads = torch._foreach_mul(grads, scale)
-            else:
-                lr = lr * scale
-            lr = lr.to(torch.float32) if isinstance(lr, Tensor) else lr
-            _fused_call(
-                params, grads, buffers, lr=lr, weight_decay=decay, momentum=self.momentum,
-                dampening=self.dampening, nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
-            )  # fmt: skip
-            return
-        decay = decay / scale if decay else 0.0
-        if not buffers:
-            _fused_call(
-                params, grads, [], lr=lr * scale, weight_decay=decay, maximize=self.maximize, found_inf=skip
-            )
-            return
-        # Nesterov: p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
-        _fused_call(
-            params, grads, buffers, lr=lr * self.momentum if self.nesterov else lr, weight_decay=decay,
-            momentum=self.momentum, dampening=1 - scale * (1 - self.dampening), maximize=self.maximize,
-            found_inf=skip,
-        )  # fmt: skip
-        if self.nesterov:
-            _fused_call(params, grads, [], lr=lr * scale, maximize=self.maximize, found_inf=skip)
-
-    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
-        """A handful of calls over all parameters at once."""
-        # Last tensor first: what the norm read last is still in the cache.
-        params, grads = bundle.params[::-1], bundle.grads[::-1]
-        factor = -scale if self.maximize else scale
-        if isinstance(scale, Tensor) or self.weight_decay or self.nesterov:
-            grads = torch._foreach_mul(grads, factor)
-            factor = 1.0
-        if self.weight_decay:
-            torch._foreach_add_(grads, params, alpha=self.weight_decay)
-        if bundle.buffers:
-            buffers = bundle.buffers[0][::-1]
-            torch._foreach_mul_(buffers, self.momentum)
-            torch._foreach_add_(buffers, grads, alpha=factor * (1 - self.dampening))
-            if self.nesterov:
-                torch._foreach_add_(grads, buffers, alpha=self.momentum)
-            else:
-                grads, factor = buffers, 1.0
-        if isinstance(self.lr, Tensor):
-            torch._foreach_add_(params, torch._foreach_mul(grads, -factor * self.lr))
-        else:
-            torch._foreach_add_(params, grads, alpha=-self.lr * factor)
-
-    def by_loop(self, bundle: Bundle, scale: Any) -> None:
-        """:func:`update_loop` for each parameter."""
-        for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
-            update_loop(p, g, bundle.buffers[0][i] if bundle.buffers else None, self, scale)
-
-
-def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scale: Any) -> None:
-    """The formula for one parameter; the gradient may be sparse."""
-    d = g * (-scale if rule.maximize else scale)
-    if rule.weight_decay:
-        # In this order: dense + sparse works, sparse + dense does not.
-        d = torch.add(rule.weight_decay * p, d)
-    if buffer is not None:
-        buffer.mul_(rule.momentum).add_(d, alpha=1 - rule.dampening)
-        d = torch.add(rule.momentum * buffer, d) if rule.nesterov else buffer
-    if isinstance(rule.lr, Tensor):
-        p.add_(d * -rule.lr)
-    else:
-        p.add_(d, alpha=-rule.lr)
-
-
-def _fused_call(
-    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], **constants: Any
-) -> None:
-    kernel = fused_sgd()
-    assert kernel is not None  # this path is chosen only where there is one
-    defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
-    # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
-    # last is still in the cache.
-    kernel(
-        params[::-1], grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None, **defaults | constants
-    )
-
-
 def product(a: Any, b: Any) -> Any:
     """Of two numbers, each a float or a device scalar; on the device of the first if they are on two."""
     return a * (b.to(a.device) if isinstance(a, Tensor) and isinstance(b, Tensor) else b)
@@ -546,30 +404,3 @@ def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
         and same_layout(g, p)
         and all(same_layout(buffer, p) for buffer in buffers)
     )
-
-
-@cache
-def fused_sgd() -> Callable[..., None] | None:
-    """``torch._fused_sgd_`` if it is there and follows the formula that is folded into it.
-
-    torch promises nothing about a function with an underscore, so it is tried on a small case first.
-    """
-    kernel = getattr(torch, "_fused_sgd_", None)
-    with real_cpu_tensors():
-        return kernel if kernel is not None and _follows_formula(kernel) else None
-
-
-def _follows_formula(kernel: Callable[..., None]) -> bool:
-    """Try b <- mu*b + (1 - d)(g + w*p), p <- p - lr*b on five numbers."""
-    p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
-    b = torch.ones(5, dtype=torch.float64)
-    expected_b = 0.5 * b + 0.25 * (g + 3.0 * p)
-    expected_p = p - 0.1 * expected_b
-    try:
-        kernel(
-            [p], [g], [b], lr=0.1, weight_decay=3.0, momentum=0.5, dampening=0.75,
-            nesterov=False, maximize=False, is_first_step=False,
-        )  # fmt: skip
-    except (RuntimeError, TypeError):
-        return False
-    return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)

@@ -24,7 +24,7 @@ from curvestep.optim.counters import (
     new_counters,
     read_counters,
 )
-from curvestep.optim.double_clipping import NormBound
+from curvestep.optim.double_clipping import DoubleClipping
 from curvestep.optim.scaled import has_zero_lr, nonfinite_gradient
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm
@@ -105,7 +105,7 @@ class Clipping:
         self._skip_above = check_skip_above(skip_above)
         self._counters = new_counters()
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._norm_bound = NormBound(inner)
+        self._double_clipping = DoubleClipping(inner)
         for group in inner.param_groups:
             group.setdefault("max_norm", max_norm)
         self.optimizer.clip_stats = self.clip_stats
@@ -118,7 +118,7 @@ class Clipping:
 
     def clip_stats(self) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return clip_stats_of(self._counters, self._norm_bound)
+        return clip_stats_of(self._counters, self._double_clipping)
 
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
@@ -173,7 +173,7 @@ class Clipping:
                 p.grad = None
             count_step(self._counters, norm, [1.0], [False], skip=True)
             return
-        self._norm_bound.look(norm, [grads for _, grads in decisions])
+        self._double_clipping.look(norm, [grads for _, grads in decisions])
         bounds = [group.get("max_norm", self._max_norm) for group, _ in decisions]
         coefficients = [
             clipped_step(n, lr=1.0, max_norm=bound) for n, bound in zip(norms, bounds, strict=True)
@@ -206,7 +206,7 @@ class Clipping:
         return self._skip_above is not None and bool(is_above(norm, self._skip_above, self._counters))
 
     def _save(self, optimizer: Any, state: dict[str, Any]) -> None:
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._norm_bound)
+        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._double_clipping)
 
     def _load(self, optimizer: Any) -> None:
         self._counters = optimizer.param_groups[0].pop(COUNTERS, None) or new_counters()

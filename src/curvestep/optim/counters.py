@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvestep._checks import check_positive
-from curvestep.optim.double_clipping import NormBound
+from curvestep.optim.double_clipping import DoubleClipping
 
 # Steps that `recent_clipped_fraction` and the running median look back on.
 RECENT_STEPS = 100
@@ -94,14 +94,14 @@ def count_step(
     totals[2:].add_(torch.stack([taken, taken * clipped, skipped]))
 
 
-def read_counters(counters: dict[str, Any], norm_bound: NormBound | None = None) -> dict[str, Any]:
-    """The counters as plain numbers, and ``norm_bound`` read: an accelerator is waited for here, once."""
+def read_counters(counters: dict[str, Any], double_clipping: DoubleClipping | None = None) -> dict[str, Any]:
+    """The counters as plain numbers, with what ``double_clipping`` kept: one wait for an accelerator."""
     rings = [name for name, value in counters.items() if name != "totals" and isinstance(value, Tensor)]
     if "totals" not in counters and not rings:
         return {name: list(v) if isinstance(v, list) else v for name, v in counters.items()}
     plain = dict(counters)
     first = [counters["totals"]] if "totals" in counters else []
-    seen = [] if norm_bound is None else norm_bound.unread()
+    seen = [] if double_clipping is None else double_clipping.unread()
     together = [*first, *(counters[name] for name in rings)]
     numbers = torch.cat([*together, *(part.to(together[0]) for part in seen)]).tolist()
     if plain.pop("totals", None) is not None:
@@ -113,14 +113,14 @@ def read_counters(counters: dict[str, Any], norm_bound: NormBound | None = None)
         plain[name] = (values[next_one:] if count >= RECENT_STEPS else []) + values[:next_one]
         numbers = numbers[RECENT_STEPS + 1 :]
     for part in seen:
-        norm_bound.judge(*numbers[: len(part)])  # pyright: ignore[reportOptionalMemberAccess]
+        double_clipping.judge(*numbers[: len(part)])  # pyright: ignore[reportOptionalMemberAccess]
         numbers = numbers[len(part) :]
     return plain | {"steps": int(plain["steps"]), "skipped": int(plain["skipped"])}
 
 
-def clip_stats_of(counters: dict[str, Any], norm_bound: NormBound) -> ClipStats:
-    """What ``clip_stats()`` says of the counters; ``norm_bound`` is read with them."""
-    plain = read_counters(counters, norm_bound)
+def clip_stats_of(counters: dict[str, Any], double_clipping: DoubleClipping) -> ClipStats:
+    """What ``clip_stats()`` says of the counters; ``double_clipping`` is read with them."""
+    plain = read_counters(counters, double_clipping)
     steps, recent = plain["steps"], plain["recent"]
     return {
         "grad_norm": plain["grad_norm"],

@@ -18,7 +18,7 @@ SAME_NORM, SAME_NORMS, SAME_DIRECTION = 1e-5, 4, 0.99
 NUM_TENSORS, NUM_ENTRIES = 16, 8  # of a gradient, which tell where it points
 
 
-class NormBound:
+class DoubleClipping:
     """Notices a bound that gradient norms never exceed and are at again and again, and warns once.
 
     Gradients that point the same way may have the same norm; those of different batches do not, unless

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.optim.scaled import ScaledSGD, SGDOptions
+from curvestep.optim.sgd import ScaledSGD, SGDOptions
 from curvestep.steps import normalized_step
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from curvestep._checks import check_choice
 from curvestep._kernel import View
 from curvestep.distributed import as_sharded
-from curvestep.optim._update import Bundle, Rule, SGDRule, average_, collect, fused_sgd, product, sort, update
+from curvestep.optim._update import Bundle, Rule, average_, collect, product, sort, update
 from curvestep.optim.counters import (
     COUNTERS,
     ClipStats,
@@ -31,11 +31,11 @@ from curvestep.optim.counters import (
     read_counters,
     stacked,
 )
-from curvestep.optim.double_clipping import NormBound
+from curvestep.optim.double_clipping import DoubleClipping
 from curvestep.vectors import cpu_norm, global_norm, is_readable
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
@@ -61,22 +61,9 @@ class ScaledOptions(TypedDict, total=False):
     capturable: bool
 
 
-class SGDOptions(ScaledOptions, total=False):
-    """The options of the optimizers without a second moment, as :class:`ClippedSGD` describes them."""
-
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    clip: str
-
-
 _DEFAULTS: ScaledOptions = {
     "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "maximize": False, "foreach": None,
     "fused": None, "differentiable": False, "capturable": False,
-}  # fmt: skip
-_SGD_DEFAULTS: SGDOptions = {
-    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
 }  # fmt: skip
 
 
@@ -201,12 +188,12 @@ class ScaledOptimizer(Optimizer, ABC):
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
         dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
         """
-        return clip_stats_of(self._counters, self._norm_bound)
+        return clip_stats_of(self._counters, self._double_clipping)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._norm_bound)
+        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._double_clipping)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -272,7 +259,7 @@ class ScaledOptimizer(Optimizer, ABC):
             count_step(self._counters, norm, [1.0], [False], skip)
             return
         if not self.defaults["capturable"]:  # a graph would fill what is kept again and again
-            self._norm_bound.look(norm, [bundle.grads for bundle in bundles])
+            self._double_clipping.look(norm, [bundle.grads for bundle in bundles])
         parts = [sort(bundle, self.state) for bundle in bundles]
         seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
         if self.defaults.get("clip") == "momentum":
@@ -337,52 +324,12 @@ class ScaledOptimizer(Optimizer, ABC):
         return any(flags)
 
     @cached_property
-    def _norm_bound(self) -> NormBound:
-        return NormBound(self)
+    def _double_clipping(self) -> DoubleClipping:
+        return DoubleClipping(self)
 
     @property
     def _counters(self) -> dict[str, Any]:
         return self.param_groups[0].setdefault(COUNTERS, new_counters())
-
-
-class ScaledSGD(ScaledOptimizer):
-    r"""SGD with the step size of a rule: :math:`x_{k+1} = x_k - h(\lVert g_k \rVert)\, g_k`.
-
-    A subclass names the group entry at which the rule bends (``threshold``) and gives the factor on the
-    gradient (:meth:`coefficient`). Momentum, weight decay, the fast paths, sharded and sparse gradients,
-    :meth:`clip_stats` and checkpoints are the same for all.
-
-    Args:
-        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
-        rule: ``lr`` and the parameters of the rule; a group may have its own.
-        options: Those of :class:`ClippedSGD`.
-
-    Attributes:
-        threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
-    """
-
-    def __init__(self, params: ParamsT, rule: dict[str, Any], **options: Unpack[SGDOptions]) -> None:
-        check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
-        if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
-            raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        super().__init__(params, rule, _SGD_DEFAULTS, options)
-
-    def rule(self, group: dict[str, Any]) -> SGDRule:
-        """Momentum, weight decay and ascent of a group."""
-        return SGDRule(
-            lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
-            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
-        )  # fmt: skip
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise where the values of a group make no sense."""
-        if not 0.0 <= checked_number("momentum", group["momentum"]) < math.inf:
-            raise ValueError(f"Invalid momentum value: {group['momentum']}")
-        if not math.isfinite(checked_number("dampening", group["dampening"])):
-            raise ValueError(f"Invalid dampening value: {group['dampening']}")
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        super().check_group(group)
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
