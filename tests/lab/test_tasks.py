@@ -44,6 +44,17 @@ def test_a_text_without_words_to_evaluate_on_is_refused_before_training(tmp_path
         make_task(replace(small_language(tmp_path), eval_size=1))
 
 
+@pytest.mark.parametrize("count", [3, 7])
+def test_too_few_words_are_counted_as_they_were_cut(tmp_path, count):
+    with pytest.raises(ValueError, match=f"There are {count} words to train on: too few for `batch_size` 4"):
+        make_task(small_language(tmp_path, num_words=count, batch_size=4))
+
+
+def test_the_source_says_how_many_images_are_left():
+    some, none_left_out = (make_task(small_images(num_images=count), offline=True) for count in (75, 0))
+    assert some.data_source == f"80 images of {none_left_out.data_source}"  # eight of each class
+
+
 def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp_path):
     whole, cut = (make_task(small_language(tmp_path, vocabulary=size)) for size in (0, 12))
     words = [whole.corpus.vocabulary[i] for i in whole.corpus.train.tolist()]

@@ -129,7 +129,6 @@ def sweep(
                 "checkpoint_seconds": checkpoint_seconds,
                 "offline": offline,
             },
-            total=recipe.steps,
         )
         for name in left
     ]

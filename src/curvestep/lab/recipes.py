@@ -211,7 +211,7 @@ class ImageRecipe(Recipe):
         model: ``resnet20`` or ``resnet18``.
         images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
         augmented: Random crops with padding 4, and flips.
-        num_images: Training images to use, the first of each class; 0 takes all.
+        num_images: Training images to use, the first of each class, as many of each; 0 takes all.
         pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 

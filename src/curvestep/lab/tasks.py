@@ -80,11 +80,11 @@ class LanguageTask:
         if 0 < recipe.num_words < len(words):
             words = words[: recipe.num_words]
             self.data_source = f"the first {recipe.num_words:,} words of {self.data_source}"
-        self.streams = batchify(words, recipe.batch_size)
-        if len(self.streams) < 2:
+        if len(words) < 2 * recipe.batch_size:
             raise ValueError(
-                f"The corpus has {len(corpus.train)} words: too few for `batch_size` {recipe.batch_size}."
+                f"There are {len(words):,} words to train on: too few for `batch_size` {recipe.batch_size}."
             )
+        self.streams = batchify(words, recipe.batch_size)
         for split in self.splits:
             count = len(self._held_out(split))
             if count < 2:
@@ -187,6 +187,8 @@ class ImageTask:
             height, width = (size // recipe.pooling for size in images.train_x.shape[2:])
             self.data_source += f", averaged to {height} x {width} pixels"
         self.x, self.y = _balanced(images, recipe.num_images)
+        if len(self.y) < len(images.train_y):
+            self.data_source = f"{len(self.y):,} images of {self.data_source}"
         if len(self.y) < recipe.batch_size:
             raise ValueError(
                 f"`batch_size` must be at most the {len(self.y)} images, got {recipe.batch_size}."
@@ -306,7 +308,7 @@ def _fixed_pieces(num_rows: int, bptt: int) -> list[tuple[int, int]]:
 
 
 def _balanced(images: Images, count: int) -> tuple[Tensor, Tensor]:
-    """The first images of each class, ``count`` in all, in the order of the set; all of them if 0."""
+    """The first images of each class, as many of each, at least ``count`` in all; all of them if 0."""
     if count == 0 or count >= len(images.train_y):
         return images.train_x, images.train_y
     kept = first_of_each_class(images.train_y, math.ceil(count / len(images.classes)))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from curvestep.lab.recipes import get_recipe, with_fields
+from curvestep.lab.run import auto
 from curvestep.lab.run.auto import dry_run
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
@@ -46,6 +47,14 @@ def test_a_dry_run_says_parameters_steps_and_time(name):
     assert f"{found.steps:,}" in words
     assert "whole run   about" in words
     assert torch.get_default_dtype() == torch.float64
+
+
+def test_a_dry_run_counts_the_measurements_and_evaluations_that_a_run_makes(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "timeit", lambda function, number: float(number))  # whatever it is takes 1 s
+    recipe = small_language(tmp_path, steps=10, probe_every=3, probe_from=4, eval_every=4, eval_size=60)
+    batches = recipe.eval_size / (recipe.bptt * recipe.batch_size)
+    # At steps 4 and 7 two gradients each; valid after 4, 8 and 10 steps, test after 10.
+    assert dry_run(recipe).seconds == pytest.approx(10 * 2 + 2 * 2 + (3 + 1) * batches)
 
 
 @pytest.mark.slow

@@ -104,8 +104,8 @@ class AWDLSTM(RecurrentModel):
     The defaults are the published Penn Treebank setting, 24,221,600 parameters with 10,000 words. In each
     training forward pass one mask is drawn for each of: the words of the vocabulary (``dropout_embedding``),
     the embedded inputs (``dropout_input``), the hidden-to-hidden weights of each layer (``weight_drop``), the
-    outputs between layers (``dropout_hidden``) and the output (``dropout``); all but the first two are shared
-    over time. The options are the probabilities of dropping, and widths as of `LSTMModel`.
+    outputs between layers (``dropout_hidden``) and the output (``dropout``); all are shared over time. The
+    options are the probabilities of dropping, and widths as of `LSTMModel`.
 
     Example:
         >>> model = AWDLSTM(10, embedding=4, hidden=6)

@@ -305,7 +305,7 @@ def beyond_control(results: Results, setting: str) -> Evidence:
 
 
 def grows_inside_steps(results: Results, setting: str) -> Evidence:
-    """The elasticity inside single steps, beyond the tenth that counts as none."""
+    """The elasticity inside single steps, beyond what counts as none."""
     runs = results.all_finished(setting)
     found = spread(runs, elasticity)
     shown = sum(run.fit.within.grows for run in runs)

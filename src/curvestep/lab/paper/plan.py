@@ -339,6 +339,8 @@ def steps_of(recipe: Recipe) -> int:
     Example:
         >>> steps_of(legend_runs("longer", ["lm-lr2"])[0].recipe)
         1328
+        >>> steps_of(legend_runs("paper", ["cifar-momentum"])[0].recipe)
+        78000
     """
     return recipe.steps or round(recipe.epochs * _epoch(recipe))
 
@@ -346,4 +348,6 @@ def steps_of(recipe: Recipe) -> int:
 def _epoch(recipe: Recipe) -> float:
     if isinstance(recipe, LanguageRecipe):
         return (recipe.num_words or 929_589) / (recipe.batch_size * recipe.bptt)
-    return 10_000 / recipe.batch_size
+    assert isinstance(recipe, ImageRecipe)
+    sizes = {"cifar10": 50_000, "cifar10-subset": 10_000, "digits": 1_437}
+    return (recipe.num_images or sizes[recipe.images]) // recipe.batch_size

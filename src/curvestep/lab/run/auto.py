@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,17 +189,19 @@ def dry_run(recipe: Recipe, *, measured_steps: int = 2) -> DryRun:
         if recipe.probe_data:
             gradients = (gradients + 1) * len(task.oracle_batches(recipe.probe_data))
         of_probe = gradients * of_gradient
-        num_probes = steps // recipe.probe_every if recipe.probe_every else 0
+        num_probes = len(range(recipe.probe_from, steps, recipe.probe_every)) if recipe.probe_every else 0
         if isinstance(task, LanguageTask):
             batches = (recipe.eval_size or len(task.corpus.valid)) / (task.recipe.bptt * recipe.batch_size)
         else:
             batches = (recipe.eval_size or len(task.images.test_y)) / recipe.batch_size
-        evaluations = (steps // recipe.eval_every if recipe.eval_every else 1) * batches
+        # On the first split now and then and at the end, on the others, of about that size, once.
+        evaluations = math.ceil(steps / recipe.eval_every) if recipe.eval_every else 1
+        evaluations += len(task.splits) - 1
         return DryRun(
             recipe=recipe,
             num_parameters=sum(p.numel() for p in model.parameters()),
             steps=steps,
             seconds_per_step=of_step,
             seconds_per_probe=of_probe,
-            seconds=steps * of_step + num_probes * of_probe + evaluations * of_forward,
+            seconds=steps * of_step + num_probes * of_probe + evaluations * batches * of_forward,
         )

@@ -96,7 +96,7 @@ class Run:
 
     @cached_property
     def result(self) -> RunResult:
-        """How the run ended; an error if it has not."""
+        """How the run ended, or stood when that was last written; an error if it never was."""
         fields = RunResult.__dataclass_fields__
         values = {name: value for name, value in self.status.items() if name in fields}
         missing = [name for name in fields if name not in {"folder", "message", *values}]
