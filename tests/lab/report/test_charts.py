@@ -18,9 +18,11 @@ from curvestep.lab.report.charts import (
     TEMPLATE,
     calibration_charts,
     comparison,
+    fills_grid,
     heat_map,
     log_ticks,
     run_charts,
+    settings_of,
     to_plotly,
 )
 from curvestep.lab.report.views import RunView, find_views
@@ -112,6 +114,21 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
     assert low < seeds.y.min() < seeds.y.max() < high
 
 
+def test_runs_of_other_lengths_are_settings_of_their_own(views):
+    short = replace(views[0], fields={**views[0].fields, "steps": 7, "probe_every": 3})
+    found = settings_of([*views, short])
+    steps = views[0].fields["steps"]
+    names = f"lr 0.3, clip 0.5, steps {steps}", "lr 0.3, clip 0.5, steps 7"
+    assert {name: len(runs) for name, runs in found.items()} == {names[0]: 2, "lr 3, no clip": 1, names[1]: 1}
+
+
+@pytest.mark.parametrize(("steps", "filled"), [((10, 10, 10), True), ((10, 20, 30), False)])
+def test_runs_that_differ_in_more_than_a_grid_have_no_map(steps, filled):
+    points = zip((1.0, 1.0, 3.0), (0.25, math.inf, 0.25), steps, (1, 2, 3), strict=True)
+    names = ("lr", "max_norm", "steps", "probe_every")
+    assert fills_grid([(dict(zip(names, point, strict=True)), 1.0, "finished") for point in points]) is filled
+
+
 def test_a_map_names_what_became_of_each_cell():
     trials = [
         ({"lr": 1.0, "max_norm": math.inf, "seed": 0}, 2.1, "finished"),
@@ -133,7 +150,11 @@ def test_a_map_names_what_became_of_each_cell():
         ("0.25", "1"): "2.10",
         ("0.25", "3"): "not run",
     }
-    assert "2 of 4 settings did not finish" in chart.words
+    assert "1 of 3 settings did not finish" in chart.words
+    drawn = to_plotly(chart)
+    assert drawn["data"][0]["text"] == [["2.10", ""], ["2.20", ""]]
+    notes = {(note["y"], note["x"]): note["text"] for note in drawn["layout"]["annotations"]}
+    assert notes == {(0, 1): "not run", (1, 1): "1 of 2 diverged"}
     assert "Lowest: 2.1" in chart.words
 
 

@@ -18,6 +18,7 @@ from curvestep.display.chart import Grid
 from curvestep.display.results import usable
 from curvestep.lab.report.views import RunView, Task
 
+NOT_RUN = "not run"  # in a cell of a map
 _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
 
@@ -182,14 +183,13 @@ def calibration_loss(found: Calibration) -> str:
     )
 
 
-def comparison(views: Sequence[RunView]) -> str:
+def comparison(views: Sequence[RunView], num_settings: int) -> str:
     """Runs by final training loss."""
     finished = sorted((v for v in views if np.isfinite(v.final_loss)), key=lambda v: v.final_loss)
     diverged = sum(view.status == "diverged" for view in views)
-    settings = len({view.setting if view.fields else view.name for view in views})
     words = f"{len(views)} runs on shared axes."
-    if settings < len(views):
-        words += f" {settings} settings: a line is the mean over seeds, a band their range."
+    if num_settings < len(views):
+        words += f" {num_settings} settings: a line is the mean over seeds, a band their range."
     if finished:
         best = finished[0]
         words += f" Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting})."
@@ -197,7 +197,7 @@ def comparison(views: Sequence[RunView]) -> str:
 
 
 def heat(grid: Grid, rows: str, columns: str) -> str:
-    """The best cell of a sweep, and how many have no number."""
+    """The best cell of a sweep, and how many of those that were run have no number."""
     cells = [
         (float(grid.values[i, j]), grid.down[i], str(grid.across[j]))
         for i, j in np.argwhere(np.isfinite(grid.values))
@@ -206,8 +206,9 @@ def heat(grid: Grid, rows: str, columns: str) -> str:
     if cells:
         least, down, across = min(cells)
         words += f" Lowest: {least:.4g} at {f'{rows} {down}, ' if rows else ''}{columns} {across}."
-    empty = grid.values.size - len(cells)
-    return words + (f" {empty} of {grid.values.size} settings did not finish." if empty else "")
+    num_run = sum(text != NOT_RUN for row in grid.text for text in row)
+    lost = num_run - len(cells)
+    return words + (f" {lost} of {num_run} settings did not finish." if lost else "")
 
 
 def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
@@ -301,10 +302,12 @@ def findings(claims: Sequence[Mapping[str, Any]]) -> str:
     for verdict in ("supported", "contradicted"):
         rows = [claim for claim in claims if claim.get("verdict") == verdict]
         if rows:
-            first = str(rows[0].get("paper", "")).rstrip(".")
-            figure = str(rows[0].get("figure", "")).removeprefix("fig")
+            own = [claim for claim in rows if not str(claim.get("paper")).startswith("Not in the paper")]
+            shown = (own or rows)[0]
+            figure = str(shown.get("figure", "")).removeprefix("fig")
             more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
-            sentences.append(f"{verdict.capitalize()}: “{first}” (figure {figure}){more}.")
+            words = str(shown.get("paper", "")).rstrip(".")
+            sentences.append(f"{verdict.capitalize()}: “{words}” (figure {figure}){more}.")
     return " ".join(sentences)
 
 

@@ -16,9 +16,12 @@ from curvestep.display.markup import plain
 from curvestep.lab.report import captions
 from curvestep.lab.report.views import RunView
 
-NOT_RUN = "not run"  # in a cell of a map
 _MOST_COMPARED = 500  # points of a curve among others
-_NOT_SETTINGS = ("name", "figures", "scale", "seed")
+# Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
+_NOT_SETTINGS = (
+    "name", "figures", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
+    "eval_size", "log_every",
+)  # fmt: skip
 
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
 _AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
@@ -71,9 +74,7 @@ def layers(view: RunView) -> Chart | None:
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range."""
-    settings: dict[str, list[RunView]] = {}
-    for view in views:
-        settings.setdefault(view.setting if view.fields else view.name, []).append(view)
+    settings = settings_of(views)
     charts = []
     kinds = {"loss": "training loss (running mean)", "grad_norm": GRADIENT, "smoothness": SMOOTHNESS}
     for kind, label in (*kinds.items(), ("scatter", SMOOTHNESS)):
@@ -84,33 +85,57 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
         title = "smoothness against gradient norm" if points else label.partition(" (")[0]
         x = Axis(GRADIENT, log=True) if points else Axis("iteration")
         y = Axis(label, log=kind != "loss", range=_calm_range(series, list(settings.values()), kind))
-        words, switch = captions.comparison(views), "xy" if points else "y"
+        words, switch = captions.comparison(views, len(settings)), "xy" if points else "y"
         charts.append(Chart(f"comparison-{kind}", title, x, y, series, words=words, switch=switch))
     return charts
 
 
-def heat_map(trials: Sequence[tuple[Mapping[str, Any], float, str]]) -> Chart:
+def settings_of(views: Sequence[RunView]) -> dict[str, list[RunView]]:
+    """The seeds of each setting, by its name; a trace alone is a setting of its own.
+
+    Settings of one name are told apart by the fields in which they differ, such as the number of steps.
+    """
+    groups: dict[str, dict[tuple[tuple[str, Any], ...], list[RunView]]] = {}
+    for view in views:
+        fields = tuple((name, _value(view.fields, name)) for name in view.fields if name not in _NOT_SETTINGS)
+        own = groups.setdefault(view.setting if view.fields else view.name, {})
+        own.setdefault(fields, []).append(view)
+    settings: dict[str, list[RunView]] = {}
+    for name, own in groups.items():
+        shared = set.intersection(*map(set, own))
+        for fields, runs in own.items():
+            told = [f"{k.replace('_', ' ')} {_short(v)}" for k, v in fields if v and (k, v) not in shared]
+            settings.setdefault(", ".join([name, *told]), []).extend(runs)
+    return settings
+
+
+Trial = tuple[Mapping[str, Any], float, str]  # of one run: fields, final training loss, status
+
+
+def fills_grid(trials: Sequence[Trial]) -> bool:
+    """Whether runs are at half of the points, or more, of the grid that two or more of their fields span.
+
+    Else a mean over some of them would be over runs that differ in other ways.
+    """
+    varied = {k: v for k, v in _values(trials).items() if len(v) > 1 and k not in _NOT_SETTINGS}
+    points = {tuple(_value(fields, name) for name in varied) for fields, _, _ in trials}
+    return len(varied) > 1 and 2 * len(points) >= math.prod(map(len, varied.values()))
+
+
+def heat_map(trials: Sequence[Trial]) -> Chart:
     """Final training loss over the two fields with most values.
 
     Args:
-        trials: Of each run its fields, its final training loss and its status; at least one. The mean is over
-            runs that agree in both fields, and a cell with a run that has no loss says what became of it.
+        trials: At least one. The mean is over runs that agree in both fields, and a cell with a run that has
+            no loss says what became of it.
     """
-
-    def value_of(fields: Mapping[str, Any], name: str) -> Any:
-        found = fields.get(name)
-        return tuple(found) if isinstance(found, list) else found
-
-    values: dict[str, list[Any]] = {}
-    for name in trials[0][0]:
-        found = list(dict.fromkeys(value_of(fields, name) for fields, _, _ in trials))
-        values[name] = sorted(found) if all(isinstance(v, (int, float)) for v in found) else found
+    values = _values(trials)
     columns, *others = sorted(values, key=lambda name: (name in _NOT_SETTINGS, -len(values[name])))
     rows = next((name for name in others if len(values[name]) > 1 and name not in _NOT_SETTINGS), "")
     down, across = values.get(rows, [None]), values[columns]
     cells: list[list[list[tuple[float, str]]]] = [[[] for _ in across] for _ in down]
     for fields, loss, status in trials:
-        row, column = down.index(value_of(fields, rows)), across.index(value_of(fields, columns))
+        row, column = down.index(_value(fields, rows)), across.index(_value(fields, columns))
         cells[row][column].append((loss, status))
     grid = Grid(
         [_short(value) for value in across],
@@ -122,6 +147,19 @@ def heat_map(trials: Sequence[tuple[Mapping[str, Any], float, str]]) -> Chart:
     )
     axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
     return Chart("heat", "Final training loss", *axes, words=captions.heat(grid, rows, columns), grid=grid)
+
+
+def _values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
+    values: dict[str, list[Any]] = {}
+    for name in trials[0][0]:
+        found = list(dict.fromkeys(_value(fields, name) for fields, _, _ in trials))
+        values[name] = sorted(found) if all(isinstance(v, (int, float)) for v in found) else found
+    return values
+
+
+def _value(fields: Mapping[str, Any], name: str) -> Any:
+    found = fields.get(name)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
@@ -177,7 +215,7 @@ def _mean(cell: Sequence[tuple[float, str]]) -> float:
 def _note(cell: Sequence[tuple[float, str]]) -> str:
     """What a cell says: its loss, or what became of the runs that have none."""
     if not cell:
-        return NOT_RUN
+        return captions.NOT_RUN
     if math.isfinite(mean := _mean(cell)):
         return f"{mean:#.3g}".rstrip(".")
     lost = [status or "no loss" for loss, status in cell if not math.isfinite(loss)]
@@ -205,12 +243,15 @@ def to_plotly(chart: Chart) -> dict[str, Any]:
             axes[f"{name}axis"] |= _scale(chart, name, log=axis.log)
         else:
             names = chart.grid.down if name == "y" else chart.grid.across
-            axes[f"{name}axis"]["type"] = "category" if names and isinstance(names[0], str) else "linear"
+            kind = "category" if names and isinstance(names[0], str) else "linear"
+            axes[f"{name}axis"] |= {"type": kind, "showgrid": False}  # a line would cross out an empty cell
     data = [_plotly_grid(chart.grid, chart)] if chart.grid is not None else []
     for number, series in enumerate(chart.series):
         data += _plotly_series(series, number)
     legend = chart.grid is None and len(chart.series) <= 2 * NUM_COLOURS
     layout: dict[str, Any] = {**axes, "showlegend": legend}
+    if chart.grid is not None:
+        layout["annotations"] = _notes(chart.grid)
     if chart.span is not None and all(map(math.isfinite, chart.span)):
         low, high = chart.span
         upright = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": high, "y0": 0, "y1": 1}
@@ -349,9 +390,20 @@ def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
     }
     if grid.text:
         trace |= {
-            "text": [rounded(row) for row in grid.text],
+            "text": [
+                [plain(text) if math.isfinite(value) else "" for text, value in zip(*row, strict=True)]
+                for row in zip(grid.text, grid.values, strict=True)
+            ],
             "texttemplate": "%{text}",
             "xgap": 2,
             "ygap": 2,
         }
     return trace
+
+
+def _notes(grid: Grid) -> list[dict[str, Any]]:
+    """What stands in cells without a number: plotly would write it as if they were white."""
+    look = {"showarrow": False, "font": {"color": "var(--soft)"}}
+    empty = np.argwhere(~np.isfinite(grid.values)).tolist() if grid.text else []
+    # By the number of the category: plotly takes a name such as "10" for the number of one.
+    return [{**look, "x": j, "y": i, "text": plain(grid.text[i][j])} for i, j in empty]

@@ -27,7 +27,7 @@ from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import NOT_RUN, TEMPLATE, comparison, heat_map, run_charts, to_plotly
+from curvestep.lab.report.charts import TEMPLATE, comparison, fills_grid, heat_map, run_charts, to_plotly
 from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, place_of, tasks_of
 from curvestep.lab.run.folder import Run, read_json
 from curvestep.smoothness.trace import Trace
@@ -127,11 +127,8 @@ def render_page(
             )
         drawn |= own
         trials = [(view.fields, view.final_loss, view.status) for view in task.runs if view.fields]
-        sweep = heat_map(trials) if trials else None
-        cells = [text for row in sweep.grid.text for text in row] if sweep and sweep.grid else []
-        # Two fields vary over a grid; runs that share nothing would leave most cells empty.
-        if sweep and sweep.grid and len(sweep.grid.down) > 1 and 2 * cells.count(NOT_RUN) <= len(cells):
-            drawn[f"task-{number}-heat"] = sweep
+        if trials and fills_grid(trials):
+            drawn[f"task-{number}-heat"] = heat_map(trials)
     environment = Environment(
         loader=PackageLoader("curvestep.lab.report", "template"),
         autoescape=True,
