@@ -13,6 +13,7 @@ import pytest
 from curvestep.lab.paper.claims import CANNOT_TELL, SUPPORTED, Claim, claims_table
 from curvestep.lab.paper.plan import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan
+from curvestep.lab.report.captions import findings
 from curvestep.lab.run.folder import CHECKPOINT
 from tests.lab.paper.test_protocol import write_trace
 from tests.lab.paper.test_reproduction import fake_runs
@@ -100,6 +101,22 @@ def test_claims_of_both_scales_stand_in_one_table(script, tmp_path):
     assert lines[2] == "| fig2 | It \\| grows. | **supported**: 0.3 higher | **cannot tell**: 0.3 higher |"
     assert lines[3].endswith("| not in the plan |")
     assert lines[4].endswith("| not in the plan | **cannot tell**: 0.3 higher |")
+
+
+def test_what_decides_a_claim_is_said_before_its_first_semicolon():
+    decided = {
+        (name, one["paper"]): one["measured"].partition("; ")[0]
+        for name in ("longer", "reproduction")
+        for one in json.loads((DOCS / "results" / name / "claims.json").read_text(encoding="utf-8"))["claims"]
+    }
+    assert [key for key, words in decided.items() if words.count("(") != words.count(")")] == []
+    assert "gradient norm" in decided["reproduction", "GD lowers the loss but not the gradient norm."]
+
+
+def test_what_was_found_names_the_papers_own_claims_first():
+    papers = "Not in the paper: a.", "b.", "c."
+    said = findings([{"figure": "fig2", "paper": paper, "verdict": SUPPORTED} for paper in papers])
+    assert said.endswith("Supported: “b” (figure 2), and 2 more.")
 
 
 def test_a_page_without_a_place_for_a_part_says_so(script):

@@ -44,7 +44,7 @@ class Evidence:
     """What was measured for a claim, and what follows.
 
     Args:
-        measured: The numbers, with intervals over the seeds.
+        measured: The numbers, with intervals over the seeds: up to the first semicolon those that decide.
         verdict: One of ``VERDICTS``.
         settle: What would settle it, where it is not settled.
     """

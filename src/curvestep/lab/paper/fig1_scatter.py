@@ -310,8 +310,8 @@ def grows_inside_steps(results: Results, setting: str) -> Evidence:
     found = spread(runs, elasticity)
     shown = sum(run.fit.within.grows for run in runs)
     words = (
-        f"elasticity {found} with {runs[0].recipe.label} (1 where L1 rules, 0 for a constant Hessian; "
-        f"{LEAST_ELASTICITY:g} counts as none), growth shown in {shown} of {len(runs)} runs by themselves"
+        f"elasticity {found} with {runs[0].recipe.label} (1 where L1 rules, 0 for a constant Hessian, up "
+        f"to {LEAST_ELASTICITY:g} counts as none), growth shown in {shown} of {len(runs)} runs by themselves"
     )
     return decide(words, Spread(values=tuple(value - LEAST_ELASTICITY for value in found.values)))
 

@@ -212,7 +212,7 @@ def allows_large_lr(results: Results) -> Evidence:
             f"{len(clipped) - kept} of {len(clipped)} with it"
         )
         held.append(len(lost) == len(plain) and kept == len(clipped))
-    return Evidence(measured="; ".join(words), verdict=SUPPORTED if all(held) else CONTRADICTED)
+    return Evidence(measured=", and ".join(words), verdict=SUPPORTED if all(held) else CONTRADICTED)
 
 
 def accelerates(results: Results) -> Evidence:
@@ -256,8 +256,8 @@ def calibrated(results: Results) -> Evidence | None:
     missed = (ends[0] - ends[1]) / (first - ends[1])
     words += (
         f": final training loss {ends[0]:.3f}, with {by_hand.recipe.label} {ends[1]:.3f}, from {first:.3f} "
-        f"at the start; {missed:.1%} of the way down is missed (one seed; up to {MISSED:.0%} counts as "
-        "the same)"
+        f"at the start, so that {missed:.1%} of the way down is missed (one seed, up to {MISSED:.0%} counts "
+        "as the same)"
     )
     return Evidence(measured=words, verdict=SUPPORTED if missed <= MISSED else CONTRADICTED)
 

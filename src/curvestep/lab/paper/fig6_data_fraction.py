@@ -139,7 +139,7 @@ def judge_shares(results: Results) -> Evidence:
     """How well a tenth of the data agrees with all of it, iterate by iterate."""
     part, whole = (results.of(setting)[0] for setting in SHARES)
     found = dict(zip(("gradient norm", "smoothness"), agreement(part, whole), strict=True))
-    words = "; ".join(
+    words = ", and ".join(
         f"{name}: median error {one.errors[0]:.1%}, nine of ten below {one.errors[1]:.1%}, median ratio "
         f"{one.ratio:.3f}, correlation of logs {one.correlation:.3f}"
         for name, one in found.items()

@@ -182,18 +182,34 @@ def draw_synthetic(folder: Path) -> list[Path]:
 
 
 _DRAW = {
-    "fig7": (trajectories, "gradient descent and clipped gradient descent on x⁴"),
-    "fig7_jittered": (jittered, "the same comparison over many starting points"),
-    "fig7_table": (table, "theory against experiment: printed, corrected, measured"),
-    "fig7_growth": (growth, "iterations against the largest gradient norm, with the bounds"),
+    "fig7": (
+        trajectories,
+        "gradient descent and clipped gradient descent on x⁴",
+        "Distance to the minimum, value and gradient from x = 30, a line a step size.",
+    ),
+    "fig7_jittered": (
+        jittered,
+        "the same comparison over many starting points",
+        "The last gradient of both methods from starts around 30, and how much smaller clipping makes it.",
+    ),
+    "fig7_table": (
+        table,
+        "theory against experiment: printed, corrected, measured",
+        "What the paper prints, the same with its errors corrected, and what was measured.",
+    ),
+    "fig7_growth": (
+        growth,
+        "iterations against the largest gradient norm, with the bounds",
+        "Iterations on the pair of functions behind Theorem 4, and the ratio of a fixed step to clipping.",
+    ),
 }
 
 
 def _picture(name: str) -> Picture:
-    draw, caption = _DRAW[name]
+    draw, title, caption = _DRAW[name]
     return Picture(
         name=name,
-        title=f"Figure 7: {caption}",
+        title=f"Figure 7: {title}",
         caption=caption,
         draw=lambda results, title: draw(*load_synthetic(results.folder / FOLDER), title),
     )
@@ -211,7 +227,7 @@ def judge_descent(results: Results) -> Evidence:
     low, high = found.jittered_range
     words = (
         f"|f'| after {found.config.num_steps} steps: {found.gd_grad_norm:.2g} for gradient descent, "
-        f"{found.clipped_grad_norm:.2g} with clipping, a ratio of {found.ratio:.2g}; over "
+        f"{found.clipped_grad_norm:.2g} with clipping, a ratio of {found.ratio:.2g}, over "
         f"{found.config.num_starts} jittered starts the median is {found.jittered_ratio:.2g}, "
         f"from {low:.2g} to {high:.2g}"
     )
@@ -221,7 +237,7 @@ def judge_descent(results: Results) -> Evidence:
 def judge_theory(results: Results) -> Evidence:
     """What theory predicts on x⁴, as printed and corrected."""
     (row,) = (row for row in _summary(results).table if "by the bounds" in row.quantity)
-    words = f"with the square root of the theorems' bounds {row.corrected}; measured {row.measured}"
+    words = f"with the square root of the theorems' bounds {row.corrected}, measured {row.measured}"
     claimed, predicted = float(row.printed), float(row.corrected.rpartition(" ")[2])
     right = claimed / 2 < predicted < claimed * 2
     return Evidence(measured=words, verdict=SUPPORTED if right else CONTRADICTED)

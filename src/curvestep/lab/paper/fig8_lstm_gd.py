@@ -144,7 +144,7 @@ def gradients_stay(results: Results) -> Evidence:
     kept = Spread(values=tuple(ratio - math.log(STAYS) for ratio in ratios))
     low, high = map(math.exp, logs.interval)
     words = (
-        f"with lr 2 the loss falls by {fall}; the mean gradient norm of the last quarter is "
+        f"with lr 2 the loss falls by {fall}, and the mean gradient norm of the last quarter is "
         f"{math.exp(logs.mean):.3g} [{low:.3g}, {high:.3g}] times that of the second "
         f"({STAYS:g} or more counts as not lowered)"
     )
