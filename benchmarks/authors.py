@@ -15,10 +15,11 @@ at half of the step on *all* of the training text. Our oracle is the first piece
 each of 20 streams, or short ones, of 20 words, that represent the text; the recurrent state is carried from
 piece to piece.
 
-Short pieces are chosen without a gradient, one after the other: each brings the shares of the words in the
-pieces so far as near as it can to their shares in the whole text, by the sum of squares. Pieces out of order
-need no text before each of them: the state that another piece left does as well. But the first must not start
-from no state: the 20 words before it, forward only, mend that, and count as 20 words of a pass.
+Short pieces are chosen by `cs.representative_batches`, without a gradient, one after the other: each brings
+the shares of the words in the pieces so far as near as it can to their shares in the whole text, by the sum
+of squares. Pieces out of order need no text before each of them: the state that another piece left does as
+well. But the first must not start from no state: the 20 words before it, forward only, mend that, and count
+as 20 words of a pass.
 
 Why short and representative, from seeds 5, 6 and 7. A mean over few pieces is off for two reasons. *Along*
 the change of the whole gradient: at step 10 of seed 5 a piece of 70 words is 7.5 % off (standard
@@ -193,23 +194,6 @@ def quadratic_points(*, quick, lr, max_norm, seed=0):
 # The LSTM
 
 
-def representative(pieces, count):
-    """Places of the pieces whose words, taken together, have shares nearest to those of all pieces.
-
-    One after the other, each the best beside those before it, by the sum of squared differences.
-    """
-    size = 1 + max(int(y.max()) for _, y in pieces)
-    words = torch.stack([torch.bincount(y.flatten(), minlength=size) for _, y in pieces]).double()
-    aim, taken, chosen = words.sum(0) / words.sum(), torch.zeros_like(words[0]), []
-    for _ in range(count):
-        joint = taken + words
-        distance = (joint / joint.sum(1, keepdim=True) - aim).square().sum(1)
-        distance[chosen] = math.inf
-        chosen.append(int(distance.argmin()))
-        taken = joint[chosen[-1]]
-    return chosen
-
-
 def short_pieces(streams):
     """All of the text in pieces of so few words, each with the words that follow."""
     starts = range(0, len(streams) - WORDS, WORDS)
@@ -256,7 +240,7 @@ def lstm_points(*, quick, seeds, steps, known=()):
 
         text = task.oracle_batches(1.0)
         short = short_pieces(task.streams)
-        best = [1 + i for i in representative(short[1:], max(SIZES[SHORT]))]  # with words before
+        best = [1 + i for i in cs.representative_batches(short[1:], max(SIZES[SHORT]))]  # with words before
         state = None
         for number in range(max(steps) + 1):
             before = [p.detach().clone() for p in model.parameters()]

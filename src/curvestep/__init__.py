@@ -47,7 +47,10 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
     )
-    from curvestep.smoothness.oracle import GradientOracle as GradientOracle
+    from curvestep.smoothness.oracle import (
+        GradientOracle as GradientOracle,
+        representative_batches as representative_batches,
+    )
     from curvestep.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from curvestep.smoothness.replay import Replay as Replay
     from curvestep.smoothness.spectral import spectral_smoothness as spectral_smoothness
@@ -65,7 +68,7 @@ _PUBLIC = {
     "optim.sgd": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
     "smoothness.trace": ("Trace",),
-    "smoothness.oracle": ("GradientOracle",),
+    "smoothness.oracle": ("GradientOracle", "representative_batches"),
     "smoothness.replay": ("Replay",),
     "smoothness.determinism": ("NonDeterministicError", "UntrackedParametersError"),
     "smoothness.estimators": ("segment_smoothness", "local_smoothness"),

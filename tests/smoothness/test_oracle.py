@@ -5,10 +5,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, strategies as st
 from torch import nn
 
 from curvestep.smoothness.observer import batch_length
-from curvestep.smoothness.oracle import GradientOracle
+from curvestep.smoothness.oracle import GradientOracle, representative_batches
 from curvestep.smoothness.replay import Replay
 
 
@@ -114,3 +115,35 @@ def test_wrong_sizes_and_losses_are_refused():
         GradientOracle(lambda b: b, [torch.ones(1)], sizes=[0])
     with pytest.raises(TypeError, match=r"scalar tensor, got one of shape \(2,\)"):
         GradientOracle(lambda b: b, [torch.ones(2)])()
+
+
+def test_representative_batches_have_the_labels_of_all():
+    words = [[0, 0, 0], [1, 1, 1], [0, 0, 1], [2, 0, 1]]  # in all of them 6, 5 and 1 of 12
+    batches = [(torch.zeros(3), torch.tensor(y)) for y in words]
+    # Squares, in 144ths: 62, 86, 6 and 14 alone; beside the third 26, 14 and 2 for the others.
+    assert representative_batches(batches, 3) == [2, 3, 1]
+
+
+@given(seed=st.integers(0, 10_000), num_batches=st.integers(1, 30), num_labels=st.integers(1, 40))
+def test_each_representative_batch_is_the_best_beside_those_before_it(seed, num_batches, num_labels):
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randint(-1, num_labels, (50 + i * i,), generator=generator) for i in range(num_batches)]
+    found = representative_batches(batches, 1 + seed % num_batches, labels=lambda y: y)
+    words = torch.stack([torch.bincount(y[y >= 0], minlength=num_labels) for y in batches]).double()
+    for m, place in enumerate(found):  # all shares of all batches, by the definition
+        joint = words[found[:m]].sum(0) + words
+        distance = (joint / joint.sum(1, keepdim=True) - words.sum(0) / words.sum()).square().sum(1)
+        distance[found[:m]] = torch.inf
+        assert distance[place] <= distance.min() + 1e-12
+
+
+def test_labels_of_no_use_are_refused():
+    batches = [torch.tensor([0, 1]), torch.tensor([-100, -100])]
+    with pytest.raises(ValueError, match="at least one label that is not negative"):
+        representative_batches(batches, 1, labels=lambda y: y)
+    with pytest.raises(ValueError, match="`count` must be at most 1, the number of batches, got 2"):
+        representative_batches(batches[:1], 2, labels=lambda y: y)
+    with pytest.raises(ValueError, match="`count` must be a whole number of at least 1"):
+        representative_batches(batches[:1], 0, labels=lambda y: y)
+    with pytest.raises(TypeError, match="`labels` must be whole numbers, got"):
+        representative_batches([torch.tensor([0.5])], 1, labels=lambda y: y)

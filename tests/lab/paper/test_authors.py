@@ -20,7 +20,6 @@ from benchmarks.authors import (
     quadratic_points,
     random_cuts,
     read_rows,
-    representative,
     rows_of,
 )
 
@@ -50,13 +49,6 @@ def test_a_sum_over_equal_pieces_is_off_by_their_number():
     assert found[DIVIDED].value == pytest.approx(1)
     assert found[AUTHORS].passes == 6  # of three pieces, at two points
     assert model.weight.grad is None
-
-
-def test_representative_pieces_have_the_words_of_the_text():
-    words = [[0, 0, 0], [1, 1, 1], [0, 0, 1], [2, 0, 1]]  # in all of them 6, 5 and 1 of 12
-    pieces = [(torch.zeros(3), torch.tensor(y)) for y in words]
-    # Squares, in 144ths: 62, 86, 6 and 14 alone; beside the third 26, 14 and 2 for the others.
-    assert representative(pieces, 3) == [2, 3, 1]
 
 
 def test_ours_is_exact_on_the_quadratic_where_random_cuts_are_not():
