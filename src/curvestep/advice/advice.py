@@ -219,9 +219,10 @@ def _history(run: Trace | SmoothnessFit) -> History:
 def _from_run(run: Trace | SmoothnessFit, options: dict[str, Any]) -> Advice:
     outcome = outcome_of(_history(run))
     if outcome.diverged_at is not None:
-        return _without_fit(outcome, decide(outcome), reasons_of_lost(outcome), options)
+        found = reasons_of_lost(outcome)
+        return _without_fit(outcome, decide(outcome), found, constant=options["constant"])
     if outcome.num_rows < LEAST_ROWS and math.isfinite(outcome.lr) and outcome.num_rows:
-        return _without_fit(outcome, untold(outcome), (), options)
+        return _without_fit(outcome, untold(outcome), (), constant=options["constant"])
     settings = settings_of([run])
     if len(settings) > 1:
         return _from_settings(settings, options)
@@ -232,13 +233,11 @@ def _from_run(run: Trace | SmoothnessFit, options: dict[str, Any]) -> Advice:
     return _from_fit(fit, outcome, options)
 
 
-def _without_fit(
-    outcome: Outcome, decision: Decision, found: tuple[str, ...], options: dict[str, Any]
-) -> Advice:
+def _without_fit(outcome: Outcome, decision: Decision, found: tuple[str, ...], *, constant: float) -> Advice:
     """From rows that are too few for a fit, or of a run that was lost."""
     start = outcome.start
     if start is not None and start.spectral > 0 and outcome.method.descent:
-        decision = replace(decision, lr=min(decision.lr, options["constant"] / start.spectral))
+        decision = replace(decision, lr=min(decision.lr, constant / start.spectral))
     return Advice(
         lr=decision.lr,
         max_norm=decision.max_norm,
