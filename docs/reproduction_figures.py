@@ -114,7 +114,7 @@ def runs_table(results: Results) -> str:
         ends = [run.status["step"] for run in runs]
         steps = " to ".join(str(step) for step in sorted({min(ends), max(ends)}))
         cells = [
-            runs[0].recipe.label + f" ({lost} diverged)" * bool(lost),
+            f"`{setting}`: {runs[0].recipe.label}" + f" ({lost} diverged)" * bool(lost),
             ", ".join(str(run.recipe.seed) for run in runs),
             steps,
             str(Spread(values=tuple(float(run.status["train_loss"]) for run in runs))) if not lost else "",

@@ -72,7 +72,7 @@ def _usage(commands: dict[str, str]) -> str:
         [
             "usage: curvestep COMMAND [OPTIONS]",
             "",
-            "Know how hard to clip: train, measure smoothness, choose lr and max_norm.",
+            "Know how far to step, and how hard to clip.",
             "",
             *lines,
             "",

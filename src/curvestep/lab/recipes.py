@@ -21,6 +21,7 @@ from curvestep.steps import check_threshold
 
 Scale = Literal["laptop", "longer", "paper"]
 SCALES: tuple[str, ...] = get_args(Scale)
+OPTIMIZERS = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}  # their classes
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:

@@ -229,7 +229,10 @@ def test_what_a_scale_does_not_plan_is_left_out_of_its_table(tmp_path):
 def test_the_share_of_clipped_steps_counts_training_steps(tmp_path):
     plan = planned("fig2", BY_HAND, seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0), coefficients=[0.5, 1.0] * 4)
-    assert clipped_share(Results(plan, tmp_path).of(BY_HAND)[0]) == 0.5
+    (run,) = Results(plan, tmp_path).of(BY_HAND)
+    assert clipped_share(run) == 0.5
+    normalized = replace(run, recipe=replace(run.recipe, optimizer="normalized"))
+    assert clipped_share(normalized) == 0.0  # only below one half is the gradient above the offset
 
 
 def test_a_run_with_few_rows_decides_nothing(tmp_path):

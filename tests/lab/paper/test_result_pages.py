@@ -72,7 +72,7 @@ def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_
     assert "4 of 15 runs. Not run yet: cifar-lr5clip0.25-seed0, " in claims["notes"][0]
     assert json.loads((tmp_path / "longer.json").read_text()) == claims
     page = (tmp_path / "docs" / "results" / "longer.md").read_text()
-    assert "| lr 30, clip 0.25 | 0, 1 | 400 | 5.1" in page
+    assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 | 5.1" in page
     assert "**supported**" in page
     assert "(images/longer-fig2.png)" in page
     assert (tmp_path / "docs" / "results" / "images" / "longer-fig2.png").exists()

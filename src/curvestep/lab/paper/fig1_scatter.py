@@ -51,6 +51,7 @@ from curvestep.lab.paper.plan import (
     run_again,
 )
 from curvestep.lab.paper.style import EXPONENT, LINE, described, loaded, setting
+from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.run.folder import Run
 from curvestep.steps import clip_norms
 
@@ -200,8 +201,8 @@ def _check_rows(run: Run, norms: np.ndarray) -> None:
 
 def clipped_share(run: Run) -> float:
     """Share of the training steps that were clipped."""
-    _, coefficient = run.column("coefficient")
-    return float(np.isfinite(clip_norms(coefficient, run.column("grad_norm")[1])).mean())
+    given = (run.column(name)[1] for name in ("coefficient", "grad_norm"))
+    return float(np.isfinite(clip_norms(*given, optimizer=OPTIMIZERS[run.recipe.optimizer])).mean())
 
 
 def control_exponents(runs: Sequence[Run]) -> Spread:

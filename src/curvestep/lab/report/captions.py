@@ -16,6 +16,7 @@ from curvestep.advice.settings import rate_name
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import usable
+from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.report.views import RunView, Task
 
 NOT_RUN = "not run"  # in a cell of a map
@@ -62,12 +63,9 @@ def optimizer(view: RunView) -> str:
                 "no step clipped" if math.isinf(view.max_norm) else f"clipped at {view.max_norm:.3g}"
             )
         return ", ".join(words)
-    name = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}.get(
-        fields["optimizer"], fields["optimizer"]
-    )
     options = {key: fields.get(key) for key in ("momentum", "weight_decay", "batch_size", "seed")}
     said = [f"{key.replace('_', ' ')} {value:g}" for key, value in options.items() if value or key == "seed"]
-    return ", ".join([f"{name}: {view.setting.partition(', momentum')[0]}", *said])
+    return ", ".join([f"{OPTIMIZERS[fields['optimizer']]}: {view.setting.partition(', momentum')[0]}", *said])
 
 
 def scatter(view: RunView) -> str:

@@ -21,7 +21,7 @@ from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import check_trace, final_loss
-from curvestep.lab.recipes import to_dict
+from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
 from curvestep.steps import clip_norms
@@ -245,9 +245,8 @@ def _run_view(run: Run, name: str) -> RunView:
         rows = [rows[index] for index in thinned(np.arange(len(rows)))]
         names = ("step", "loss", "grad_norm", "coefficient")
         train = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-        optimizer = "NormalizedSGD" if run.recipe.optimizer == "normalized" else "ClippedSGD"
         given = train.pop("coefficient"), train["grad_norm"]
-        train["clip_norm"] = clip_norms(*given, optimizer=optimizer)
+        train["clip_norm"] = clip_norms(*given, optimizer=OPTIMIZERS[run.recipe.optimizer])
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
         steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)

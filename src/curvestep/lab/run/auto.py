@@ -17,7 +17,7 @@ from curvestep.calibration.search import calibrate
 from curvestep.lab.data.cifar10 import placeholder_cifar10
 from curvestep.lab.data.ptb import placeholder_ptb
 from curvestep.lab.progress import duration
-from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+from curvestep.lab.recipes import OPTIMIZERS, ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
@@ -62,7 +62,7 @@ def calibrate_recipe(
             model,
             lambda batch: task.loss(model, batch)[0],
             (task.batch(step) for step in range(count)),
-            optimizer={"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}[recipe.optimizer],
+            optimizer=OPTIMIZERS[recipe.optimizer],
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,
             num_batches=num_batches,
