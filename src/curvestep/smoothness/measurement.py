@@ -3,7 +3,7 @@ r"""One measured step: from :math:`x_k`, the gradient there and :math:`x_{k+1}` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from curvestep.smoothness.estimators import central_length, hessian_product
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Change, Replay
 from curvestep.smoothness.spectral import spectral_smoothness
-from curvestep.smoothness.trace import ESTIMATORS
+from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, OK
 from curvestep.vectors import change, difference, dot_of_changes, global_norm
 
 Row = dict[str, Any]
@@ -111,7 +111,30 @@ class Measurement:
             }
         return row
 
-    def segment(self, replay: Replay, fractions: Iterable[float], row: Row, *, closer: bool = False) -> Row:
+    def estimate(
+        self, replay: Replay, row: Row, *, due: Collection[str], fractions: Iterable[float], closer: bool
+    ) -> None:
+        """Put into ``row``, which has norms, lr and eps already, the estimators that are ``due``.
+
+        And with any of them what is known at the end of the step, the edge and the status.
+        """
+        if "local_smoothness" in due:
+            row.update(self.local(replay, row))
+        if "spectral_smoothness" in due:
+            row.update(self.spectral(replay, row))
+        row.update(self.optimizer_spectral(replay, row, due="optimizer_spectral" in due))
+        if "smoothness" in due:
+            row.update(self.segment(replay, fractions, row, closer=closer))
+        elif due:
+            row.update(self.end(replay, row))
+        if row.get("loss_after") is not None:
+            row.setdefault("loss", row["loss_after"])
+        measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
+        row["status"] = OK if all(map(math.isfinite, measured)) else NONFINITE
+        if row["lr"] is not None and measured:
+            row["edge"] = row["lr"] * measured[0] / 2
+
+    def segment(self, replay: Replay, fractions: Iterable[float], row: Row, *, closer: bool) -> Row:
         r"""The paper's estimate, with every secant kept.
 
         The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place. Also
@@ -134,7 +157,7 @@ class Measurement:
                 result["kappa"] = _kappa(size, row)
                 result |= self._in_metric(visit, size, fraction, row)
             if at_end:
-                result |= _end_of_step(there, row)
+                result |= _end_of_step(replay, there, row)
             for name, part in self.groups.items():
                 layer = layers[name]
                 if layer["step_norm"]:
@@ -215,7 +238,7 @@ class Measurement:
         unsafe = any_rank(not safe, replay.model)
         return Point(step=fraction, kappa=kappa, loss=loss, safe=not unsafe)
 
-    def local(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
+    def local(self, replay: Replay, row: Row) -> Row:
         r"""Smoothness at the start along the step, by central differences: they work with every model.
 
         The fast twin of :func:`~curvestep.smoothness.estimators.local_smoothness`. The difference step is no
@@ -224,7 +247,7 @@ class Measurement:
         product is to be trusted.
         """
         d = [p.detach() - s for p, s in zip(replay.parameters, self.start, strict=True)]
-        length = min(central_length(self.start, eps=eps), row["step_norm"])
+        length = min(central_length(self.start, eps=row["eps"]), row["step_norm"])
         product, half = (
             hessian_product(replay, self.start, d, method="differences", length=part)
             for part in (length, length / 2)
@@ -250,7 +273,7 @@ class Measurement:
         there = replay.change(self.gradients, start=self.start, visit=visit)
         size = global_norm(there.parts).item()
         in_metric = self._in_metric(visit, size, 1.0, row)
-        return {"kappa": _kappa(size, row), **in_metric, **_end_of_step(there, row)}
+        return {"kappa": _kappa(size, row), **in_metric, **_end_of_step(replay, there, row)}
 
     def _visitor(self, replay: Replay) -> ChangeInMetric | None:
         """What measures the change of the gradient in the optimizer's metric, if that is another one."""
@@ -270,7 +293,7 @@ class Measurement:
         length = step if fraction == 1.0 else step / (1 - fraction)
         return {"optimizer_smoothness": change / (fraction * length)} if length else {}
 
-    def optimizer_spectral(self, replay: Replay, row: Row, *, eps: float | None, due: bool) -> Row:
+    def optimizer_spectral(self, replay: Replay, row: Row, *, due: bool) -> Row:
         """Norm of the Hessian at the start in the optimizer's metric, if it is due or known already."""
         geometry = self.geometry
         if geometry is None or geometry.missing:
@@ -280,6 +303,7 @@ class Measurement:
         elif not due:
             return {}
         else:
+            eps = row["eps"]
             found = spectral_smoothness(
                 replay,
                 self.start,
@@ -291,13 +315,13 @@ class Measurement:
             value, converged = found.value, found.converged
         return {"optimizer_spectral": value, "optimizer_converged": converged}
 
-    def spectral(self, replay: Replay, row: Row, *, eps: float | None) -> Row:
+    def spectral(self, replay: Replay, row: Row) -> Row:
         """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
-        result = spectral_smoothness(replay, self.start, eps=eps)
+        result = spectral_smoothness(replay, self.start, eps=row["eps"])
         layers = {
             name: part for name, part in self.groups.items() if any(self.start[i].numel() for i in part)
         }
-        blocks = spectral_smoothness(replay, self.start, eps=eps, groups=layers)
+        blocks = spectral_smoothness(replay, self.start, eps=row["eps"], groups=layers)
         replay.return_home()
         for name, block in blocks.items():
             row["layers"][name]["spectral_smoothness"] = block.value
@@ -377,9 +401,10 @@ def layer_groups(
     return {name: [index[id(p)] for p in tensors] for name, tensors in chosen.items()}
 
 
-def _end_of_step(there: Change, row: Row) -> Row:
+def _end_of_step(replay: Replay, there: Change, row: Row) -> Row:
     assert there.along is not None
-    return {"loss_after": there.loss, "curvature": there.along / row["step_norm"] / row["step_norm"]}
+    loss = over_ranks(there.loss.item(), replay.model, mean=True)
+    return {"loss_after": loss, "curvature": there.along / row["step_norm"] / row["step_norm"]}
 
 
 def _slope(row: Row) -> float:

@@ -56,7 +56,7 @@ from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import ESTIMATORS, FAILED, NONFINITE, OK, ZERO_STEP, Trace
+from curvestep.smoothness.trace import FAILED, NONFINITE, ZERO_STEP, Trace
 from curvestep.vectors import global_norm, precision
 
 _CLOSER = 3  # measurements that look closer at a step that overshoots
@@ -501,30 +501,15 @@ class SmoothnessProbe:
         if row["step_norm"] == 0:
             row["status"] = ZERO_STEP
             return
+        due = {name for name, period in self.estimators.items() if self._measurements % period == 0}
+        # Later a run is no longer where it started; against the gradient no fraction is safe.
+        closer = self._measurements < _CLOSER and row.get("cosine", 0.0) > 0
         with self._replaying(self.oracle or self._record.loss) as replay:
-            if self._takes("local_smoothness"):
-                row.update(before.local(replay, row, eps=eps))
-            if self._takes("spectral_smoothness"):
-                row.update(before.spectral(replay, row, eps=eps))
-            due = self._takes("optimizer_spectral")
-            row.update(before.optimizer_spectral(replay, row, eps=eps, due=due))
-            if self._takes("smoothness"):
-                # Later a run is no longer where it started; against the gradient no fraction is safe.
-                closer = self._measurements < _CLOSER and row.get("cosine", 0.0) > 0
-                row.update(before.segment(replay, self.fractions, row, closer=closer))
-                self._record.routine &= "safe_fraction" not in row
-                along = row.get("safe_fraction") is not None and row["cosine"] > ALONG
-                if self.step == 0 and along and self.oracle is None:  # an oracle's batches stay the same
-                    self._origin = before.origin
-            elif any(map(self._takes, self.estimators)):
-                row.update(before.end(replay, row))
-        if row.get("loss_after") is not None:
-            row["loss_after"] = self._mean(row["loss_after"])
-            row.setdefault("loss", row["loss_after"])
-        measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
-        row["status"] = OK if all(map(math.isfinite, measured)) else NONFINITE
-        if row["lr"] is not None and measured:
-            row["edge"] = row["lr"] * measured[0] / 2
+            before.estimate(replay, row, due=due, fractions=self.fractions, closer=closer)
+        self._record.routine &= "safe_fraction" not in row
+        along = row.get("safe_fraction") is not None and row["cosine"] > ALONG
+        if self.step == 0 and along and self.oracle is None:  # an oracle's batches stay the same
+            self._origin = before.origin
 
     @contextmanager
     def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
@@ -617,10 +602,6 @@ class SmoothnessProbe:
         if self._record.steps is not None:
             self._record.steps.stop()
         self._record = StepRecord()
-
-    def _takes(self, name: str) -> bool:
-        period = self.estimators.get(name)
-        return period is not None and self._measurements % period == 0
 
     def _mean(self, loss: Tensor) -> float:
         return over_ranks(loss.detach().item(), self.model, mean=True)

@@ -185,8 +185,8 @@ def claims_of(paths: Sequence[Path]) -> dict[str, Any] | None:
             found = read_json(path / CLAIMS)
             rows = found.get("claims", ())
             notes = [f"Data: {source}." for source in found.get("data", ())]
-            said = str(found.get("summary") or captions.findings(rows))
-            return {"rows": rows, "notes": [*notes, *found.get("notes", ())], "found": said}
+            notes += found.get("notes", ())
+            return {"rows": rows, "notes": notes, "found": captions.findings(rows)}
     return None
 
 
