@@ -84,6 +84,24 @@ def test_a_plot_shows_what_the_page_shows(folder, shown):
     np.testing.assert_array_equal(edge.series[0].y, page["edge"].series[0].y)
 
 
+@pytest.mark.parametrize(("limit", "name", "edges"), [(2.0, "lr·L/2", [0.3, 0.6]), (38.0, "lr·L/38", [1, 2])])
+def test_the_edge_is_the_optimizers_own(limit, name, edges):
+    with cs.Trace() as trace:
+        for step in (0, 1):
+            row = {
+                "grad_norm": 1.0,
+                "smoothness": 6.0 * (step + 1),
+                "optimizer_smoothness": 380.0 * (step + 1),
+            }
+            trace.append({"step": step, "lr": 0.1, "step_norm": 0.1, "optimizer_limit": limit, **row})
+    chart = results.edge(results.columns_of(trace))
+    assert chart.series[0].name == chart.y.label == name
+    np.testing.assert_allclose(chart.series[0].y, edges)
+    # That of the step as it was taken is plain descent's.
+    assert [one.name for one in chart.series[1:-1]] == ["with the step as taken"] * (limit == 2.0)
+    assert chart.series[-1].name == "edge of stability"
+
+
 def test_the_plot_of_an_advice_has_its_step_rule_below_the_edge(shown):
     advice = shown["advice"]
     edge, taken, rule = results.advised(advice.fit, lr=advice.lr, max_norm=advice.max_norm).series

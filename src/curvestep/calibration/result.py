@@ -127,7 +127,8 @@ class Calibration:
         )
         stretch = median(batch.stretch for batch in self.curve)
         if stretch > 1.0:
-            measured += f" The loss of other batches falls straight on: lr is {stretch:.2g} times that."
+            times = f"{stretch:.2g} times" if stretch >= 1.05 else "a little above"
+            measured += f" The loss of other batches falls straight on: lr is {times} that."
         agree = f" and the mean cosine between batches {self.agreement:.2f}" if len(self.curve) > 1 else ""
         longest = self.step_cap / (step * self.grad_norm)
         return measured, (

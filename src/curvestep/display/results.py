@@ -30,6 +30,7 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     """
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
     names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient"]
+    names += ["optimizer_smoothness", "optimizer_limit"]
     names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
     given = {name: trace.column(name)[keep] for name in ("step_norm", "lr", "optimizer")}
@@ -115,22 +116,37 @@ def loss(rows: Columns, held_out: Columns | None = None, *, log: bool = False) -
     return Chart("loss", "Loss", *axes, tuple(series), switch="y")
 
 
+def stability(rows: Columns) -> tuple[np.ndarray, float]:
+    """Of each row lr times smoothness over what is stable on a quadratic, and that limit.
+
+    It is 2 for plain descent; for momentum and Adam it is another, of the smoothness in their own metric.
+    """
+    limits = rows.get("optimizer_limit", _NONE)
+    known = limits[np.isfinite(limits)]
+    limit = float(np.median(known)) if len(known) else 2.0
+    smoothness = rows["smoothness" if limit == 2.0 else "optimizer_smoothness"]
+    with np.errstate(invalid="ignore"):
+        return rows["lr"] * smoothness / limit, limit
+
+
 def edge(rows: Columns) -> Chart | None:
-    """lr·L/2 over the steps: above 1 a step of plain descent overshoots."""
+    """lr·L/2 over the steps, or over another limit of the optimizer's: above 1 a step overshoots."""
     if not len(rows.get("step", _NONE)):
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        edges = rows["lr"] * rows["smoothness"] / 2
-        taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
+    edges, limit = stability(rows)
     if not np.isfinite(edges).any():
         return None
-    series = (
-        Series("lr·L/2", rows["step"], edges),
-        Series("with the step as taken", rows["step"], taken, colour=2, dash="dot"),
-        level(rows["step"], 1.0, "edge of stability", colour=1),
-    )
-    axes = Axis("iteration"), Axis("lr·L/2", log=True)
-    return Chart("edge", "lr·L/2 and the edge of stability", *axes, series)
+    name, title = f"lr·L/{limit:.3g}", "and the edge of stability"
+    series = [Series(name, rows["step"], edges)]
+    if limit == 2.0:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
+        series.append(Series("with the step as taken", rows["step"], taken, colour=2, dash="dot"))
+    else:
+        title = "in the optimizer's metric"
+    series.append(level(rows["step"], 1.0, "edge of stability", colour=1))
+    axes = Axis("iteration"), Axis(name, log=True)
+    return Chart("edge", f"{name} {title}", *axes, tuple(series))
 
 
 def within(fit: SmoothnessFit) -> Chart | None:

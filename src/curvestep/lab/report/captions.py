@@ -15,7 +15,7 @@ from curvestep.advice.decision import KEEP
 from curvestep.advice.settings import rate_name
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
-from curvestep.display.results import usable
+from curvestep.display.results import stability, usable
 from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.report.views import RunView, Task
 
@@ -115,12 +115,19 @@ def loss(view: RunView) -> str:
 
 def edge(view: RunView) -> str:
     """lr·L/2: how much of the run lies above the edge of stability."""
-    rows = usable(view.measured, "lr", "smoothness")
-    edges = rows["lr"] * rows["smoothness"] / 2
+    edges, limit = stability(view.measured)
+    edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
         return "There is no learning rate or no positive smoothness on record."
-    words = f"Learning rate times smoothness over two: median {np.median(edges):.3g}, from {_range(edges)}; "
+    over = (
+        "over two"
+        if limit == 2.0
+        else f"in the optimizer's metric over {limit:.3g}, its limit on a quadratic"
+    )
+    words = f"Learning rate times smoothness {over}: median {np.median(edges):.3g}, from {_range(edges)}; "
     words += f"{np.mean(edges > 1):.0%} of the measured steps are above the edge at 1."
+    if limit != 2.0:
+        return f"{words} Along one step it is less than over all directions: read it as a trend."
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
     return words + (f" With the step as it was taken: median {np.median(taken):.3g}." if len(taken) else "")
@@ -280,7 +287,7 @@ def advice_table(advice: Advice) -> dict[str, str]:
         "lr_interval": interval(advice.lr_interval),
         "max_norm": number(advice.max_norm),
         "max_norm_interval": interval(advice.max_norm_interval),
-        "step_cap": number(advice.step_cap),
+        "step_cap": "" if advice.step_cap is None else number(advice.step_cap),  # Adam's has no such length
         "step_cap_interval": interval(advice.step_cap_interval),
         "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
         "next": ", ".join(
