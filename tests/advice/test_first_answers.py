@@ -390,6 +390,28 @@ def test_a_spectral_value_counts_with_the_lr_of_its_row():
     assert advise(trace).action == "keep"
 
 
+def decayed(*, smoothness, yields):
+    """Descent along one gradient while lr decays fast; ``yields`` of a step, by its share of the peak."""
+    share = (0.5 + 0.5 * np.cos(np.linspace(0, np.pi, 90, endpoint=False))) ** 8
+    loss = 4 - np.cumsum(share) / 8 + 0.1 * np.resize([1, -1], 90)
+    steps = {"lr": 0.1 * share, "step_norm": 0.1 * share, "loss_after": loss - 0.1 * share * yields(share)}
+    return make_trace(np.ones(90), np.full(90, smoothness), loss=loss, **steps)
+
+
+def test_a_loss_that_ends_with_the_schedule_does_not_speak_against_longer_steps():
+    trace = decayed(smoothness=0.3, yields=np.ones_like)
+    advice = advise(trace)
+    assert advice.action == "raise"
+    assert advice.lr == pytest.approx(0.3)
+
+
+def test_steps_too_long_at_the_peak_are_not_excused_by_short_ones_after_it():
+    trace = decayed(smoothness=25.0, yields=lambda share: np.where(share > 0.4, 0.1, 1.0))
+    advice = advise(trace)
+    assert advice.action == "lower"
+    assert "by 10% of what its slope promises: steps are too long" in advice.reasons[0]
+
+
 def test_a_short_loop_gets_what_its_rows_say():
     _, _, trace = train(sgd(0.01), steps=22, every=5)
     assert len(trace) == 5

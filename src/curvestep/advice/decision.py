@@ -65,7 +65,9 @@ def decide(outcome: Outcome, *, most_factor: float = math.inf) -> Decision:
         return shorter(outcome, LOWER, f"{_yielded(gained)}: steps are too long")
     if factor > FAR and gained > WORTH:
         if outcome.fell and outcome.falling is False:
-            return replace(keep, why=f"{keep.why}, but the loss has stopped falling: noise may be the limit")
+            when = " near the peak of lr" if outcome.scheduled else ""
+            why = f"{keep.why}, but the loss has stopped falling{when}: noise may be the limit"
+            return replace(keep, why=why)
         return longer(outcome, min(factor, most_factor), f"{_yielded(gained)}: steps are short")
     return keep
 

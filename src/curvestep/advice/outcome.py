@@ -11,6 +11,9 @@ Three numbers tell a step that is too short from one that is too long, whatever 
 
   1 for a short step, 1/2 for the best one along a parabola, 0 at the edge where a step gains nothing.
 - Whether the loss rises along the run.
+
+Under a schedule, steps, and whether the loss still falls, are judged where lr is at least half its peak: at
+the end of a decay every step is short, and no loss falls.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from curvestep.steps import clip_norms
 
 ADAM_SHARE = 0.2
 UNKNOWN_SHARE = 0.1  # for steps that are not lr times the gradient, by an optimizer that is not known
+NEAR_PEAK = 0.5  # of the largest lr: below it a schedule, not the setting, makes steps short
 _NEAR_START = 3  # rows that count as the start
 
 
@@ -50,7 +54,7 @@ class Method:
     name: str  # its class; empty if unknown
     momentum: float
     descent: bool  # plain or clipped descent: steps are lr times the gradient, clipped or not
-    product: float  # lr times smoothness in its own metric, in the median of the later half
+    product: float  # lr times smoothness in its own metric, in the median of the later half near the peak lr
     spectral: float  # lr times the largest converged spectral value in its metric
     limit: float  # of that product, on a quadratic
     offset: float  # β of normalized descent, whose lr is a length; NaN for every other
@@ -97,11 +101,11 @@ class Outcome:
     losses: Interval  # first, and last that is finite, before or after its step
     rise: Interval | None  # mean of the first and of the last losses, if it rose
     fell: bool | None  # whether the last losses are clearly below the first; None if there is no saying
-    falling: bool | None  # whether the loss still falls at the end
-    step_yield: float  # of the later half of the run
+    falling: bool | None  # whether the loss still falls at the end, or before lr decays
+    step_yield: float  # of the later half of the run, near the peak lr
     own_fall: float  # what all steps together took off the losses of their own batches, about
     scatter: float  # of the last losses
-    kappa: float  # of the later half
+    kappa: float  # as the yield
     step_size: float  # length of a step over the gradient norm, in the median
     grad_norm: float  # the largest
     start: Start | None  # None if the first step was not measured
@@ -116,11 +120,13 @@ def outcome_of(history: History) -> Outcome:
 def _outcome(history: History) -> Outcome:
     rows = history.columns
     lr, scheduled = peak(history.lr)
+    share = share_of_peak(history.lr)
     g, length, kappa = rows["grad_norm"], rows["step_norm"], rows["kappa"]
     kappa = np.where(np.isfinite(kappa), kappa, rows["smoothness"] * length / g)
     measured = history.ok & np.isfinite(kappa) & (g > 0) & (length > 0)
-    late = measured.copy()
-    late[np.flatnonzero(measured)[: int(measured.sum()) // 2]] = False
+    near = share >= NEAR_PEAK
+    late = measured & near if (measured & near).any() else measured.copy()
+    late[np.flatnonzero(late)[: int(late.sum()) // 2]] = False
     clip = clip_norms(rows["coefficient"], g, step_norm=length, lr=rows["lr"])
     finite = history.loss[np.isfinite(history.loss)]
     method, gained = _method(history, measured, late), _gained(rows, late)
@@ -141,9 +147,9 @@ def _outcome(history: History) -> Outcome:
         else (math.nan, math.nan),
         rise=loss_rise(history.loss),
         fell=has_fallen(history.loss),
-        falling=is_falling(history.loss),
+        falling=is_falling(history.loss[near]),
         step_yield=gained[1],
-        own_fall=gained[0] * float(np.ptp(history.step) + 1) if len(history.step) else math.nan,
+        own_fall=gained[0] * share.mean() * float(np.ptp(history.step) + 1) if len(share) else math.nan,
         scatter=float(finite[-max(5, len(finite) // 10) :].std()) if len(finite) else math.nan,
         kappa=float(np.median(kappa[late])) if late.any() else math.nan,
         step_size=float(np.median((length / g)[measured])) if measured.any() else math.nan,
@@ -163,6 +169,13 @@ def peak(rates: np.ndarray) -> tuple[float, bool]:
     if not len(rates):
         return math.nan, False
     return float(rates.max()), bool(rates.min() < 0.9 * rates.max())
+
+
+def share_of_peak(rates: np.ndarray) -> np.ndarray:
+    """The learning rate of each row, as a share of the largest; 1 where it is not known."""
+    with np.errstate(invalid="ignore"):
+        share = rates / peak(rates)[0]
+    return np.where(np.isfinite(share), share, 1.0)
 
 
 def diverged_at(history: History) -> int | None:
@@ -360,10 +373,10 @@ def _start(history: History, kappa: np.ndarray, measured: np.ndarray, method: Me
     spectral = rows["spectral_smoothness"][first][rows["spectral_converged"][first] != 0]
     lr = rows["lr"][first]
     sizes = length / g[: len(length)]
-    part = lr / peak(history.lr)[0]  # under a warm-up the start's lr is not the run's
+    part = share_of_peak(history.lr)[first]  # under a warm-up the start's lr is not the run's
     return Start(
         grad_norm=float(np.median(g)),
-        factor=float(np.median(scaled * np.where(np.isfinite(part), part, 1.0))),
+        factor=float(np.median(scaled * part)),
         lr=float(np.median(scaled * (lr if method.adaptive or method.uneven else sizes))),
         batches=len(scaled),
         edge=float(rows["smoothness"][first[0]] * length[0] / g[0] / 2),

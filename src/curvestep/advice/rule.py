@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from curvestep.advice.decision import INERT, KEEP, LOWER, MOST, RAISE, Decision
-from curvestep.advice.outcome import Start, peak
+from curvestep.advice.outcome import Start, share_of_peak
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import Interval, block_interval, block_length, slope_interval
@@ -91,7 +91,7 @@ def rule_for(
     gain = 1 + L1 * float(g.max()) / L0 if L0 > 0 else math.inf
     # A step beyond κ = 2 overshoots, so that it was run is no sign that it is stable.
     sizes = np.minimum(samples.step_size, 2 / np.maximum(samples.smoothness, 1e-300))
-    today = float(np.nanmedian(sizes[~(share_of_peak(samples) < 0.9)]))
+    today = float(np.nanmedian(sizes[~(share_of_peak(samples.lr) < 0.9)]))
     most_lr, limit = highest_lr(fit, start, today, constant=constant, gain=gain)
     lr, max_norm = clipping_below(L0, L1, constant=constant, least=least, most=most, most_lr=most_lr)
     lr = below_spectral(samples, lr, max_norm, constant=constant)
@@ -205,7 +205,7 @@ def below_spectral(samples: Samples, lr: float, max_norm: float, *, constant: fl
 
     with :math:`r_i` the share of its peak that lr had there: the schedule stays what it was.
     """
-    share = share_of_peak(samples)
+    share = share_of_peak(samples.lr)
     known = np.isfinite(samples.spectral) & (samples.spectral > 0) & (share > 0)
     bounds = constant / (share * samples.spectral)[known]
     bounds = bounds * np.maximum(samples.grad_norm[known] / max_norm, 1.0)
@@ -230,7 +230,7 @@ def highest_unclipped_lr(fit: SmoothnessFit, decision: Decision, *, constant: fl
     if lr * largest > edge * (1 + 1e-9):
         return min(constant, 2.0) / largest, f"lr times the {kind} was {lr * largest:.3g}, above {edge:g}"
     if decision.action == RAISE and inert and not spectral:
-        tried = float(np.nanmax(samples.step_size / share_of_peak(samples)))
+        tried = float(np.nanmax(samples.step_size / share_of_peak(samples.lr)))
         return MOST * tried, f"the largest step size that was run is {tried:.3g}"
     return math.inf, ""
 
@@ -248,7 +248,7 @@ def spectral_below(fit: SmoothnessFit, max_norm: float) -> float:
         return math.nan
     if fit.supports_slope or fit.within.missing:
         asked = asked & (g <= max(max_norm, float(np.quantile(g[asked], 0.1))))
-    return float((share_of_peak(samples) * samples.spectral)[asked].max())
+    return float((share_of_peak(samples.lr) * samples.spectral)[asked].max())
 
 
 def constant_smoothness(fit: SmoothnessFit) -> float:
@@ -256,17 +256,10 @@ def constant_smoothness(fit: SmoothnessFit) -> float:
 
     Clipped steps too long for a constant Hessian end so: they go back and forth where it is sharpest.
     """
-    later = (share_of_peak(fit.samples) * fit.samples.smoothness)[len(fit.samples) // 2 :]
+    later = (share_of_peak(fit.samples.lr) * fit.samples.smoothness)[len(fit.samples) // 2 :]
     low, high = np.quantile(later, [0.1, 0.9])
     grows = not fit.within.missing and fit.within.elasticity_interval[1] > LEAST_ELASTICITY
     return math.nan if grows or high > _ALIKE * low else float(high)
-
-
-def share_of_peak(samples: Samples) -> np.ndarray:
-    """The learning rate of each row, as a share of the largest; 1 where it is not known."""
-    with np.errstate(invalid="ignore"):
-        share = samples.lr / peak(samples.lr)[0]
-    return np.where(np.isfinite(share), share, 1.0)
 
 
 def noise_bias(samples: Samples, max_norm: float, noise: float | None) -> tuple[str, ...]:

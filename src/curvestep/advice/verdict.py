@@ -172,9 +172,10 @@ def reasons_of_method(fit: SmoothnessFit, outcome: Outcome, decision: Decision) 
             if math.isfinite(method.spectral)
             else ""
         )
+        near = " of the steps at half the peak lr or more" if outcome.scheduled else ""
         found.append(
             f"lr times smoothness in the metric of {name} is {method.product:.3g} in the median of the later "
-            f"half{far}; the edge of stability is {method.limit:.3g}"
+            f"half{near}{far}; the edge of stability is {method.limit:.3g}"
         )
     if fit.noise_scale is not None:
         found.append(
