@@ -164,6 +164,14 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     assert {"run-0-calibration", "run-0-calibration-loss"} < set(packed(page.path))
 
 
+def test_the_optimizer_of_ones_own_loop_is_read_off_the_rows(tmp_path):
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        for row in Trace.load(make_run(tmp_path / "made") / "trace.jsonl"):
+            trace.append({**row, "optimizer": "AdamW"})
+    (view,) = find_views([tmp_path / "trace.jsonl"])
+    assert captions.optimizer(view).startswith("AdamW, lr 0.3, ")
+
+
 def test_traces_of_any_name_in_a_folder_are_found(single, tmp_path):
     for name in ("d.jsonl", "g.jsonl"):
         (tmp_path / name).write_bytes((single[0] / "trace.jsonl").read_bytes())

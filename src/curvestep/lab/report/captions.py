@@ -47,13 +47,15 @@ def run_summary(view: RunView) -> str:
 
 
 def optimizer(view: RunView) -> str:
-    """The optimizer with what matters of its options, from the recipe or the header of the trace."""
+    """The optimizer with what matters of its options, from the recipe or the trace."""
     fields, header = view.fields, view.header
     if not fields:
-        told = header.get("optimizer", "")
+        rows = () if view.trace is None else view.trace.column("optimizer")
+        words = (
+            [str(header["optimizer"])] if "optimizer" in header else list(dict.fromkeys(filter(None, rows)))
+        )
         rates = view.measured.get("lr", np.array([]))
         rates = rates[np.isfinite(rates)]
-        words = [str(told)] if told else []
         if len(rates):
             low, high = float(rates.min()), float(rates.max())
             words.append(
