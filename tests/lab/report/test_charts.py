@@ -22,7 +22,7 @@ from curvestep.lab.report.charts import (
     heat_map,
     log_ticks,
     run_charts,
-    settings_of,
+    seeds_by_setting,
     to_plotly,
 )
 from curvestep.lab.report.views import RunView, find_views
@@ -116,7 +116,7 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
 
 def test_runs_of_other_lengths_are_settings_of_their_own(views):
     short = replace(views[0], fields={**views[0].fields, "steps": 7, "probe_every": 3})
-    found = settings_of([*views, short])
+    found = seeds_by_setting([*views, short])
     steps = views[0].fields["steps"]
     names = f"lr 0.3, clip 0.5, steps {steps}", "lr 0.3, clip 0.5, steps 7"
     assert {name: len(runs) for name, runs in found.items()} == {names[0]: 2, "lr 3, no clip": 1, names[1]: 1}

@@ -74,7 +74,7 @@ def layers(view: RunView) -> Chart | None:
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range."""
-    settings = settings_of(views)
+    settings = seeds_by_setting(views)
     charts = []
     kinds = {"loss": "training loss (running mean)", "grad_norm": GRADIENT, "smoothness": SMOOTHNESS}
     for kind, label in (*kinds.items(), ("scatter", SMOOTHNESS)):
@@ -90,7 +90,7 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     return charts
 
 
-def settings_of(views: Sequence[RunView]) -> dict[str, list[RunView]]:
+def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
     """The seeds of each setting, by its name; a trace alone is a setting of its own.
 
     Settings of one name are told apart by the fields in which they differ, such as the number of steps.
@@ -109,10 +109,10 @@ def settings_of(views: Sequence[RunView]) -> dict[str, list[RunView]]:
     return settings
 
 
-Trial = tuple[Mapping[str, Any], float, str]  # of one run: fields, final training loss, status
+TrialRow = tuple[Mapping[str, Any], float, str]  # of one run: fields, final training loss, status
 
 
-def fills_grid(trials: Sequence[Trial]) -> bool:
+def fills_grid(trials: Sequence[TrialRow]) -> bool:
     """Whether runs are at half of the points, or more, of the grid that two or more of their fields span.
 
     Else a mean over some of them would be over runs that differ in other ways.
@@ -122,7 +122,7 @@ def fills_grid(trials: Sequence[Trial]) -> bool:
     return len(varied) > 1 and 2 * len(points) >= math.prod(map(len, varied.values()))
 
 
-def heat_map(trials: Sequence[Trial]) -> Chart:
+def heat_map(trials: Sequence[TrialRow]) -> Chart:
     """Final training loss over the two fields with most values.
 
     Args:
@@ -149,7 +149,7 @@ def heat_map(trials: Sequence[Trial]) -> Chart:
     return Chart("heat", "Final training loss", *axes, words=captions.heat(grid, rows, columns), grid=grid)
 
 
-def _values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
+def _values(trials: Sequence[TrialRow]) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {}
     for name in trials[0][0]:
         found = list(dict.fromkeys(_value(fields, name) for fields, _, _ in trials))
