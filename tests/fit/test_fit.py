@@ -482,3 +482,11 @@ def test_a_probed_run_decides_inside_its_steps(classify):
     assert fit.within.num_rows > 20 or not classify
     assert fit.grows is classify
     assert ("Clipping pays" in cs.advise(fit).clipping) <= classify
+
+
+def test_steps_that_no_quadratic_carries_leave_the_control_without_numbers_and_warn_of_nothing():
+    # Every other step is far beyond 2/λ: gradients overflow before λ times them does, and their ratio is 0.
+    g, ell = simulated(np.random.default_rng(1), num=60, L0=1e-3, L1=2e-3)
+    step_size = np.resize([100.0, 0.3], 60) / np.median(ell)
+    fit = fit_smoothness(make_trace(g, ell, every=13, step_norm=step_size * g))
+    assert math.isnan(fit.control.spearman)

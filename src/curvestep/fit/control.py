@@ -48,7 +48,7 @@ class Control:
     L1_interval: Interval
 
 
-@np.errstate(over="ignore", invalid="ignore")  # with steps that a quadratic diverges with it is not a number
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # NaN where its steps make a quadratic diverge
 def control_of(
     samples: Samples, *, quantile: float, level: float, rng: np.random.Generator
 ) -> Control | None:
