@@ -7,6 +7,7 @@ import pytest
 import torch
 from benchmarks import schedules as bench
 from benchmarks.schedules_tasks import BATCHES, DEVELOPMENT, HELD_OUT, RECIPES
+from benchmarks.scripts import SCRIPTS, LowRank
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +78,16 @@ def test_the_peak_by_size_of_batch_is_that_of_the_grid():
     rows = [row("measured", 1.5, lr=0.1), row("grid", 1.0, lr=0.2), row("grid", 1.005, lr=0.4)]
     last = bench.batches_table([*rows, row("grid", 1.6, lr=0.8)])[-2]
     assert last == "| ViT | 0.05 | 0.1 | 0.2 | 0.2 to 0.4 | 50.0% |"
+
+
+@pytest.mark.parametrize(("name", "loss"), [("tiny diffusion", 1.0), ("recommender", math.log(2))])
+def test_a_script_starts_at_the_loss_of_knowing_nothing(name, loss):
+    recipe = next(recipe for recipe in SCRIPTS if recipe.task.name == name)
+    model = recipe.task.start(1)
+    for batch in recipe.judging(2):
+        assert recipe.task.loss(model, batch).item() == pytest.approx(loss, rel=0.1)
+
+
+def test_a_layer_of_low_rank_starts_as_the_frozen_one():
+    frozen, x = torch.nn.Linear(5, 3), torch.randn(4, 5)
+    torch.testing.assert_close(LowRank(frozen)(x), frozen(x))

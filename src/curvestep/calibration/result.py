@@ -119,7 +119,7 @@ class Calibration:
             return (
                 f"A step of {step:.3g} along the signs of the gradient, and no longer one, changes {change} "
                 f"by at most {self.max_kappa:g} times itself and {falls}.",
-                f"The learning rate is {self.lr / step:.2g} of that; {kept}",
+                f"The learning rate is {self.lr / step:.2g} times that; {kept}",
             )
         measured = (
             f"A step of {step:.3g} along its gradient, and no longer one, changes the gradient of a batch by "
