@@ -45,6 +45,10 @@ Small copies of public training scripts, 300 to 800 steps, two seeds. Regret is 
 progress that is missed, on data that training does not see; the grid's peaks are a factor of two apart, and
 no search is taken off the steps. On one of the ViT's seeds `calibrate` says that it cannot tell, and takes a
 64th of what curvature allows.
+
+None of them chose a constant. But thirteen had been looked at first, on one seed and a coarser grid, before
+these nine were kept to save time. A tagger, a variational autoencoder, a ViT with a class token and an adder
+of digits were left out; of these `calibrate` missed by much only the adder, which scatters by as much.
 """
 
 
