@@ -262,16 +262,10 @@ def zeros_like_each(tensors: Sequence[Tensor]) -> list[Tensor]:
         >>> zeros_like_each([torch.ones(2), torch.ones(1, 2)])
         [tensor([0., 0.]), tensor([[0., 0.]])]
     """
-    ends = list(accumulate((-(-t.nbytes // LINE) * LINE for t in tensors), initial=0))
-    if ends[-1] >= LARGE_PAGE // 2 and _may_lie_together(tensors):
-        try:
-            size = -(-ends[-1] // LARGE_PAGE) * LARGE_PAGE
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a limit on memory, a system without large pages
-            pass
-        else:
-            return [_like(t, memory, start) for t, start in zip(tensors, ends[:-1], strict=True)]
+    if _may_lie_together(tensors):
+        *starts, size = accumulate((-(-t.nbytes // LINE) * LINE for t in tensors), initial=0)
+        if size >= LARGE_PAGE // 2 and (memory := _large_pages(size)) is not None:
+            return [_like(t, memory, start) for t, start in zip(tensors, starts, strict=True)]
     return [torch.zeros_like(t, memory_format=torch.preserve_format) for t in tensors]
 
 
@@ -284,6 +278,18 @@ def _may_lie_together(tensors: Sequence[Tensor]) -> bool:
         and all(type(t) in PLAIN and t.is_cpu and t.dtype in DTYPES and t.numel() for t in tensors)
         and all(t.layout is torch.strided and is_non_overlapping_and_dense(t) for t in tensors)
     )
+
+
+def _large_pages(size: int) -> mmap.mmap | None:
+    """Memory of this size or more, none where there is a limit on it or the system has no large pages."""
+    try:
+        memory = mmap.mmap(
+            -1, -(-size // LARGE_PAGE) * LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return None
+    return memory
 
 
 def _like(t: Tensor, memory: mmap.mmap, start: int) -> Tensor:

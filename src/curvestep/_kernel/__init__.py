@@ -124,7 +124,7 @@ class Kernel:
         lr: float,
         nesterov: bool,
     ) -> None:
-        """The formula of ``optim/_update.py`` on all tensors at once.
+        """The formula of ``optim/sgd.py`` on all tensors at once.
 
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order.
         """
