@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
-# private helpers at the root may be used by all.
-HELPERS = {"_checks", "_files", "_kernel"}
+# helpers at the root may be used by all.
+HELPERS = {"_checks", "_files", "_kernel", "notes"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
@@ -31,6 +31,7 @@ USES = {
     "_checks": set(),
     "_files": set(),
     "_kernel": set(),
+    "notes": set(),
     "steps": set(),
     "bracket": set(),
     "display": {"steps"},
