@@ -92,25 +92,6 @@ def test_squared_distance_over_several_blocks_changes_nothing(sizes, dtype, thre
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [[BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 1]])
-@pytest.mark.parametrize("apart", [True, False])
-def test_squares_in_adams_metric_are_those_of_the_formula(sizes, dtype, apart, threads):
-    lists = [tensors_of(sizes, dtype) for _ in range(5 if apart else 4)]
-    lists[2] = [t.square() * (torch.rand_like(t) > 0.3) for t in lists[2]]  # some coordinates never moved
-    slopes, offsets = [0.5 + i for i in range(len(sizes))], [1e-8] * len(sizes)
-    step, change = 0.0, 0.0
-    for slope, offset, p, s, v, g, *h in zip(slopes, offsets, *lists, strict=True):
-        least = max(1e-30, 0.01 * slope * math.sqrt(v.double().mean().nan_to_num().item()))
-        P = (slope * v.double().sqrt() + offset).clamp(min=least)
-        step += ((p.double() - s.double()) ** 2 * P).sum().item()
-        change += ((g.double() - (h[0].double() if h else 0)) ** 2 / P).sum().item()
-    view = native().view(*lists)
-    found = native().squares_in_metric(view, slopes, offsets, [1e-30] * len(sizes), 0.01)
-    assert found == pytest.approx((step, change), rel=3e-7 if dtype is torch.float32 else 1e-13)
-
-
-@needs_kernel
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_distance_from_a_value_that_is_not_finite_is_left_to_torch(bad):
     new, old = torch.ones(70_000), torch.ones(70_000)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
-from curvestep.smoothness import geometry
 from curvestep.smoothness.geometry import FLOOR, geometry_of
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.smoothness.loops import assert_same_run, train
@@ -69,10 +68,7 @@ def gradient(model, x, y):
 
 @pytest.mark.parametrize("fractions", [(0.5, 1.0), (0.5,)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_smoothness_in_the_metric_is_that_of_the_formula(name, fractions, by_kernel, monkeypatch):
-    if not by_kernel:
-        monkeypatch.setattr(geometry, "native", lambda: None)
+def test_smoothness_in_the_metric_is_that_of_the_formula(name, fractions):
     model = Words()
     optimizer = OPTIMIZERS[name](model)
     probe = SmoothnessProbe(model, every=1, fractions=fractions, on_error="raise")

@@ -70,9 +70,6 @@ class Kernel:
         self._adamw = loaded.curvestep_adamw
         self._adamw.argtypes = [*self._update.argtypes, _pointer, flag]
         self._adamw.restype = None
-        self._metric = loaded.curvestep_metric
-        self._metric.argtypes = [*self._update.argtypes[:6], *[_pointer] * 3, ctypes.c_double, _pointer]
-        self._metric.restype = None
 
     def view(self, tensors: list[Tensor], *others: list[Tensor], may_be_negated: bool = True) -> View | None:
         """Where ``tensors`` lie, or None if the kernel cannot take them.
@@ -153,27 +150,6 @@ class Kernel:
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
         )  # fmt: skip
-
-    def squares_in_metric(
-        self,
-        x: View,
-        slopes: Sequence[float],
-        offsets: Sequence[float],
-        tiny: Sequence[float],
-        least_share: float,
-    ) -> tuple[float, float]:
-        """Squares of a step and of a change of the gradient in the metric of ``smoothness/geometry.py``.
-
-        ``x`` is the view of the parameters after the step and before it, of v, and of the new and old
-        gradients, or of their difference. P of a tensor is slope·√v + offset, at least ``least_share`` times
-        slope times the root of the mean of v, and at least ``tiny``.
-        """
-        sums, numbers = (ctypes.c_double * 2)(), ctypes.c_double * x.length
-        self._metric(
-            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
-            numbers(*slopes), numbers(*offsets), numbers(*tiny), least_share, sums,
-        )  # fmt: skip
-        return sums[0], sums[1]
 
 
 def is_non_overlapping_and_dense(t: Tensor) -> bool:
@@ -282,10 +258,4 @@ def _follows_formula(kernel: Kernel) -> bool:
         for found, expected in ((p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)):
             if not torch.allclose(found, torch.full_like(found, expected)):
                 return False
-        # P is 0.5 √4 + 1 = 2 for all numbers, the step 3 and the change of the gradient 1.
-        lists = [[torch.full_like(g, value)] for value in (3.0, 0.0, 4.0, 2.0, 1.0)]
-        view = kernel.view(*lists)
-        squares = None if view is None else kernel.squares_in_metric(view, [0.5], [1.0], [0.0], 1e-3)
-        if squares != (70 * 18.0, 70 * 0.5):
-            return False
     return True

@@ -1,6 +1,5 @@
 /* One optimizer step as two passes over memory: the sum of the squares of the gradient, then the update. And the sum
-   of the squares of a difference, which is never stored; and those of a step and of a change of the gradient in
-   Adam's metric.
+   of the squares of a difference, which is never stored.
 
    Plain C, built without the headers of Python or torch. Before a pass the tensors are looked at one by one: only
    those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as
@@ -49,10 +48,6 @@ typedef struct {
 typedef struct {
     double step, size, root; /* after so many steps: lr/(1 - beta1^k), and the root of 1 - beta2^k */
 } Correction;
-
-typedef struct {
-    double slope, offset, floor;
-} Metric;
 
 #define REAL float
 #define NAMED(f) f##_float
@@ -171,41 +166,6 @@ double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t co
                     sum += squares_of_block(x[i], apart ? x[count + i] : 0, at, least(sizes[i] - at, BLOCK), doubles);
     }
     return sum;
-}
-
-/* Sums of P (p - s)^2 and of (g - h)^2 / P with P = max(k sqrt(v) + e, floor), where the floor is `least_share` of
-   k times the root of the mean of v, but not below `tiny`. In `lists` are all p, then all s, v, g and, if there is a
-   fifth list, h; `k`, `e` and `tiny` have a number for each tensor. */
-void curvestep_metric(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                     const double *k, const double *e, const double *tiny, double least_share, double *sums)
-{
-    double steps = 0, changes = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t size = sizes[i];
-        const void *v = lists[2 * count + i];
-        double mean = 0;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && size > ALONE) reduction(+ : mean)
-        for (int64_t at = 0; at < size; at += BLOCK)
-            mean += doubles ? sum_double((const double *)v + at, least(size - at, BLOCK))
-                            : sum_float((const float *)v + at, least(size - at, BLOCK));
-        const double low = least_share * k[i] * sqrt(mean / (size ? size : 1));
-        const Metric metric = {k[i], e[i], low < tiny[i] ? tiny[i] : low};
-#pragma omp parallel for num_threads(threads) if (threads > 1 && size > ALONE) reduction(+ : steps, changes)
-        for (int64_t at = 0; at < size; at += BLOCK) {
-            const void *part[5] = {0};
-            double both[2] = {0, 0};
-            for (int list = 0; list < num_lists; list++)
-                part[list] = (const char *)lists[list * count + i] + at * (doubles ? 8 : 4);
-            if (doubles)
-                metric_double(part[0], part[1], part[2], part[3], part[4], least(size - at, BLOCK), &metric, both);
-            else
-                metric_float(part[0], part[1], part[2], part[3], part[4], least(size - at, BLOCK), &metric, both);
-            steps += both[0];
-            changes += both[1];
-        }
-    }
-    sums[0] = steps;
-    sums[1] = changes;
 }
 
 /* An update as a job, which is handed one block after another: elements [at, at + n) of tensor i. In `lists` the
@@ -488,49 +448,6 @@ static double NAMED(squares)(const REAL *x, int64_t n) { return NAMED(squares_of
 
 FOR_EACH_CPU
 static double NAMED(squares_apart)(const REAL *x, const REAL *y, int64_t n) { return NAMED(squares_of)(x, y, n); }
-
-/* Eight sums at once, or the compiler may not take eight numbers at a time. */
-FOR_EACH_CPU
-static double NAMED(sum)(const REAL *x, int64_t n)
-{
-    double sums[8] = {0}, sum = 0;
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        for (int j = 0; j < 8; j++)
-            sums[j] += x[i + j];
-    for (; i < n; i++)
-        sum += x[i];
-    for (int j = 0; j < 8; j++)
-        sum += sums[j];
-    return sum;
-}
-
-ALWAYS_INLINE void NAMED(add)(const REAL *p, const REAL *s, const REAL *v, const REAL *g, const REAL *h, int64_t i,
-                              const Metric *metric, double *steps, double *changes)
-{
-    const REAL low = metric->floor, usual = (REAL)metric->slope * SQRT(v[i]) + (REAL)metric->offset;
-    const REAL P = usual < low ? low : usual; /* not a number: stays so */
-    const double step = (double)p[i] - s[i], change = h ? (double)g[i] - h[i] : g[i];
-    *steps += step * step * P;
-    *changes += change * change * (1 / P);
-}
-
-FOR_EACH_CPU
-static void NAMED(metric)(const REAL *restrict p, const REAL *restrict s, const REAL *restrict v, const REAL *restrict g,
-                          const REAL *restrict h, int64_t n, const Metric *restrict metric, double *restrict both)
-{
-    const int64_t whole = n / 8 * 8;
-    double steps[8] = {0}, changes[8] = {0};
-    for (int64_t i = 0; i < whole; i += 8)
-        for (int j = 0; j < 8; j++)
-            NAMED(add)(p, s, v, g, h, i + j, metric, steps + j, changes + j);
-    for (int64_t i = whole; i < n; i++)
-        NAMED(add)(p, s, v, g, h, i, metric, both, both + 1);
-    for (int j = 0; j < 8; j++) {
-        both[0] += steps[j];
-        both[1] += changes[j];
-    }
-}
 
 /* d = c g + w p,  b <- mu b + k d,  p <- p - lr (b, or d + mu b), of which the common cases skip what is zero. */
 FOR_EACH_CPU

@@ -16,7 +16,7 @@ summed one such as that of SGD.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep._kernel import native
 from curvestep.distributed import is_sharded
-from curvestep.vectors import PIECE, SMALL, dot
+from curvestep.vectors import PIECE, dot
 
 # By name: what steps like them, ours and other people's. A subclass counts as its base.
 ADAM = ("Adam", "AdamW", "ClippedAdamW", "FusedAdam")
@@ -108,9 +107,8 @@ class Geometry:
 class ChangeInMetric:
     """Squares of a change of the gradient and of the step in the optimizer's metric.
 
-    Called with the index of each parameter and its new and old gradient while a backward pass goes on. Large
-    parameters are taken at once, by the kernel or in pieces that stay in the cache; small ones later, all
-    together.
+    Called with the index of each parameter and its new and old gradient while a backward pass goes on. Each
+    is taken in pieces that stay in the cache.
 
     Args:
         geometry: The metric.
@@ -122,62 +120,39 @@ class ChangeInMetric:
         self._scales, self._parameters, self._start = geometry.scales, parameters, start
         self._changes: list[float] = []
         self._steps: list[float] = []
-        self._small: list[tuple[Scale, Tensor, Tensor, Tensor]] = []
 
     def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
         """Take one parameter's part."""
-        scale, p, start = self._scales[i], self._parameters[i].detach(), self._start[i]
+        scale, p = self._scales[i], self._parameters[i].detach()
         if scale is None:
             return
-        n, o = (torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g in (new, old))
-        if p.numel() <= SMALL and p.is_cpu and scale.square is not None:
-            # The difference now: the new gradient may be overwritten after this call.
-            self._small.append((scale, p, start, n - o))
-        elif not self._add_by_kernel([scale], [p], [start], [n], [o]):
-            self._add(scale, p, start, n, o)
-
-    def _add_by_kernel(
-        self, scales: Sequence[Scale], p: list[Tensor], start: list[Tensor], *gradients: list[Tensor]
-    ) -> bool:
-        """Whether the kernel could take these: parameters, where they were, and gradients or their change."""
-        squares = [s.square.detach() for s in scales if s.square is not None]
-        kernel = native()
-        view = None if kernel is None else kernel.view(p, start, squares, *gradients)
-        if kernel is None or view is None:
-            return False
-        step, change = kernel.squares_in_metric(
-            view,
-            [s.correction * s.ratio for s in scales],
-            [s.eps * s.ratio for s in scales],
-            [TINY * s.ratio for s in scales],
-            FLOOR,
-        )
-        self._steps.append(step)
-        self._changes.append(change)
-        return True
-
-    def _add(self, scale: Scale, p: Tensor, start: Tensor, *gradients: Tensor) -> None:
-        """What the kernel does, for all that it cannot take."""
         floor = scale.floor
-        pieces = [p, start, *gradients, *([] if scale.square is None else [scale.square.detach()])]
-        whole = not p.is_cpu or is_sharded(p)
-        for x, y, new, *rest in (
-            [pieces] if whole else zip(*(t.reshape(-1).split(PIECE // 4) for t in pieces), strict=True)
-        ):
-            P = scale.ratio if scale.square is None else scale.values(rest.pop(), floor)
-            step, change = (x - y).abs(), (new - rest[0] if rest else new).abs()
+        tensors = [p, self._start[i], _dense(new, p), _dense(old, p)]
+        if scale.square is not None:
+            tensors.append(scale.square.detach())
+        for x, y, here, before, *square in _pieces(tensors):
+            P = scale.values(square[0], floor) if square else scale.ratio
+            step, change = (x - y).abs(), (here - before).abs()
             self._steps.append(dot([step], [step * P]))
             self._changes.append(dot([change], [change / P]))
 
     @property
     def norms(self) -> tuple[float, float]:
-        """‖P^(-1/2) change of the gradient‖ and ‖P^(1/2) step‖; to be read once."""
-        if self._small:
-            scales, *lists = map(list, zip(*self._small, strict=True))
-            if not self._add_by_kernel(scales, *lists):
-                for small in self._small:
-                    self._add(*small)
+        """‖P^(-1/2) change of the gradient‖ and ‖P^(1/2) step‖."""
         return math.sqrt(math.fsum(self._changes)), math.sqrt(math.fsum(self._steps))
+
+
+def _dense(gradient: Tensor | None, p: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(p)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _pieces(tensors: list[Tensor]) -> Iterable[Sequence[Tensor]]:
+    """Tensors of one shape in pieces, side by side; on a device and of shards in one."""
+    if not tensors[0].is_cpu or is_sharded(tensors[0]):
+        return [tensors]
+    return zip(*(t.reshape(-1).split(PIECE // 4) for t in tensors), strict=True)
 
 
 def geometry_of(
