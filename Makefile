@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 OLDEST      ?= .oldest
 OLDEST_SET  := torch==2.6.0 numpy==1.26.0 scipy==1.11.1
 OLDEST_PIP  ?=
-PYTHON_OLD  ?= $(shell for p in python3.10 ~/.pyenv/versions/3.10*/bin/python3.10 $(PYTHON); do $$p -c '' 2>/dev/null && echo $$p && break; done)
+PYTHON_OLD  ?= $(shell for p in python3.11 ~/.pyenv/versions/3.11*/bin/python3.11 $(PYTHON); do $$p -c '' 2>/dev/null && echo $$p && break; done)
 STRICT      := tests/test_strict_device.py tests/optim/test_device.py tests/optim/test_graphs.py
 CORE        := tests/test_kernel.py tests/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/calibration
 # Those of the benchmarks need the extra packages of the lab.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from curvestep.optim._update import Bundle
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 from curvestep.steps import clipped_step
 from curvestep.vectors import is_readable
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class AdamWOptions(ScaledOptions, total=False):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
 from curvestep.steps import normalized_step
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class NormalizedSGD(ScaledSGD):

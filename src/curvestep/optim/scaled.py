@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from curvestep.optim.counters import (
 )
 from curvestep.optim.double_clipping import DoubleClipping
 from curvestep.vectors import cpu_norm, global_norm, is_readable
-
-if TYPE_CHECKING:
-    pass
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")

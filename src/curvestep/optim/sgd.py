@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from curvestep._checks import check_choice
 from curvestep._kernel import native, real_cpu_tensors
 from curvestep.optim._update import Bundle
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
