@@ -61,11 +61,9 @@ from curvestep.theory.theorems.clipped_gd import (
     theorem3 as theorem3,
 )
 from curvestep.theory.theorems.clipped_sgd import (
-    ClippingVerdict as ClippingVerdict,
     noise_term as noise_term,
     theorem7 as theorem7,
     theorem8 as theorem8,
-    when_clipping_wins as when_clipping_wins,
 )
 from curvestep.theory.theorems.fixed_gd import (
     LowerBoundPair as LowerBoundPair,

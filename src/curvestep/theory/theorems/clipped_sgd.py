@@ -1,13 +1,11 @@
-r"""With noise: Theorem 7 (clipped), Theorem 8 (plain), and the rule that says when clipping wins."""
+r"""With noise: Theorem 7 (clipped) and Theorem 8 (plain)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from curvestep._checks import check_count
 from curvestep.theory.rules import FixedStep, ShiftedClippedStep
-from curvestep.theory.theorems.clipped_gd import SHARP_CONSTANT
 from curvestep.theory.theorems.guarantee import (
     Assumption,
     Guarantee,
@@ -183,79 +181,6 @@ def theorem8(
         assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
         num_steps=T,
         **numbers,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippingVerdict:
-    """Whether clipping pays, in words and numbers.
-
-    Attributes:
-        condition: 1 + L1·M/L0: how much curvature, and with it the safe step, differs between start and end.
-        threshold: τ + L0/L1, the gradient norm that M has to exceed by far.
-        excess: M over that threshold.
-        deterministic_gain: Bound of the best fixed step over that of clipping, without noise, as ε → 0.
-        stochastic_gain: The same for the ε⁻⁴ terms of the two stochastic theorems; ``None`` without noise.
-        verdict: ``"clipping wins"`` (excess ≥ 10), ``"no need to clip"`` (< 1) or ``"clipping may help"``.
-        words: The verdict with its reasons, in a sentence or two.
-    """
-
-    condition: float
-    threshold: float
-    excess: float
-    deterministic_gain: float
-    stochastic_gain: float | None
-    verdict: str
-    words: str
-
-
-def when_clipping_wins(L0: float, L1: float, M: float, tau: float = 0.0) -> ClippingVerdict:
-    r"""Whether clipping beats a fixed step: it does where :math:`M \gg \tau + L_0/L_1`.
-
-    Large gradients must come from the landscape, not from noise. The rule compares the leading terms
-    :math:`32(L_0 + L_1M)\tau^2\Delta/\varepsilon^4` of Theorem 8 and
-    :math:`256(5L_0 + 2L_1\tau)\tau^2\Delta/\varepsilon^4` of Theorem 7 (both sharp) up to constants; without
-    noise it is the condition number :math:`1 + L_1M/L_0` against 1.
-
-    Args:
-        L0: :math:`L_0 > 0`.
-        L1: :math:`L_1 \ge 0`.
-        M: Largest gradient norm, :math:`M \ge 0`.
-        tau: Radius :math:`\tau \ge 0` of the noise.
-
-    Example:
-        >>> print(when_clipping_wins(L0=1.0, L1=10.0, M=50.0, tau=0.1).words)
-        Clipping wins: gradients reach 50, 250 times τ + L0/L1 = 0.2, so they come from the landscape and the
-        safe step at the start is 501 times smaller than at the end.
-        >>> when_clipping_wins(L0=1.0, L1=10.0, M=50.0, tau=100.0).verdict
-        'no need to clip'
-    """
-    check_numbers(L0=L0, L1=L1, M=M, tau=tau)
-    condition, threshold = 1 + L1 * M / L0, tau + ratio(L0, L1)
-    excess = M / threshold
-    verdict = "clipping wins" if excess >= 10 else "clipping may help" if excess >= 1 else "no need to clip"
-    origin = {
-        "clipping wins": (
-            "so they come from the landscape and the safe step at the start is "
-            f"{condition:.4g} times smaller than at the end."
-        ),
-        "clipping may help": "which is not far above it: expect little.",
-        "no need to clip": "which is below it: "
-        + (
-            "gradients are mostly noise, and clipping noise only adds bias."
-            if tau > ratio(L0, L1)
-            else "curvature hardly changes with the gradient, and a fixed step 1/(L0 + L1·M) does as well."
-        ),
-    }[verdict]
-    reach = f"gradients reach {M:.4g}, {excess:.3g} times τ + L0/L1 = {threshold:.4g}"
-    return ClippingVerdict(
-        condition=condition,
-        threshold=threshold,
-        excess=excess,
-        deterministic_gain=2 * condition / SHARP_CONSTANT,
-        stochastic_gain=None if tau == 0 else 32 * (L0 + L1 * M) / (256 * (5 * L0 + 2 * L1 * tau)),
-        verdict=verdict,
-        words=f"{verdict.capitalize()}: {reach}, {origin}",
     )
 
 
