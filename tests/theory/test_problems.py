@@ -16,7 +16,6 @@ from curvestep.theory import (
     PrintedWall,
     Quadratic,
     Quartic,
-    Rescaled,
     RotatedWalls,
     ScalarProblem,
     SlowValley,
@@ -35,7 +34,6 @@ SCALAR = [
     PrintedWall(L1=4.0),
     SlowValley(0.2),
     SlowValley(0.2, slope=1.3, width=0.4),
-    Rescaled(Quartic(), height=3.0, width=0.5),
 ]
 VECTOR = [
     Quadratic([100.0, 1.0, 0.0]),
@@ -43,7 +41,6 @@ VECTOR = [
     Quadratic.isotropic(2.0, dim=2),
     RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0),
     DeepLinear([2, 3, 2, 2], seed=4),
-    Rescaled(RotatedWalls(L0=1.0, L1=2.0, dim=2), height=0.5, width=2.0),
 ]
 PROBLEMS = SCALAR + VECTOR
 SMOOTH = [p for p in PROBLEMS if not isinstance(p, DeepLinear)]
@@ -182,7 +179,7 @@ def test_the_papers_pair_for_the_quartic_fails_between_0117_and_0264():
 # Row 2.
 @given(height=st.floats(0.01, 100), width=st.floats(0.01, 100), L1=st.floats(0.01, 100))
 def test_smoothness_scales_with_height_and_width(height, width, L1):
-    stretched = Rescaled(Quartic(), height=height, width=width)
+    stretched = Polynomial([0, 0, 0, 0, height / width**4])  # height · (x/width)⁴
     assert stretched.frontier(L1 / width) == pytest.approx(height / width**2 * Quartic().frontier(L1))
 
 
@@ -346,7 +343,6 @@ def test_heavy_tails_follow_their_power():
         (lambda: Quartic().frontier(-1.0), "`L1` must be zero or more"),
         (lambda: Quadratic([1.0, -1.0]), r"`curvatures\[1\]` must be zero or more"),
         (lambda: Quadratic([]), "`curvatures` must have one entry"),
-        (lambda: Rescaled(Quartic(), height=0.0), "`height` must be positive"),
         (lambda: BoundedNoise(-1.0), "`radius` must be positive"),
         (lambda: BoundedNoise(1.0, "cube"), "`law` must be one of"),
         (lambda: HeavyTailedNoise(1.0, tail=1.0), "`tail` must be more than 1"),
@@ -355,10 +351,6 @@ def test_heavy_tails_follow_their_power():
         (lambda: sample_frontier([1.0], [1.0], -1.0), "`L1` must be zero or more"),
         (lambda: check_smoothness([1.0], [1.0], L0=-1.0, L1=1.0), "`L0` must be zero or more"),
         (lambda: Quartic(domain=(-30, 30)).check_start(31.0), r"`x0` must lie in the domain \(-30.0, 30.0\)"),
-        (
-            lambda: Rescaled(Quartic(domain=(-1, 1)), width=2.0).check_start(3.0),
-            "`x0` must lie in the domain",
-        ),
         (lambda: Quartic().check_start(math.nan), "`x0` must be finite, got nan"),
         (lambda: Quadratic([1.0, 2.0]).check_start([1.0, 2.0, 3.0]), "`x0` must have 2 coordinates"),
         (lambda: ExponentialWall(L0=1.0, L1=1.0).check_start(1e4), "Start closer to the minimum"),

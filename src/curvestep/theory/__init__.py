@@ -22,7 +22,6 @@ from curvestep.theory.inequalities import (
 )
 from curvestep.theory.problems.base import (
     Problem as Problem,
-    Rescaled as Rescaled,
     ScalarProblem as ScalarProblem,
 )
 from curvestep.theory.problems.deep_linear import DeepLinear as DeepLinear

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from curvestep._checks import check_nonnegative, check_positive
-
 Array = NDArray[Any]
 
 
@@ -127,52 +125,6 @@ class ScalarProblem(Problem):
             raise ValueError(
                 f"`x0` must lie in the domain {self.domain} of {self.name}, got {_first(x, outside)!r}."
             )
-
-
-class Rescaled(Problem):
-    r"""The problem stretched in height and width, :math:`\tilde f(x) = s\, f(x/w)`.
-
-    Smoothness scales with it: :math:`(L_0, L_1)` becomes :math:`(sL_0/w^2,\ L_1/w)`. So :math:`L_0` carries
-    the units [f]/[x]² and :math:`L_1` carries 1/[x]: comparing either with :math:`L`, or :math:`L_0` with
-    :math:`L_1`, says nothing before a unit is chosen.
-
-    Args:
-        problem: The problem to stretch.
-        height: The factor :math:`s > 0` on values.
-        width: The factor :math:`w > 0` on lengths.
-
-    Example:
-        >>> from curvestep.theory import Quartic
-        >>> quartic = Quartic()
-        >>> Rescaled(quartic, height=3.0, width=2.0).frontier(5.0)  # 3/4 of the frontier at L1 = 10
-        0.12
-    """
-
-    def __init__(self, problem: Problem, height: float = 1.0, width: float = 1.0) -> None:
-        self.problem = problem
-        self.height, self.width = check_positive("height", height), check_positive("width", width)
-        self.name = f"{problem.name}, {height:g} times as high, {width:g} times as wide"
-        self.event_shape, self.minimum = problem.event_shape, height * problem.minimum
-
-    def value(self, x: Array) -> Array:
-        """Values of the stretched function."""
-        return self.height * self.problem.value(x / self.width)
-
-    def gradient(self, x: Array) -> Array:
-        """Gradients of the stretched function."""
-        return (self.height / self.width) * self.problem.gradient(x / self.width)
-
-    def hessian_norm(self, x: Array) -> Array:
-        """Hessian norms of the stretched function."""
-        return (self.height / self.width**2) * self.problem.hessian_norm(x / self.width)
-
-    def frontier(self, L1: float) -> float:
-        """The frontier of the problem, stretched."""
-        check_nonnegative("L1", L1)
-        return (self.height / self.width**2) * self.problem.frontier(self.width * L1)
-
-    def _check_domain(self, x: Array) -> None:
-        self.problem._check_domain(x / self.width)
 
 
 def _first(x: Array, where: Array) -> float:
