@@ -7,8 +7,8 @@ import numpy as np
 from curvestep.theory import (
     ExponentialWall,
     Polynomial,
+    Problem,
     Quadratic,
-    RotatedWalls,
     SlowValley,
     gradient_bound,
     normalized_gd,
@@ -17,6 +17,30 @@ from curvestep.theory import (
     theorem7,
     theorem8,
 )
+from curvestep.theory.problems.polynomials import random_rotation
+
+
+class RotatedWalls(Problem):
+    """A wall in every coordinate of a rotated frame: the frontier of one wall, in any dimension."""
+
+    minimum = 0.0
+
+    def __init__(self, *, L0, L1, dim, rotation_seed=None):
+        self.wall, self.event_shape = ExponentialWall(L0=L0, L1=L1), (dim,)
+        self.rotation = random_rotation(dim, rotation_seed)
+        self.name = f"exponential walls in {dim} dimensions"
+
+    def value(self, x):
+        return self.wall.value(x @ self.rotation.T).sum(axis=-1)
+
+    def gradient(self, x):
+        return self.wall.gradient(x @ self.rotation.T) @ self.rotation
+
+    def hessian_norm(self, x):
+        return self.wall.curvature(x @ self.rotation.T).max(axis=-1)
+
+    def frontier(self, L1):
+        return self.wall.frontier(L1)
 
 
 def log_uniform(rng, low, high):

@@ -16,12 +16,12 @@ from curvestep.theory import (
     NormalizedStep,
     Quadratic,
     Quartic,
-    RotatedWalls,
     descend,
     first_hit,
     hitting_time,
 )
 from curvestep.theory.complexity import BLOCK, FIRST_BLOCK, walk
+from tests.theory.draws import RotatedWalls
 
 
 # Row 11.

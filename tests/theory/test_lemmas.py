@@ -10,13 +10,13 @@ from curvestep.theory import (
     ExponentialWall,
     NoisyStep,
     Quartic,
-    RotatedWalls,
     lemma2,
     lemma9,
     lemma11,
     lemma12,
     lemma13,
 )
+from tests.theory.draws import RotatedWalls
 
 
 def random_laws(num, num_values, dim, seed):

@@ -16,7 +16,6 @@ from curvestep.theory import (
     PrintedWall,
     Quadratic,
     Quartic,
-    RotatedWalls,
     ScalarProblem,
     SlowValley,
     check_smoothness,
@@ -26,6 +25,7 @@ from curvestep.theory import (
     sample_frontier,
     value_change_bound,
 )
+from tests.theory.draws import RotatedWalls
 
 SCALAR = [
     Quartic(),
@@ -332,7 +332,6 @@ def test_heavy_tails_follow_their_power():
     [
         (lambda: ExponentialWall(L0=-1.0, L1=1.0), "`L0` must be positive"),
         (lambda: ExponentialWall(L0=1.0, L1=math.nan), "`L1` must be positive"),
-        (lambda: RotatedWalls(L0=1.0, L1=1.0, dim=0), "`dim` must be a whole number"),
         (lambda: PrintedWall(L1=0.0), "`L1` must be positive"),
         (lambda: SlowValley(0.0), "`eps` must be positive"),
         (lambda: SlowValley(1.0, slope=1.0), "`slope` must be more than 1"),

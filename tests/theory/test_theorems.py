@@ -19,7 +19,6 @@ from curvestep.theory import (
     PrintedWall,
     Quadratic,
     Quartic,
-    RotatedWalls,
     SlowValley,
     SmoothClippedStep,
     assumption4,
@@ -38,6 +37,7 @@ from curvestep.theory import (
     theorem8,
     wall_height,
 )
+from tests.theory.draws import RotatedWalls
 
 positive = st.floats(1e-3, 1e3)
 SHARP_FORMS = ["clipped", "smooth", "logarithmic"]

@@ -38,7 +38,6 @@ from curvestep.theory.problems.polynomials import (
 from curvestep.theory.problems.walls import (
     ExponentialWall as ExponentialWall,
     PrintedWall as PrintedWall,
-    RotatedWalls as RotatedWalls,
     SlowValley as SlowValley,
     phi as phi,
 )

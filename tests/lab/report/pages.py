@@ -10,7 +10,7 @@ from curvestep.lab.report.page import save_figures
 from curvestep.lab.report.views import find_views
 from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_json, write_status
 from curvestep.smoothness.trace import OK, Trace
-from curvestep.theory import RotatedWalls
+from tests.theory.draws import RotatedWalls
 
 
 def make_run(

@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
-from curvestep.theory.problems.base import Array, Problem, ScalarProblem
-from curvestep.theory.problems.polynomials import random_rotation
+from curvestep._checks import check_nonnegative, check_positive
+from curvestep.theory.problems.base import Array, ScalarProblem
 
 # 2/(k+2)!, so that φ(a) = a²/2 · Σ_k c_k aᵏ: at a = 1/2 the first term left out is below 1e-18.
 _PHI_SERIES = np.array([2.0 / math.factorial(k + 2) for k in range(14)])
@@ -137,50 +136,6 @@ class PrintedWall(ExponentialWall):
         """The point with gradient norm ``M``, (ln M + 1)/L1 for M ≥ 1."""
         check_positive("M", M)
         return (math.log(M) + 1) / self.L1 if M >= 1 else M / self.L1
-
-
-class RotatedWalls(Problem):
-    r"""A wall in every coordinate of a rotated frame, :math:`f(x) = \sum_i w\big((Qx)_i\big)`.
-
-    The Hessian norm is :math:`\max_i (L_0 + L_1|w'|)`, at most :math:`L_0 + L_1\lVert\nabla f\rVert`: the sum
-    has the frontier of one :class:`ExponentialWall`, in any dimension.
-
-    Args:
-        L0: Curvature at the minimum.
-        L1: Growth rate.
-        dim: Number of dimensions.
-        rotation_seed: Seed of the rotation :math:`Q`; without it :math:`Q = I`.
-
-    Example:
-        >>> f = RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0)
-        >>> x = np.array([0.5, -1.0, 2.0])
-        >>> bool(f.hessian_norm(x) <= 1.0 + 2.0 * f.grad_norm(x)), f.frontier(2.0)
-        (True, 1.0)
-    """
-
-    minimum = 0.0
-
-    def __init__(self, *, L0: float, L1: float, dim: int, rotation_seed: int | None = None) -> None:
-        self.wall = ExponentialWall(L0=L0, L1=L1)
-        self.event_shape = (check_count("dim", dim),)
-        self.rotation = random_rotation(dim, rotation_seed)
-        self.name = f"exponential walls in {dim} dimensions"
-
-    def value(self, x: Array) -> Array:
-        """Sum of the walls."""
-        return self.wall.value(x @ self.rotation.T).sum(axis=-1)
-
-    def gradient(self, x: Array) -> Array:
-        """The walls' slopes, rotated back."""
-        return self.wall.gradient(x @ self.rotation.T) @ self.rotation
-
-    def hessian_norm(self, x: Array) -> Array:
-        """The largest curvature of a wall."""
-        return self.wall.curvature(x @ self.rotation.T).max(axis=-1)
-
-    def frontier(self, L1: float) -> float:
-        """As that of one wall."""
-        return self.wall.frontier(L1)
 
 
 class SlowValley(ScalarProblem):
