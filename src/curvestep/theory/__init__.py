@@ -27,7 +27,6 @@ from curvestep.theory.problems.base import (
 from curvestep.theory.problems.deep_linear import DeepLinear as DeepLinear
 from curvestep.theory.problems.noise import (
     BoundedNoise as BoundedNoise,
-    HeavyTailedNoise as HeavyTailedNoise,
     Noise as Noise,
 )
 from curvestep.theory.problems.polynomials import (

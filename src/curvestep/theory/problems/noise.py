@@ -1,4 +1,4 @@
-"""Noise on gradients: bounded by τ as Theorems 7 and 8 ask, and with heavier tails."""
+"""Noise on gradients, bounded by τ as Theorems 7 and 8 ask."""
 
 from __future__ import annotations
 
@@ -62,42 +62,7 @@ class BoundedNoise(Noise):
         if self.law == "sphere":
             return self.radius * directions
         lengths = self.radius * rng.random(batch) ** (1 / max(1, math.prod(event)))
-        return _along(lengths, directions)
-
-
-@dataclass(frozen=True)
-class HeavyTailedNoise(Noise):
-    r"""Noise of random direction whose length has the tail :math:`P(\lVert z\rVert > t) = (s/(s+t))^{a}`.
-
-    No radius bounds it, so the stochastic theorems do not apply; its variance is infinite for
-    :math:`a \le 2`, and clipping is then what keeps descent going.
-
-    Args:
-        scale: The length unit :math:`s > 0`.
-        tail: The exponent :math:`a > 1`; the mean of the length is finite only above 1.
-
-    Example:
-        >>> noise = HeavyTailedNoise(1.0, tail=1.5).draw(np.random.default_rng(0), (100_000,), ())
-        >>> bool(np.abs(noise).max() > 100 * np.median(np.abs(noise)))
-        True
-    """
-
-    scale: float
-    tail: float = 1.5
-
-    def __post_init__(self) -> None:
-        check_positive("scale", self.scale)
-        if not (math.isfinite(self.tail) and self.tail > 1):
-            raise ValueError(f"`tail` must be more than 1, or the noise has no mean, got {self.tail!r}.")
-
-    @property
-    def tau(self) -> float:
-        """Infinity."""
-        return math.inf
-
-    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
-        """Draws with Lomax lengths."""
-        return _along(self.scale * rng.pareto(self.tail, size=batch), _directions(rng, batch, event))
+        return lengths[..., None] * directions if event else lengths * directions
 
 
 def _directions(rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:
@@ -105,7 +70,3 @@ def _directions(rng: np.random.Generator, batch: tuple[int, ...], event: tuple[i
         return rng.choice([-1.0, 1.0], size=batch)
     v = rng.normal(size=batch + event)
     return v / np.linalg.norm(v, axis=-1, keepdims=True)
-
-
-def _along(lengths: Array, directions: Array) -> Array:
-    return lengths[..., None] * directions if directions.ndim > lengths.ndim else lengths * directions
