@@ -23,14 +23,14 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.tuner import Tuner as RangeTest
+from lightning.pytorch.tuner import Tuner
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 import curvestep as cs
 from curvestep._files import write_atomically
-from curvestep.integrations.lightning import SmoothnessCallback, Tuner
+from curvestep.integrations.lightning import Calibrate, SmoothnessCallback
 
 LENGTH, WIDTH = 32, 64
 EVERY = 20  # between measurements that are timed: a cost in steps does not depend on it
@@ -129,11 +129,13 @@ def find(method, module, loader, steps):
     if method == "1e-3":
         return 1e-3, math.inf, 0
     if method == "lr_find":
-        finder = RangeTest(trainer_of(steps)).lr_find(module, loader, update_attr=False)
+        finder = Tuner(trainer_of(steps)).lr_find(module, loader, update_attr=False)
         lr = finder.suggestion() or module.lr  # None where its curve is too short or nowhere falls
         return lr, math.inf, len(finder.results["lr"])
-    found = Tuner(trainer_of(steps)).lr_find(module, loader, update_attr=False)
-    return found.suggestion(), found.max_norm, found.calibration.num_gradients
+    callback = Calibrate()
+    trainer_of(steps, callback).fit(module, loader)  # only for the calibration before its first step
+    calibration = callback.calibration
+    return calibration.lr, calibration.max_norm, calibration.num_gradients
 
 
 def kept(path, part, settings):

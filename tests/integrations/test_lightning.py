@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins import MixedPrecision
 
 import curvestep as cs
-from curvestep.integrations.lightning import Calibrate, LearningRate, SmoothnessCallback, Tuner, record
+from curvestep.integrations.lightning import Calibrate, SmoothnessCallback, record
 from tests.integrations.runs import Drawing, classes, digest, network, state_of
 
 ROOT = Path(__file__).parents[2]
@@ -411,46 +411,9 @@ def test_calibrate_is_told_the_number_of_steps(max_steps, told, monkeypatch, tmp
     assert asked == [told]
 
 
-def test_lr_find_has_the_calls_and_the_result_of_lightnings(tmp_path):
-    torch.manual_seed(1)
-    model, data = Module(lr=1e-2), loader()
-    before, state = digest(model.state_dict()), digest(torch.get_rng_state())
-    trainer = trainer_of(tmp_path)
-    found = Tuner(trainer).lr_find(model, data)
-    assert isinstance(found, LearningRate)
-    assert model.hparams.lr == found.suggestion() == found.calibration.lr
-    low, high = found.lr_interval
-    assert low <= found.suggestion() <= high
-    assert found.max_norm > 0
-    assert len(found.results["lr"]) == len(found.results["loss"]) >= 3
-    assert found.results["lr"] == sorted(found.results["lr"])
-    assert any("gradient" in words for words in found.reasons)
-    assert (digest(model.state_dict()), digest(torch.get_rng_state())) == (before, state)
-    figure = found.plot(suggest=True)
-    assert figure.axes[0].get_xscale() == "log"
-    # The same Trainer then trains as one that never looked.
-    trainer.fit(model, data)
-    twin = trainer_of(tmp_path)
-    torch.manual_seed(1)
-    other = Module(lr=found.suggestion())
-    twin.fit(other, loader())
-    assert digest(model.state_dict()) == digest(other.state_dict())
-    assert trainer.global_step == twin.global_step == 12
-
-
-def test_lr_find_needs_somewhere_to_put_the_number(tmp_path):
-    model = Module()
-    with pytest.raises(AttributeError, match=r"`rate`.*attr_name.*update_attr=False"):
-        Tuner(trainer_of(tmp_path)).lr_find(model, loader(), attr_name="rate")
-
-
-def test_objects_of_another_kind_are_named(tmp_path):
-    tuner, generator = Tuner(trainer_of(tmp_path)), torch.utils.data.DataLoader(pair for pair in classes())
+def test_objects_of_another_kind_are_named():
     for call, words in [
-        (lambda: Tuner(Module()), "`trainer` must be a Lightning Trainer, got a Module"),
-        (lambda: tuner.lr_find(network(), loader()), "`model` must be a Lightning LightningModule, got a"),
-        (lambda: tuner.lr_find(Module(), generator), "`train_dataloaders` is a DataLoader over a generator"),
-        (lambda: record(network(), lambda: 1.0), "`pl_module` must be a Lightning LightningModule"),
+        (lambda: record(network(), lambda: 1.0), "`pl_module` must be a LightningModule, got a"),
         (lambda: cs.SmoothnessProbe("x"), "`model` must be a torch module, got a str"),
     ]:
         with pytest.raises(TypeError, match=words):

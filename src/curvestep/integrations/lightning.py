@@ -14,10 +14,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from curvestep.calibration.refusals import check_loader
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.search import calibrate
 from curvestep.distributed import spans_ranks
@@ -31,18 +29,12 @@ from curvestep.integrations.reporting import (
 )
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.snapshot import RandomState
 
 need("lightning", "2.5", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
-from lightning.pytorch.utilities.exceptions import _TunerExitException  # noqa: E402
-from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class SmoothnessCallback(Callback):
@@ -213,7 +205,8 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Any], weight: float
         loss_fn: Computes the loss of this batch, and again in replays.
         weight: Share of this micro-batch in the loss of the step, in any unit.
     """
-    _checked("pl_module", pl_module, LightningModule)
+    if not isinstance(pl_module, LightningModule):
+        raise TypeError(f"`pl_module` must be a LightningModule, got a {type(pl_module).__name__}.")
     callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
     if not callbacks or callbacks[0].probe is None:
         return loss_fn()
@@ -269,146 +262,6 @@ class Calibrate(Callback):
         self.calibration.apply(optimizer, *schedulers)
 
 
-class Tuner:
-    """Learning rate before training, called like Lightning's: ``Tuner(trainer).lr_find(model, loader)``.
-
-    Args:
-        trainer: The Trainer that will train.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = _checked("trainer", trainer, Trainer)
-
-    def lr_find(
-        self,
-        model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
-        *,
-        update_attr: bool = True,
-        attr_name: str = "",
-        schedule: str | None = None,
-        pilot: int = 0,
-        max_gradients: int = 40,
-    ) -> LearningRate:
-        """The learning rate that ``curvestep.calibrate`` measures; nothing is trained.
-
-        Lightning's own ``min_lr``, ``max_lr``, ``num_training`` and ``mode`` describe a range of learning
-        rates to run through; there is none here.
-
-        Args:
-            model: The module to tune.
-            train_dataloaders: As for ``trainer.fit``.
-            val_dataloaders: As for ``trainer.fit``; not used.
-            datamodule: As for ``trainer.fit``.
-            update_attr: Whether to set the module's own learning rate.
-            attr_name: Its name; default ``lr`` or ``learning_rate``, of the module or its ``hparams``.
-            schedule: As for :class:`Calibrate`.
-            pilot: As for :class:`Calibrate`.
-            max_gradients: As for :class:`Calibrate`.
-        """
-        _checked("model", getattr(model, "_orig_mod", model), LightningModule)  # or one that is compiled
-        check_loader("train_dataloaders", train_dataloaders)
-        names = [attr_name] if attr_name else ["lr", "learning_rate"]
-        name = next((n for n in names if lightning_hasattr(model, n)), None)
-        if update_attr and name is None:
-            raise AttributeError(
-                f"The module has no {' or '.join(f'`{n}`' for n in names)} to set, nor do its hparams. "
-                "Name it by `attr_name`, or use `update_attr=False`."
-            )
-        trainer: Any = self._trainer
-        measure = Calibrate(schedule, pilot, max_gradients=max_gradients)
-        callbacks, loggers, checks = trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps
-        random = RandomState.capture()
-        trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps = [_Only(measure)], [], 0
-        try:
-            trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
-        finally:
-            trainer.callbacks, trainer.loggers, trainer.num_sanity_val_steps = callbacks, loggers, checks
-            random.restore()
-        if measure.calibration is None:
-            raise ValueError("lr_find needs a Trainer that has not trained yet.")
-        found = LearningRate(measure.calibration)
-        if update_attr and name is not None:
-            lightning_setattr(model, name, found.suggestion())
-        return found
-
-
-class LearningRate:
-    """What :meth:`Tuner.lr_find` found; like Lightning's result, with more to it.
-
-    Args:
-        calibration: All of it: ``max_norm``, ``lr_interval``, ``reasons``, ``warnings``.
-
-    Attributes:
-        results: ``"lr"`` and ``"loss"``: one batch's loss after a step of each learning rate that was tried.
-    """
-
-    def __init__(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        first = calibration.curve[0]
-        # From steps along the gradient to learning rates, so that the suggestion lies on the same axis.
-        factor = calibration.lr / median(batch.safe_step for batch in calibration.curve)
-        self.results = {
-            "lr": [factor * point.step for point in first.points],
-            "loss": [point.loss for point in first.points],
-        }
-
-    @property
-    def max_norm(self) -> float:
-        """The gradient norm at which to clip."""
-        return self.calibration.max_norm
-
-    @property
-    def lr_interval(self) -> tuple[float, float]:
-        """90 % interval of the learning rate."""
-        return self.calibration.lr_interval
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why this learning rate, in sentences, warnings last."""
-        return (*self.calibration.reasons, *self.calibration.warnings)
-
-    def suggestion(self) -> float:
-        """The learning rate."""
-        return self.calibration.lr
-
-    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Loss of a batch over the learning rate of one step; the figure.
-
-        Args:
-            suggest: Mark the suggestion and its interval.
-            show: Show the figure.
-            ax: Axes to draw into.
-        """
-        import matplotlib.pyplot as plt
-
-        if ax is None:
-            _, ax = plt.subplots()
-        assert ax is not None
-        ax.plot(self.results["lr"], self.results["loss"], marker=".")
-        ax.set(xscale="log", xlabel="Learning rate", ylabel="Loss")
-        if suggest:
-            ax.axvspan(*self.lr_interval, alpha=0.2, color="red")
-            ax.axvline(self.suggestion(), color="red")
-        if show:
-            plt.show()
-        return ax.figure
-
-
-class _Only(Callback):
-    """Runs one callback's ``on_train_start``, and ends ``fit`` there."""
-
-    def __init__(self, callback: Calibrate) -> None:
-        super().__init__()
-        self.callback = callback
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.callback.on_train_start(trainer, pl_module)
-        raise _TunerExitException
-
-
 def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, **options: Any) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
     strategy: Any = trainer.strategy
@@ -457,12 +310,6 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
     steps = trainer.estimated_stepping_batches
     options["num_steps"] = int(steps) if 0 < steps < math.inf else None
     return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, **options)
-
-
-def _checked(name: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be a Lightning {kind.__name__}, got a {type(value).__name__}.")
-    return value
 
 
 def _only_optimizer(trainer: Trainer, who: str) -> Any:
