@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import resource
@@ -232,15 +231,6 @@ def test_continuing_with_another_header_warns(tmp_path):
         Trace(tmp_path / "t.jsonl", header={"batch_size": 40}).close()
 
 
-def test_merge_orders_by_step_and_keeps_the_first_part_of_a_step():
-    first, second = filled(steps=[0, 5, 10], part=1.0), filled(steps=[10, 3, 15], part=2.0)
-    merged = Trace.merge(first, second)
-    assert list(merged.column("step")) == [0, 3, 5, 10, 15]
-    assert list(merged.column("part")) == [1, 2, 1, 1, 2]
-    with pytest.raises(ValueError, match="at least one trace"):
-        Trace.merge()
-
-
 def test_full_disk_keeps_the_row_and_writes_it_later(tmp_path):
     path = tmp_path / "t.jsonl"
     trace = filled(path)
@@ -309,11 +299,6 @@ def test_lists_are_two_dimensional_columns(tmp_path):
         assert list(each.to_pandas().columns) == [
             "step", "secants/0", "secants/1", "grad_norms/0", "grad_norms/1"
         ]  # fmt: skip
-    each.to_csv(tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().splitlines()[:2] == [
-        "step,secants/0,secants/1,grad_norms/0,grad_norms/1",
-        "0,2.0,1,inf,nan",
-    ]
 
 
 def test_a_trace_without_lists_or_fractions_has_columns_of_nan():
@@ -401,30 +386,20 @@ def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():
         trace[4]
 
 
-def test_csv_and_pandas_hold_every_cell(tmp_path):
+def test_pandas_holds_every_cell():
     trace = filled(layers={"out": {"smoothness": 2.0}})
     trace.append({"step": 3, "loss": math.inf, "status": "nonfinite, so stopped", "note": "a\nb"})
-    trace.to_csv(tmp_path / "t.csv")
-    with (tmp_path / "t.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == trace.names
-    assert rows[3] == {
-        "step": "3",
-        "loss": "inf",
-        "grad_norm": "",
-        "status": "nonfinite, so stopped",
-        "layers/out/smoothness": "",
-        "note": "a\nb",
-    }
     frame = trace.to_pandas()
     assert list(frame.columns) == trace.names
     assert frame["step"].tolist() == [0, 1, 2, 3]
+    assert frame["loss"][3] == math.inf
+    assert frame["grad_norm"].isna().tolist() == [False] * 3 + [True]
     assert frame["status"].tolist() == ["ok"] * 3 + ["nonfinite, so stopped"]
     trace.append({"step": 4, "note": [1.0], "secants": [2.0, 3.0]})
-    trace.to_csv(tmp_path / "t.csv")
-    with (tmp_path / "t.csv").open(newline="") as file:
-        first, *_, last = csv.DictReader(file)
-    assert (first["secants/1"], last["secants/1"], last["note"]) == ("", "3.0", "[1.0]")
+    frame = trace.to_pandas()
+    assert math.isnan(frame["secants/1"][0])
+    assert frame["secants/1"][4] == 3.0
+    assert (frame["note"][0], frame["note"][3], frame["note"][4]) == (None, "a\nb", [1.0])
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ A trace file is JSON Lines: a header, then one object a row, written as soon as 
 from __future__ import annotations
 
 import copy
-import csv
 import itertools
 import math
 import platform
@@ -180,32 +179,6 @@ class Trace:
         trace._read(trace.path)
         return trace
 
-    @classmethod
-    def merge(cls, *traces: Trace) -> Trace:
-        """One trace in memory from the parts of a resumed run, by step and without duplicates.
-
-        Where two parts have the same step, the part named first stays; the header is the first part's.
-
-        Example:
-            >>> first, second = Trace(), Trace()
-            >>> _ = first.append({"step": 0}), first.append({"step": 5}), second.append({"step": 5})
-            >>> _ = second.append({"step": 10})
-            >>> Trace.merge(first, second).column("step")
-            array([ 0.,  5., 10.])
-        """
-        if not traces:
-            raise ValueError("`traces` must be at least one trace, got none.")
-        merged = cls()
-        merged.header = dict(traces[0].header)
-        steps = np.concatenate([trace.column("step") for trace in traces])
-        part = np.repeat(np.arange(len(traces)), [len(trace) for trace in traces])
-        row = np.concatenate([np.arange(len(trace)) for trace in traces])
-        order = np.argsort(steps, kind="stable")  # rows without a step (NaN) come last
-        for start in range(0, len(order), 4096):
-            chunk = order[start : start + 4096]
-            merged._extend([traces[p]._row(r) for p, r in zip(part[chunk], row[chunk], strict=True)])
-        return merged
-
     def append(self, row: Mapping[str, Any]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
 
@@ -341,20 +314,6 @@ class Trace:
             else:
                 frame |= {f"{name}/{i}": values[:, i] for i in range(values.shape[1])}
         return pd.DataFrame(frame)
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write the rows as comma-separated values, an empty cell where a value is missing."""
-        table: dict[str, Sequence[Any]] = {}
-        for name in self.names:
-            values, shape = self._values(name), self.column(name).shape
-            if len(shape) == 1:
-                table[name] = values
-            else:
-                for i in range(shape[1]):
-                    found = (value[i : i + 1] if _is_list(value) else () for value in values)
-                    table[f"{name}/{i}"] = [next(iter(one), None) for one in found]
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([table, *zip(*table.values(), strict=True)])
 
     def _values(self, name: str) -> Sequence[Any]:
         """One key's values as they came, None where they are missing."""
