@@ -7,19 +7,17 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from curvestep.distributed import any_rank, local, over_ranks
+from curvestep.distributed import local
 from curvestep.smoothness.replay import checked_loss
 from curvestep.smoothness.snapshot import PassState
-from curvestep.vectors import SMALL, global_norm
+from curvestep.vectors import global_norm
 
 Listener = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
@@ -44,54 +42,6 @@ class ForwardCalls:
         """The calls of several passes together."""
         inputs = [mark for part in parts for mark in part.inputs]
         return cls(sum(part.calls for part in parts), sum(part.size for part in parts), inputs)
-
-
-class RankGradients:
-    """This rank's own gradient in a training pass of DDP, looked at before the ranks average theirs.
-
-    Two batch sizes in one step, the rank's and that of all ranks, give the noise of the gradient for free.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._norms: dict[int, Tensor] = {}
-        self._repeated = False
-        # Of smaller parameters a linear mark is kept too: its mean over the ranks must be that of `.grad`.
-        smallest = min(p.numel() for p in parameters)
-        self._marked = [i for i, p in enumerate(parameters) if p.numel() <= max(smallest, SMALL)]
-        self._marks: dict[int, float] = {}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._take, i)) for i, p in enumerate(parameters)
-        ]
-
-    def _take(self, i: int, p: Tensor) -> None:
-        self._repeated |= i in self._norms
-        self._norms[i] = global_norm([p.grad])
-        if i in self._marked:
-            self._marks[i] = fingerprint(p.grad)[0][2]
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def noise(self, grad_norm: float, model: nn.Module) -> dict[str, float]:
-        """The row's ``noise`` and ``grad_signal``, given the norm of the mean gradient; nothing if in doubt.
-
-        In doubt where a parameter was reached twice (what the first pass left is averaged already), and where
-        the mean of the ranks' gradients is not what is in ``.grad``, as with a loss scaler.
-        """
-        square = over_ranks(math.fsum(n.item() ** 2 for n in self._norms.values()), model, mean=True)
-        expected = over_ranks(math.fsum(self._marks.values()), model, mean=True)
-        there = [mark for i in self._marked for mark in fingerprint(self._parameters[i].grad)]
-        off = abs(expected - math.fsum(mark[2] for mark in there)) > 1e-3 * math.fsum(
-            mark[3] for mark in there
-        )
-        if any_rank(self._repeated or off, model) or not math.isfinite(square):
-            return {}
-        # W ranks of b samples: E‖g_r‖² − E‖g‖² = (1 − 1/W) tr Σ/b, and the square of `noise` is tr Σ/(W b).
-        variance = max(0.0, square - grad_norm**2) / (dist.get_world_size() - 1)
-        return {"noise": math.sqrt(variance), "grad_signal": grad_norm**2 - variance}
 
 
 @dataclass(eq=False)
@@ -175,7 +125,6 @@ class StepRecord:
     oracle_state: PassState | None = None  # likewise, of the first gradient of the oracle
     trained: ForwardCalls = field(default_factory=ForwardCalls)  # training's calls since the step before
     replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
-    ranks: RankGradients | None = None  # this rank's own gradient, under DDP
     eps: float = 0.0  # relative precision under autocast, zero without
     in_block: bool = False  # whether the optimizer is stepping: it may call the model as often as it likes
     in_replay: bool = False  # whether a replay calls the model

@@ -24,7 +24,6 @@ from curvestep._checks import check_choice, check_count, check_optimizer, check_
 from curvestep.distributed import (
     any_rank,
     from_rank_zero,
-    is_sharded,
     is_writer,
     over_ranks,
     spans_ranks,
@@ -45,7 +44,6 @@ from curvestep.smoothness.observer import (
     ForwardCalls,
     ForwardHook,
     Pass,
-    RankGradients,
     StepObserver,
     StepRecord,
     TrainingLoss,
@@ -172,8 +170,6 @@ class SmoothnessProbe:
         self._start, self._gradients = Workspace(), Workspace()
         self._origin: list[Tensor] | None = None  # where the run began, while further batches are asked
         self._record = StepRecord()
-        # DDP averages whole gradients; FSDP2 never holds one.
-        self._averages = spans_ranks(model) and not any(map(is_sharded, self.parameters))
         hook = ForwardHook(self._record_forward)
         self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
@@ -196,8 +192,7 @@ class SmoothnessProbe:
             batch_size: For the row. Default: the length of the model's first input, over all calls.
             halves: The mean loss of each half of the batch, for the noise of the batch's gradient,
                 :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`, and the two parts of the gradient noise scale,
-                ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch. Under DDP the
-                ranks' own gradients give them without it, unless a loss scaler or several passes hide them.
+                ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch.
         """
         if self.due:
             self._record.passes = [Pass(closure, state=self._record.state, loss=loss)]
@@ -451,9 +446,6 @@ class SmoothnessProbe:
                 trained = None if hidden else gradients
                 gradients = list(self._test.run(replay, trained, record, clipped=True))
         raw_norm = global_norm(gradients).item()
-        if record.ranks is not None:
-            record.ranks.remove()
-            row.update(record.ranks.noise(raw_norm, self.model))
         if self.self_test is None or (
             own and not clipped and any_rank(self._test.is_due(record), self.model)
         ):
@@ -536,8 +528,6 @@ class SmoothnessProbe:
         started = self.schedule.clock()
         if self._record.state is None:
             self._record.state = PassState(self.model, self.keep)
-        if self._record.ranks is None and self.oracle is None and self._averages:
-            self._record.ranks = RankGradients(self.parameters)
         self._record.eps = max(self._record.eps, autocast_precision(self.parameters[0]))
         self._record.trained.record(args, kwargs, with_inputs=self.self_test is None)
         self._record.spent += self.schedule.clock() - started
@@ -597,8 +587,6 @@ class SmoothnessProbe:
         self.step += 1
 
     def _forget_step(self) -> None:
-        if self._record.ranks is not None:
-            self._record.ranks.remove()
         if self._record.steps is not None:
             self._record.steps.stop()
         self._record = StepRecord()

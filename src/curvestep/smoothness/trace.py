@@ -85,7 +85,7 @@ _TABLE = (
      "After a first step that overshot: ‖g‖ where the run began, of this row's batch."),
     ("cosine", "number", "1", "Cosine of the angle between the step and −g(x)."),
     ("noise", "number", "loss/x",
-     "‖g₁ − g₂‖/2 of the halves of the batch (DDP: of the ranks): standard deviation of g."),
+     "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g."),
     ("grad_variance", "number", "(loss/x)²",
      "tr Σ, of the gradient of one sample: `batch_size` times the square of `noise`."),
     ("grad_signal", "number", "(loss/x)²",
