@@ -1,4 +1,4 @@
-"""`record`, `begin`, `end` and `watch`: the same measurement in other people's loops, and the same bits."""
+"""`record` with `watch`, and callbacks: the same measurement in other people's loops, and the same bits."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ def loop(
         if scaler is not None and (clip is not None or shape == "begin"):
             scaler.unscale_(optimizer)
         if shape == "begin":
-            probe.begin()
+            probe._begin()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if scaler is None:
@@ -79,7 +79,7 @@ def loop(
             scaler.step(optimizer)
             scaler.update()
         if shape == "begin":
-            probe.end()
+            probe._end()
         schedule.step()
     state = [*model.state_dict().values(), *tensors_of(optimizer.state_dict()["state"])]
     rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -189,9 +189,9 @@ def test_weights_are_the_shares_of_micro_batches():
         (loss * count / 8).backward()
     whole = F.cross_entropy(model(x), y)
     expected = torch.autograd.grad(whole, list(model.parameters()))
-    probe.begin(optimizer)
+    probe._begin(optimizer)
     optimizer.step()
-    probe.end()
+    probe._end()
     row = probe.trace[0]
     assert row["loss"] == pytest.approx(whole.item())
     assert row["grad_norm"] == pytest.approx(cs.vectors.global_norm(expected).item())

@@ -136,11 +136,11 @@ def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
     probe = SmoothnessProbe(model, every=1, on_error="raise")
 
     def before(*_):  # as a framework's callback does: begin, then the framework clips, inside `step`
-        probe.begin(optimizer)
+        probe._begin(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: probe.end())
+    optimizer.register_step_post_hook(lambda *_: probe._end())
     for _ in range(2):
         optimizer.zero_grad()
         probe.record(lambda: F.cross_entropy(model(x), y)).backward()

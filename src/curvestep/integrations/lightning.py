@@ -126,7 +126,7 @@ class SmoothnessCallback(Callback):
         if self.probe is not None and self._begins:
             self._begun = True
             if not self.probe.due or any(p.grad is not None for p in self.probe.parameters):
-                self.probe.begin(optimizer)  # else training_step left this batch out
+                self.probe._begin(optimizer)  # else training_step left this batch out
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -157,7 +157,7 @@ class SmoothnessCallback(Callback):
     def _end(self) -> None:
         if self._begun and self.probe is not None:
             self._begun = False
-            self.probe.end()
+            self.probe._end()
 
     def _recorded(self, training_step: Any, trainer: Trainer, pl_module: LightningModule) -> Any:
         """The strategy's ``training_step``, its loss recorded at steps that are due."""

@@ -174,14 +174,14 @@ class SmoothnessCallback(TrainerCallback):
             probe.record(loss_fn, batch_size=round(batch_length(inputs)))
             loss = outputs[0]
         if trainer.accelerator.sync_gradients and trainer.accelerator.scaler is None:
-            probe.begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
+            probe._begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
             self._begun = True
         return loss
 
     def _end(self) -> None:
         if self._begun and self.probe is not None:
             self._begun = False
-            self.probe.end()
+            self.probe._end()
 
     def _report(self, numbers: dict[str, float], _: int) -> None:
         """To the callbacks at once: one more call of ``trainer.log`` would empty the metrics of TRL."""

@@ -2,7 +2,7 @@ r"""One line in a training loop that measures smoothness along it, and changes n
 
 At a measured step the probe keeps :math:`x_k` and the gradient there, lets the optimizer step to
 :math:`x_{k+1}`, replays the batch at points between the two, and writes one row. ``with probe(loss_fn)``
-around the step, ``record`` with ``begin`` and ``end``, and ``record`` with ``watch`` do the same.
+around the step and ``record`` with ``watch`` do the same.
 """
 
 from __future__ import annotations
@@ -196,13 +196,13 @@ class SmoothnessProbe:
         """
         if self.due:
             self._record.passes = [Pass(closure, state=self._record.state, loss=loss)]
-        self.begin(batch_size=batch_size, halves=halves)
+        self._begin(batch_size=batch_size, halves=halves)
         try:
             yield
         except BaseException:
             self._finish_step()
             raise
-        self.end()
+        self._end()
 
     def record(
         self, loss_fn: Callable[[], Any], weight: float = 1.0, *, batch_size: int | None = None
@@ -243,7 +243,7 @@ class SmoothnessProbe:
         self._record.spent += spent
         return loss
 
-    def begin(
+    def _begin(
         self,
         optimizer: Optimizer | None = None,
         *,
@@ -282,7 +282,7 @@ class SmoothnessProbe:
             record.steps.expect(check_optimizer(optimizer))
         record.spent += self._now() - started
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
         record, row = self._record, self._record.row
         if row is None:
@@ -318,12 +318,12 @@ class SmoothnessProbe:
         if self._watched is not None:
             raise ValueError(
                 "This probe watches an optimizer already. Make a probe for each, with the module that it "
-                "trains, or call `probe.begin()` and `probe.end()` around the steps of all."
+                "trains, or put the steps of all into one `with probe(loss_fn):`."
             )
         self._watched = optimizer
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self.end()),
+            optimizer.register_step_post_hook(lambda *_: self._end()),
         ]
         return self
 
@@ -381,13 +381,13 @@ class SmoothnessProbe:
         """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
-            self.begin(optimizer, clipped=True)
+            self._begin(optimizer, clipped=True)
             return None
 
         def first_closure() -> Any:
             loss = closure()
             if self._record.row is None:
-                self.begin(optimizer, clipped=True)
+                self._begin(optimizer, clipped=True)
             return loss
 
         return (args[0],), {**kwargs, "closure": first_closure}
