@@ -69,9 +69,9 @@ from typing import Any
 import torch
 
 import curvestep as cs
-from curvestep.lab.models.lstm import random_bptt_length
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SMALL_LSTM
 from curvestep.lab.recipes import get_recipe
+from curvestep.lab.run.controls import random_cuts
 from curvestep.lab.tasks import LanguageTask, make_task
 from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
@@ -104,16 +104,6 @@ def timed(estimate):
     return {
         name: Estimate(value=one.value, passes=one.passes, seconds=seconds) for name, one in found.items()
     }
-
-
-def random_cuts(num_rows, bptt, generator):
-    """Starts and lengths of pieces, as AWD-LSTM draws them: 70 words give or take 5, now and then half."""
-    pieces, start = [], 0
-    while start < num_rows:
-        length = min(random_bptt_length(generator, bptt), num_rows - start)
-        pieces.append((start, length))
-        start += length
-    return pieces
 
 
 def authors_estimate(model, step, summed_gradient, rows_of_pass):

@@ -20,7 +20,7 @@ def test_every_recipe_exists_at_both_scales_and_names_its_figures(name, scale):
 def test_a_scale_that_a_recipe_lacks_is_named_with_those_it_has():
     assert get_recipe("ptb-lstm", "longer").probe_data == 0.01
     with pytest.raises(
-        ValueError, match=r"no recipe ptb-awd-lstm at `scale` 'longer'. It has: laptop, paper"
+        ValueError, match=r"no recipe ptb-awd-lstm at `scale` 'longer'. It has: laptop, epoch, paper"
     ):
         get_recipe("ptb-awd-lstm", "longer")
 
@@ -45,7 +45,9 @@ def test_unknown_recipe_is_an_error_with_the_nearest_and_all_names():
 
 
 def test_unknown_scale_is_an_error():
-    with pytest.raises(ValueError, match="`scale` must be one of 'laptop', 'longer', 'paper', got 'huge'"):
+    with pytest.raises(
+        ValueError, match="`scale` must be one of 'laptop', 'longer', 'epoch', 'paper', got 'huge'"
+    ):
         get_recipe("ptb-lstm", "huge")
 
 

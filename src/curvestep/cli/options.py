@@ -42,7 +42,9 @@ class Reproduce:
 
     FIGURE: Annotated[tuple[Figure, ...], "fig1 to fig8; none: all"] = ()
     folder: Annotated[str, "Folder for runs, figures, claims.md and report.html"] = "reproduction"
-    scale: Annotated[Scale, "laptop: minutes on two cores; longer: hours; paper: days on a GPU"] = "laptop"
+    scale: Annotated[
+        Scale, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days"
+    ] = "laptop"
     engine: Annotated[Engine, "Processes here, or a Ray cluster"] = "joblib"
     workers: Annotated[int, "Runs at a time"] = 2
     address: Annotated[str, "Of a Ray cluster, such as 10.0.0.1:6379; none starts one here"] = ""

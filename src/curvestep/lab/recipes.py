@@ -1,4 +1,4 @@
-r"""Named training configurations: at laptop scale, longer, and as in the paper.
+r"""Named training configurations, at four scales from minutes on a laptop to the paper's own.
 
 A recipe is a frozen dataclass: together with its seed it decides a training run, so that a run is a function
 of its recipe. Each one names the figures of the paper that it serves. Change a field with :func:`get_recipe`
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
 from curvestep.steps import check_threshold
 
-Scale = Literal["laptop", "longer", "paper"]
+Scale = Literal["laptop", "longer", "epoch", "paper"]
 SCALES: tuple[str, ...] = get_args(Scale)
 OPTIMIZERS = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}  # their classes
 
@@ -36,7 +36,8 @@ class Recipe(ABC):
     Args:
         name: Name of the recipe, as on the command line.
         figures: Figures of the paper that it serves.
-        scale: ``laptop`` (minutes), ``longer`` (hours on two cores) or ``paper`` (days).
+        scale: ``laptop`` (minutes), ``longer`` (hours on two cores), ``epoch`` (the paper's model for its
+            first epoch, hours a run) or ``paper`` (days).
         seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
             the same start and the same batches.
         optimizer: Step rule: ``clipped``, h = min{η, γη/g}, or ``normalized``, h = η/(g + β).
@@ -53,6 +54,7 @@ class Recipe(ABC):
         probe_from: Step of the first measurement: to leave out the start of training.
         fractions: Fractions of the step at which the probe takes the gradient again.
         probe_data: Share of the training data on which the probe measures; 0 is the training batch.
+        spectral_every: Measurements between two of the Hessian's operator norm; 0 measures none.
         eval_every: Steps between two evaluations on held-out data; 0 evaluates at the end only.
         eval_size: Held-out tokens or images to evaluate on; 0 takes all.
         log_every: Steps after which the mean loss is fetched from the device and written; an evaluation does
@@ -79,6 +81,7 @@ class Recipe(ABC):
     probe_from: int = 0
     fractions: tuple[float, ...] = (0.5, 1.0)
     probe_data: float = 0.0
+    spectral_every: int = 0
     eval_every: int = 0
     eval_size: int = 0
     log_every: int = 1
@@ -97,8 +100,9 @@ class Recipe(ABC):
             check_nonnegative(name, getattr(self, name))
         for name in ("batch_size", "log_every"):
             check_count(name, getattr(self, name))
-        for name in ("seed", "steps", "epochs", "probe_every", "probe_from", "eval_every", "eval_size"):
+        for name in ("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every", "eval_every"):
             check_count(name, getattr(self, name), least=0)
+        check_count("eval_size", self.eval_size, least=0)
         if (self.steps == 0) == (self.epochs == 0):
             raise ValueError(
                 f"`steps` and `epochs` must not both be zero, nor both be set, got {self.steps} and "
@@ -154,6 +158,10 @@ class LanguageRecipe(Recipe):
         activation_penalty: Weight of the mean square of the last layer's dropped-out output (``awd-lstm``).
         temporal_penalty: Weight of the mean square of its change from word to word (``awd-lstm``).
         bptt: Words of truncated backpropagation.
+        probe_pieces: Measure on so many short pieces of text that represent all of it, side by side in one
+            batch, each after its own words, and beside it the gradient norm without dropout; 0 measures on
+            ``probe_data``.
+        authors_at: Shares of the run at which the authors' own estimate of smoothness is taken, too.
         variable_bptt: Draw the length of each piece as Merity et al. do, and scale ``lr`` by it.
         averaging: Evaluate the average of the iterates: ``never``; ``triggered``, from the moment when the
             validation loss has not improved on the best of all but the last ``patience`` evaluations; or
@@ -178,6 +186,8 @@ class LanguageRecipe(Recipe):
     activation_penalty: float = 0.0
     temporal_penalty: float = 0.0
     bptt: int = 35
+    probe_pieces: int = 0
+    authors_at: tuple[float, ...] = ()
     variable_bptt: bool = False
     averaging: Literal["never", "triggered", "always"] = "never"
     patience: int = 5
@@ -188,7 +198,15 @@ class LanguageRecipe(Recipe):
         for name in ("embedding", "hidden", "layers", "bptt"):
             check_count(name, getattr(self, name))
         check_count("patience", self.patience)
-        check_count("num_words", self.num_words, least=0)
+        for name in ("num_words", "probe_pieces"):
+            check_count(name, getattr(self, name), least=0)
+        if self.probe_pieces and self.probe_data:
+            raise ValueError(
+                f"The probe measures on `probe_pieces` or on `probe_data`, got {self.probe_pieces} and "
+                f"{self.probe_data!r}. Set one of them."
+            )
+        if not all(0 <= share < 1 for share in self.authors_at):
+            raise ValueError(f"`authors_at` must be shares of the run in [0, 1), got {self.authors_at!r}.")
         if self.vocabulary:
             check_count("vocabulary", self.vocabulary, least=3)
         for name in ("dropout", "weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"):
@@ -282,6 +300,11 @@ _AWD_LSTM_PAPER = LanguageRecipe(
     eval_every=664,
     log_every=20,
 )
+# Its first epoch, measured on five short pieces instead of a tenth of the text.
+_AWD_LSTM_EPOCH = replace(
+    _AWD_LSTM_PAPER, scale="epoch", epochs=1, averaging="never", probe_data=0.0, probe_pieces=5,
+    fractions=(0.05, 0.15, 0.5, 1.0), eval_every=0, log_every=1,
+)  # fmt: skip
 _AWD_LSTM = replace(
     _AWD_LSTM_PAPER, scale="laptop", hidden=200, embedding=128, layers=3, bptt=35, epochs=0, steps=300,
     probe_data=0.0, eval_every=0, eval_size=7_000, log_every=1,
@@ -313,6 +336,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
         _PTB_LSTM_LONGER,
         _PTB_LSTM_PAPER,
         _AWD_LSTM,
+        _AWD_LSTM_EPOCH,
         _AWD_LSTM_PAPER,
         _RESNET20,
         _RESNET20_LONGER,

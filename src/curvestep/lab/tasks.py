@@ -22,10 +22,12 @@ from curvestep.lab.data.ptb import load_ptb
 from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet18, ResNet20
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+from curvestep.smoothness.oracle import representative_batches
 from curvestep.smoothness.snapshot import detach_state
 
 EVAL_STREAMS = 10  # streams of text, side by side, in an evaluation
 EVAL_IMAGES = 500
+PIECE_WORDS = 20  # of each stream in a short piece; benchmarks/authors.py chose it
 
 
 def seed_of(recipe: Recipe, purpose: str) -> int:
@@ -160,6 +162,28 @@ class LanguageTask:
             (rows[start : start + length], rows[start + 1 : start + 1 + length])
             for start, length in _fixed_pieces(len(rows), self.recipe.bptt)
         ]
+
+    def stacked_pieces(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Short pieces that represent the text, side by side: words before each, its own, and the following.
+
+        Each is shaped (time, pieces times streams).
+        """
+        rows = self.streams[:, self.mine]
+        starts = range(PIECE_WORDS, len(rows) - PIECE_WORDS, PIECE_WORDS)
+        pieces = [self.streams[start + 1 : start + 1 + PIECE_WORDS] for start in starts]
+        chosen = [starts[i] for i in representative_batches(pieces, count, labels=lambda piece: piece)]
+
+        def side_by_side(offset: int) -> Tensor:
+            return torch.cat([rows[start + offset : start + offset + PIECE_WORDS] for start in chosen], dim=1)
+
+        return side_by_side(-PIECE_WORDS), side_by_side(0), side_by_side(1)
+
+    def loss_of_pieces(self, model: nn.Module, pieces: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Mean loss of :meth:`stacked_pieces`, from the state that the words before each leave."""
+        before, words, following = pieces
+        with torch.no_grad():
+            state = model(before)[1]
+        return self.loss(model, (words, following), detach_state(state))[0]
 
     def _pieces(self, epoch: int) -> list[tuple[int, int]]:
         """Start and length of every piece of one pass."""

@@ -31,6 +31,7 @@ from curvestep.lab.paper.plan import (
     IMAGES_WITH_DROPS,
     LANGUAGE,
     SHOWN_SEED,
+    UNCLIPPED_EPOCH,
     PaperFigure,
     Picture,
     Planned,
@@ -311,7 +312,7 @@ def _beyond_a_laptop(measured: str) -> Callable[[Results], Evidence | None]:
 
 def sweep_runs(scale: str) -> list[Planned]:
     """Every point of the sweep on images: short, not measured, one seed; not among the longer runs."""
-    if scale == "longer":
+    if scale in ("longer", "epoch"):
         return []
     laptop = {"steps": 60, "batch_size": 64, "pooling": 2, "eval_size": 500}
     length = laptop if scale == "laptop" else {"epochs": 10}
@@ -323,14 +324,16 @@ def sweep_runs(scale: str) -> list[Planned]:
 
 def _all_runs(scale: str) -> list[Planned]:
     return [
-        *legend_runs(scale, [*LANGUAGE, *IMAGES, *IMAGES_WITH_DROPS]),
+        *legend_runs(scale, [*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS]),
         *sweep_runs(scale),
         *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 
 
 def _draw_curves(results: Results, title: str) -> Figure:
-    settings = [name for name in (*LANGUAGE, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)]
+    settings = [
+        name for name in (*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)
+    ]
     return curves([run for setting in settings for run in results.of(setting)], title=title)
 
 

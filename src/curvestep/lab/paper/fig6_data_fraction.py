@@ -121,12 +121,15 @@ def share_runs(scale: str) -> list[Planned]:
     """The same run twice, measured on a tenth of its text and on all of it, at half of each step.
 
     At laptop scale the text is the first 100,000 words: with all of PTB one gradient takes half a minute.
-    The longer one has all of PTB.
+    The longer one has all of PTB. At the scale ``epoch`` AWD-LSTM is measured at three points.
     """
     found = LANGUAGE[BY_HAND]
     seed = SHOWN_SEED if scale == "laptop" else LONGER[1]
     fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "seed": seed}
-    if scale == "paper":
+    if scale == "epoch":
+        fields |= {"steps": 460, "probe_pieces": 0, "probe_every": 228, "fractions": (0.5,)}
+        recipe = get_recipe("ptb-awd-lstm", scale, **fields)
+    elif scale == "paper":
         recipe = get_recipe("ptb-awd-lstm", scale, epochs=1, probe_every=60, **fields)
     else:
         fields |= {**SMALL_LSTM, "fractions": (0.5,), "eval_every": 0}

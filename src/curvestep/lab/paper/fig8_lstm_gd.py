@@ -114,15 +114,17 @@ def ratio_words(found: Sequence[Comparison]) -> str:
 def two_layer_settings(scale: str) -> tuple[str, str]:
     """GD and clipped GD on the two-layer LSTM.
 
-    The longer runs have lr 30 in place of the paper's 10; at paper scale the legend's names are AWD-LSTM's.
+    The longer runs have lr 30 in place of the paper's 10; at larger scales the legend's names are AWD-LSTM's.
     """
-    if scale == "paper":
+    if scale in ("epoch", "paper"):
         return "lstm-lr2", "lstm-lr10clip0.25"
     return SETTINGS if scale == "laptop" else (SETTINGS[0], BY_HAND)
 
 
 def two_layer_runs(scale: str) -> list[Planned]:
-    """Runs of both settings."""
+    """Runs of both settings; none at the scale ``epoch``, which has AWD-LSTM alone."""
+    if scale == "epoch":
+        return []
     if scale != "paper":
         return legend_runs(scale, two_layer_settings(scale))
     runs = []

@@ -14,6 +14,7 @@ from curvestep._checks import check_choice
 from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
+from curvestep.lab.tasks import PIECE_WORDS
 
 SHOWN_SEED = 10  # where there is room for one run, at laptop scale
 
@@ -196,9 +197,15 @@ class Results:
 # the 10,000 images averaged to 16 x 16, batches of 64; 300 steps, measured every 6 (momentum: every 2) from
 # step 60 on, on 60 images; under a schedule not measured, on five seeds instead of three.
 # longer: the paper's two-layer LSTM 200/512 on all of PTB for an epoch; ResNet20 for ten epochs.
+# epoch: the paper's AWD-LSTM 400/1150 with all its dropout on all of PTB for its first epoch, measured every
+# 5 steps on five representative pieces of 20 words in each of 20 streams, at 0.05, 0.15, 1/2 and 1 of each
+# step, seeds 0 to 2; without clipping lr 5, 10 and 20 too, not measured, on the first seed.
 FIVE, THREE = (10, 11, 12, 13, 14), (10, 11, 12)
 MEASURED_IMAGES = (15, 16, 17, 18, 19)
 LONGER, LONGER_IMAGES = (0, 1, 2), (0, 1)
+EPOCH = (0, 1, 2)
+# On the first also the operator norm at every twentieth row, and the authors' estimate at four points.
+EPOCH_FIRST: dict[str, Any] = {"spectral_every": 20, "authors_at": (0.02, 0.3, 0.6, 0.9)}
 FRACTIONS = (0.1, 0.5, 1.0)
 SMALL_LSTM: dict[str, Any] = {"embedding": 64, "hidden": 100, "vocabulary": 2000}
 _LANGUAGE: dict[str, Any] = {
@@ -233,8 +240,10 @@ class Setting:
         momentum: Of SGD.
         seeds: At laptop scale.
         longer: Seeds of the longer runs.
+        epoch: Seeds of the paper's model for its first epoch.
         paper: Seeds at the paper's scale.
-        probe_every: Steps between measurements at laptop scale; 0 measures nothing.
+        probe_every: Steps between measurements at laptop scale, 0 measures nothing; at the scale ``epoch`` a
+            setting is measured if it is at laptop scale.
         lr_drops: As in a recipe, at laptop scale; elsewhere the recipe's own.
     """
 
@@ -243,23 +252,29 @@ class Setting:
     momentum: float = 0.0
     seeds: tuple[int, ...] = THREE
     longer: tuple[int, ...] = ()
+    epoch: tuple[int, ...] = ()
     paper: tuple[int, ...] = (0,)
     probe_every: int = 0
     lr_drops: tuple[float, ...] = ()
 
 
 LANGUAGE = {
-    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=5, longer=LONGER),
+    "lm-lr30clip0.25": Setting(lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH),
     "lm-lr10clip0.25": Setting(lr=10.0, max_norm=0.25, probe_every=10),
-    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=10, longer=LONGER),
-    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=5, longer=LONGER),
+    "lm-lr2clip0.25": Setting(lr=2.0, max_norm=0.25, probe_every=10, longer=LONGER, epoch=EPOCH),
+    "lm-lr2": Setting(lr=2.0, seeds=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH),
     "lm-lr4": Setting(lr=4.0),
-    "lm-lr10": Setting(lr=10.0),
+    "lm-lr10": Setting(lr=10.0, epoch=EPOCH[:1]),
     "lm-lr30": Setting(lr=30.0),
 }
 BY_HAND = "lm-lr30clip0.25"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
-_EXTRA = {ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=10)}
+_EXTRA = {
+    ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=10),
+    "lm-lr5": Setting(lr=5.0, seeds=(), epoch=EPOCH[:1], paper=()),
+    "lm-lr20": Setting(lr=20.0, seeds=(), epoch=EPOCH[:1], paper=()),
+}
+UNCLIPPED_EPOCH = ("lm-lr5", "lm-lr20")  # beside lr 10, so that the best without clipping is a choice
 IMAGES = {
     "cifar-momentum": Setting(
         lr=0.1, momentum=0.9, seeds=MEASURED_IMAGES, probe_every=2, longer=LONGER_IMAGES
@@ -287,16 +302,28 @@ def legend_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
     runs = []
     for name in settings:
         found = _SETTINGS[name]
-        language = name in LANGUAGE or name in _EXTRA
-        model = ("ptb-awd-lstm" if scale == "paper" else "ptb-lstm") if language else "cifar-resnet20"
-        fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
-        if scale == "laptop":
-            fields |= {"probe_every": found.probe_every, "lr_drops": found.lr_drops}
-            fields |= _LANGUAGE if language else _IMAGES
-        recipe = get_recipe(model, scale, **fields)
-        seeds = {"laptop": found.seeds, "longer": found.longer, "paper": found.paper}[scale]
-        runs += [Planned(name, replace(recipe, seed=seed)) for seed in seeds]
+        seeds = {"laptop": found.seeds, "longer": found.longer, "epoch": found.epoch, "paper": found.paper}
+        runs += [Planned(name, _recipe_of(name, scale, seed)) for seed in seeds[scale]]
     return runs
+
+
+def _recipe_of(name: str, scale: str, seed: int) -> Recipe:
+    """The recipe of one seed of a setting."""
+    found = _SETTINGS[name]
+    fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
+    fields["seed"] = seed
+    language = name in LANGUAGE or name in _EXTRA
+    if scale == "laptop":
+        fields |= {"probe_every": found.probe_every, "lr_drops": found.lr_drops}
+        fields |= _LANGUAGE if language else _IMAGES
+    if scale == "epoch" and found.probe_every == 0:
+        fields["probe_every"] = 0
+    elif scale == "epoch" and seed == EPOCH[0]:
+        fields |= EPOCH_FIRST
+    if not language:
+        return get_recipe("cifar-resnet20", scale, **fields)
+    model = {"epoch": "ptb-awd-lstm", "paper": "ptb-awd-lstm"}.get(scale, "ptb-lstm")
+    return get_recipe(model, scale, **fields)
 
 
 def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
@@ -330,6 +357,9 @@ def cost_of(recipe: Recipe) -> float:
     gradients = len(recipe.fractions)
     if recipe.probe_data:
         gradients = (gradients + 1) * max(1, round(recipe.probe_data * _epoch(recipe)))
+    if isinstance(recipe, LanguageRecipe) and recipe.probe_pieces:
+        # Words before each piece, and the gradient without dropout.
+        gradients = (gradients + 2) * 1.3 * recipe.probe_pieces * PIECE_WORDS / recipe.bptt
     return steps * step + rows * gradients * gradient
 
 

@@ -97,7 +97,8 @@ def reproduce(
     Args:
         folder: Where everything goes.
         figures: Such as ``["fig2", "fig8"]``; default all.
-        scale: ``laptop``, in a quarter of an hour on two cores; ``longer``, in three hours; or ``paper``.
+        scale: ``laptop``, in a quarter of an hour on two cores; ``longer``, in three hours; ``epoch``, the
+            paper's AWD-LSTM in about 30 core-hours; or ``paper``.
         progress: Show how far it is (plain lines without a terminal).
         offline: Use no network: data that are not here are replaced by stand-ins, and the report says so.
         engine: ``joblib`` or ``ray``.

@@ -19,6 +19,7 @@ from curvestep._checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
 from curvestep.lab.progress import Progress
 from curvestep.lab.recipes import LanguageRecipe, Recipe
+from curvestep.lab.run.controls import measured_beside
 from curvestep.lab.run.devices import (
     ignore_sigint,
     make_fabric,
@@ -191,7 +192,8 @@ def _loop(
         loss, session.state = task.loss(model, batch, state)
         fabric.backward(loss)
         size = batch[1].numel() * fabric.world_size
-        with probe(loss_of_batch, loss=loss, batch_size=size) if probe else nullcontext():
+        measuring = probe(loss_of_batch, loss=loss, batch_size=size) if probe else nullcontext()
+        with measured_beside(session, total), measuring:
             optimizer.step()
         optimizer.zero_grad()
         if session.averaging:
@@ -251,7 +253,7 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
         "coefficient": stats["coefficient"],
         "lr": session.raw_optimizer.param_groups[0]["lr"],
     }
-    _write(session, row)
+    session.write(row)
     unit = {"perplexity": math.exp(min(value, 700.0))} if session.task.metric == "perplexity" else {}
     clipped = 100 * stats["clipped_fraction"]
     progress.update(session.step, loss=value, **unit, grad_norm=stats["grad_norm"], clipped_percent=clipped)
@@ -270,18 +272,10 @@ def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
     model.eval()
     for split in splits:
         values = task.evaluate(model, split, session.fabric.device)
-        _write(session, {"step": session.step, "split": split, **values})
+        session.write({"step": session.step, "split": split, **values})
         if averaging and split == task.splits[0]:
             averaging.after_validation(values["loss"])
     session.model.train()
-
-
-def _write(session: Session, row: dict[str, Any]) -> None:
-    if session.metrics is not None:
-        session.metrics.append(row)
-        if session.fabric.loggers:
-            numbers = {f"{row['split']}/{k}": v for k, v in row.items() if k not in ("step", "split")}
-            session.fabric.log_dict(numbers, step=row["step"])
 
 
 class _StatusFile:

@@ -28,7 +28,7 @@ from curvestep._files import replace_atomically
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.devices import all_gather, full_tensor, shard_like
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
-from curvestep.lab.tasks import Task, seed_of
+from curvestep.lab.tasks import LanguageTask, Task, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
@@ -120,6 +120,15 @@ class Session:
         }
         save_checkpoint(self.run.folder / CHECKPOINT, content)
 
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to the metrics and hand its numbers to the loggers, on the first process."""
+        if self.metrics is None:
+            return
+        self.metrics.append(row)
+        if self.fabric.loggers:
+            numbers = {f"{row['split']}/{k}": v for k, v in row.items() if k not in ("step", "split")}
+            self.fabric.log_dict(numbers, step=row["step"])
+
     def close(self) -> None:
         """Close the row files and the loggers."""
         for logger in self.fabric.loggers:
@@ -172,16 +181,31 @@ def make_probe(
     """The probe of ``recipe``, or None if it measures nothing."""
     if recipe.probe_every == 0:
         return None
-    oracle = None
-    if recipe.probe_data:  # a fixed share of the training data
-        batches = [fabric.to_device(batch) for batch in task.oracle_batches(recipe.probe_data)]
-        sizes = [float(target.numel()) for _, target in batches]
-        oracle = GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
+    estimators = {"smoothness": 1}
+    if recipe.spectral_every:
+        estimators["spectral_smoothness"] = recipe.spectral_every
     probe = SmoothnessProbe(
-        model, every=recipe.probe_every, fractions=recipe.fractions, oracle=oracle, trace=path
+        model,
+        every=recipe.probe_every,
+        fractions=recipe.fractions,
+        estimators=estimators,
+        oracle=make_oracle(recipe, task, model, fabric),
+        trace=path,
     )
     probe.schedule.next = recipe.probe_from
     return probe
+
+
+def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) -> GradientOracle | None:
+    """The data that the probe measures on; None is the training batch."""
+    if isinstance(task, LanguageTask) and task.recipe.probe_pieces:
+        pieces = fabric.to_device(task.stacked_pieces(task.recipe.probe_pieces))
+        return GradientOracle(partial(task.loss_of_pieces, model), [pieces])
+    if recipe.probe_data == 0:
+        return None
+    batches = [fabric.to_device(batch) for batch in task.oracle_batches(recipe.probe_data)]
+    sizes = [float(target.numel()) for _, target in batches]
+    return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
 def load_start(recipe: Recipe, module: nn.Module) -> nn.Module:
