@@ -191,8 +191,7 @@ AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20:
 The coefficient is folded into the update, so the gradients are read twice and never written: 16 bytes a
 parameter instead of 24 (12 read and 4 written, not 16 and 8), with momentum 24 instead of 44 (16 and 8, not
 28 and 16), with AdamW 32 instead of 40 (20 and 12, not 24 and 16 by torch's fused kernel). The norm is read
-in four streams at once, the update walks back through the cache, and moments and momentum lie in large pages
-of memory where Linux gives them (`madvise` or `always` in `/sys/kernel/mm/transparent_hugepage/enabled`).
+in four streams at once, and the update walks back through the cache.
 With two threads our step has two parallel regions; torch's functions have one or more for each tensor, which
 costs them most where the cores are busy. On small models most of the time is spent in Python and in starting
 calls, on both sides; our kernel looks at the tensors from C.

@@ -11,17 +11,15 @@ piece that is None counts as zero.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvestep._kernel import DTYPES, PLAIN, View, is_non_overlapping_and_dense, native
+from curvestep._kernel import PLAIN, View, native
 from curvestep.distributed import is_sharded
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
@@ -37,9 +35,6 @@ TINY = 1 << 10
 PIECE = 1 << 18
 # Up to this size a difference is kept as it is: a call costs more than its entries.
 SMALL = 1 << 14
-
-# Bytes of a line of the cache, and of a large page of memory.
-LINE, LARGE_PAGE = 64, 1 << 21
 
 # Between these norms no square of an entry that matters has overflowed or vanished.
 _SAFE = {torch.float64: (1e-140, 1e150)}
@@ -249,54 +244,6 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
     assert other is not None
     product: Any = (step * other.to(wide)).sum()
     return sign * (product.full_tensor() if is_sharded(product) else product)
-
-
-def zeros_like_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros like each of the tensors: on CPU side by side in large pages, where they fill one and there are.
-
-    A processor that walks through 4 MB has to find out where a thousand pages of the usual size lie, and two
-    large ones. Each tensor has a storage of its own, so that it can be saved alone, and which cannot be
-    resized; the memory is given back with the last of them.
-
-    Example:
-        >>> zeros_like_each([torch.ones(2), torch.ones(1, 2)])
-        [tensor([0., 0.]), tensor([[0., 0.]])]
-    """
-    if _may_lie_together(tensors):
-        *starts, size = accumulate((-(-t.nbytes // LINE) * LINE for t in tensors), initial=0)
-        if size >= LARGE_PAGE // 2 and (memory := _large_pages(size)) is not None:
-            return [_like(t, memory, start) for t, start in zip(tensors, starts, strict=True)]
-    return [torch.zeros_like(t, memory_format=torch.preserve_format) for t in tensors]
-
-
-def _may_lie_together(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are plain tensors with numbers in CPU memory, and nobody watches how they are made."""
-    return (
-        hasattr(mmap, "MADV_HUGEPAGE")
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(t) in PLAIN and t.is_cpu and t.dtype in DTYPES and t.numel() for t in tensors)
-        and all(t.layout is torch.strided and is_non_overlapping_and_dense(t) for t in tensors)
-    )
-
-
-def _large_pages(size: int) -> mmap.mmap | None:
-    """Memory of this size or more, none where there is a limit on it or the system has no large pages."""
-    try:
-        memory = mmap.mmap(
-            -1, -(-size // LARGE_PAGE) * LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        return None
-    return memory
-
-
-def _like(t: Tensor, memory: mmap.mmap, start: int) -> Tensor:
-    """A tensor like ``t`` whose storage is the ``memory`` from ``start`` on."""
-    flat = torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=start)
-    # Not a view of `flat`: a gradient that flows through a step would have to go back through it.
-    return torch.empty(0, dtype=t.dtype, device="cpu").set_(flat.untyped_storage(), 0, t.shape, t.stride())
 
 
 def precision(tensors: Iterable[Tensor]) -> float:

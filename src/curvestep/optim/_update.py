@@ -27,7 +27,7 @@ from curvestep._kernel import (
     same_layout,
 )
 from curvestep.distributed import is_sharded
-from curvestep.vectors import check_memory, is_readable, zeros_like_each
+from curvestep.vectors import check_memory, is_readable
 
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
 _LARGE = 1 << 19
@@ -165,8 +165,8 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
     parts: dict[tuple, Bundle] = {}
     names = bundle.rule.buffer_names
     new = [(name, p) for name in names for p in bundle.params if state[p].get(name) is None]
-    for (name, p), zeros in zip(new, zeros_like_each([p for _, p in new]), strict=True):
-        state[p][name] = zeros
+    for name, p in new:
+        state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
     started = {id(p) for _, p in new}
     for whole, g in zip(bundle.params, bundle.grads, strict=True):
         rule = bundle.rule.first() if id(whole) in started else bundle.rule
