@@ -11,7 +11,7 @@ MOST_MODULES = 12
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
-HELPERS = {"_checks", "_files", "_kernel", "notes"}
+HELPERS = {"_checks", "_files", "_kernel", "notes", "optimizer_family"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
@@ -32,6 +32,7 @@ USES = {
     "_files": set(),
     "_kernel": set(),
     "notes": set(),
+    "optimizer_family": set(),
     "steps": set(),
     "bracket": set(),
     "display": {"steps"},

@@ -52,14 +52,22 @@ def check_optimizer(optimizer: Any) -> Optimizer:
     """The torch optimizer that steps: ``optimizer``, or what frameworks wrapped in it."""
     from torch.optim import Optimizer
 
-    inner = optimizer
-    while not isinstance(getattr(inner, "_optimizer_step_pre_hooks", None), Mapping) and hasattr(
-        inner, "optimizer"
-    ):
-        inner = inner.optimizer
+    inner = inner_optimizer(optimizer)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"`optimizer` must be a torch optimizer, got a {type(optimizer).__name__}.")
     return inner
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of frameworks (Accelerate's, Lightning's, Fabric's), or itself."""
+    while hasattr(optimizer, "optimizer") and not _has_hooks(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether torch made it: only its own optimizers call hooks around a step."""
+    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)
 
 
 def _is_number(value: object) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_nonnegative, check_positive
+from curvestep.optimizer_family import Family, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -297,10 +298,15 @@ def clip_norms(
     coefficient, g, length, lr = np.broadcast_arrays(
         *(np.asarray(values, dtype=float) for values in (coefficient, grad_norm, step_norm, lr))
     )
-    smooth = np.asarray(optimizer) == "NormalizedSGD"
+    smooth = _is_normalized(np.asarray(optimizer, dtype=object))
     with np.errstate(invalid="ignore", divide="ignore"):
         threshold = coefficient * g / np.where(smooth, 1 - coefficient, 1.0)
         recorded = np.where(coefficient < np.where(smooth, 0.5, 1 - 1e-6), threshold, math.inf)
         inferred = np.where(length < (1 - 1e-3) * (lr * g), length / lr, math.inf)
         inferred = np.where(np.isfinite(length * lr), inferred, math.nan)
     return np.where(np.isfinite(coefficient), recorded, inferred)
+
+
+def _is_normalized(names: np.ndarray) -> np.ndarray:
+    found = [family_of(name) is Family.NORMALIZED for name in names.flat]
+    return np.array(found, dtype=bool).reshape(names.shape)

@@ -25,6 +25,7 @@ import numpy as np
 
 from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import History, typical_clip_norm
+from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness.trace import NONFINITE
 from curvestep.steps import clip_norms
 
@@ -67,7 +68,7 @@ class Method:
     @property
     def adaptive(self) -> bool:
         """Whether it divides by the gradient's own size."""
-        return "Adam" in self.name
+        return family_of(self.name).is_adaptive
 
     @property
     def share(self) -> float:
@@ -312,7 +313,7 @@ def _method(history: History, measured: np.ndarray, late: np.ndarray) -> Method:
     return Method(
         name=name,
         momentum=momentum,
-        descent="Adam" not in name and momentum == 0 and (0.9 <= ratio <= 1.1 or clipped),
+        descent=not family_of(name).is_adaptive and momentum == 0 and (0.9 <= ratio <= 1.1 or clipped),
         product=_median(product[late], missing=math.nan),
         spectral=float(np.nanmax(spectral, initial=-math.inf)),
         limit=_median(rows["optimizer_limit"], missing=math.nan),
@@ -322,7 +323,7 @@ def _method(history: History, measured: np.ndarray, late: np.ndarray) -> Method:
 
 def _offset(rows: dict[str, np.ndarray], measured: np.ndarray, name: str) -> float:
     """β, if steps of length ρ = ηg/(g + β) were taken: ηg/ρ - g is then the same all along; NaN if not."""
-    if name not in ("", "NormalizedSGD"):
+    if name and family_of(name) is not Family.NORMALIZED:
         return math.nan
     g = rows["grad_norm"][measured]
     ratios = rows["lr"][measured] * g / rows["step_norm"][measured]

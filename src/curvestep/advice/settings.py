@@ -17,6 +17,7 @@ import numpy as np
 from curvestep.advice.outcome import diverged_at, peak
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import History, Samples, final_loss, typical_clip_norm, usable_samples
+from curvestep.optimizer_family import torch_name
 from curvestep.smoothness.trace import Trace
 
 _LEAST_STAGE = 10  # rows that make a change of lr a stage of its own
@@ -112,7 +113,7 @@ def check_alike(histories: Sequence[History]) -> None:
         for history in histories:
             value = _typical(history, name)
             if name == "optimizer" and value is not None:  # ours is torch's with the clip inside
-                value = str(value).removeprefix("Clipped")
+                value = torch_name(str(value))
             if value is not None and not any(_same(value, other) for other in found):
                 found.append(value)
         if len(found) > 1:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_nonnegative
+from curvestep.optimizer_family import Family, family_of, has_decoupled_decay, known_name, torch_name
 
-ALONG_SIGNS = ("Adam", "AdamW", "ClippedAdamW")
 SUPPORTED = ("ClippedSGD", "ClippedAdamW", "NormalizedSGD", "SGD", "Adam", "AdamW")
 SCHEDULES = ("constant", "warmup-decay")
 WARMUP = 0.1  # of the steps: linear, then a cosine to zero
@@ -56,7 +56,7 @@ class Method:
     @property
     def along_signs(self) -> bool:
         """Whether its first step goes along the signs of the gradient."""
-        return self.name in ALONG_SIGNS
+        return family_of(self.name) is Family.ADAM
 
     def group_of(self, parameter: Tensor) -> Group | None:
         """The parameter's group; None if the optimizer does not train it."""
@@ -73,11 +73,11 @@ class Method:
     def penalty(self, parameter: Tensor) -> float:
         r""":math:`\lambda` of a penalty :math:`\lambda\lVert x\rVert^2/2` on it; AdamW's decay is none."""
         group = self.group_of(parameter)
-        return 0.0 if group is None or self.name in ("AdamW", "ClippedAdamW") else group.weight_decay
+        return 0.0 if group is None or has_decoupled_decay(self.name) else group.weight_decay
 
     def coefficient(self, norm: float, max_norm: float) -> float:
         """What the optimizer multiplies a gradient of this norm with, before anything else."""
-        if self.name == "NormalizedSGD":
+        if family_of(self.name) is Family.NORMALIZED:
             return 1.0 / (norm + max_norm)
         return min(1.0, max_norm / norm) if norm > 0 else 1.0
 
@@ -91,7 +91,7 @@ class Method:
                 groups.append({"params": own, **settings})
         if not self.along_signs:
             return torch.optim.SGD(groups, lr=lr, momentum=self.momentum)
-        return (torch.optim.Adam if self.name == "Adam" else torch.optim.AdamW)(groups, lr=lr)
+        return (torch.optim.AdamW if has_decoupled_decay(self.name) else torch.optim.Adam)(groups, lr=lr)
 
 
 def method_of(
@@ -103,14 +103,13 @@ def method_of(
 ) -> Method:
     """What an optimizer's name, class or instance says; an instance has its groups and settings itself."""
     kind = type(optimizer) if isinstance(optimizer, Optimizer) else optimizer
-    names = [kind] if isinstance(kind, str) else [c.__name__ for c in getattr(kind, "__mro__", ())]
-    name = next((name for name in names if name in SUPPORTED), None)
-    if name is None:
+    name = known_name(kind)
+    if name not in SUPPORTED:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(SUPPORTED)}: an instance, a class or a name, got "
             f"{kind!r}. For others there is no evidence that this measurement finds a good learning rate."
         )
-    signs = name in ALONG_SIGNS
+    signs = family_of(name) is Family.ADAM
     if isinstance(optimizer, Optimizer):
         given = {"momentum": momentum, "weight_decay": weight_decay}
         for argument in [argument for argument, value in given.items() if value is not None]:
@@ -130,7 +129,7 @@ def _method_of_instance(optimizer: Optimizer, model: nn.Module, name: str) -> Me
     groups = optimizer.param_groups
     if any(group.get("maximize") for group in groups):
         raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
-    if name == "Adam" and any(group.get("decoupled_weight_decay") for group in groups):
+    if torch_name(name) == "Adam" and any(group.get("decoupled_weight_decay") for group in groups):
         name = "AdamW"
     momenta = {float(group.get("momentum", 0.0)) for group in groups}
     if len(momenta) > 1:
@@ -149,7 +148,7 @@ def _method_of_instance(optimizer: Optimizer, model: nn.Module, name: str) -> Me
     largest = peak_lr(optimizer)
     return Method(
         name,
-        0.0 if name in ALONG_SIGNS else momenta.pop(),
+        0.0 if family_of(name) is Family.ADAM else momenta.pop(),
         tuple(
             Group(
                 frozenset(map(id, group["params"])),

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.bracket import Point
-from curvestep.calibration.method import ALONG_SIGNS, flattened, peak_lr, rescale
+from curvestep.calibration.method import flattened, peak_lr, rescale
 from curvestep.display.markup import html_table
+from curvestep.optimizer_family import Family, family_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,7 +93,7 @@ class Calibration:
     @property
     def along_signs(self) -> bool:
         """Whether steps were measured along the signs of the gradient, as Adam takes them."""
-        return self.optimizer in ALONG_SIGNS
+        return family_of(self.optimizer) is Family.ADAM
 
     @property
     def threshold(self) -> str:
@@ -216,9 +217,7 @@ class Calibration:
             >>> round(opt.param_groups[0]["initial_lr"], 6), round(opt.param_groups[0]["lr"], 6)
             (0.25, 0.125)
         """
-        kinds = {c.__name__ for c in type(optimizer).__mro__}
-        names = set(ALONG_SIGNS if self.along_signs else ("SGD", "ClippedSGD"))
-        if not kinds & (names if self.optimizer in names else {self.optimizer}):
+        if family_of(type(optimizer)) is not family_of(self.optimizer):
             raise ValueError(
                 f"This was measured for {self.optimizer}, got a {type(optimizer).__name__}. Calibrate with "
                 "`optimizer=` the one that trains."
@@ -245,7 +244,7 @@ class Calibration:
                 "Give it too: `apply(optimizer, scheduler)`."
             )
         rescale(optimizer, every, self.lr / peak_lr(optimizer, every))
-        name = "offset" if self.optimizer == "NormalizedSGD" else "max_norm"
+        name = "offset" if family_of(self.optimizer) is Family.NORMALIZED else "max_norm"
         for group in optimizer.param_groups:
             if name in group:
                 group[name] = self.max_norm

@@ -75,6 +75,7 @@ from curvestep.calibration.refusals import (
     vanishing,
 )
 from curvestep.calibration.result import RISES, BatchCurve, Calibration, limited
+from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness.snapshot import RandomState
 
 # Chosen on the development tasks of `benchmarks/calibrate.py` and `benchmarks/schedules.py`; the evidence is
@@ -98,9 +99,6 @@ SURELY = 2.0  # standard errors by which the larger learning rate must be ahead 
 LARGE_FALL = 0.3  # of a batch's loss over its own safe step
 MAX_ROUNDING_ERROR = 0.1
 SURE = math.log(1.25)  # half-width of the interval, in logarithms, at which no further batch is asked
-
-# Where the evidence of the benchmark is weaker than for clipped SGD, the result says so.
-WEAKER = ("Adam", "AdamW", "ClippedAdamW", "NormalizedSGD")
 
 
 def calibrate(
@@ -476,7 +474,8 @@ class _Search:
             * (1.0 - momentum)
             * (self.share if signs else 1.0)
         )
-        if name == "NormalizedSGD":  # its lr is a length: the same step at gradients far below the offset
+        family = family_of(name)
+        if family is Family.NORMALIZED:  # its lr is a length: the same step at gradients far below the offset
             lr *= max_norm
         factor = math.exp(self.half_width) if len(steps) > 1 else math.nan
         warnings = list(self.warnings)
@@ -499,12 +498,12 @@ class _Search:
                 "a try."
             )
         warnings += [words for words in (self.faintest, self.still) if words is not None]
-        if name in WEAKER:
+        if family is not Family.SGD:
             warnings.append(
                 f"for {name} the benchmark's evidence is weaker than for ClippedSGD; a third of this lr and "
                 "three times it are worth a try."
             )
-        cap = math.inf if signs else lr if name == "NormalizedSGD" else lr * max_norm
+        cap = math.inf if signs else lr if family is Family.NORMALIZED else lr * max_norm
         return Calibration(
             optimizer=name,
             momentum=momentum,

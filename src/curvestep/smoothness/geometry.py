@@ -25,11 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.distributed import is_sharded
+from curvestep.optimizer_family import Family, family_of
 from curvestep.vectors import PIECE, dot
 
-# By name: what steps like them, ours and other people's. A subclass counts as its base.
-ADAM = ("Adam", "AdamW", "ClippedAdamW", "FusedAdam")
-SGD = ("SGD", "ClippedSGD", "NormalizedSGD", "ScaledSGD")
 # P is at least this share of its root mean square over the tensor: a coordinate that gets its first gradient,
 # or one after a long time without, would count for more than all others.
 FLOOR = 1e-3
@@ -171,9 +169,9 @@ def geometry_of(
     if len(optimizers) != 1:
         return Geometry("", missing=f"{len(optimizers)} optimizers stepped")
     optimizer, name = optimizers[0], type(optimizers[0]).__name__
-    names = {base.__name__ for base in type(optimizer).__mro__}
-    adam = bool(names & {*ADAM}) and not names & {"NAdam", "RAdam"}
-    if not adam and not names & {*SGD}:
+    family = family_of(optimizer)
+    adam = family is Family.ADAM
+    if not adam and not family.is_descent:
         return Geometry(name, missing=f"how {name} steps is not known")
     edges = {_edge(group, adam=adam) for group in optimizer.param_groups}
     momentum, limit = edges.pop() if len(edges) == 1 else (None, None)

@@ -1,0 +1,106 @@
+"""Which optimizer this is: the one place that knows optimizers by the names of their classes.
+
+By name, because a trace holds names, and because optimizers of other packages need not be installed. Torch is
+not imported here.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+from curvestep._checks import inner_optimizer
+
+
+class Family(StrEnum):
+    r"""How an optimizer turns a gradient :math:`g` into a step, clipped or not."""
+
+    SGD = "sgd"  # −η g
+    MOMENTUM = "momentum"  # −η m, m a sum or mean of gradients
+    NORMALIZED = "normalized"  # −η g/(‖g‖ + β): lr is a length
+    ADAM = "adam"  # −η m/(√v + ε), with v in the state as torch keeps it
+    ADAM_LIKE = "adam-like"  # a variant of it: other corrections, norms or states
+    SIGN = "sign"  # −η sign(m)
+    MUON = "muon"  # −η times an orthogonal matrix
+    UNKNOWN = "unknown"
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether steps are divided by the gradient's own size, coordinate by coordinate."""
+        return self in (Family.ADAM, Family.ADAM_LIKE)
+
+    @property
+    def is_descent(self) -> bool:
+        """Whether steps go along gradients, or along sums of them."""
+        return self in (Family.SGD, Family.MOMENTUM, Family.NORMALIZED)
+
+
+_FAMILIES = {
+    **dict.fromkeys(("SGD", "ClippedSGD", "ScaledSGD"), Family.SGD),
+    "NormalizedSGD": Family.NORMALIZED,
+    **dict.fromkeys(("Adam", "AdamW", "ClippedAdamW", "FusedAdam"), Family.ADAM),
+    **dict.fromkeys(("NAdam", "RAdam", "Adamax"), Family.ADAM_LIKE),
+    **dict.fromkeys(("Lion", "SignSGD", "Signum"), Family.SIGN),
+    "Muon": Family.MUON,
+}
+
+
+def family_of(optimizer: Any) -> Family:
+    """The family of an optimizer, given as an instance (wrapped or not), a class or the name of one.
+
+    A subclass counts as its nearest base that is known; only an instance tells whether it has momentum.
+
+    Example:
+        >>> family_of("ClippedAdamW").value, family_of("NormalizedSGD").value, family_of("Shampoo").value
+        ('adam', 'normalized', 'unknown')
+    """
+    family = _family_by_name(known_name(optimizer))
+    groups = getattr(inner_optimizer(optimizer), "param_groups", ())
+    if family is Family.SGD and any(group.get("momentum", 0.0) > 0 for group in groups):
+        return Family.MOMENTUM
+    return family
+
+
+def known_name(optimizer: Any) -> str:
+    """Name of the class, or of its nearest base that is known; empty where there is no name.
+
+    Example:
+        >>> class Mine(type("AdamW", (), {})): ...
+        >>> known_name(Mine), known_name("Shampoo"), known_name(None)
+        ('AdamW', 'Shampoo', '')
+    """
+    names = _names(optimizer)
+    return next((name for name in names if name in _FAMILIES), names[0])
+
+
+def torch_name(name: str) -> str:
+    """The optimizer of torch that takes the same steps, but for clipping.
+
+    Example:
+        >>> torch_name("ClippedAdamW"), torch_name("Lion")
+        ('AdamW', 'Lion')
+    """
+    return name.removeprefix("Clipped")
+
+
+def has_decoupled_decay(name: str) -> bool:
+    """Whether weight decay shrinks the parameters instead of adding to the gradient."""
+    return torch_name(name) == "AdamW"
+
+
+@cache
+def _family_by_name(name: str) -> Family:
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    return Family.ADAM_LIKE if "Adam" in name else Family.UNKNOWN
+
+
+def _names(optimizer: Any) -> list[str]:
+    """The name of the class and of its bases, nearest first."""
+    if optimizer is None:
+        return [""]
+    if isinstance(optimizer, str):
+        return [optimizer]
+    kind = optimizer if isinstance(optimizer, type) else type(inner_optimizer(optimizer))
+    return [base.__name__ for base in kind.__mro__]
