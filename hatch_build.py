@@ -1,6 +1,10 @@
-"""Compile the kernel while the package is built; without a C compiler the package is pure Python."""
+"""Compile the kernel while the package is built, and fill in what depends on where the project lives.
+
+Without a C compiler the package is pure Python.
+"""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 FOLDER = Path("src/curvestep/_kernel")
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
@@ -15,6 +20,37 @@ if sys.platform == "darwin":
     FLAGS += ["-undefined", "dynamic_lookup"]
 # From the best build to the plainest: several kinds of processor in one file, several threads.
 EXTRAS = [["-DCLONES", "-fopenmp"], ["-fopenmp"], ["-DCLONES"], []]
+
+
+class AddressHook(MetadataHookInterface):
+    """What hatchling calls for the fields that pyproject.toml calls dynamic."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Links to the repository, and README with its links to files there, once its address is known."""
+        address = self.config["address"]
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme_at(address, text)}
+        metadata["urls"] = urls_at(address)
+
+
+def urls_at(address: str) -> dict[str, str]:
+    """The links that an index shows beside the package."""
+    if not address:
+        return {}
+    return {
+        "Source": address,
+        "Documentation": f"{address}/blob/HEAD/docs/index.md",
+        "Changelog": f"{address}/blob/HEAD/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+def readme_at(address: str, text: str) -> str:
+    """README as it can be read away from its repository."""
+    if not address:
+        return text
+    text = re.sub(r"(!\[[^\]]*\])\((?!https?:)", rf"\1({address}/raw/HEAD/", text)
+    return re.sub(r"(?<!!)(\[[^\]]*\])\((?!https?:)", rf"\1({address}/blob/HEAD/", text)
 
 
 class KernelHook(BuildHookInterface):
