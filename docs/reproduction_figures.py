@@ -56,7 +56,7 @@ PAGES = (
     Page(
         "laptop",
         "reproduction",
-        ("fig2", "fig3", "fig4", "fig4_sweep", "fig6", "fig7_growth", "fig8", "equivalence"),
+        ("fig2", "fig3", "fig4", "fig6", "fig7_growth", "fig8", "equivalence"),
     ),
     Page("longer", "longer", ("fig2", "fig3", "fig4", "fig6", "fig8")),
 )

@@ -1,4 +1,4 @@
-"""Loss and accuracy over the iterations, setting by setting, and a sweep on images: figure 4 of the paper."""
+"""Loss and accuracy over the iterations, setting by setting: figure 4 of the paper."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from curvestep.advice.settings import best_setting
 from curvestep.calibration.result import read_calibration
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
-from curvestep.lab.grid import SweepResult, trial_in
 from curvestep.lab.paper.claims import (
     CONTRADICTED,
     NOT_TESTABLE,
     SUPPORTED,
     Evidence,
-    MissingRuns,
     Spread,
     decide,
 )
@@ -30,7 +28,6 @@ from curvestep.lab.paper.plan import (
     IMAGES,
     IMAGES_WITH_DROPS,
     LANGUAGE,
-    SHOWN_SEED,
     UNCLIPPED_EPOCH,
     PaperFigure,
     Picture,
@@ -40,7 +37,7 @@ from curvestep.lab.paper.plan import (
     run_again,
 )
 from curvestep.lab.paper.style import described, loaded
-from curvestep.lab.recipes import LanguageRecipe, get_recipe
+from curvestep.lab.recipes import LanguageRecipe
 from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
 
 SMOOTHING = 20  # steps in the running mean of the training loss
@@ -165,12 +162,6 @@ UNCLIPPED = tuple(name for name, found in LANGUAGE.items() if found.max_norm == 
 CALIBRATED = "lm-calibrated"
 MISSED = 0.05  # share of the way down that a calibrated run may miss
 MATCHES = 2.0  # points of accuracy that count as the same
-# The small sweep on images: learning rate and threshold by setting, without momentum.
-IMAGE_SWEEP = {
-    f"cifar-sweep-lr{lr:g}" + (f"clip{max_norm:g}" if max_norm < math.inf else ""): (lr, max_norm)
-    for lr in (0.2, 1.0, 5.0)
-    for max_norm in (0.25, math.inf)
-}
 _CONSTANT = ("cifar-momentum", "cifar-lr5clip0.25")
 _DROPS = tuple(IMAGES_WITH_DROPS)
 
@@ -272,21 +263,7 @@ def fastest_on_images(results: Results, settings: Sequence[str]) -> Evidence:
         f"after {one[0].status['step']} steps the training loss is {ends[1]} with "
         f"{other[0].recipe.label}, {ends[0]} with {one[0].recipe.label}: {gain} lower with clipping"
     )
-    return decide(words + (_sweep_words(results) if settings == _CONSTANT else ""), gain)
-
-
-def _sweep_words(results: Results) -> str:
-    """The best points of the sweep on images, with clipping and without; for the reader, not the verdict."""
-    best = []
-    for clipped in (True, False):
-        points = [name for name, (_, norm) in IMAGE_SWEEP.items() if (norm < math.inf) == clipped]
-        try:
-            runs = [run for name in points for run in results.of(name)]
-        except MissingRuns:
-            return ""
-        lowest = min(runs, key=final_loss)
-        best.append(f"{final_loss(lowest):.3g} with {lowest.recipe.label}")
-    return f"; best of a short sweep without momentum: {best[0]}, {best[1]}"
+    return decide(words, gain)
 
 
 def images_accuracy(results: Results) -> Evidence:
@@ -310,22 +287,9 @@ def _beyond_a_laptop(measured: str) -> Callable[[Results], Evidence | None]:
 # The runs and the pictures
 
 
-def sweep_runs(scale: str) -> list[Planned]:
-    """Every point of the sweep on images: short, not measured, one seed; not among the longer runs."""
-    if scale in ("longer", "epoch"):
-        return []
-    laptop = {"steps": 60, "batch_size": 64, "pooling": 2, "eval_size": 500}
-    length = laptop if scale == "laptop" else {"epochs": 10}
-    short = {"momentum": 0.0, "lr_drops": (), "eval_every": 0, "probe_every": 0, **length}
-    recipe = get_recipe("cifar-resnet20", scale, seed=SHOWN_SEED, **short)
-    points = IMAGE_SWEEP.items()
-    return [Planned(name, replace(recipe, lr=lr, max_norm=max_norm)) for name, (lr, max_norm) in points]
-
-
 def _all_runs(scale: str) -> list[Planned]:
     return [
         *legend_runs(scale, [*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS]),
-        *sweep_runs(scale),
         *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 
@@ -335,15 +299,6 @@ def _draw_curves(results: Results, title: str) -> Figure:
         name for name in (*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)
     ]
     return curves([run for setting in settings for run in results.of(setting)], title=title)
-
-
-def _draw_sweep(results: Results, title: str) -> Figure:
-    trials = [
-        trial_in({"lr": lr, "max_norm": max_norm}, run.folder)
-        for setting, (lr, max_norm) in IMAGE_SWEEP.items()
-        for run in results.shown(setting)
-    ]
-    return SweepResult(folder=results.folder, trials=tuple(trials)).figure(title=title)
 
 
 FIG4 = PaperFigure(
@@ -356,12 +311,6 @@ FIG4 = PaperFigure(
             caption="Training and held-out loss, and accuracy, with and without clipping. Training losses "
             "are without the weight penalty, which the paper's include.",
             draw=_draw_curves,
-        ),
-        Picture(
-            name="fig4_sweep",
-            title="Figure 4: ResNet20, a short sweep",
-            caption="Final training loss of ResNet20 over learning rate and threshold, without momentum.",
-            draw=_draw_sweep,
         ),
     ),
     claims={

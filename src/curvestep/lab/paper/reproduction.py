@@ -4,8 +4,8 @@ r"""All experiments of the paper with one call: data, runs, figures, the table o
 reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``claims.md``,
 ``reproduction.json``, ``report.html``, and ``figures.json``, from which the page takes its pictures:
 
-    {"figures": [{"figure": "fig4", "name": "fig4_sweep", "title": "Figure 4: ResNet20, a short sweep",
-                  "caption": "...", "png": "figures/fig4_sweep.png", "svg": "figures/fig4_sweep.svg"}, ...]}
+    {"figures": [{"figure": "fig4", "name": "fig4", "title": "Figure 4: training with and without clipping",
+                  "caption": "...", "png": "figures/fig4.png", "svg": "figures/fig4.svg"}, ...]}
 
 one entry a picture, in the order of the paper, with paths relative to the folder.
 """
