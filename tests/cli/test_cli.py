@@ -100,7 +100,7 @@ def test_every_field_of_every_recipe_is_an_option_with_words(capsys):
 WRONG = {
     "trian": "there is no command trian. Did you mean train?",
     "train": "name a recipe first, one of ptb-lstm",
-    "train ptb-lstn": "there is no recipe ptb-lstn. Did you mean ptb-lstm?",
+    "train ptb-lstn": "there is no recipe 'ptb-lstn'. Did you mean ptb-lstm?",
     "train ptb-lstm --max-nrom 1": "there is no option --max-nrom. Did you mean --max-norm?",
     "train ptb-lstm --lr=fast": "--lr: needs a number or auto, got 'fast'",
     "train ptb-lstm --augmented": "there is no option --augmented",
@@ -115,13 +115,19 @@ WRONG = {
     "train PTB-LSTM": "Did you mean ptb-lstm?",
     "train ptb-lstm --fractions 2": "`fractions` must be numbers in (0, 1], got (2.0,)",
     "train ptb-lstm --model resnet20": "--model: needs one of lstm, awd-lstm, got 'resnet20'",
-    "train ptb-lstm more": "there is no use for more",
+    "train ptb-lstm more": "unexpected argument: more",
     "sweep ptb-lstm --lr 1 x": "--lr: needs a number, got 'x'",
     "reproduce --workers x": "--workers: needs a whole number, got 'x'",
     "train ptb-lstm --lr -1": "`lr` must be positive and finite, got -1.0",
     "train ptb-lstm --precision 16": "needs one of 32-true, 64-true, ",
-    "train ptb-lstm --scale huge": "--scale must be one of laptop, longer, epoch, paper, got huge",
+    "train ptb-lstm --scale huge": "--scale: needs one of laptop, longer, epoch, paper, got 'huge'",
     "train ptb-lstm --lr": "--lr: expected one argument",
+    "train ptb-lstm --scale": "--scale: expected one argument",
+    "train --flder x ptb-lstm": "name a recipe first",
+    "train ptb-lstm --flder x": "there is no option --flder. Did you mean --folder?",
+    "sweep cifar-resnet20 --augmented yes": "--augmented: needs one of true, false, got 'yes'",
+    "sweep ptb-lstm --fractions 0.5 1": "there is no option --fractions",
+    "calibrate ptb-lstm --lr auto": "--lr: needs a number, got 'auto'",
     "sweep ptb-lstm --lr 3": "give at least one field several values",
     "sweep ptb-lstm --lr 3 10 --engine slurm": "needs one of joblib, ray, got 'slurm'",
     "report": "name a run folder or a trace file",
@@ -142,6 +148,18 @@ def test_a_wrong_command_line_gets_one_helpful_line_and_code_2(capsys, line):
     assert WRONG[line].lower() in err.lower()
     assert err.startswith("curvestep")
     assert len(err.partition("Options:")[0]) < 300  # the list of valid ones is as long as it is
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "advise", "runs/\x1b[31mred")
+    assert (code, "\x1b" in err, r"\u001b[31mred" in err) == (1, False, True)
+    with Trace("\x1b[2J.jsonl") as trace:
+        trace.append({"step": 1, "grad_norm": 1.0})
+    code, out, err = run(capsys, "report", "\x1b[2J.jsonl", "-o", "\x1b[31m.html")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert r"report: \u001b[31m.html" in out
 
 
 def test_no_command_shows_the_commands_with_code_2(capsys):

@@ -8,13 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from curvestep import __version__
+from curvestep.display.markup import visible
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 # What the extra `lab` brings, by the names under which it is imported.
 LAB = (
     "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
 )  # fmt: skip
+
+
+class UsageError(Exception):
+    """A command line that cannot be run: one line for the user, exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,28 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if debug:
             raise
-        return _explain(error)
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("curvestep: interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        line, code = _explain(error)
+        print(visible(line), file=sys.stderr)
+        return code
+
+
+def say(result: object) -> None:
+    """Print a result; a control character, such as one in the name of a folder, as its escape."""
+    print(visible(str(result)), flush=True)
 
 
 def _run(args: list[str]) -> int:
     if args == ["--version"]:
         print(f"curvestep {__version__}")
-        return 0
+        return OK
     from curvestep.cli.commands import COMMANDS
-    from curvestep.cli.options import UsageError
     from curvestep.lab.recipes import nearest
 
     if not args or args[0] in ("--help", "-h", "help"):
         print(_usage({name: words for name, (_, words) in COMMANDS.items()}))
-        return 0 if args else WRONG_USAGE
+        return OK if args else WRONG_USAGE
     name, *rest = args
     if name not in COMMANDS:
         listed = ", ".join(COMMANDS)
@@ -63,7 +69,7 @@ def _run(args: list[str]) -> int:
     try:
         return COMMANDS[name][0](rest)
     except SystemExit as end:  # after --help
-        return int(end.code or 0)
+        return int(end.code or OK)
 
 
 def _usage(commands: dict[str, str]) -> str:
@@ -82,25 +88,26 @@ def _usage(commands: dict[str, str]) -> str:
     )
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: BaseException) -> tuple[str, int]:
     """One line about what went wrong, and the exit code."""
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LAB:
-        print(
-            f"curvestep: this needs {error.name}, which is not installed. In the folder of curvestep: "
-            "pip install -c constraints.txt '.[lab]'",
-            file=sys.stderr,
-        )
-        return FAILED
-    usage = type(error).__name__ == "UsageError"
     words = " ".join(_words(error).split()) or type(error).__name__
-    if not usage and not isinstance(error, (ValueError, OSError)):
-        words = f"{type(error).__name__}: {words} (run it again with --debug for the traceback)"
-    print(words if usage else f"curvestep: {words}", file=sys.stderr)
-    return WRONG_USAGE if usage else FAILED
+    match error:
+        case UsageError():
+            return words, WRONG_USAGE
+        case KeyboardInterrupt():
+            return "curvestep: interrupted.", INTERRUPTED
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in LAB:
+            line = f"curvestep: this needs {name}, which is not installed. In the folder of curvestep: "
+            return f"{line}pip install -c constraints.txt '.[lab]'", FAILED
+        case ValueError() | OSError():
+            return f"curvestep: {words}", FAILED
+        case _:
+            kind = type(error).__name__
+            return f"curvestep: {kind}: {words} (run it again with --debug for the traceback)", FAILED
 
 
-def _words(error: Exception) -> str:
-    """What happened; of the system's errors the file and the reason, without number and detours.
+def _words(error: BaseException) -> str:
+    """The message; of the system's errors the file and the reason, without number and detours.
 
     Example:
         >>> _words(PermissionError(13, "Permission denied", "runs/mine"))

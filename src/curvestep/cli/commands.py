@@ -6,28 +6,52 @@ import math
 import os
 import sys
 import webbrowser
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from curvestep._files import dump_json
-from curvestep.cli import options
-from curvestep.cli.options import UsageError, choose_recipe, read_options
-from curvestep.lab.recipes import Recipe, nearest, recipe_names, with_fields
+from curvestep.cli import FAILED, INTERRUPTED, OK, UsageError, say
+from curvestep.cli.options import (
+    INTEGER,
+    NUMBER,
+    Parser,
+    add_fields,
+    add_grid,
+    add_scale,
+    one_of,
+    read_with_recipe,
+    with_given,
+)
+from curvestep.lab.recipes import Recipe, nearest
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
-Options = TypeVar("Options")
 AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
 
 
 def reproduce(args: list[str]) -> int:
     """``curvestep reproduce``: runs, figures, claims, and the page about them."""
-    chosen, _ = read_options(options.Reproduce, args, prog="curvestep reproduce")
+    parser = Parser(
+        "curvestep reproduce",
+        "Every figure and table of the paper, and one HTML report.",
+        example="fig2 fig8 --folder reproduction",
+        names="[FIGURE ...]",
+    )
+    figures = one_of(*(f"fig{number}" for number in range(1, 9)))
+    parser.positional("FIGURE", "fig1 to fig8 (default: all)", kind=figures)
+    parser.option("--folder", "Runs, figures, claims.md and report.html", default="reproduction")
+    add_scale(parser, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days")
+    add_engine(parser, "Runs at a time")
+    parser.flag("--offline", "Use no network; stand-ins replace missing data")
+    parser.flag("--quiet", "Show no progress")
+    parser.flag("--no-open", "Do not show the report in a browser at the end")
+    chosen = parser.read(args)
     from curvestep.lab.paper.reproduction import reproduce as library
 
     names = ("scale", "offline", "engine", "workers", "address")
     result = library(chosen.folder, figures=chosen.FIGURE or None, **_arguments(chosen, *names))
-    print(result)
+    say(result)
     if sys.stdout.isatty() and not chosen.no_open:
         _show(result.page)
     return FAILED if result.failures else OK
@@ -35,67 +59,112 @@ def reproduce(args: list[str]) -> int:
 
 def train(args: list[str]) -> int:
     """``curvestep train``: one run."""
-    chosen, recipe, auto = _with_recipe(options.Train, args, prog="curvestep train", auto=AUTO)
-    measured = [name for name in AUTO if name in auto]
+    parser = Parser(
+        "curvestep train",
+        "Train one recipe and keep everything in a run folder.",
+        example="--lr auto --max-norm auto",
+    )
+    parser.option("--folder", "Run folder", shown="runs/<recipe>-<setting>")
+    add_scale(parser)
+    parser.flag("--resume", "Continue from the folder's checkpoint")
+    parser.flag("--dry-run", "Only print what would run, and its cost in seconds")
+    parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
+    parser.option("--accelerator", "Where to train", default="auto", kind=one_of("auto", "cpu", "cuda"))
+    parser.option(
+        "--strategy", "How devices work together", default="auto", kind=one_of("auto", "ddp", "fsdp")
+    )
+    loggers = one_of("csv", "tensorboard")
+    parser.option("--loggers", "Besides the run's own files", default=(), kind=loggers, nargs="*")
+    parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
+    parser.option("--threads", "Torch threads of each process", default=0, shown="torch's", kind=INTEGER)
+    parser.flag("--offline", "Use no network for the data")
+    parser.flag("--quiet", "Show no progress")
+    chosen, recipe, given = read_with_recipe(parser, args, partial(add_fields, auto=AUTO))
+    auto = [name for name in AUTO if given.get(name) == "auto"]
+    fixed = {name: value for name, value in given.items() if name not in auto}
+    recipe = with_given(parser, recipe, fixed)
     if chosen.dry_run:
         from curvestep.lab.run.auto import dry_run
 
-        print(dry_run(recipe))
-        if measured:
-            print(f"  {' and '.join(measured)} will be measured before the first step")
+        say(dry_run(recipe))
+        if auto:
+            say(f"  {' and '.join(auto)} will be measured before the first step")
         return OK
     from curvestep.lab.run.loop import train as library
 
     names = ("resume", "devices", "accelerator", "strategy", "loggers", "checkpoint_seconds", "offline")
-    setting = "auto" if measured else recipe.label.replace(", ", "-").replace(" ", "")
+    setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
-    if measured:
-        recipe = _measure(recipe, folder, measured, chosen)
+    if auto:
+        recipe = _measure(recipe, folder, auto, chosen)
     result = library(recipe, folder, threads=chosen.threads or None, **_arguments(chosen, *names))
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
-        print(_ending(result))
+        say(_ending(result))
     return INTERRUPTED if result.status == "interrupted" else OK
 
 
 def sweep(args: list[str]) -> int:
     """``curvestep sweep``: a grid of runs."""
-    chosen, recipe, grid = _with_recipe(options.Sweep, args, prog="curvestep sweep", many=True)
+    parser = Parser(
+        "curvestep sweep",
+        "Train one recipe at every point of a grid; give fields several values.",
+        example="--lr 0.1 1 10 --max-norm inf 0.25",
+    )
+    parser.option("--folder", "Folder of the sweep", shown="runs/sweep-<recipe>")
+    add_scale(parser)
+    add_engine(parser, "Trials at a time")
+    parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
+    parser.flag("--offline", "Use no network for the data")
+    parser.flag("--quiet", "Show no progress")
+    chosen, recipe, given = read_with_recipe(parser, args, add_grid)
+    grid = {name: tuple(values) for name, values in given.items() if len(values) > 1}
+    recipe = with_given(parser, recipe, {name: given[name][0] for name in given if name not in grid})
     if not grid:
-        prog = f"curvestep sweep {recipe.name}"
-        raise UsageError(
-            f"{prog}: give at least one field several values, such as --lr 3 10 30. See {prog} --help."
-        )
+        parser.error("give at least one field several values, such as --lr 3 10 30")
     from curvestep.lab.grid import sweep as library
 
     names = ("engine", "workers", "address", "checkpoint_seconds", "offline")
     folder = chosen.folder or f"runs/sweep-{recipe.name}"
     result = library(recipe, grid, folder, **_arguments(chosen, *names))
-    print(result)
-    print(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
+    say(result)
+    say(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
     return FAILED if any(trial.status == "failed" for trial in result.trials) else OK
 
 
 def report(args: list[str]) -> int:
     """``curvestep report``: runs as one page."""
-    chosen, _ = read_options(options.Report, args, prog="curvestep report")
+    parser = Parser(
+        "curvestep report",
+        "One self-contained HTML page about runs, sweeps, or traces of your own loop.",
+        example="runs/mine runs/other -o report.html",
+        names="RUN ...",
+    )
+    parser.positional("RUN", "Run folders, folders of runs, trace files")
+    output = "HTML file to write; a page about other runs is not replaced"
+    parser.option("--output -o", output, default="report.html")
+    parser.flag("--overwrite", "Replace the file whatever it is")
+    parser.option("--title", "Heading of the page", shown="what was found")
+    parser.option("--figures", "Folder for each figure as PNG and SVG", shown="no files")
+    parser.flag("--json", "Print the verdict as JSON instead of words")
+    parser.flag("--open", "Open the page in a browser")
+    chosen = parser.read(args)
     if not chosen.RUN:
-        raise UsageError("curvestep report: name a run folder or a trace file. See curvestep report --help.")
-    from curvestep.lab.report.page import write_page
+        parser.error("name a run folder or a trace file")
+    from curvestep.lab.report.page import save_figures, write_page
 
     page = write_page(chosen.RUN, chosen.output, title=chosen.title, overwrite=chosen.overwrite)
     if chosen.figures:
-        from curvestep.lab.report.page import save_figures
-
         save_figures(page.runs, chosen.figures)
     if chosen.json:
         names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
         names += ("advice", "warnings", "doubts")
         runs = [{name: getattr(view, name) for name in names} for view in page.runs]
-        print(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
+        say(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
     else:
-        for said in page.verdicts:
-            print(f"{said['title']}: {said['verdict']}" if said["title"] else said["verdict"])
-        print(f"report: {page.path}")
+        for group in page.verdicts:
+            title = f"{group['title']}: " if group["title"] else ""
+            say(f"{title}{group['verdict']}")
+        say(f"report: {page.path}")
     if chosen.open:
         _show(page.path)
     return OK
@@ -103,52 +172,75 @@ def report(args: list[str]) -> int:
 
 def advise(args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
-    chosen, _ = read_options(options.Advise, args, prog="curvestep advise")
+    parser = Parser(
+        "curvestep advise",
+        "The (L0, L1) of a run, the lr and max_norm that follow, and why.",
+        example="runs/mine/trace.jsonl",
+        names="TRACE ...",
+    )
+    parser.positional("TRACE", "Run folders, folders of runs, trace files; tasks are judged one by one")
+    parser.flag("--json", "Print JSON instead of words")
+    chosen = parser.read(args)
     if not chosen.TRACE:
-        raise UsageError("curvestep advise: name a trace file or a run folder. See curvestep advise --help.")
+        parser.error("name a trace file or a run folder")
     from curvestep.advice.advice import advise as library
     from curvestep.lab.report.views import traces_by_task
 
     tasks = traces_by_task(chosen.TRACE)
-    found = {task: library(*traces) for task, traces in tasks.items()}
+    advices = {task: library(*traces) for task, traces in tasks.items()}
     if chosen.json:
-        told = [{"task": task, "advice": advice} for task, advice in found.items()]
-        print(dump_json(told[0]["advice"] if len(told) == 1 else {"tasks": told}, indent=2))
+        listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
+        say(dump_json(listed[0]["advice"] if len(listed) == 1 else {"tasks": listed}, indent=2))
     else:
-        for number, (task, advice) in enumerate(found.items()):
-            if len(found) > 1:
-                runs = len(tasks[task])
-                print(f"{chr(10) * (number > 0)}{task or 'other runs'} ({runs} run{'s' * (runs > 1)})")
-            print(advice.verdict if advice.refused else advice)
-            if len(tasks[task]) == 1 and advice.fit is not None:
-                print(f"\n{advice.fit}")
-    return FAILED if any(advice.refused for advice in found.values()) else OK
+        say("\n\n".join(_advice_of(task, tasks, advices) for task in tasks))
+    return FAILED if any(advice.refused for advice in advices.values()) else OK
 
 
 def calibrate(args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
-    chosen, recipe, _ = _with_recipe(options.Calibrate, args, prog="curvestep calibrate")
+    parser = Parser(
+        "curvestep calibrate",
+        "lr and max_norm for a recipe, measured before training from a few gradients.",
+        example="--batch-size 40",
+    )
+    add_scale(parser)
+    parser.option("--num-batches", "Batches to measure at least", default=3, kind=INTEGER)
+    parser.option("--max-gradients", "Gradients to evaluate at most", default=40, kind=INTEGER)
+    parser.flag("--offline", "Use no network for the data")
+    parser.flag("--json", "Print JSON instead of words")
+    chosen, recipe, given = read_with_recipe(parser, args, add_fields)
+    recipe = with_given(parser, recipe, given)
     from curvestep.lab.run.auto import calibrate_recipe
 
-    _, found = calibrate_recipe(
+    _, calibration = calibrate_recipe(
         recipe, num_batches=chosen.num_batches, max_gradients=chosen.max_gradients, offline=chosen.offline
     )
-    print(dump_json(found, indent=2) if chosen.json else found)
+    say(dump_json(calibration, indent=2) if chosen.json else calibration)
     return OK
 
 
 def data(args: list[str]) -> int:
     """``curvestep data get``: fetch data sets."""
-    if _wants_help(args):
-        return _help(options.Data, "curvestep data get")
-    if args[:1] != ["get"]:
-        hint = nearest(args[0], ["get"]) if args else ""
+    parser = Parser(
+        "curvestep data get",
+        "Fetch data sets, verify them, and keep them in the cache.",
+        example="ptb cifar10",
+        names="[NAME ...]",
+    )
+    parser.positional("NAME", "Data sets (default: all)", kind=one_of("ptb", "cifar10"))
+    parser.flag("--offline", "Only check what is here already")
+    parser.flag("--quiet", "Show no progress")
+    action, rest = args[:1], args[1:]
+    if action in (["-h"], ["--help"]):
+        parser.read(action)
+    if action != ["get"]:
+        hint = nearest("".join(action), ["get"])
         raise UsageError(f"curvestep data: name an action: curvestep data get ptb cifar10.{hint}")
-    chosen, _ = read_options(options.Data, args[1:], prog="curvestep data get")
+    chosen = parser.read(rest)
     from curvestep.lab.data import NAMES, get
 
     for name, source in get(chosen.NAME or NAMES, offline=chosen.offline, progress=not chosen.quiet).items():
-        print(f"{name}: {source}")
+        say(f"{name}: {source}")
     return OK
 
 
@@ -157,82 +249,62 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "one training run with the probe built in"),
     "sweep": (sweep, "a grid of runs: --lr 3 10 30 --max-norm inf 0.25"),
     "report": (report, "runs as one self-contained HTML page"),
-    "advise": (advise, "what (L0, L1), which lr, which max_norm, and why"),
+    "advise": (advise, "(L0, L1) of a run, lr, max_norm, and why"),
     "calibrate": (calibrate, "lr and max_norm measured before training"),
     "data": (data, "fetch and verify the data sets"),
 }
 
 
-def _measure(recipe: Any, folder: Path, names: list[str], chosen: Any) -> Any:
-    """The recipe with the fields that were ``auto``: measured now, or those of the run that goes on."""
+def add_engine(parser: Parser, workers: str) -> None:
+    """Add the options of commands that start several runs."""
+    parser.option("--engine", "Processes here, or a cluster", default="joblib", kind=one_of("joblib", "ray"))
+    parser.option("--workers", workers, default=2, kind=INTEGER)
+    parser.option("--address", "Ray cluster, such as 10.0.0.1:6379", default=None, shown="start one here")
+
+
+def _measure(recipe: Recipe, folder: Path, names: list[str], chosen: Namespace) -> Recipe:
+    """The recipe with the fields that were ``auto``: measured now, or those of the run that is resumed."""
     from curvestep.lab.run.auto import calibrate_run
 
-    wrong = "offset" if recipe.optimizer == "clipped" else "max_norm"
-    if wrong in names:
-        right = "max-norm" if recipe.optimizer == "clipped" else "offset"
+    used, unused = ("max_norm", "offset") if recipe.optimizer == "clipped" else ("offset", "max_norm")
+    if unused in names:
+        wrong, right = unused.replace("_", "-"), used.replace("_", "-")
         raise UsageError(
-            f"curvestep train {recipe.name}: --{wrong.replace('_', '-')} auto is not for the optimizer "
-            f"{recipe.optimizer}, which does not use it. Say --{right} auto."
+            f"curvestep train {recipe.name}: --{wrong} auto is not for the optimizer "
+            f"{recipe.optimizer}, which does not use it. Use --{right} auto."
         )
-    recipe, found = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
-    if not chosen.quiet and found is not None:
-        print(found, flush=True)
+    recipe, calibration = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
+    if calibration is not None and not chosen.quiet:
+        say(calibration)
     return recipe
 
 
-def _arguments(chosen: Any, *names: str) -> dict[str, Any]:
-    """Options as arguments of the library, by the same names; an empty text is None."""
-    given = {name: getattr(chosen, name) for name in names}
-    return {"progress": not chosen.quiet} | {k: None if value == "" else value for k, value in given.items()}
+def _arguments(chosen: Namespace, *names: str) -> dict[str, Any]:
+    """Options as arguments of the library, by the same names."""
+    return {"progress": not chosen.quiet, **{name: getattr(chosen, name) for name in names}}
 
 
-def _with_recipe(
-    kind: type[Options], args: list[str], *, prog: str, auto: tuple[str, ...] = (), many: bool = False
-) -> tuple[Options, Recipe, dict[str, Any]]:
-    """The command's options, the recipe with the fields that were given, and the fields left open.
-
-    Those are ``auto``, or of a grid the ones with several values.
-    """
-    if _wants_help(args):
-        raise SystemExit(_help(kind, prog))
-    recipe, rest = choose_recipe(args, prog=prog)
-    prog = f"{prog} {recipe.name}"
-    chosen, given = read_options(kind, rest, prog=prog, recipe=recipe, auto=auto, many=many)
-    left = {name: value for name, value in given.items() if (len(value) > 1 if many else value == "auto")}
-    fixed = {name: value[0] if many else value for name, value in given.items() if name not in left}
-    try:
-        return chosen, with_fields(recipe, **fixed), left
-    except (TypeError, ValueError) as error:  # a value that the recipe refuses is a wrong command line
-        raise UsageError(f"{prog}: {error} See {prog} --help.") from None
-
-
-def _wants_help(args: list[str]) -> bool:
-    """Whether help is asked for before a recipe is named."""
-    return args[:1] in (["--help"], ["-h"])
-
-
-def _help(kind: type, prog: str) -> int:
-    """The command's own options, and where those of its recipes are."""
-    try:
-        read_options(kind, ["--help"], prog=prog if kind is options.Data else f"{prog} RECIPE")
-    except SystemExit:
-        if kind is not options.Data:
-            names = recipe_names()
-            print(f"\nRecipes: {', '.join(names)}.\nEvery field is an option too: {prog} {names[0]} --help")
-    return OK
+def _advice_of(task: str, tasks: dict[str, Any], advices: dict[str, Any]) -> str:
+    """The advice for one task, under its name if there are several."""
+    advice, num_runs = advices[task], len(tasks[task])
+    words = advice.verdict if advice.refused else str(advice)
+    if num_runs == 1 and advice.fit is not None:
+        words = f"{words}\n\n{advice.fit}"
+    if len(tasks) == 1:
+        return words
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    return f"{task or 'other runs'} ({runs})\n{words}"
 
 
 def _ending(result: Any) -> str:
     """How a run ended, in a line or two."""
-    words = f"{result.status} after {result.step} steps"
+    parts = [f"{result.status} after {result.step} steps"]
     if math.isfinite(result.train_loss):
-        words += f", training loss {result.train_loss:.4g}"
-    held_out = [
-        f"{s} {k} {v:.4g}" for s, values in result.metrics.items() for k, v in values.items() if k != "loss"
-    ]
-    words = ", ".join([words, *held_out])
+        parts.append(f"training loss {result.train_loss:.4g}")
+    for split, values in result.metrics.items():
+        parts += [f"{split} {name} {value:.4g}" for name, value in values.items() if name != "loss"]
     message = f": {result.message}" if result.message else ""
-    return f"{words}{message}\ndata: {result.data}\ncurvestep report {result.folder}"
+    return f"{', '.join(parts)}{message}\ndata: {result.data}\ncurvestep report {result.folder}"
 
 
 def _show(path: Path) -> None:

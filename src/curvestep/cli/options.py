@@ -1,302 +1,218 @@
-"""What each command can be told: one dataclass a command, one option a field, read by argparse.
-
-A recipe's fields are options too. Names, types, choices, defaults and help come from the dataclasses, and the
-help of a recipe's fields from its docstring, so nothing is written twice.
-"""
+"""Command lines by argparse: errors of one line, the nearest name for a mistyped one, recipes' fields too."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, NoReturn, get_args, get_type_hints
 
-from curvestep.lab.recipes import SCALES, Recipe, Scale, choices_of, get_recipe, nearest, recipe_names
+from curvestep.cli import UsageError
+from curvestep.lab.recipes import SCALES, Recipe, get_recipe, nearest, recipe_names, with_fields
 
-Options = TypeVar("Options")
-Figure = Literal["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig8"]
-Engine = Literal["joblib", "ray"]
-SHORT = {"output": "-o"}
-NOT_OPTIONS = ("name", "figures", "scale")  # fields of a recipe: its name and scale choose it
-# What other programs call our options.
+# Names of these options in other programs.
 ALIASES = {
     "--learning-rate": "--lr", "--learnrate": "--lr", "--clip": "--max-norm", "--clip-norm": "--max-norm",
     "--clip-grad-norm": "--max-norm", "--wd": "--weight-decay", "--batch": "--batch-size",
     "--output-dir": "--folder", "--out": "--folder", "--dir": "--folder", "--gpus": "--devices",
 }  # fmt: skip
+NOT_OPTIONS = ("name", "figures", "scale")  # fields of a recipe that are chosen by its name and scale
 
 
-class UsageError(Exception):
-    """A command line that cannot be run: one line for the user, exit code 2."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: its placeholder in the help, the words for it in an error, and its reader."""
+
+    metavar: str
+    needed: str
+    convert: Callable[[str], Any]
+
+    def __call__(self, word: str) -> Any:
+        """The value of a word, for argparse."""
+        try:
+            return self.convert(word)
+        except ValueError:
+            raise ArgumentTypeError(f"needs {self.needed}, got {word!r}") from None
 
 
-@dataclass(kw_only=True)
-class Reproduce:
-    """Every figure and table of the paper, and one HTML report.
-
-    Example: curvestep reproduce fig2 fig8 --folder reproduction
-    """
-
-    FIGURE: Annotated[tuple[Figure, ...], "fig1 to fig8; none: all"] = ()
-    folder: Annotated[str, "Folder for runs, figures, claims.md and report.html"] = "reproduction"
-    scale: Annotated[
-        Scale, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days"
-    ] = "laptop"
-    engine: Annotated[Engine, "Processes here, or a Ray cluster"] = "joblib"
-    workers: Annotated[int, "Runs at a time"] = 2
-    address: Annotated[str, "Of a Ray cluster, such as 10.0.0.1:6379; none starts one here"] = ""
-    offline: Annotated[bool, "Use no network; stand-ins replace data that are not here"] = False
-    quiet: Annotated[bool, "Show no progress"] = False
-    no_open: Annotated[bool, "Do not show the report in a browser at the end"] = False
+def one_of(*names: str) -> Kind:
+    """The kind of a value with few choices."""
+    convert = partial(_member, names=names)
+    return Kind("{" + ",".join(names) + "}", f"one of {', '.join(names)}", convert)
 
 
-@dataclass(kw_only=True)
-class Train:
-    """Train one recipe and keep everything in a run folder.
-
-    Example: curvestep train ptb-lstm --lr auto --max-norm auto
-    """
-
-    folder: Annotated[str, "Run folder; none: runs/<recipe>-<setting>"] = ""
-    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
-    resume: Annotated[bool, "Go on where the folder's checkpoint stands"] = False
-    dry_run: Annotated[bool, "Only print what would run, and its cost in seconds"] = False
-    devices: Annotated[int, "Processes that share each batch"] = 1
-    accelerator: Annotated[Literal["auto", "cpu", "cuda"], "Where to train"] = "auto"
-    strategy: Annotated[Literal["auto", "ddp", "fsdp"], "How several devices work together"] = "auto"
-    loggers: Annotated[tuple[Literal["csv", "tensorboard"], ...], "Besides the run's own files"] = ()
-    checkpoint_seconds: Annotated[float, "Seconds between two checkpoints"] = 60.0
-    threads: Annotated[int, "Torch threads of each process; 0: torch decides"] = 0
-    offline: Annotated[bool, "Use no network for the data"] = False
-    quiet: Annotated[bool, "Show no progress"] = False
+def _member(word: str, *, names: tuple[str, ...]) -> str:
+    if word not in names:
+        raise ValueError(word)
+    return word
 
 
-@dataclass(kw_only=True)
-class Sweep:
-    """Train one recipe at every point of a grid; give fields several values.
-
-    Example: curvestep sweep ptb-lstm --lr 3 10 30 --max-norm inf 0.25
-    """
-
-    folder: Annotated[str, "Folder of the sweep; none: runs/sweep-<recipe>"] = ""
-    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
-    engine: Annotated[Engine, "Processes here, or a Ray cluster"] = "joblib"
-    workers: Annotated[int, "Trials at a time"] = 2
-    address: Annotated[str, "Of a Ray cluster, such as 10.0.0.1:6379; none starts one here"] = ""
-    checkpoint_seconds: Annotated[float, "Seconds between two checkpoints of a trial"] = 60.0
-    offline: Annotated[bool, "Use no network for the data"] = False
-    quiet: Annotated[bool, "Show no progress"] = False
+def _number_or_auto(word: str) -> float | str:
+    return word if word == "auto" else float(word)
 
 
-@dataclass(kw_only=True)
-class Report:
-    """One self-contained HTML page about runs, sweeps, or traces of your own loop.
-
-    Example: curvestep report runs/mine runs/other -o report.html
-    """
-
-    RUN: Annotated[tuple[str, ...], "Run folders, folders of runs, trace files"] = ()
-    output: Annotated[str, "HTML file to write; a page about other runs is not replaced"] = "report.html"
-    overwrite: Annotated[bool, "Replace the file whatever it is"] = False
-    title: Annotated[str, "Heading of the page; none: what was found"] = ""
-    figures: Annotated[str, "Folder for each figure as PNG and SVG; none writes none"] = ""
-    json: Annotated[bool, "Print the verdict as JSON instead of words"] = False
-    open: Annotated[bool, "Open the page in a browser"] = False
-
-
-@dataclass(kw_only=True)
-class Advise:
-    """What (L0, L1) a run saw, which lr and max_norm follow, and why.
-
-    Example: curvestep advise runs/mine/trace.jsonl
-    """
-
-    TRACE: Annotated[
-        tuple[str, ...], "Run folders, folders of runs, trace files; tasks are judged one by one"
-    ] = ()
-    json: Annotated[bool, "Print JSON instead of words"] = False
-
-
-@dataclass(kw_only=True)
-class Calibrate:
-    """lr and max_norm for a recipe, measured before training from a few gradients.
-
-    Example: curvestep calibrate ptb-lstm --batch-size 40
-    """
-
-    scale: Annotated[Scale, "Which sizes the other defaults have"] = "laptop"
-    num_batches: Annotated[int, "Batches to measure at least"] = 3
-    max_gradients: Annotated[int, "Gradients to evaluate at most"] = 40
-    offline: Annotated[bool, "Use no network for the data"] = False
-    json: Annotated[bool, "Print JSON instead of words"] = False
-
-
-@dataclass(kw_only=True)
-class Data:
-    """Fetch data sets, verify them, and keep them in the cache.
-
-    Example: curvestep data get ptb cifar10
-    """
-
-    NAME: Annotated[tuple[Literal["ptb", "cifar10"], ...], "Data sets; none: all"] = ()
-    offline: Annotated[bool, "Only check what is here already"] = False
-    quiet: Annotated[bool, "Show no progress"] = False
+TEXT = Kind("TEXT", "text", str)
+INTEGER = Kind("INT", "a whole number", int)
+NUMBER = Kind("FLOAT", "a number", float)
+NUMBER_OR_AUTO = Kind("auto|X", "a number or auto", _number_or_auto)
+KINDS = {
+    str: TEXT, int: INTEGER, float: NUMBER, bool: one_of("true", "false"), tuple[float, ...]: NUMBER,
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, with the nearest option for an unknown one."""
+    """The options of one command.
+
+    Args:
+        command: As it is typed: ``curvestep report``.
+        text: One sentence about it.
+        example: Words after the command, and after its recipe if it has one.
+        names: Placeholder of the words that are no options.
+    """
+
+    def __init__(self, command: str, text: str = "", *, example: str = "", names: str = "") -> None:
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
+        super().__init__(
+            prog=command,
+            usage=f"%(prog)s [-h] [OPTIONS] {names}".rstrip(),
+            description=f"{text}\n\nExample: %(prog)s {example}",
+            formatter_class=formatter,
+            allow_abbrev=False,
+        )
+
+    def option(
+        self, names: str, words: str, *, default: Any = "", shown: str = "", kind: Kind = TEXT, **other: Any
+    ) -> None:
+        """Add an option with a value; ``shown`` describes its default where that is no value to type."""
+        words = f"{words} (default: {shown or _shown(default)})".replace("%", "%%")
+        settings = {"type": kind, "metavar": kind.metavar, "default": default, **other}
+        self.add_argument(*names.split(), help=words, **settings)
+
+    def flag(self, name: str, words: str, **other: Any) -> None:
+        """Add an option without a value, which is off by default."""
+        self.add_argument(name, help=f"{words} (default: off)", **{"action": "store_true", **other})
+
+    def positional(self, name: str, words: str, *, kind: Kind = TEXT) -> None:
+        """Add the words that are no options, any number of them."""
+        self.add_argument(name, help=words, type=kind, nargs="*", metavar=name)
+
+    def read(self, args: Sequence[str]) -> Namespace:
+        """The values by name.
+
+        Raises:
+            UsageError: with one line that names the option and what it needs.
+            SystemExit: after ``--help``.
+        """
+        words = [_dashed(word) for word in args]
+        for word in words:
+            name = word.partition("=")[0]
+            # Here, before argparse takes the value that follows for something else.
+            if re.match("--?[a-zA-Z]", name) and name not in self._option_string_actions:
+                self._refuse(name)
+        chosen, unexpected = self.parse_known_args(words)
+        if unexpected:
+            self.error(f"unexpected argument: {unexpected[0]}")
+        return chosen
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`."""
-        raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}. See {self.prog} --help.")
+        message = message.removeprefix("argument ").rstrip(".")
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
-    def read(self, args: Sequence[str]) -> dict[str, Any]:
-        """The options that were given, by field."""
-        # --batch_size is --batch-size.
-        words = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) for word in args]
-        names = [action.option_strings[0] for action in self._actions[1:] if action.option_strings]
-        for name in (word.partition("=")[0] for word in words if re.match("--?[a-zA-Z]", word)):
-            if name not in self._option_string_actions:  # before its value is taken for something else
-                alias = ALIASES.get(name.lower())
-                hint = f" Did you mean {alias}?" if alias in names else nearest(name, names)
-                listed = ", ".join(names)
-                raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {listed}.")
-        found, unknown = self.parse_known_args(words)
-        if unknown:
-            self.error(f"there is no use for {unknown[0]}")
-        return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
+    def _refuse(self, name: str) -> NoReturn:
+        listed = [known for known in self._option_string_actions if re.match("--(?!help)", known)]
+        alias = ALIASES.get(name.lower())
+        hint = f" Did you mean {alias}?" if alias in listed else nearest(name, listed)
+        raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {', '.join(listed)}.")
 
 
-def read_options(
-    kind: type[Options],
-    args: Sequence[str],
-    *,
-    prog: str,
-    recipe: Recipe | None = None,
-    many: bool = False,
-    auto: Sequence[str] = (),
-) -> tuple[Options, dict[str, Any]]:
-    """The options of a command, and the fields of its recipe that were given.
-
-    Fields of ``recipe`` become options too; they take several values for a grid (``many``), and some may be
-    ``auto``. ``args`` come after the command and the recipe, which are ``prog`` as it was typed.
-
-    Raises:
-        UsageError: with one line that names the option and what it needs.
-        SystemExit: after ``--help``.
-    """
-    text = inspect.cleandoc(kind.__doc__ or "")
-    if recipe is not None:
-        lrs = {"--lr 3 10 30": "--lr 0.1 1 5"} if "resnet" in recipe.name else {}
-        for old, new in {**lrs, "ptb-lstm": recipe.name}.items():
-            text = text.replace(old, new)
-    own = fields(kind)  # pyright: ignore[reportArgumentType] (a dataclass)
-    positional = [item.name for item in own if item.name.isupper()]
-    parser = Parser(
-        prog=prog,
-        usage=" ".join([prog, "[-h] [OPTIONS]", *(f"[{name} ...]" for name in positional)]),
-        description=text,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=30, width=80
-        ),
-        allow_abbrev=False,
-    )
-    for item in own:
-        add_option(parser, kind, item.name, item.default)
-    if recipe is not None:
-        for item in fields(recipe):
-            is_tuple = isinstance(getattr(recipe, item.name), tuple)
-            if item.name not in NOT_OPTIONS and not (many and is_tuple):
-                default = getattr(recipe, item.name)
-                add_option(
-                    parser,
-                    type(recipe),
-                    item.name,
-                    default,
-                    many=many,
-                    auto=item.name in auto,
-                    given_only=True,
-                )
-    found = parser.read(args)
-    names = {item.name for item in own}
-    options = kind(**{name: value for name, value in found.items() if name in names})
-    return options, {name: value for name, value in found.items() if name not in names}
+def read_with_recipe(
+    parser: Parser, args: Sequence[str], add_fields: Callable[[Parser, Recipe], None]
+) -> tuple[Namespace, Recipe, dict[str, Any]]:
+    """A command's own options, the recipe that is named first, and its fields that were given."""
+    command, names = parser.prog, recipe_names()
+    if args[:1] in (["-h"], ["--help"]):
+        parser.usage = f"{command} RECIPE [-h] [OPTIONS]"
+        parser.prog = f"{command} {names[0]}"
+        parser.epilog = f"Recipes: {', '.join(names)}.\nEvery field is an option too: {parser.prog} --help"
+        parser.print_help()
+        raise SystemExit(0)
+    if not args or args[0].startswith("-"):
+        parser.error(f"name a recipe first, one of {', '.join(names)}")
+    name, *rest = args
+    try:
+        recipe = get_recipe(name, _scale_of(rest, command))
+    except ValueError as error:
+        raise UsageError(f"{command}: {error}") from None
+    parser.prog = f"{command} {recipe.name}"
+    add_fields(parser, recipe)
+    chosen = parser.read(rest)
+    given = [field.name for field in fields(recipe) if field.name not in NOT_OPTIONS]
+    return chosen, recipe, {name: vars(chosen)[name] for name in given if name in chosen}
 
 
-def add_option(
-    parser: argparse.ArgumentParser,
-    kind: type,
-    name: str,
-    default: Any,
-    *,
-    many: bool = False,
-    auto: bool = False,
-    given_only: bool = False,
-) -> None:
-    """Make an option of a field: type, choices and help from its annotation, or help from its docstring."""
-    hint, described = (get_type_hints(kind, include_extras=extras)[name] for extras in (False, True))
-    several = many or (hint not in (bool, int, float, str) and not choices_of(hint))
-    kept = argparse.SUPPRESS if given_only else default
-    flag = f"--{name.replace('_', '-')}"
-    text = described.__metadata__[0] if get_origin(described) is Annotated else help_texts(kind)[name]
-    text = text.rstrip(".").replace("%", "%%")
-    if hint is bool and not many:
-        if default:
-            flag, text = f"--no-{name.replace('_', '-')}", f"No {text[:1].lower()}{text[1:]}"
-        action = "store_false" if default else "store_true"
-        parser.add_argument(flag, action=action, dest=name, default=kept, help=f"{text} (default: off)")
-        return
-    values = default if isinstance(default, tuple) else (default,)
-    shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values).strip() or "none"
-    item = hint if many or not several else get_args(hint)[0]
-    choices = choices_of(item)
-    if auto:
-        text += "; auto: measured at the start"
-    metavar = "{" + ",".join(choices) + "}" if choices else "auto|X" if auto else item.__name__.upper()
-    if many and choices:  # argparse would list them twice
-        text, metavar = f"{text}; of {', '.join(choices)}", "NAME"
-    settings: dict[str, Any] = {
-        "type": reader_of(item, auto=auto),
-        "default": kept,
-        "help": f"{text} (default: {shown})",
-        "metavar": metavar,
-    }
-    if several:
-        settings["nargs"] = "+" if many else "*"
-    if name.isupper():
-        settings["metavar"] = name
-        parser.add_argument(name, **settings)
-    else:
-        parser.add_argument(flag, *filter(None, [SHORT.get(name)]), dest=name, **settings)
+def with_given(parser: Parser, recipe: Recipe, given: dict[str, Any]) -> Recipe:
+    """The recipe with these fields; a value that it refuses is a wrong command line."""
+    try:
+        return with_fields(recipe, **given)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
 
 
-def reader_of(hint: Any, *, auto: bool = False) -> Callable[[str], Any]:
-    """A function that reads one value of a type; its error says what is needed."""
-    choices = choices_of(hint)
-    if hint is bool:
-        choices = ("true", "false")
-    needed = (
-        f"one of {', '.join(choices)}" if choices else {int: "a whole number", float: "a number"}.get(hint)
-    )
-
-    def read(word: str) -> Any:
-        if auto and word == "auto":
-            return word
-        try:
-            if choices and word not in choices:
-                raise ValueError
-            return word if choices else hint(word)
-        except ValueError:
-            or_auto = " or auto" if auto else ""
-            raise argparse.ArgumentTypeError(f"needs {needed}{or_auto}, got {word!r}") from None
-
-    return read
+def _scale_of(args: Sequence[str], command: str) -> str:
+    """The scale that a command line names, which decides the other defaults."""
+    parser = Parser(command)
+    add_scale(parser)
+    known = [word for word in args if word not in ("-h", "--help")]
+    return parser.parse_known_args(known)[0].scale
 
 
-def help_texts(kind: type) -> dict[str, str]:
+def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") -> None:
+    """Add ``--scale``."""
+    parser.option("--scale", words, default="laptop", kind=one_of(*SCALES))
+
+
+def add_fields(parser: Parser, recipe: Recipe, *, auto: Sequence[str] = ()) -> None:
+    """Add an option for every field of a recipe; those in ``auto`` may be measured."""
+    for name, hint, words in _described(recipe):
+        option, default = _option_name(name), getattr(recipe, name)
+        settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default)}
+        if hint is bool and default:
+            off = f"No {words[:1].lower()}{words[1:]}"
+            parser.flag(f"--no-{option[2:]}", off, action="store_false", dest=name, default=SUPPRESS)
+        elif hint is bool:
+            parser.flag(option, words, default=SUPPRESS)
+        elif name in auto:
+            parser.option(option, f"{words}; auto: measured at the start", kind=NUMBER_OR_AUTO, **settings)
+        elif isinstance(default, tuple):
+            parser.option(option, words, kind=kind_of(hint), nargs="*", **settings)
+        else:
+            parser.option(option, words, kind=kind_of(hint), **settings)
+
+
+def add_grid(parser: Parser, recipe: Recipe) -> None:
+    """Add an option with several values for every field of a recipe that has one."""
+    for name, hint, words in _described(recipe):
+        default, kind = getattr(recipe, name), kind_of(hint)
+        settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default), "nargs": "+"}
+        if isinstance(default, tuple):
+            continue
+        if kind.metavar.startswith("{"):  # argparse would list the choices twice
+            settings["metavar"] = "NAME"
+            words = f"{words}; {kind.needed}"
+        parser.option(_option_name(name), words, kind=kind, **settings)
+
+
+def kind_of(hint: Any) -> Kind:
+    """The kind of a recipe's field."""
+    return KINDS.get(hint) or one_of(*get_args(hint))
+
+
+def help_texts(recipe: type[Recipe]) -> dict[str, str]:
     """The help of each field: the first sentence about it in the ``Args`` of its class, or of a base class.
 
     Example:
@@ -304,7 +220,7 @@ def help_texts(kind: type) -> dict[str, str]:
         'Momentum of the optimizer.'
     """
     found: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):
+    for owner in reversed(recipe.__mro__):
         listed = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")[2]
         for entry in re.split(r"\n(?=    \w+: )", "\n" + listed):
             name, _, text = " ".join(entry.split()).partition(": ")
@@ -312,23 +228,30 @@ def help_texts(kind: type) -> dict[str, str]:
     return found
 
 
-def choose_recipe(args: Sequence[str], *, prog: str) -> tuple[Recipe, list[str]]:
-    """The recipe that a command line names first, at the scale it names anywhere; and the other words."""
-    names = recipe_names()
-    if not args or args[0].startswith("-"):
-        raise UsageError(f"{prog}: name a recipe first, one of {', '.join(names)}. See {prog} --help.")
-    name, *rest = args
-    if name not in names:
-        raise UsageError(
-            f"{prog}: there is no recipe {name}.{nearest(name, names)} Recipes: {', '.join(names)}."
-        )
-    scale = "laptop"
-    for word, following in itertools.pairwise([*rest, ""]):
-        if word.partition("=")[0] == "--scale":
-            scale = word.partition("=")[2] or following
-    if scale not in SCALES:
-        raise UsageError(f"{prog}: --scale must be one of {', '.join(SCALES)}, got {scale}.")
-    try:
-        return get_recipe(name, scale), rest
-    except ValueError as error:
-        raise UsageError(f"{prog}: {error}") from None
+def _described(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+    """Name, type and help of each field that is an option."""
+    hints, texts = get_type_hints(type(recipe)), help_texts(type(recipe))
+    for field in fields(recipe):
+        if field.name not in NOT_OPTIONS:
+            yield field.name, hints[field.name], texts[field.name].rstrip(".")
+
+
+def _option_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _dashed(word: str) -> str:
+    """``--batch_size=20`` as ``--batch-size=20``."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _shown(default: Any) -> str:
+    """A default as it would be typed."""
+    if isinstance(default, tuple):
+        return " ".join(map(_shown, default)) or "none"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default) or "none"
