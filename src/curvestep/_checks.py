@@ -3,77 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+Number = TypeVar("Number", bound=float)
 
 
 def check_positive(name: str, value: float) -> float:
     """``value`` if it is positive and finite."""
     if type(value) is float and 0.0 < value < math.inf:
         return value  # at once: this runs in every step of an optimizer
-    if not (_is_number(value) and math.isfinite(value) and value > 0):
-        raise _error(name, "positive and finite", value)
-    return value
+    return _check_number(name, value, "positive and finite", lambda number: 0 < number < math.inf)
 
 
 def check_nonnegative(name: str, value: float) -> float:
     """``value`` if it is zero or more, and finite."""
-    if not (_is_number(value) and math.isfinite(value) and value >= 0):
-        raise _error(name, "zero or more, and finite", value)
-    return value
+    return _check_number(name, value, "zero or more, and finite", lambda number: 0 <= number < math.inf)
 
 
 def check_finite(name: str, value: float) -> float:
     """``value`` if it is a finite number."""
-    if not (_is_number(value) and math.isfinite(value)):
-        raise _error(name, "a finite number", value)
-    return value
+    return _check_number(name, value, "a finite number", math.isfinite)
+
+
+def check_count(name: str, value: int, *, least: int = 1) -> int:
+    """``value`` if it is a whole number of at least ``least``."""
+
+    def holds(number: float) -> bool:
+        return hasattr(number, "__index__") and number >= least
+
+    return int(_check_number(name, value, f"a whole number of at least {least}", holds))
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     """``value`` if it is one of ``choices``."""
     if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(_message(name, value, f"one of {listed}"))
     return value
 
 
-def check_count(name: str, value: int, *, least: int = 1) -> int:
-    """``value`` if it is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
-        raise _error(name, f"a whole number of at least {least}", value)
-    return int(value)
+def _check_number(name: str, value: Number, needed: str, holds: Callable[[float], bool]) -> Number:
+    """``value`` if it is a number for which the condition holds."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(_message(name, value, needed))
+    if not holds(value):
+        raise ValueError(_message(name, value, needed))
+    return value
 
 
-def check_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer that steps: ``optimizer``, or what frameworks wrapped in it."""
-    from torch.optim import Optimizer
-
-    inner = inner_optimizer(optimizer)
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"`optimizer` must be a torch optimizer, got a {type(optimizer).__name__}.")
-    return inner
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers of frameworks (Accelerate's, Lightning's, Fabric's), or itself."""
-    while hasattr(optimizer, "optimizer") and not _has_hooks(optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    """Whether torch made it: only its own optimizers call hooks around a step."""
-    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, (str, bytes, bool)) and hasattr(value, "__float__")
-
-
-def _error(name: str, needed: str, value: object) -> ValueError | TypeError:
-    kind = ValueError if _is_number(value) else TypeError
-    return kind(f"`{name}` must be {needed}, got {value!r}.")
+def _message(name: str, value: object, needed: str) -> str:
+    return f"`{name}` must be {needed}, got {value!r}."

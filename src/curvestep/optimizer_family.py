@@ -1,16 +1,18 @@
 """Which optimizer this is: the one place that knows optimizers by the names of their classes.
 
 By name, because a trace holds names, and because optimizers of other packages need not be installed. Torch is
-not imported here.
+imported only where an optimizer is at hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from curvestep._checks import inner_optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Family(StrEnum):
@@ -74,6 +76,23 @@ def known_name(optimizer: Any) -> str:
     return next((name for name in names if name in _FAMILIES), names[0])
 
 
+def check_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer that steps: ``optimizer``, or what frameworks wrapped in it."""
+    from torch.optim import Optimizer
+
+    inner = inner_optimizer(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"`optimizer` must be a torch optimizer, got a {type(optimizer).__name__}.")
+    return inner
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of frameworks (Accelerate's, Lightning's, Fabric's), or itself."""
+    while hasattr(optimizer, "optimizer") and not _has_hooks(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def torch_name(name: str) -> str:
     """The optimizer of torch that takes the same steps, but for clipping.
 
@@ -87,6 +106,11 @@ def torch_name(name: str) -> str:
 def has_decoupled_decay(name: str) -> bool:
     """Whether weight decay shrinks the parameters instead of adding to the gradient."""
     return torch_name(name) == "AdamW"
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether torch made it: only its own optimizers call hooks around a step."""
+    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)
 
 
 @cache

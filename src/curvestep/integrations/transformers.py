@@ -23,11 +23,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from curvestep._checks import check_optimizer
 from curvestep._files import write_atomically
 from curvestep.calibration import search
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import can_be_read_once, log_to, need, probe_at, warn_if_clipped_twice
+from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace

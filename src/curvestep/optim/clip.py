@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_optimizer
+from curvestep._checks import check_choice
 from curvestep.distributed import local
 from curvestep.optim.counters import (
     COUNTERS,
@@ -26,6 +26,7 @@ from curvestep.optim.counters import (
 )
 from curvestep.optim.double_clipping import DoubleClipping
 from curvestep.optim.scaled import has_zero_lr, nonfinite_gradient
+from curvestep.optimizer_family import check_optimizer
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_count, check_optimizer, check_positive
+from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import (
     any_rank,
     from_rank_zero,
@@ -28,6 +28,7 @@ from curvestep.distributed import (
     over_ranks,
     spans_ranks,
 )
+from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
 from curvestep.smoothness.estimators import check_fractions
 from curvestep.smoothness.geometry import geometry_of
