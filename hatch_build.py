@@ -18,8 +18,8 @@ FOLDER = Path("src/curvestep/_kernel")
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 if sys.platform == "darwin":
     FLAGS += ["-undefined", "dynamic_lookup"]
-# From the best build to the plainest: several kinds of processor in one file, several threads.
-EXTRAS = [["-DCLONES", "-fopenmp"], ["-fopenmp"], ["-DCLONES"], []]
+# From the best build to the plainest: for several kinds of processor in one file, or for one.
+EXTRAS = [["-DCLONES"], []]
 
 
 class AddressHook(MetadataHookInterface):

@@ -1,5 +1,6 @@
 """The compiled kernel against the formulas, and what happens where it cannot be built."""
 
+import ctypes
 import math
 import os
 import shutil
@@ -16,7 +17,7 @@ from torch import nn
 
 import curvestep as cs
 from curvestep import _kernel as _native
-from curvestep._kernel import LIBRARY, Kernel, native
+from curvestep._kernel import LIBRARY, Kernel, native, parallel_for
 from curvestep.optim.sgd import SGDRule, update_loop
 from curvestep.vectors import cpu_norm, distance
 from tests.reference import reference_norm
@@ -24,6 +25,8 @@ from tests.reference import reference_norm
 ROOT = Path(__file__).parents[1]
 BLOCK, STRETCH = 1 << 16, 1 << 20  # as in kernel.c
 DTYPES = [torch.float32, torch.float64]
+PARTS = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+PARALLEL_FOR = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, PARTS, ctypes.c_void_p)
 
 for_many_lists = given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
@@ -65,6 +68,77 @@ def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
     tensors = tensors_of(sizes, dtype)
     norm = math.sqrt(sum_of_squares(tensors))
     assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
+
+
+def test_kernel_is_linked_with_no_threads_of_its_own():
+    if LIBRARY.exists():
+        words = LIBRARY.read_bytes().lower()
+        assert all(name not in words for name in (b"gomp", b"iomp", b"libomp", b"pthread"))
+
+
+@needs_kernel
+def test_threads_are_those_of_torch_wherever_it_has_them():
+    assert (parallel_for() is not None) == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10))
+
+
+@pytest.fixture
+def calls():
+    """Calls of a stand-in for torch's parallel for, which takes the parts one by one from the last."""
+    seen = []
+
+    def backwards(begin, end, grain_size, function, context):
+        seen.append((begin, end, grain_size))
+        for part in reversed(range(begin, end)):
+            function(part, part + 1, context)
+        return 0
+
+    address = PARALLEL_FOR(backwards)
+    native()._take_threads_from(ctypes.cast(address, ctypes.c_void_p))
+    yield seen
+    native()._take_threads_from(parallel_for())
+
+
+def steps_and_norms(sizes, threads):
+    """Parameters after two steps of each kind, and the squares that were summed."""
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    g, p, b, m = (tensors_of(sizes, torch.float32) for _ in range(4))
+    v, steps = [t.square() for t in b], [torch.zeros(()) for _ in sizes]
+    kernel = native()
+    rule = {"scale": 0.5, "weight_decay": 0.1, "lr": 0.125}
+    kernel.update(kernel.view(g, p, b), momentum=0.5, dampening=0.75, nesterov=False, **rule)
+    kernel.adamw(kernel.view(g, p, m, v), kernel.view(steps), betas=(0.9, 0.99), eps=1e-8, **rule)
+    squares = (sum_of_squares(g), kernel.squared_distance(kernel.view(g, p)))
+    return squares, torch.cat([*p, *b, *m, *v, *map(torch.atleast_1d, steps)])
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("sizes", [[70_000], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
+def test_no_bit_depends_on_the_number_of_threads(sizes, threads, calls):
+    norms, alone = steps_and_norms(sizes, 1)
+    assert calls == []
+    again, shared = steps_and_norms(sizes, threads)
+    assert calls == [(0, threads, 1)] * 4
+    assert again == norms
+    assert torch.equal(shared, alone)
+
+
+@needs_kernel
+def test_torchs_own_threads_change_no_bit():
+    norms, alone = steps_and_norms([5, 3 * BLOCK - 1, 0, 77], 1)
+    again, shared = steps_and_norms([5, 3 * BLOCK - 1, 0, 77], 2)
+    assert again == norms
+    assert torch.equal(shared, alone)
+
+
+@needs_kernel
+def test_without_torchs_threads_there_is_one(calls):
+    native()._take_threads_from(None)  # as below torch 2.10
+    norms, alone = steps_and_norms([70_000], 1)
+    again, shared = steps_and_norms([70_000], 2)
+    assert again == norms
+    assert torch.equal(shared, alone)
 
 
 @needs_kernel

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [
-    "-g", "-O1", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-w", "-fno-omit-frame-pointer",
+    "-g", "-O1", "-std=gnu11", "-fPIC", "-shared", "-w", "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 ]  # fmt: skip
 FAULT = "int fault(int x) { return x + 1; }\n"

@@ -58,6 +58,10 @@ class Kernel:
         with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         flag = ctypes.c_int
         self._describe = _describe()
+        self._take_threads_from = loaded.curvestep_take_threads_from
+        self._take_threads_from.argtypes = [_pointer]
+        self._take_threads_from.restype = None
+        self._take_threads_from(parallel_for())
         self._view = with_lock.curvestep_view_plain
         self._view.argtypes = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer]
         self._view.restype = flag
@@ -207,8 +211,18 @@ def _describe() -> int | None:
     return _pointer.from_address(interface + 16 + 3 * 8).value if major == 1 else None
 
 
+def parallel_for() -> int | None:
+    """Address of the function with which C takes torch's threads, where torch has it (2.10 on)."""
+    try:
+        # Looked for in what torch's own module has loaded with it, libtorch_cpu too.
+        function = ctypes.CDLL(torch._C.__file__).torch_parallel_for
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, _pointer).value
+
+
 def _num_threads() -> int:
-    """As torch's; one in a forked process, where OpenMP waits for threads that were not forked."""
+    """As torch's; one in a forked process, where torch waits for threads that were not forked."""
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 

@@ -2,8 +2,8 @@
    of the squares of a difference, which is never stored.
 
    Plain C, built without the headers of Python or torch. Before a pass the tensors are looked at one by one: only
-   those that lie in memory as the pass walks it are taken. Each pass is one parallel region over all tensors taken as
-   one long vector, cut into blocks. The update takes the blocks backwards, because what the norm read last is still in
+   those that lie in memory as the pass walks it are taken. Each pass is one call of torch's parallel for over all tensors
+   taken as one long vector, cut into blocks. The update takes the blocks backwards, because what the norm read last is still in
    the cache.
 
    The file includes itself for each type, float and double: the passes over one block of memory stand at its end. */
@@ -14,9 +14,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #endif
@@ -120,17 +117,28 @@ static int64_t adamw_begun(float *p, const float *g, float *m, float *v, float *
 #define adamw_begun(...) 0
 #endif
 
-/* The part [first, last) of all elements that this thread takes: a block belongs to whoever owns its first element. */
-static void share(int64_t all, int64_t *first, int64_t *last)
+/* Threads are torch's: its function that calls another for ranges of [begin, end), on several threads at once, or null
+   for a torch that does not have it. */
+typedef void (*Parts)(int64_t begin, int64_t end, void *context);
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain_size, Parts function, void *context);
+
+static ParallelFor parallel_for;
+
+void curvestep_take_threads_from(ParallelFor function) { parallel_for = function; }
+
+/* Into how many parts, one for each thread, work on so many elements is cut. */
+static int64_t num_parts(int64_t all, int threads) { return parallel_for && threads > 1 && all > ALONE ? threads : 1; }
+
+static void on_threads(int64_t parts, Parts function, void *context)
 {
-    int me = 0, threads = 1;
-#ifdef _OPENMP
-    me = omp_get_thread_num();
-    threads = omp_get_num_threads();
-#endif
-    *first = all / threads * me;
-    *last = me == threads - 1 ? all : all / threads * (me + 1);
+    if (parts > 1)
+        parallel_for(0, parts, 1, function, context);
+    else
+        function(0, 1, context);
 }
+
+/* Where part k of so many begins; part `parts` would begin at the end. */
+static int64_t part_begin(int64_t all, int64_t parts, int64_t k) { return k == parts ? all : all / parts * k; }
 
 static int64_t sum_of(const int64_t *sizes, int64_t count)
 {
@@ -151,36 +159,62 @@ static double squares_of_block(const void *x, const void *y, int64_t at, int64_t
              : squares_float((const float *)x + at, n);
 }
 
-/* Of all tensors, or, with apart, of each minus the one as far on in the list that follows. */
+/* The squares of all tensors, or, with apart, of each minus the one as far on in the list that follows. */
+typedef struct {
+    void *const *x;
+    const int64_t *sizes;
+    int64_t count, all, parts;
+    int doubles, apart;
+    double *sums; /* one for each block */
+} Squares;
+
+/* The blocks whose first element lies in these parts. */
+static void squares_of_parts(int64_t begin, int64_t end, void *context)
+{
+    const Squares *job = context;
+    const int64_t first = part_begin(job->all, job->parts, begin), last = part_begin(job->all, job->parts, end);
+    int64_t number = 0, tensor_begin = 0;
+    for (int64_t i = 0; i < job->count; tensor_begin += job->sizes[i++]) {
+        const void *x = job->x[i], *y = job->apart ? job->x[job->count + i] : 0;
+        for (int64_t at = 0; at < job->sizes[i]; at += BLOCK, number++)
+            if (first <= tensor_begin + at && tensor_begin + at < last)
+                job->sums[number] = squares_of_block(x, y, at, least(job->sizes[i] - at, BLOCK), job->doubles);
+    }
+}
+
+/* Blocks are added in their order, whoever took them: the sum does not depend on the number of threads. Without
+   memory for a number for each block, infinity: then the caller takes another way. */
 double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads, int apart)
 {
     const int64_t all = sum_of(sizes, count);
-    double sum = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE) reduction(+ : sum)
-    {
-        int64_t first, last, begin = 0;
-        share(all, &first, &last);
-        for (int64_t i = 0; i < count; begin += sizes[i++])
-            for (int64_t at = 0; at < sizes[i]; at += BLOCK)
-                if (first <= begin + at && begin + at < last)
-                    sum += squares_of_block(x[i], apart ? x[count + i] : 0, at, least(sizes[i] - at, BLOCK), doubles);
-    }
+    int64_t blocks = 0;
+    for (int64_t i = 0; i < count; i++)
+        blocks += (sizes[i] + BLOCK - 1) / BLOCK;
+    double sum = 0, *sums = malloc((blocks + 1) * sizeof(double));
+    if (!sums)
+        return INFINITY;
+    Squares job = {x, sizes, count, all, num_parts(all, threads), doubles, apart, sums};
+    on_threads(job.parts, squares_of_parts, &job);
+    for (int64_t k = 0; k < blocks; k++)
+        sum += sums[k];
+    free(sums);
     return sum;
 }
 
 /* An update as a job, which is handed one block after another: elements [at, at + n) of tensor i. In `lists` the
    addresses of all gradients come first, then those of all parameters, then those of each list of buffers. */
-typedef struct {
+typedef struct Job Job;
+struct Job {
     void *const *lists;
-    int64_t count;
-    int doubles;
-    int num_lists;
+    const int64_t *sizes;
+    int64_t count, all, parts;
+    int doubles, num_lists;
     const void *rule;
+    void (*block)(const Job *job, int64_t i, int64_t at, int64_t n);
     void *const *steps;
     int steps_are_doubles;
     Correction usual; /* that of the first tensor, most often of all */
-} Job;
-typedef void (*Block)(const Job *job, int64_t i, int64_t at, int64_t n);
+};
 
 /* The first element of a tensor that belongs to what begins `reach` elements after its own beginning: cuts lie between
    lines of the cache. */
@@ -197,14 +231,14 @@ static int by_address(const void *a, const void *b)
 }
 
 /* Whether two parameters share memory: of two threads that update a number at once, one would undo the other. */
-static int is_shared(const Job *job, const int64_t *sizes)
+static int is_shared(const Job *job)
 {
     Span *spans = malloc(job->count * sizeof(Span));
     int64_t num_spans = 0, i = 1;
     for (int64_t k = 0; spans && k < job->count; k++) {
         const char *begin = job->lists[job->count + k];
-        if (sizes[k])
-            spans[num_spans++] = (Span){begin, begin + sizes[k] * (job->doubles ? 8 : 4)};
+        if (job->sizes[k])
+            spans[num_spans++] = (Span){begin, begin + job->sizes[k] * (job->doubles ? 8 : 4)};
     }
     if (!spans)
         return 1;
@@ -217,24 +251,30 @@ static int is_shared(const Job *job, const int64_t *sizes)
 
 /* Stretches of the long vector from the last to the first, each from its beginning to its end, in which what is read
    in advance, from one tensor to the next, is what is needed. */
-static void backwards(const Job *job, Block block, const int64_t *sizes, int threads)
+static void update_parts(int64_t begin, int64_t end, void *context)
 {
-    const int64_t all = sum_of(sizes, job->count);
-#pragma omp parallel num_threads(threads) if (threads > 1 && all > ALONE && !is_shared(job, sizes))
-    {
-        int64_t first, last, i = job->count, begin = all;
-        share(all, &first, &last);
-        for (int64_t low, high = last; high > first; high = low) {
-            low = high - first > STRETCH ? high - STRETCH : first;
-            while (begin > low)
-                begin -= sizes[--i];
-            for (int64_t k = i, at = begin; at < high; at += sizes[k++]) {
-                const int64_t from = cut(low - at, sizes[k]), to = cut(high - at, sizes[k]);
-                if (from < to)
-                    block(job, k, from, to - from);
-            }
+    const Job *job = context;
+    const int64_t first = part_begin(job->all, job->parts, begin), last = part_begin(job->all, job->parts, end);
+    int64_t i = job->count, tensor_begin = job->all;
+    for (int64_t low, high = last; high > first; high = low) {
+        low = high - first > STRETCH ? high - STRETCH : first;
+        while (tensor_begin > low)
+            tensor_begin -= job->sizes[--i];
+        for (int64_t k = i, at = tensor_begin; at < high; at += job->sizes[k++]) {
+            const int64_t from = cut(low - at, job->sizes[k]), to = cut(high - at, job->sizes[k]);
+            if (from < to)
+                job->block(job, k, from, to - from);
         }
     }
+}
+
+static void update_all(Job *job, int threads)
+{
+    job->all = sum_of(job->sizes, job->count);
+    job->parts = num_parts(job->all, threads);
+    if (job->parts > 1 && is_shared(job))
+        job->parts = 1;
+    on_threads(job->parts, update_parts, job);
 }
 
 /* Where element `at` of tensor i of a list lies, 0 if there is no such list. */
@@ -258,8 +298,9 @@ static void update_block(const Job *job, int64_t i, int64_t at, int64_t n)
 void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                      const Rule *rule)
 {
-    const Job job = {lists, count, doubles, num_lists, rule, 0, 0, {0}};
-    backwards(&job, update_block, sizes, threads);
+    Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
+               .rule = rule, .block = update_block};
+    update_all(&job, threads);
 }
 
 static double step_of(const Job *job, int64_t i)
@@ -294,10 +335,11 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                     const AdamRule *rule, void *const *steps, int steps_are_doubles)
 {
-    Job job = {lists, count, doubles, num_lists, rule, steps, steps_are_doubles, {0}};
+    Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
+               .rule = rule, .block = adamw_block, .steps = steps, .steps_are_doubles = steps_are_doubles};
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
-    backwards(&job, adamw_block, sizes, threads);
+    update_all(&job, threads);
     for (int64_t i = 0; i < count; i++)
         if (steps_are_doubles)
             *(double *)steps[i] += 1;
