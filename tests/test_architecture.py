@@ -46,7 +46,7 @@ USES = {
     "vectors": {"distributed"},
     "distributed": set(),
     "optim": {"steps", "vectors", "distributed"},
-    "smoothness": {"bracket", "display", "vectors", "distributed"},
+    "smoothness": {"steps", "bracket", "display", "vectors", "distributed"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
     "advice": {"steps", "display", "smoothness", "fit"},
     "calibration": {"bracket", "display", "vectors", "distributed", "smoothness"},

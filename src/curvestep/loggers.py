@@ -78,8 +78,10 @@ class Logger:
             self._write(found, step)
 
     def _clipped_fraction(self) -> float:
-        columns = (self._column(name) for name in ("coefficient", "grad_norm"))
-        norms = clip_norms(*columns, optimizer=[row.get("optimizer", "") for row in self._rows])
+        names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
+        columns: dict[str, Any] = {name: self._column(name) for name in names}
+        columns["optimizer"] = [row.get("optimizer") for row in self._rows]
+        norms = clip_norms(columns)
         known = norms[~np.isnan(norms)]
         return float(np.isfinite(known).mean()) if len(known) else math.nan
 

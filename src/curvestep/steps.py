@@ -9,7 +9,7 @@ parameters may be arrays too, one number for each point. Torch is not imported h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -267,46 +267,59 @@ def _at_least(x: Any, floor: float) -> Any:
     return floor if x <= floor else x  # in this order, so that NaN stays NaN
 
 
-def clip_norms(
-    coefficient: ArrayLike,
-    grad_norm: ArrayLike,
-    *,
-    step_norm: ArrayLike = math.nan,
-    lr: ArrayLike = math.nan,
-    optimizer: ArrayLike = "",
-) -> np.ndarray:
-    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
+def is_clipped(coefficient: ArrayLike, *, optimizer: ArrayLike = "") -> np.ndarray:
+    r"""Whether a gradient that was multiplied by ``coefficient`` was clipped: the definition of it.
 
-    Where the optimizer recorded its coefficient, a step was clipped if that is below 1, at a norm of
-    coefficient times gradient norm. Else it was if it is shorter than lr·‖g‖, at step length over lr.
-    Normalized descent shortens every step, by :math:`\beta/(g + \beta)`; it clips those with a gradient above
-    its offset :math:`\beta`, where that is below one half. The only definition of "clipped": finite here.
+    Normalized descent shortens every step, by :math:`\beta/(g + \beta)`; it clips a gradient above its offset
+    :math:`\beta`, where that is below one half.
 
     Args:
-        coefficient: What each gradient was multiplied by; NaN where it was not recorded.
-        grad_norm: Gradient norms before clipping.
-        step_norm: Lengths of the steps.
-        lr: Learning rates.
-        optimizer: Names of the optimizers' classes.
+        coefficient: What the gradient was multiplied by, 1 if by nothing.
+        optimizer: Name of the optimizer's class.
 
     Example:
-        >>> clip_norms([0.5, 1.0, np.nan, np.nan], 4.0, step_norm=[1, 1, 1, np.nan], lr=0.5)
-        array([ 2., inf,  2., nan])
-        >>> clip_norms([0.2, 0.6], [4.0, 0.5], optimizer="NormalizedSGD")
-        array([ 1., inf])
+        >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], optimizer="NormalizedSGD")
+        (array([ True, False]), array([False,  True]))
     """
-    coefficient, g, length, lr = np.broadcast_arrays(
-        *(np.asarray(values, dtype=float) for values in (coefficient, grad_norm, step_norm, lr))
-    )
-    smooth = _is_normalized(np.asarray(optimizer, dtype=object))
+    highest = np.where(_is_normalized(optimizer), 0.5, 1 - 1e-6)
+    return np.asarray(coefficient, dtype=float) < highest
+
+
+def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
+    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
+
+    Rows say whether a step was ``clipped``. Of rows that do not, the ``coefficient`` tells, and without it a
+    step shorter than lr·‖g‖. The threshold is coefficient times gradient norm (of normalized descent the
+    offset), or step length over lr.
+
+    Args:
+        columns: Columns of a trace, of which any may be missing and any number NaN: ``clipped``,
+            ``coefficient``, ``grad_norm``, ``step_norm``, ``lr`` and ``optimizer``.
+
+    Example:
+        >>> clip_norms({"coefficient": [0.5, 1.0], "grad_norm": 4.0})
+        array([ 2., inf])
+        >>> clip_norms({"grad_norm": 4.0, "step_norm": [1, np.nan], "lr": 0.5})
+        array([ 2., nan])
+        >>> clip_norms({"clipped": [False, True], "coefficient": 0.5, "grad_norm": 4.0})
+        array([inf,  2.])
+    """
+    names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
+    numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in names]
+    flag, coefficient, g, length, lr = np.broadcast_arrays(*numbers)
+    optimizer = columns.get("optimizer", "")
+    has_coefficient, has_length = np.isfinite(coefficient), np.isfinite(length * lr)
     with np.errstate(invalid="ignore", divide="ignore"):
-        threshold = coefficient * g / np.where(smooth, 1 - coefficient, 1.0)
-        recorded = np.where(coefficient < np.where(smooth, 0.5, 1 - 1e-6), threshold, math.inf)
-        inferred = np.where(length < (1 - 1e-3) * (lr * g), length / lr, math.inf)
-        inferred = np.where(np.isfinite(length * lr), inferred, math.nan)
-    return np.where(np.isfinite(coefficient), recorded, inferred)
+        offset = coefficient * g / np.where(_is_normalized(optimizer), 1 - coefficient, 1.0)
+        threshold = np.where(has_coefficient, offset, length / lr)
+        is_shorter = length < (1 - 1e-3) * (lr * g)
+    inferred = np.where(has_coefficient, is_clipped(coefficient, optimizer=optimizer), is_shorter)
+    clipped = np.where(np.isfinite(flag), flag != 0, inferred)
+    known = np.isfinite(flag) | has_coefficient | has_length
+    return np.where(known, np.where(clipped, threshold, math.inf), math.nan)
 
 
-def _is_normalized(names: np.ndarray) -> np.ndarray:
+def _is_normalized(optimizer: ArrayLike) -> np.ndarray:
+    names = np.asarray(optimizer, dtype=object)
     found = [family_of(name) is Family.NORMALIZED for name in names.flat]
     return np.array(found, dtype=bool).reshape(names.shape)

@@ -47,7 +47,7 @@ def test_steps_and_losses_of_unequal_length_are_refused():
 
 def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():
     g = np.array([0.5, 1.0, 4.0])
-    norms = clip_norms(np.minimum(1.0, 1.0 / g), g)
+    norms = clip_norms({"coefficient": np.minimum(1.0, 1.0 / g), "grad_norm": g})
     np.testing.assert_array_equal(norms, [math.inf, math.inf, 1.0])
     assert typical_clip_norm(norms) == 1.0
     assert typical_clip_norm(norms[:2]) == math.inf
@@ -56,13 +56,13 @@ def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():
 def test_without_a_coefficient_the_step_length_says_what_was_clipped():
     g = np.array([0.5, 1.0, 4.0, 2.0, 2.0])
     length = 0.1 * np.array([0.5, 1.0, 1.0, math.nan, 2.0])
-    norms = clip_norms(math.nan, g, step_norm=length, lr=[0.1, 0.1, 0.1, 0.1, math.nan])
+    norms = clip_norms({"grad_norm": g, "step_norm": length, "lr": [0.1, 0.1, 0.1, 0.1, math.nan]})
     np.testing.assert_allclose(norms, [math.inf, math.inf, 1.0, math.nan, math.nan])
 
 
 def test_a_coefficient_outweighs_the_step_length():
     """Momentum makes steps longer or shorter than lr·‖g‖: that is no clipping."""
-    assert clip_norms(1.0, 4.0, step_norm=0.1, lr=0.1) == math.inf
+    assert clip_norms({"coefficient": 1.0, "grad_norm": 4.0, "step_norm": 0.1, "lr": 0.1}) == math.inf
 
 
 def test_samples_cut_to_some_rows_keep_all_their_columns_in_step():

@@ -236,3 +236,21 @@ def test_step_that_a_scaler_skips_in_the_block_is_marked():
             scaler.update()
     assert list(probe.trace.column("status")) == ["ok", "nonfinite", "ok"]
     assert probe.trace.column("lr")[[0, 2]].tolist() == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+@pytest.mark.parametrize("by", ["loop", "optimizer", "hook"])
+def test_a_row_says_whether_its_step_was_clipped_by_whoever_clips(by, max_norm):
+    model, x, y = nn.Linear(6, 3), torch.randn(8, 6), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if by == "optimizer":
+        optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=max_norm)
+    if by == "hook":
+        cs.clip(optimizer, max_norm=max_norm)
+    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+    probe.record(lambda: F.cross_entropy(model(x), y)).backward()
+    if by == "loop":
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    assert probe.trace[0]["clipped"] is (max_norm < 1)
+    assert math.isfinite(probe.trace.clip_norm[0]) is (max_norm < 1)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import curvestep as cs
 from curvestep._files import dump_row
+from curvestep.fit.samples import History
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, OK, Trace
+from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK, Trace
 
 
 def filled(path=None, steps=range(3), **extra):
@@ -329,9 +331,10 @@ def test_a_step_that_is_no_number_does_not_stop_loading(tmp_path, step):
 
 def test_the_table_of_the_documentation_is_the_schema():
     page = (Path(__file__).parents[2] / "docs" / "measure.md").read_text(encoding="utf-8")
-    lines = ["| key | unit | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | {field.unit} | {field.meaning} |" for name, field in FIELDS.items()]
-    assert "\n".join(lines) in page, "\n".join(["put this table into docs/measure.md:", *lines])
+    for table in (FIELDS, HEADER_FIELDS):
+        lines = ["| key | unit | meaning |", "| --- | --- | --- |"]
+        lines += [f"| `{name}` | {field.unit} | {field.meaning} |" for name, field in table.items()]
+        assert "\n".join(lines) in page, "\n".join(["put this table into docs/measure.md:", *lines])
 
 
 def test_the_probe_writes_no_key_that_the_schema_does_not_know():
@@ -353,6 +356,103 @@ def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     assert {key: type(value) for key, value in row.items()} == {
         key: kinds[field.kind] for key, field in known.items()
     }
+
+
+ROW_OF_HEADER = {
+    "sgd": (
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+        {"optimizer": "SGD", "optimizer_family": "sgd", "momentum": 0.0, "weight_decay": 0.01},
+    ),
+    "momentum": (
+        lambda p: cs.ClippedSGD(p, lr=0.1, max_norm=2.0, momentum=0.9),
+        {"optimizer_family": "momentum", "momentum": 0.9, "max_norm": 2.0, "norm_scope": "global"},
+    ),
+    "normalized": (
+        lambda p: cs.NormalizedSGD(p, lr=0.1, offset=0.5),
+        {"optimizer_family": "normalized", "clipping": "normalized", "offset": 0.5},
+    ),
+    "adam": (
+        lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9)),
+        {"optimizer": "AdamW", "optimizer_family": "adam", "betas": [0.8, 0.9], "clipping": "none"},
+    ),
+    "clip": (
+        lambda p: cs.clip(torch.optim.RMSprop(p, lr=0.1), max_norm=float("inf")).optimizer,
+        {"optimizer_family": "unknown", "clipping": "norm", "max_norm": float("inf")},
+    ),
+    "groups": (
+        lambda p: torch.optim.SGD(
+            [{"params": [next(p)], "momentum": 0.5}, {"params": p, "weight_decay": 0.3}], lr=0.1, momentum=0.9
+        ),
+        {"optimizer_family": "momentum", "momentum": None, "weight_decay": None, "betas": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROW_OF_HEADER)
+def test_the_header_names_the_optimizer_and_how_it_clips(name, tmp_path):
+    make, expected = ROW_OF_HEADER[name]
+    model, x = torch.nn.Linear(3, 2), torch.randn(6, 3)
+    optimizer = make(model.parameters())
+    probe = SmoothnessProbe(model, every=1, trace=tmp_path / "t.jsonl", num_steps=7).watch(optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        probe.record(lambda: model(x).square().mean()).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.05  # the header has that of the start
+    probe.close()
+    written = Trace.load(tmp_path / "t.jsonl")
+    for header in (probe.trace.header, written.header):
+        assert {key: header.get(key) for key in expected} == expected
+        assert (header["start_lr"], header["training_mode"], header["num_steps"]) == (0.1, True, 7)
+        assert set(header) - set(HEADER_FIELDS) == {"format", "schema", "versions"}
+    assert len(written) == len(probe.trace) == 2
+
+
+def test_facts_are_added_to_a_header_once_and_replace_nothing(tmp_path):
+    with Trace(tmp_path / "t.jsonl", header={"model": "mine"}) as trace:
+        trace.describe({"model": "other", "optimizer": "SGD", "betas": None})
+        trace.append({"step": 0})
+        trace.describe({"optimizer": "Adam"})  # too late: the first row is written
+        trace.append({"step": 1})
+    for each in (trace, Trace.load(tmp_path / "t.jsonl")):
+        assert (each.header["model"], each.header["optimizer"]) == ("mine", "SGD")
+        assert "betas" not in each.header
+        assert each.column("step").tolist() == [0, 1]
+
+
+def test_a_header_that_cannot_be_rewritten_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError("disk full")
+
+    trace = Trace(tmp_path / "t.jsonl")
+    monkeypatch.setattr("curvestep.smoothness.trace.write_atomically", full)
+    with pytest.raises(OSError, match="disk full"):
+        trace.describe({"optimizer": "SGD"})
+    trace.append({"step": 0})
+    assert len(Trace.load(tmp_path / "t.jsonl")) == 1
+
+
+def test_a_row_says_whether_it_was_clipped_and_older_rows_are_inferred():
+    trace = Trace()
+    trace.append({"step": 0, "grad_norm": 4.0, "coefficient": 0.5, "clipped": True})
+    trace.append({"step": 1, "grad_norm": 4.0, "coefficient": 0.5, "clipped": False})
+    trace.append({"step": 2, "grad_norm": 4.0, "coefficient": 0.5})
+    trace.append({"step": 3, "grad_norm": 4.0, "step_norm": 1.0, "lr": 0.5})
+    trace.append({"step": 4, "grad_norm": 4.0})
+    np.testing.assert_array_equal(trace.clip_norm, [2.0, np.inf, 2.0, 2.0, np.nan])
+
+
+def test_what_is_computed_from_all_rows_is_computed_once_until_a_row_comes():
+    trace, calls = filled(), []
+
+    def count():
+        return trace.cached("count", lambda: calls.append(1) or len(trace))
+
+    assert count() == count() == 3
+    trace.append({"step": 9})
+    assert count() == 4
+    assert len(calls) == 2
+    assert History.of(trace) is History.of(trace)
 
 
 def test_ok_marks_the_rows_measured_without_trouble():

@@ -27,7 +27,6 @@ from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import History, typical_clip_norm
 from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness.trace import NONFINITE
-from curvestep.steps import clip_norms
 
 ADAM_SHARE = 0.2
 UNKNOWN_SHARE = 0.1  # for steps that are not lr times the gradient, by an optimizer that is not known
@@ -128,7 +127,7 @@ def _outcome(history: History) -> Outcome:
     near = share >= NEAR_PEAK
     late = measured & near if (measured & near).any() else measured.copy()
     late[np.flatnonzero(late)[: int(late.sum()) // 2]] = False
-    clip = clip_norms(rows["coefficient"], g, step_norm=length, lr=rows["lr"])
+    clip = history.clip_norm
     finite = history.loss[np.isfinite(history.loss)]
     method, gained = _method(history, measured, late), _gained(rows, late)
     max_norm = typical_clip_norm(clip[measured]) if measured.any() else typical_clip_norm(clip)

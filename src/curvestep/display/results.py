@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep.display.chart import GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Series
-from curvestep.steps import clip_norms, clipped_step
+from curvestep.steps import clipped_step
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
@@ -24,17 +24,16 @@ _NONE = np.array([])
 
 
 def columns_of(trace: Trace) -> dict[str, np.ndarray]:
-    """Columns of the rows that were measured without trouble, ``clip_norm`` as :func:`clip_norms` gives it.
+    """Columns of the rows that were measured without trouble, with ``Trace.clip_norm``.
 
     Layers are columns as in the trace: ``layers/encoder/smoothness``.
     """
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
-    names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr", "coefficient"]
+    names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr"]
     names += ["optimizer_smoothness", "optimizer_limit"]
     names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
-    given = {name: trace.column(name)[keep] for name in ("step_norm", "lr", "optimizer")}
-    rows["clip_norm"] = clip_norms(rows.pop("coefficient"), rows["grad_norm"], **given)
+    rows["clip_norm"] = trace.clip_norm[keep]
     return rows
 
 

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
-from curvestep.steps import clip_norms
 
 LEAST_ROWS = 10
 _LARGEST = 1e50
@@ -27,7 +26,7 @@ class History:
     step: np.ndarray
     loss: np.ndarray
     lr: np.ndarray
-    clip_norm: np.ndarray  # as :func:`clip_norms` gives it
+    clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
     ends_finite: bool  # the last row has a finite loss and was not marked as nonfinite
     measured: bool  # some row is ok
     ok: np.ndarray  # which rows are
@@ -37,13 +36,16 @@ class History:
     @classmethod
     def of(cls, trace: Trace) -> History:
         """What ``trace`` holds now; rows appended to it later are not in here."""
+        return trace.cached("history", lambda: cls._read(trace))
+
+    @classmethod
+    def _read(cls, trace: Trace) -> History:
         step, loss, lr = (trace.column(name).copy() for name in ("step", "loss", "lr"))
-        given = (trace.column(name) for name in ("coefficient", "grad_norm"))
         return cls(
             step=step,
             loss=loss,
             lr=lr,
-            clip_norm=clip_norms(*given, optimizer=trace.column("optimizer")),
+            clip_norm=trace.clip_norm,
             ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
             measured=bool(trace.ok.any()),
             ok=trace.ok,
@@ -65,7 +67,7 @@ class Samples:
     coefficient: np.ndarray
     kappa: np.ndarray
     noise: np.ndarray
-    clip_norm: np.ndarray  # as :func:`clip_norms` gives it
+    clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
     spectral: np.ndarray  # spectral smoothness where it had converged
     grad_variance: np.ndarray  # tr Σ of the gradient of one sample
     grad_signal: np.ndarray  # ‖G‖², without the noise
@@ -125,6 +127,10 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         ValueError: If fewer than ten are left; it says how many there were and what became of the others.
     """
     check_choice("estimator", estimator, ESTIMATORS)
+    return trace.cached(("samples", estimator), lambda: _read_samples(trace, estimator))
+
+
+def _read_samples(trace: Trace, estimator: str) -> Samples:
     smoothness = trace.column(estimator)
     measured = is_measured(trace, estimator)
     keep = trace.ok & measured
@@ -136,7 +142,6 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     names += ("grad_norms", "grad_variance", "grad_signal", "eps", "self_test")
     column = {name: trace.column(name)[order] for name in names}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
-    known = {name: column[name] for name in ("step_norm", "lr")}
     spectral = trace.column("spectral_smoothness")
     dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
     return Samples(
@@ -146,7 +151,7 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         **column,
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
-        clip_norm=clip_norms(column["coefficient"], g, **known, optimizer=trace.column("optimizer")[order]),
+        clip_norm=trace.clip_norm[order],
         spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
         fractions=trace.fractions,
         skipped=len(trace) - len(order),

@@ -143,7 +143,9 @@ class SmoothnessCallback(TrainerCallback):
         backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
         step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
         state = json.loads(kept.read_text(encoding="utf-8")) if step > 0 and kept.exists() else {}
-        self.probe = probe = probe_at(step, model, state, self._options, backward=backward)
+        self.probe = probe = probe_at(
+            step, model, state, self._options, backward=backward, num_steps=trainer.state.max_steps
+        )
         if self._log:
             probe.listen(log_to(optimizer, self._report))
         if scaler is None:

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.distributed import local
+from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness.replay import checked_loss
 from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.trace import Row
 from curvestep.vectors import global_norm
 
 Listener = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -286,6 +288,46 @@ class StepObserver:
                 return None
             self._grad_norm = global_norm(p.grad for p in self._parameters)
         return self._grad_norm.item() / grad_norm
+
+
+def optimizer_facts(optimizer: Optimizer) -> Row:
+    """The header's facts about an optimizer: its class, the options that all its groups share, its clipping.
+
+    Example:
+        >>> w = nn.Parameter(torch.ones(2))
+        >>> optimizer_facts(torch.optim.AdamW([w], lr=0.1))["betas"]
+        [0.9, 0.999]
+    """
+    groups, family = optimizer.param_groups, family_of(optimizer)
+    numbers = ("momentum", "betas", "weight_decay", "max_norm", "offset")
+    facts: Row = {name: _shared_option(groups, name) for name in numbers}
+    clipping = "none"
+    if family is Family.NORMALIZED:
+        clipping = "normalized"
+    elif "max_norm" in groups[0] and hasattr(optimizer, "clip_stats"):
+        clipping = "norm"
+    return {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_family": family.value,
+        **facts,
+        "clipping": clipping,
+        "norm_scope": optimizer.defaults.get("norm_scope"),
+    }
+
+
+def _shared_option(groups: Sequence[Mapping[str, Any]], name: str) -> float | list[float] | None:
+    """A number or numbers that all groups have alike; None if they do not."""
+    values = [_plain_option(group.get(name)) for group in groups]
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _plain_option(value: Any) -> float | list[float] | None:
+    """Numbers of Python, for torch takes tensors too."""
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return [float(number) for number in value]
+    return float(value)
 
 
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:

@@ -49,6 +49,7 @@ from curvestep.smoothness.observer import (
     StepRecord,
     TrainingLoss,
     autocast_precision,
+    optimizer_facts,
     trains_any,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
@@ -56,6 +57,7 @@ from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, NONFINITE, ZERO_STEP, Trace
+from curvestep.steps import is_clipped
 from curvestep.vectors import global_norm, precision
 
 _CLOSER = 3  # measurements that look closer at a step that overshoots
@@ -118,6 +120,7 @@ class SmoothnessProbe:
             (``optimizer_smoothness``), read from its state: no more gradients. ``"euclidean"`` leaves it out.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
             float16, ``lambda loss: scaler.scale(loss).backward()``.
+        num_steps: How many steps are planned, for the header: later one can tell how far the run got.
 
     Attributes:
         trace: The rows measured so far.
@@ -140,6 +143,7 @@ class SmoothnessProbe:
         geometry: str = "auto",
         keep: Sequence[object] = (),
         backward: Callable[[Tensor], Any] | None = None,
+        num_steps: int | None = None,
     ) -> None:
         self.model = model
         self.parameters = trainable_parameters(model)
@@ -155,6 +159,7 @@ class SmoothnessProbe:
             if not hasattr(other, "__dict__"):
                 raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
         self.backward = backward
+        self.num_steps = None if num_steps is None else check_count("num_steps", num_steps)
         self.groups = layer_groups(model, self.parameters, layers)
         gradients = len(self.fractions) + (oracle is not None)
         # Two more gradients for the self-test; and whatever is done for the first time takes longer.
@@ -298,6 +303,7 @@ class SmoothnessProbe:
                 self._attempt(row, partial(self._measure_after, record.before, record.steps, row))
             if row.get("noise") is not None and row["batch_size"] is not None:
                 row["grad_variance"] = row["batch_size"] * row["noise"] ** 2
+            self._describe_run(record.steps)
             self._write(row)
             record.spent += self._now() - resumed
             self._measurements += 1
@@ -479,6 +485,8 @@ class SmoothnessProbe:
         )
         if steps.optimizers:
             row["optimizer"] = type(steps.optimizers[0]).__name__
+            if row["coefficient"] is not None:
+                row["clipped"] = bool(is_clipped(row["coefficient"], optimizer=row["optimizer"]))
             if self.geometry == "auto":
                 before.geometry = geometry_of(steps.optimizers, steps.rates, self.parameters)
                 row["momentum"], row["optimizer_limit"] = before.geometry.momentum, before.geometry.limit
@@ -555,13 +563,26 @@ class SmoothnessProbe:
             self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {reason}")
             return None
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _describe_run(self, steps: StepObserver) -> None:
+        """Complete the trace's header by what is known at the first measured step."""
+        facts = optimizer_facts(steps.optimizers[0]) if steps.optimizers else {}
+        known = {"start_lr": steps.lr, "training_mode": self.model.training, "num_steps": self.num_steps}
+        with self._writing():
+            self.trace.describe({**facts, **known})
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block whose failure to write is reported once; the rows stay in memory."""
         try:
-            self.trace.append(row)
+            yield
         except OSError as error:
             if self.on_error == "raise":
                 raise
             self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self._writing():
+            self.trace.append(row)
         for listener in self._listeners if is_writer(self.model) else ():
             try:
                 listener({**row, "fractions": self.fractions})

@@ -1,8 +1,8 @@
 r"""The rows that a probe measures, in memory and in an append-only file, and the schema of a row.
 
-A trace file is JSON Lines: a header, then one object a row, written as soon as it is measured::
+A trace file is JSON Lines: a header, then one object per row, written as soon as it is measured::
 
-    {"format": "curvestep-trace", "schema": 1, "versions": {"torch": "2.13.0", ...}, "fractions": [0.5, 1.0]}
+    {"format": "curvestep-trace", "schema": 1, "fractions": [0.5, 1.0], "optimizer": "ClippedSGD", ...}
     {"step": 5, "loss": 6.9, "grad_norm": 0.48, "step_norm": 0.75, "smoothness": 1.2, "secants": [1.2, 1.0]}
 """
 
@@ -13,22 +13,26 @@ import itertools
 import math
 import platform
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from curvestep._checks import check_choice
 from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
 from curvestep.display.markup import html_table
+from curvestep.steps import clip_norms
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+Row = dict[str, Any]  # JSON values by the names in FIELDS, and others that a caller added
+T = TypeVar("T")
 
 FORMAT = "curvestep-trace"
 SCHEMA = 1
@@ -41,11 +45,11 @@ FAILED = "failed: "  # followed by what went wrong
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a row.
+    """One key of a row or of the header.
 
     Attributes:
-        kind: ``"count"`` (a whole number), ``"number"``, ``"numbers"`` (a list, one entry a fraction),
-            ``"flag"``, ``"word"`` or ``"group"`` (an object of layers, each with keys of this schema).
+        kind: ``"count"`` (a whole number), ``"number"``, ``"numbers"`` (a list, of a row one entry per
+            fraction), ``"flag"``, ``"word"`` or ``"group"`` (an object: layers with keys of this schema).
         unit: In units of the loss and of the parameters (``x``).
         meaning: One sentence.
     """
@@ -60,7 +64,7 @@ class Field:
 # fmt: off
 _TABLE = (
     ("step", "count", "steps", "Number of the training step; the key of a row."),
-    ("loss", "number", "loss", "Loss at x, as given to the probe; without it that after the step."),
+    ("loss", "number", "loss", "Loss at x if passed to the probe, else the loss after the step."),
     ("loss_after", "number", "loss", "Loss of the same batch at x + d."),
     ("grad_norm", "number", "loss/x", "‖g(x)‖, before any clipping."),
     ("step_norm", "number", "x", "‖d‖."),
@@ -78,7 +82,7 @@ _TABLE = (
     ("edge", "number", "1", "lr times the first smoothness that was measured, over 2: 1 at the edge."),
     ("curvature", "number", "loss/x²", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
     ("safe_fraction", "number", "1",
-     "Of one of the first steps that overshoots: largest safe γ, by what `calibrate` calls safe."),
+     "Of one of the first steps that overshoots: largest safe γ, safe as `calibrate` defines it."),
     ("start_step", "number", "x²/loss",
      "After a first step that overshot: largest safe step size where the run began, by this row's batch."),
     ("start_grad_norm", "number", "loss/x",
@@ -93,6 +97,7 @@ _TABLE = (
     ("lr", "number", "x²/loss", "lr of the optimizer that stepped; of several the largest."),
     ("coefficient", "number", "1",
      "What clipping multiplied the gradient by, 1 if it did not clip; of NormalizedSGD β/(‖g‖ + β)."),
+    ("clipped", "flag", "", "Whether clipping shortened the step; missing where nobody knew."),
     ("optimizer", "word", "", "Class of the optimizer that stepped."),
     ("momentum", "number", "1", "Its momentum β; of Adam β₁."),
     ("optimizer_smoothness", "number", "1/lr",
@@ -108,8 +113,39 @@ _TABLE = (
     ("status", "word", "", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'),
     ("layers", "group", "", "The same keys for each layer, by its name."),
 )
+
+# What the probe writes into the header. The lower half is known at the first measured step, and missing in
+# traces of before; a header may hold other keys, too.
+_HEADER_TABLE = (
+    ("model", "word", "", "Class of the model."),
+    ("num_parameters", "count", "", "How many numbers are trained."),
+    ("dtype", "word", "", "Type of the parameters."),
+    ("measured_on", "word", "", "The training batch, or how many fixed batches."),
+    ("fractions", "numbers", "1", "Every γ: where on a step gradients are taken."),
+    ("estimators", "group", "", "Estimators with their periods, in measurements."),
+    ("every", "count", "steps", "Fewest steps between measurements."),
+    ("max_overhead", "number", "1", "Share of the training time that measuring may take."),
+    ("world_size", "count", "", "How many processes train."),
+    ("optimizer", "word", "", "Class of the optimizer."),
+    ("optimizer_family", "word", "",
+     '"sgd", "momentum", "normalized", "adam", "adam-like", "sign", "muon" or "unknown".'),
+    ("momentum", "number", "1", "Its momentum; missing where groups differ."),
+    ("betas", "numbers", "1", "β₁ and β₂ of Adam; missing where groups differ."),
+    ("weight_decay", "number", "", "Its weight decay; missing where groups differ."),
+    ("start_lr", "number", "x²/loss", "The largest lr of its groups at the first measured step."),
+    ("clipping", "word", "",
+     'Inside the optimizer: "norm", "normalized" or "none". A loop may clip before: see `coefficient`.'),
+    ("max_norm", "number", "loss/x", "Threshold of clipping; missing where groups differ."),
+    ("offset", "number", "loss/x", "β of normalized descent; missing where groups differ."),
+    ("norm_scope", "word", "", 'Whose norm is clipped: "global", "group" or "tensor".'),
+    ("training_mode", "flag", "", "Whether the model was in training mode."),
+    ("num_steps", "count", "steps", "Steps that were planned, where the probe was told."),
+)
 # fmt: on
 FIELDS = {name: Field(*rest) for name, *rest in _TABLE}
+HEADER_FIELDS = {name: Field(*rest) for name, *rest in _HEADER_TABLE}
+# The columns that ``clip_norms`` reads.
+_CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "optimizer")
 # What an estimator is called: by the probe, the fit and the column.
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 _LARGEST_EXACT = 2**53  # whole numbers beyond it do not fit a float64
@@ -143,7 +179,7 @@ class Trace:
         self,
         path: str | Path | None = None,
         *,
-        header: dict[str, Any] | None = None,
+        header: Row | None = None,
         if_exists: str = "continue",
     ) -> None:
         check_choice("if_exists", if_exists, ("continue", "new", "overwrite"))
@@ -159,7 +195,8 @@ class Trace:
         self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
         # A value a row, None where it is missing; in the order of first sight.
         self._columns: dict[tuple[str, ...], list[Any]] = {}
-        self._read_columns: dict[str, np.ndarray] = {}  # what `column` returned since the last row
+        self._read_columns: dict[str, np.ndarray] = {}  # by `column`, since the last row
+        self._cached: dict[Hashable, Any] = {}  # by `cached`, likewise
         self._length = 0
         self._last_step = -math.inf
         self._file: RowFile | None = None
@@ -178,6 +215,15 @@ class Trace:
         trace.path = Path(path)
         trace._read(trace.path)
         return trace
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Add facts about the run to the header, while there is no row; those that it has already stay."""
+        if len(self):
+            return
+        self.header = _plain({**facts, **self.header})
+        self._cached.clear()
+        if self._file is not None:
+            self._rewrite([dump_row(self.header)])
 
     def append(self, row: Mapping[str, Any]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
@@ -209,11 +255,9 @@ class Trace:
             self._columns, self._length, self._last_step = {}, 0, -math.inf
             self._unwritten = []
             self._extend(kept)
-            if self._file is not None and self.path is not None:
-                self._file.close()
+            if self.path is not None and self._file is not None:
                 lines = self.path.read_bytes().splitlines(keepends=True)
-                write_atomically(self.path, b"".join(line for line in lines if not _is_line_from(line, step)))
-                self._file = RowFile(self.path)
+                self._rewrite([line for line in lines if not _is_line_from(line, step)])
         return len(rows) - len(kept)
 
     def close(self) -> None:
@@ -231,12 +275,12 @@ class Trace:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a trace of {len(self)}")
         return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
@@ -273,34 +317,46 @@ class Trace:
         return tuple(float(fraction) for fraction in given)
 
     @property
+    def clip_norm(self) -> np.ndarray:
+        """The gradient norm at which each step was clipped, as :func:`curvestep.steps.clip_norms` has it."""
+        columns = {name: self.column(name) for name in _CLIP_COLUMNS}
+        return self.cached("clip_norm", lambda: clip_norms(columns))
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, called once until a row is added: for what is computed from all rows."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
+
+    @property
     def ok(self) -> np.ndarray:
         """Which rows were measured without trouble (status "ok", or none given), as booleans."""
         return np.array([status in (OK, None) for status in self._values("status")], dtype=bool)
 
     def column(self, name: str) -> np.ndarray:
-        """Values of one key, one a row: float64, read-only, NaN where missing.
+        """Values of one key, one per row: float64, read-only, NaN where missing.
 
         A list (``secants``, ``grad_norms``) comes in two dimensions, rows by ``fractions``. Layers are
         columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words (``status``)
         comes as an array of objects, None where missing. A key of the schema that no row has is all NaN.
         """
         if name not in self._read_columns:
-            values, field = self._values(name), FIELDS.get(name)
-            if field is None and name not in self.names:
-                known = ", ".join(self.names) or "none yet"
-                raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
-            if field is not None and field.kind == "numbers":
-                lists = [value if _is_list(value) else [] for value in values]
-                width = max([len(self.fractions), *map(len, lists)])
-                column = np.array([[*found, *[math.nan] * (width - len(found))] for found in lists], float)
-                column = column.reshape(len(self), width)
-            elif field.kind == "word" if field else any(map(_is_word, values)):
-                column = np.fromiter((v if _is_word(v) else None for v in values), object, len(self))
-            else:
-                column = np.array([None if _is_word(v) else v for v in values], dtype=np.float64)
+            column = self._make_column(name)
             column.flags.writeable = False
             self._read_columns[name] = column
         return self._read_columns[name]
+
+    def _make_column(self, name: str) -> np.ndarray:
+        values, field = self._values(name), FIELDS.get(name)
+        if field is None and name not in self.names:
+            known = ", ".join(self.names) or "none yet"
+            raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
+        kind = _kind_of(values) if field is None else field.kind
+        if kind == "numbers":
+            return _lists(values, width=len(self.fractions))
+        if kind == "word":
+            return _words(values)
+        return _numbers(values)
 
     def to_pandas(self) -> pd.DataFrame:
         """The rows as a data frame; a layer's key is ``layers/<name>/<key>``, an entry ``secants/0``."""
@@ -320,9 +376,9 @@ class Trace:
         found = (values for path, values in self._columns.items() if "/".join(path) == name)
         return next(found, [None] * self._length)
 
-    def _row(self, index: int) -> dict[str, Any]:
+    def _row(self, index: int) -> Row:
         """Row ``index`` as it came, without the keys that were missing."""
-        row: dict[str, Any] = {}
+        row: Row = {}
         for (*above, key), values in self._columns.items():
             if values[index] is not None:
                 place = row
@@ -331,7 +387,17 @@ class Trace:
                 place[key] = copy.copy(values[index])
         return row
 
-    def _open(self, path: Path, header: dict[str, Any]) -> RowFile:
+    def _rewrite(self, lines: Sequence[bytes]) -> None:
+        """Replace the file by these lines, and go on after them."""
+        assert self.path is not None
+        assert self._file is not None
+        self._file.close()
+        try:
+            write_atomically(self.path, b"".join(lines))
+        finally:  # also where the disk is full: then the file is as it was
+            self._file = RowFile(self.path)
+
+    def _open(self, path: Path, header: Row) -> RowFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.stat().st_size == 0:
             file = RowFile(path, end=0)
@@ -369,6 +435,7 @@ class Trace:
         for values in self._columns.values():
             values += [None] * (self._length - len(values))
         self._read_columns.clear()
+        self._cached.clear()
         return len(fresh)
 
     def _has_step(self, step: float, fresh: list[Mapping[str, Any]]) -> bool:
@@ -424,7 +491,29 @@ def _is_word(value: Any) -> bool:
     return value is not None and type(value) is not bool and not _is_exact(value)
 
 
-def _read_header(line: bytes, path: Path) -> dict[str, Any]:
+def _kind_of(values: Sequence[Any]) -> str:
+    """Kind of a column that the schema does not know."""
+    return "word" if any(map(_is_word, values)) else "number"
+
+
+def _lists(values: Sequence[Any], *, width: int) -> np.ndarray:
+    """Lists as rows of an array that is as wide as the longest and at least ``width``, NaN at their ends."""
+    lists = [value if _is_list(value) else [] for value in values]
+    array = np.full((len(lists), max([width, *map(len, lists)])), math.nan)
+    for row, found in zip(array, lists, strict=True):
+        row[: len(found)] = found
+    return array
+
+
+def _words(values: Sequence[Any]) -> np.ndarray:
+    return np.fromiter((v if _is_word(v) else None for v in values), object, len(values))
+
+
+def _numbers(values: Sequence[Any]) -> np.ndarray:
+    return np.array([None if _is_word(v) else v for v in values], dtype=np.float64)
+
+
+def _read_header(line: bytes, path: Path) -> Row:
     """The first line, or an error in one line that says why this is no trace we can read."""
     if not line.strip():
         raise ValueError(f"{path} is empty: no trace was written to it.")

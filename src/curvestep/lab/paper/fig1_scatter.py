@@ -201,8 +201,9 @@ def _check_rows(run: Run, norms: np.ndarray) -> None:
 
 def clipped_share(run: Run) -> float:
     """Share of the training steps that were clipped."""
-    given = (run.column(name)[1] for name in ("coefficient", "grad_norm"))
-    return float(np.isfinite(clip_norms(*given, optimizer=OPTIMIZERS[run.recipe.optimizer])).mean())
+    columns: dict[str, Any] = {name: run.column(name)[1] for name in ("coefficient", "grad_norm")}
+    columns["optimizer"] = OPTIMIZERS[run.recipe.optimizer]
+    return float(np.isfinite(clip_norms(columns)).mean())
 
 
 def control_exponents(runs: Sequence[Run]) -> Spread:

@@ -245,8 +245,8 @@ def _run_view(run: Run, name: str) -> RunView:
         rows = [rows[index] for index in thinned(np.arange(len(rows)))]
         names = ("step", "loss", "grad_norm", "coefficient")
         train = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-        given = train.pop("coefficient"), train["grad_norm"]
-        train["clip_norm"] = clip_norms(*given, optimizer=OPTIMIZERS[run.recipe.optimizer])
+        train["clip_norm"] = clip_norms({**train, "optimizer": OPTIMIZERS[run.recipe.optimizer]})
+        del train["coefficient"]
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
         steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)

@@ -191,6 +191,7 @@ def make_probe(
         estimators=estimators,
         oracle=make_oracle(recipe, task, model, fabric),
         trace=path,
+        num_steps=recipe.steps or None,
     )
     probe.schedule.next = recipe.probe_from
     return probe
