@@ -44,6 +44,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
 
 
+def test_parts_of_killed_writers_are_removed_and_nothing_else(tmp_path):
+    write_atomically(tmp_path / "checkpoint.pt", "whole")
+    for name in (".checkpoint.pt.01ab.part", ".status.json.02cd.part", "mine.part", ".lock"):
+        (tmp_path / name).touch()
+    _files.remove_parts(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint.pt", "mine.part"]
+
+
 def rows_in(path, **options):
     with path.open("rb") as file:
         return [row for rows in read_rows(file, path, **options) for row in rows]
@@ -60,6 +68,15 @@ def test_rows_come_back_in_order_and_a_second_writer_is_an_error(tmp_path):
     second.append({"step": 5000})
     with pytest.raises(OSError, match="give each its own file"):
         first.append({"step": 5000})
+
+
+@pytest.mark.parametrize("kept", [b"", b'{"step": 0}', b'{"step": 0}\n'])
+def test_rows_go_on_after_the_end_on_any_system(tmp_path, monkeypatch, kept):
+    monkeypatch.delattr("os.pread", raising=False)  # Windows has none
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(kept + b"abandoned")
+    RowFile(path, end=len(kept)).append({})
+    assert path.read_bytes() == kept + b"\n" * (kept[-1:] == b"}") + b"{}\n"
 
 
 def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(tmp_path):

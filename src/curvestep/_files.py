@@ -22,11 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES = {str(value): name for name, value in _FLOATS.items()}
 _CHUNK = 4096  # lines parsed at once
 _KEY = "crc32"
 _TAIL = f', "{_KEY}": "'.encode()
 _TAIL_LENGTH = len(_TAIL) + len('01234567"}')
+_PART = ".part"  # suffix of a file that is being written
 
 
 def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -34,7 +36,7 @@ def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None
 
     A reader sees the old file or the new one, never a part; a write that fails leaves the old one.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PART}")
     try:
         with beside.open("xb") as file:
             write(file)
@@ -44,6 +46,12 @@ def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete the unfinished files of killed writers; for a folder in which nobody else writes now."""
+    for path in folder.glob(f".*{_PART}"):
+        path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -70,7 +78,7 @@ def lock(path: Path, *, patience: float = 0.0, on_wait: Callable[[], None] = lam
         if patience <= 1:
             raise
         on_wait()
-        held.acquire(timeout=-1 if patience == math.inf else patience - 1, poll_interval=0.1)
+        held.acquire(timeout=patience - 1, poll_interval=0.1)
     try:
         yield
     finally:
@@ -104,8 +112,10 @@ def dump_row(row: Mapping[str, Any]) -> bytes:
         >>> dump_row({"step": 3, "loss": float("nan")})
         b'{"step": 3, "loss": "NaN", "crc32": "ccffd7a7"}\n'
     """
-    line = dump_json(row).encode()
-    return line + b"\n" if line == b"{}" else b'%b%b%08x"}\n' % (line[:-1], _TAIL, zlib.crc32(line[:-1]))
+    body = dump_json(row).encode()[:-1]
+    if not row:
+        return b"{}\n"
+    return b'%b%b%08x"}\n' % (body, _TAIL, zlib.crc32(body))
 
 
 def load_row(line: bytes) -> tuple[dict[str, Any], bool]:
@@ -135,20 +145,9 @@ def read_rows(
     number, unsummed = first_line, 0
     while lines := list(itertools.islice(file, _CHUNK)):
         rows = _load_chunk(lines)
-        if rows is None:
-            rows = []
-            for i, line in enumerate(lines):
-                if not line.strip():
-                    continue
-                try:
-                    row, summed = load_row(line)
-                except ValueError as error:
-                    if not skip_damaged and line.endswith(b"\n"):
-                        raise ValueError(f"{path}: line {number + i} is no row, {error}.") from None
-                    warnings.warn(f"{path}: skipped line {number + i}, {error}.", stacklevel=2)
-                else:
-                    unsummed += not summed
-                    rows.append(row)
+        if not rows:
+            rows, without = _load_lines(lines, path, number, skip_damaged=skip_damaged)
+            unsummed += without
         yield rows
         number += len(lines)
     if unsummed:
@@ -194,8 +193,9 @@ class RowFile:
         self.close = weakref.finalize(self, os.close, self._descriptor)
         self._end = os.fstat(self._descriptor).st_size if end is None else end
         os.ftruncate(self._descriptor, self._end)
-        os.lseek(self._descriptor, self._end, os.SEEK_SET)
-        if self._end and os.pread(self._descriptor, 1, self._end - 1) != b"\n":
+        # Not os.pread, which Windows lacks. Reading the last byte also goes to the end.
+        os.lseek(self._descriptor, max(0, self._end - 1), os.SEEK_SET)
+        if os.read(self._descriptor, 1) not in (b"", b"\n"):
             self.write(b"\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -227,22 +227,45 @@ def _check_sum(line: bytes) -> bool | None:
     """Whether a line is what its checksum was computed from; None if it has no checksum."""
     line = line.rstrip(b"\r\n")
     body, tail = line[:-_TAIL_LENGTH], line[-_TAIL_LENGTH:]
-    return b'%b%08x"}' % (_TAIL, zlib.crc32(body)) == tail if tail.startswith(_TAIL) else None
-
-
-def _load_chunk(lines: list[bytes]) -> list[dict[str, Any]] | None:
-    """The rows of many lines, about three times as fast as one by one; None if any is not in order."""
-    if not all(map(_check_sum, lines)):
+    if not tail.startswith(_TAIL):
         return None
+    return b'%b%08x"}' % (_TAIL, zlib.crc32(body)) == tail
+
+
+def _load_lines(
+    lines: list[bytes], path: Path, first: int, *, skip_damaged: bool
+) -> tuple[list[dict[str, Any]], int]:
+    """The rows of lines that may be damaged, and how many of them have no checksum."""
+    rows, unsummed = [], 0
+    for number, line in enumerate(lines, first):
+        if not line.strip():
+            continue
+        try:
+            row, summed = load_row(line)
+        except ValueError as error:
+            if not skip_damaged and line.endswith(b"\n"):
+                raise ValueError(f"{path}: line {number} is no row, {error}.") from None
+            warnings.warn(f"{path}: skipped line {number}, {error}.", stacklevel=3)
+        else:
+            rows.append(row)
+            unsummed += not summed
+    return rows, unsummed
+
+
+def _load_chunk(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The rows of many lines, about three times as fast as one by one; none if any is not in order."""
+    if not all(map(_check_sum, lines)):
+        return []
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=_refuse)
     except ValueError:
-        return None
-    if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
-        return None
+        return []
+    if list(map(type, rows)) != [dict] * len(lines):
+        return []
     for row in rows:
         row.pop(_KEY, None)
-    return [_from_strict(row) for row in rows]
+        _from_strict(row)  # in place
+    return rows
 
 
 def _refuse(constant: str) -> Any:
@@ -250,17 +273,15 @@ def _refuse(constant: str) -> Any:
 
 
 def _to_strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, (str, int, float)):
-        return value
+    if isinstance(value, float):
+        return _NAMES.get(str(value), value)
     if isinstance(value, Mapping):
         return {str(key): _to_strict(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_to_strict(v) for v in value]
     if dataclasses.is_dataclass(value):
-        shown = [item.name for item in dataclasses.fields(value) if item.repr]  # not what it was made from
-        return {name: _to_strict(getattr(value, name)) for name in shown}
+        shown = (item.name for item in dataclasses.fields(value) if item.repr)  # the result, not its source
+        return _to_strict({name: getattr(value, name) for name in shown})
     return value
 
 
@@ -272,5 +293,5 @@ def _from_strict(value: Any) -> Any:
     elif isinstance(value, list):
         return [_from_strict(v) for v in value]
     elif isinstance(value, str):
-        return _SPECIAL.get(value, value)
+        return _FLOATS.get(value, value)
     return value

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from curvestep.cli import main
+from curvestep.lab.run.folder import locked
 from curvestep.lab.run.loop import train
+from tests.lab.report.pages import make_run
 from tests.lab.small import small_language
 
 PTB = ("ptb.train.txt.gz", "ptb.valid.txt.gz", "ptb.test.txt.gz")
@@ -45,6 +47,34 @@ def write_ptb(folder):
 def test_a_folder_of_data_that_is_not_there_is_named(data, tmp_path, capsys):
     data.rmdir()
     assert str(data) in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train_loss", "<script>"),
+        ("step", [3]),
+        ("seconds", None),
+        ("metrics", "low"),
+        ("metrics", {"valid": {"loss": "low"}}),
+    ],
+)
+def test_a_status_with_text_for_a_number_is_named(tmp_path, capsys, field, value):
+    folder = make_run(tmp_path / "run", steps=20)
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, field: value}))
+    for command in (["report", "-o", str(tmp_path / "page.html")], ["advise"]):
+        assert main([*command, str(folder)]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"{folder / 'status.json'}: {field}" in said
+        assert "is no number" in said
+
+
+def test_a_new_run_removes_the_parts_that_killed_ones_left(tmp_path):
+    (tmp_path / ".checkpoint.pt.01ab.part").touch()
+    with locked(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_part_of_the_text_is_named_by_what_is_missing(data, tmp_path, capsys):

@@ -22,7 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from curvestep._files import RowFile as RowFile, dump_json, load_json, lock, read_rows, write_atomically
+from curvestep._files import (
+    RowFile as RowFile,
+    dump_json,
+    load_json,
+    lock,
+    read_rows,
+    remove_parts,
+    write_atomically,
+)
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.lab.recipes import Recipe, from_dict, to_dict
 from curvestep.smoothness.trace import Trace
@@ -37,6 +45,7 @@ LOCK = ".lock"
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
+NUMBERS = ("step", "train_loss", "num_parameters", "seconds", "metrics")  # of a status
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 
@@ -61,6 +70,7 @@ class Run:
         status = read_json(path) if path.exists() else {"status": RUNNING, "step": 0}
         if status.get("status") not in (RUNNING, INTERRUPTED, FAILED, *ENDED):
             raise ValueError(f"{path} has no valid status: it is damaged. Delete it, then resume.")
+        _check_numbers(path, status)
         return cls(folder=folder, recipe=recipe, status=status)
 
     @property
@@ -141,6 +151,23 @@ class RunResult:
     seconds: float
     data: str
     message: str = ""
+
+
+def _check_numbers(path: Path, status: Mapping[str, Any]) -> None:
+    """An error in one line if a status has something else where a number belongs."""
+    for name in NUMBERS:
+        for leaf, value in _leaves(name, status.get(name, 0)):
+            if not isinstance(value, (int, float)):
+                raise ValueError(f"{path}: {leaf} is no number: the file is damaged. Delete it, then resume.")
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """What nested objects hold at last, with the names on the way: ``metrics.valid.loss``."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{name}.{key}", inner)
 
 
 def find_runs(folder: str | Path) -> list[Run]:
@@ -230,6 +257,7 @@ def locked(folder: Path) -> Iterator[None]:
             stack.enter_context(lock(folder / LOCK, patience=PATIENCE))
         except TimeoutError:
             raise ValueError(f"Another process is training in {folder}. Wait for it, or end it.") from None
+        remove_parts(folder)
         yield
 
 
