@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import webbrowser
 from argparse import Namespace
@@ -70,9 +69,6 @@ def train(args: list[str]) -> int:
     parser.flag("--dry-run", "Only print what would run, and its cost in seconds")
     parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
     parser.option("--accelerator", "Where to train", default="auto", kind=one_of("auto", "cpu", "cuda"))
-    parser.option(
-        "--strategy", "How devices work together", default="auto", kind=one_of("auto", "ddp", "fsdp")
-    )
     loggers = one_of("csv", "tensorboard")
     parser.option("--loggers", "Besides the run's own files", default=(), kind=loggers, nargs="*")
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
@@ -92,14 +88,13 @@ def train(args: list[str]) -> int:
         return OK
     from curvestep.lab.run.loop import train as library
 
-    names = ("resume", "devices", "accelerator", "strategy", "loggers", "checkpoint_seconds", "offline")
+    names = ("resume", "devices", "accelerator", "loggers", "checkpoint_seconds", "offline")
     setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if auto:
         recipe = _measure(recipe, folder, auto, chosen)
     result = library(recipe, folder, threads=chosen.threads or None, **_arguments(chosen, *names))
-    if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
-        say(_ending(result))
+    say(_ending(result))
     return INTERRUPTED if result.status == "interrupted" else OK
 
 

@@ -24,6 +24,7 @@ from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from curvestep._checks import check_choice, check_count
+from curvestep.lab.progress import error_line
 
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
@@ -103,8 +104,7 @@ def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
         with _end_with_parent(parent):
             return Outcome(name=job.name, value=job.function(**job.arguments, threads=threads))
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Outcome(name=job.name, error=f"{type(error).__name__}: {lines[-1] if lines else ''}")
+        return Outcome(name=job.name, error=error_line(error))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How far something is: every bar, line and notice of the lab.
+"""Progress bars and notices of the lab.
 
 In a terminal a bar is redrawn in place, on standard error. Without one there are plain lines on standard
 output (standard error for downloads), some seconds apart, so that a log shows that the work goes on.
@@ -161,3 +161,14 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def error_line(error: BaseException) -> str:
+    r"""The kind of an error and the last line of its message.
+
+    Example:
+        >>> error_line(ValueError("In a traceback:\nno text.\n"))
+        'ValueError: no text.'
+    """
+    last = str(error).strip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {last}"

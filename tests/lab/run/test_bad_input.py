@@ -194,7 +194,6 @@ def test_a_status_that_says_nothing_is_refused_and_left_alone(tmp_path, capsys, 
         (("--devices", "10000"), "cores of this machine"),
         (("--devices", "3"), "`batch_size` must be a multiple of the number of devices, 3"),
         (("--devices", "2", "--accelerator", "cuda"), "GPUs here"),
-        (("--strategy", "fsdp"), "several devices"),
     ],
 )
 def test_impossible_devices_are_named_and_no_folder_is_made(tmp_path, capsys, devices, words, monkeypatch):

@@ -91,10 +91,10 @@ def alone(tmp_path_factory):
     return run
 
 
-# The other pairs are among those that are interrupted and resumed below.
+# A language model is interrupted and resumed below.
 def test_two_devices_train_as_one_at_the_same_global_batch(tmp_path, alone):
     recipe, one = alone("images")
-    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu", strategy="ddp")
+    result = train(recipe, tmp_path / "two", progress=False, devices=2, accelerator="cpu")
     assert result.status == "finished"
     _assert_same(tmp_path / "two", one)
 
@@ -133,12 +133,9 @@ def _signalled(recipe, folder, *, rows, **arguments):
         watcher.join()
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"), [("language", "ddp"), ("language", "fsdp"), ("images", "fsdp")]
-)
-def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, alone, kind, strategy):
-    recipe, one = alone(kind)
-    two = {"devices": 2, "accelerator": "cpu", "strategy": strategy}
+def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, alone):
+    recipe, one = alone("language")
+    two = {"devices": 2, "accelerator": "cpu"}
     stopped = _interrupted(recipe, tmp_path / "two", rows=5, **two)
     assert stopped.status == "interrupted"
     assert 5 <= stopped.step < recipe.steps
@@ -149,13 +146,6 @@ def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, alone, kind
         resumed = train(recipe, tmp_path / "alone", progress=False, resume=True)
     assert resumed.status == "finished"
     _assert_same(tmp_path / "alone", one)
-
-
-def test_a_sharded_model_is_not_averaged(tmp_path):
-    recipe = small_language(tmp_path, averaging="always")
-    with pytest.raises(ValueError, match="cannot average a sharded model, got `averaging` 'always'"):
-        train(recipe, tmp_path / "run", progress=False, devices=2, accelerator="cpu", strategy="fsdp")
-    assert not (tmp_path / "run").exists()
 
 
 def _batch_norm(rank, data, weights):

@@ -355,8 +355,6 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
         ({"devices": 10_000}, "`devices` must be at most the .* cores"),
         ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
         ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' are not available"),
-        ({"strategy": "magic"}, "`strategy` must be one of"),
-        ({"strategy": "fsdp"}, "'fsdp' shares a model among several devices"),
         ({"loggers": ("paper",)}, "`loggers` must be one of"),
         ({"threads": 0}, "`threads` must be"),
         ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
@@ -365,6 +363,13 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
 def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         train(small_language(tmp_path), tmp_path / "run", **quiet, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    with pytest.raises(ValueError, match="use `devices`, not torchrun"):
+        train(small_language(tmp_path), tmp_path / "run", **quiet)
     assert not (tmp_path / "run").exists()
 
 

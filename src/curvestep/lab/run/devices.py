@@ -1,8 +1,7 @@
-"""Devices and processes of a run: Lightning Fabric, sharded models, and what a process sets for a run."""
+"""Devices and processes of a run: Lightning Fabric, and the settings of a process for a run."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 import os
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_choice, check_count
-from curvestep.lab.recipes import LanguageRecipe, Recipe
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.tasks import part_of_batch
 
 # Fabric imports torchmetrics, if installed, only to read its version: 2.5 s of every start of a run.
@@ -34,13 +32,11 @@ try:
     from lightning_fabric.loggers.tensorboard import TensorBoardLogger
     from lightning_fabric.plugins.precision.amp import MixedPrecision
     from lightning_fabric.plugins.precision.precision import Precision
-    from lightning_fabric.strategies.ddp import DDPStrategy
     from lightning_fabric.utilities.exceptions import MisconfigurationException
 finally:
     if sys.modules["torchmetrics"] is None:
         del sys.modules["torchmetrics"]
 
-STRATEGIES = ("auto", "ddp", "fsdp")
 LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
 
 # At import: workers log before our code runs.
@@ -55,30 +51,21 @@ def make_fabric(
     *,
     devices: int = 1,
     accelerator: str = "auto",
-    strategy: str = "auto",
     loggers: tuple[str, ...] = (),
 ) -> Fabric:
     """Fabric for one run, or an error in one line if the devices are not here or do not suit the recipe."""
     check_count("devices", devices)
-    check_choice("strategy", strategy, STRATEGIES)
     for name in loggers:
         check_choice("loggers", name, tuple(LOGGERS))
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_devices(recipe, devices, accelerator, strategy)
-    if under_torchrun():
-        atexit.register(_disconnect)
+    _check_devices(recipe, devices, accelerator)
     mixed = recipe.precision == "bf16-mixed"
-    chosen: Any = "auto" if devices == 1 else "ddp_spawn"
-    if strategy == "fsdp":
-        chosen = ShardedStrategy(start_method="popen" if under_torchrun() else "spawn")
-    elif under_torchrun():
-        chosen = "ddp"
     try:
         return Fabric(
             accelerator=accelerator,
             devices=devices,
-            strategy=chosen,
+            strategy="auto" if devices == 1 else "ddp_spawn",
             precision=None if mixed else recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
             plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
             if mixed
@@ -89,17 +76,6 @@ def make_fabric(
         raise ValueError(
             f"`devices` {devices} of `accelerator` {accelerator!r} are not available: {error}"
         ) from None
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _disconnect() -> None:
-    """Leave the group of processes: one whose threads still wait for others when it ends is aborted."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:
@@ -145,50 +121,16 @@ class UnscaledPrecision(MixedPrecision):
     backward = Precision.backward
 
 
-class ShardedStrategy(DDPStrategy):
-    """Processes as with DDP; each keeps its part of every parameter (FSDP2) and of the optimizer's state."""
-
-    def setup_module(self, module: nn.Module) -> Any:
-        """``module``, every parameter sharded over all processes along its first dimension."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(self.root_device.type, (dist.get_world_size(),))
-        # Only contiguous parameters can be sharded; images keep their channels-last layout.
-        module = module.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue] (torch's own overloads)
-        return fully_shard(module, mesh=mesh, reshard_after_forward=True)
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """``value``, put together if it is sharded. All processes must take part."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This process's part of ``value``, sharded as ``like`` is; ``value`` itself if it is not."""
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-def _check_devices(recipe: Recipe, devices: int, accelerator: str, strategy: str) -> None:
-    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else devices
-    if devices != started:
-        raise ValueError(f"`devices` must be the {started} processes that torchrun started, got {devices}.")
+def _check_devices(recipe: Recipe, devices: int, accelerator: str) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("A run starts its own processes: use `devices`, not torchrun.")
     if accelerator == "cpu":
         cores = max(2, os.cpu_count() or 1)
-        if devices > cores and not under_torchrun():
+        if devices > cores:
             raise ValueError(f"`devices` must be at most the {cores} cores of this machine, got {devices}.")
     elif accelerator == "cuda" and devices > torch.cuda.device_count():
         raise ValueError(
             f"`devices` must be at most the {torch.cuda.device_count()} GPUs here, got {devices}."
-        )
-    if strategy == "fsdp" and devices == 1 and not under_torchrun():
-        raise ValueError("`strategy` 'fsdp' shares a model among several devices, got `devices` 1.")
-    if strategy == "fsdp" and isinstance(recipe, LanguageRecipe) and recipe.averaging != "never":
-        raise ValueError(
-            f"`strategy` 'fsdp' cannot average a sharded model, got `averaging` {recipe.averaging!r}. Use "
-            "'ddp', or set `averaging` to 'never'."
         )
     part_of_batch(recipe, 0, devices)  # which checks that they divide it
 
@@ -253,14 +195,13 @@ def stop_signal() -> Iterator[threading.Event]:
 
 def ignore_sigint(fabric: Fabric) -> AbstractContextManager[None]:
     """Ignore Ctrl-C while processes that we start train: they get it too, save, and end."""
-    starts_processes = fabric.world_size > 1 and not under_torchrun()
-    return _handled(lambda number, frame: None, *([signal.SIGINT] if starts_processes else ()))
+    numbers = [signal.SIGINT] if fabric.world_size > 1 else []
+    return _handled(lambda number, frame: None, *numbers)
 
 
 @contextmanager
 def suppress_warnings() -> Iterator[None]:
-    """Suppress two warnings that do not apply: the run folder is checked by us, no view is written to."""
+    """Suppress a warning that does not apply: the run folder is checked by us."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         yield

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
-from curvestep.lab.progress import Progress
+from curvestep.lab.progress import Progress, error_line
 from curvestep.lab.recipes import LanguageRecipe, Recipe
 from curvestep.lab.run.controls import measured_beside
 from curvestep.lab.run.devices import (
@@ -27,7 +27,6 @@ from curvestep.lab.run.devices import (
     run_context,
     stop_signal,
     suppress_warnings,
-    under_torchrun,
 )
 from curvestep.lab.run.folder import (
     DIVERGED,
@@ -71,7 +70,6 @@ def train(
     progress: bool = True,
     devices: int = 1,
     accelerator: str = "auto",
-    strategy: str = "auto",
     loggers: tuple[str, ...] = (),
     checkpoint_seconds: float = 60.0,
     threads: int | None = None,
@@ -88,10 +86,8 @@ def train(
         folder: The run folder: new, or with ``resume`` that of the same recipe.
         resume: Go on from the folder's checkpoint, or start if there is none.
         progress: Show a live line (plain lines without a terminal).
-        devices: Processes that share each batch; it must divide ``batch_size``. Under torchrun, the number of
-            its processes; they must see the same folder.
+        devices: Processes that share each batch; it must divide ``batch_size``.
         accelerator: ``cpu``, ``cuda``, or whichever is there.
-        strategy: ``ddp`` (``auto``), every device with the whole model; or ``fsdp``, each with a part of it.
         loggers: ``csv`` and ``tensorboard``, written inside the folder.
         checkpoint_seconds: Time between two checkpoints.
         threads: Torch threads of each process; None leaves them alone.
@@ -101,19 +97,15 @@ def train(
     if threads is not None:
         check_count("threads", threads)
     folder = Path(folder)
-    fabric = make_fabric(
-        recipe, folder, devices=devices, accelerator=accelerator, strategy=strategy, loggers=loggers
-    )
-    if fabric.is_global_zero and not under_torchrun() and has_ended(folder):
+    fabric = make_fabric(recipe, folder, devices=devices, accelerator=accelerator, loggers=loggers)
+    if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
     options = _Options(
         progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
     )
     try:
-        # Of torchrun's processes the first has the folder: the others wait for it in the launch.
-        with locked(folder) if fabric.is_global_zero else nullcontext(), ignore_sigint(fabric):
-            run = open_run(folder, recipe, resume=resume) if fabric.is_global_zero else None
-            _launch(fabric, run, options)
+        with locked(folder), ignore_sigint(fabric):
+            _launch(fabric, open_run(folder, recipe, resume=resume), options)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -123,7 +115,7 @@ def train(
     return Run.load(folder).result
 
 
-def _launch(fabric: Fabric, run: Run | None, options: _Options) -> None:
+def _launch(fabric: Fabric, run: Run, options: _Options) -> None:
     """Train on every process; what one of them raises is raised here and left in ``status.json``."""
     start = time.monotonic()
     try:
@@ -132,24 +124,21 @@ def _launch(fabric: Fabric, run: Run | None, options: _Options) -> None:
         except ProcessRaisedException as error:
             raise raised_by_process(error) from error
     except BaseException as error:
-        if run:
-            lines = str(error).strip().splitlines()
-            values = {
-                **(read_json(run.folder / STATUS) if (run.folder / STATUS).exists() else run.status),
-                "status": FAILED,
-                "step": last_step(run.folder),
-                "seconds": run.status.get("seconds", 0.0) + time.monotonic() - start,
-                "message": f"{type(error).__name__}: {lines[-1] if lines else ''}",
-            }
-            with suppress(OSError):  # a full disk has no room for this either
-                write_status(run.folder, **values)
+        path = run.folder / STATUS
+        values = {
+            **(read_json(path) if path.exists() else run.status),
+            "status": FAILED,
+            "step": last_step(run.folder),
+            "seconds": run.status.get("seconds", 0.0) + time.monotonic() - start,
+            "message": error_line(error),
+        }
+        with suppress(OSError):  # a full disk has no room for this either
+            write_status(run.folder, **values)
         raise
 
 
-def _train(fabric: Fabric, run: Run | None, options: _Options) -> None:
-    """One process of a run, from the start or the checkpoint to the end; the first one knows the run."""
-    run = fabric.broadcast(run)
-    assert run is not None
+def _train(fabric: Fabric, run: Run, options: _Options) -> None:
+    """One process of a run, from the start or the checkpoint to the end."""
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from curvestep._checks import check_count
 from curvestep._files import replace_atomically
 from curvestep.lab.recipes import LanguageRecipe, Recipe
-from curvestep.lab.run.devices import all_gather, full_tensor, shard_like
+from curvestep.lab.run.devices import all_gather
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import LanguageTask, Task, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
@@ -67,7 +67,6 @@ class Session:
         self.module = module
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.model = fabric.setup_module(module)
-        # Not before: sharding puts other parameters in the module's place.
         self.raw_optimizer = make_optimizer(recipe, module)
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
         self.averaging = None
@@ -100,8 +99,8 @@ class Session:
             # For all streams, whichever process has them; the streams are dimension 1.
             "state": map_tensors(lambda tensor: torch.cat(all_gather(tensor), dim=1), self.state),
             "random": map_tensors(lambda value: torch.stack(all_gather(value)), random_state()),
-            "model": map_tensors(full_tensor, self.module.state_dict()),
-            "optimizer": map_tensors(full_tensor, self.raw_optimizer.state_dict()),
+            "model": self.module.state_dict(),
+            "optimizer": self.raw_optimizer.state_dict(),
         }
         if not self.fabric.is_global_zero:
             return
@@ -139,17 +138,8 @@ class Session:
             self.probe.close()
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        now = self.module.state_dict()
-        self.module.load_state_dict(
-            {name: shard_like(value, now[name]) for name, value in saved["model"].items()}
-        )
-        params = [p for group in self.raw_optimizer.param_groups for p in group["params"]]
-        # Each tensor of the optimizer's state is sharded as the parameter that it belongs to.
-        state = {
-            index: map_tensors(partial(shard_like, like=params[index]), own)
-            for index, own in saved["optimizer"]["state"].items()
-        }
-        self.raw_optimizer.load_state_dict({**saved["optimizer"], "state": state})
+        self.module.load_state_dict(saved["model"])
+        self.raw_optimizer.load_state_dict(saved["optimizer"])
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
         if self.averaging:
