@@ -69,8 +69,6 @@ def train(args: list[str]) -> int:
     parser.flag("--dry-run", "Only print what would run, and its cost in seconds")
     parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
     parser.option("--accelerator", "Where to train", default="auto", kind=one_of("auto", "cpu", "cuda"))
-    loggers = one_of("csv", "tensorboard")
-    parser.option("--loggers", "Besides the run's own files", default=(), kind=loggers, nargs="*")
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.option("--threads", "Torch threads of each process", default=0, shown="torch's", kind=INTEGER)
     parser.flag("--offline", "Use no network for the data")
@@ -88,7 +86,7 @@ def train(args: list[str]) -> int:
         return OK
     from curvestep.lab.run.loop import train as library
 
-    names = ("resume", "devices", "accelerator", "loggers", "checkpoint_seconds", "offline")
+    names = ("resume", "devices", "accelerator", "checkpoint_seconds", "offline")
     setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if auto:

@@ -355,7 +355,6 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
         ({"devices": 10_000}, "`devices` must be at most the .* cores"),
         ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
         ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' are not available"),
-        ({"loggers": ("paper",)}, "`loggers` must be one of"),
         ({"threads": 0}, "`threads` must be"),
         ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
     ],
@@ -404,13 +403,6 @@ def test_the_callers_float_type_random_state_and_threads_come_back(tmp_path):
     assert torch.get_default_dtype() == torch.float64
     assert torch.get_num_threads() == 1
     torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
-
-
-def test_loggers_write_inside_the_folder(tmp_path):
-    train(small_language(tmp_path), tmp_path / "run", loggers=("csv", "tensorboard"), **quiet)
-    (table,) = (tmp_path / "run" / "csv").rglob("metrics.csv")
-    assert "train/loss" in table.read_text().splitlines()[0]
-    assert list((tmp_path / "run" / "tensorboard").rglob("events.out.*"))
 
 
 def test_progress_without_a_terminal_is_plain_lines(tmp_path, capsys):

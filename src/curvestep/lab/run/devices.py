@@ -9,10 +9,8 @@ import re
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from curvestep._checks import check_choice, check_count
+from curvestep._checks import check_count
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.tasks import part_of_batch
 
@@ -28,8 +26,6 @@ from curvestep.lab.tasks import part_of_batch
 sys.modules.setdefault("torchmetrics", None)  # pyright: ignore[reportArgumentType] (None: not to be imported)
 try:
     from lightning_fabric import Fabric
-    from lightning_fabric.loggers.csv_logs import CSVLogger
-    from lightning_fabric.loggers.tensorboard import TensorBoardLogger
     from lightning_fabric.plugins.precision.amp import MixedPrecision
     from lightning_fabric.plugins.precision.precision import Precision
     from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -37,7 +33,6 @@ finally:
     if sys.modules["torchmetrics"] is None:
         del sys.modules["torchmetrics"]
 
-LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
 
 # At import: workers log before our code runs.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
@@ -47,16 +42,12 @@ logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 def make_fabric(
     recipe: Recipe,
-    folder: Path,
     *,
     devices: int = 1,
     accelerator: str = "auto",
-    loggers: tuple[str, ...] = (),
 ) -> Fabric:
     """Fabric for one run, or an error in one line if the devices are not here or do not suit the recipe."""
     check_count("devices", devices)
-    for name in loggers:
-        check_choice("loggers", name, tuple(LOGGERS))
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator)
@@ -70,7 +61,6 @@ def make_fabric(
             plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
             if mixed
             else None,
-            loggers=[LOGGERS[name](root_dir=folder, name=name) for name in loggers],
         )
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(
@@ -197,11 +187,3 @@ def ignore_sigint(fabric: Fabric) -> AbstractContextManager[None]:
     """Ignore Ctrl-C while processes that we start train: they get it too, save, and end."""
     numbers = [signal.SIGINT] if fabric.world_size > 1 else []
     return _handled(lambda number, frame: None, *numbers)
-
-
-@contextmanager
-def suppress_warnings() -> Iterator[None]:
-    """Suppress a warning that does not apply: the run folder is checked by us."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")
-        yield

@@ -26,7 +26,6 @@ from curvestep.lab.run.devices import (
     raised_by_process,
     run_context,
     stop_signal,
-    suppress_warnings,
 )
 from curvestep.lab.run.folder import (
     DIVERGED,
@@ -70,7 +69,6 @@ def train(
     progress: bool = True,
     devices: int = 1,
     accelerator: str = "auto",
-    loggers: tuple[str, ...] = (),
     checkpoint_seconds: float = 60.0,
     threads: int | None = None,
     offline: bool = False,
@@ -88,7 +86,6 @@ def train(
         progress: Show a live line (plain lines without a terminal).
         devices: Processes that share each batch; it must divide ``batch_size``.
         accelerator: ``cpu``, ``cuda``, or whichever is there.
-        loggers: ``csv`` and ``tensorboard``, written inside the folder.
         checkpoint_seconds: Time between two checkpoints.
         threads: Torch threads of each process; None leaves them alone.
         offline: Use no network for the data.
@@ -97,7 +94,7 @@ def train(
     if threads is not None:
         check_count("threads", threads)
     folder = Path(folder)
-    fabric = make_fabric(recipe, folder, devices=devices, accelerator=accelerator, loggers=loggers)
+    fabric = make_fabric(recipe, devices=devices, accelerator=accelerator)
     if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
     options = _Options(
@@ -142,7 +139,7 @@ def _train(fabric: Fabric, run: Run, options: _Options) -> None:
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe
-    with suppress_warnings(), run_context(recipe, threads=options.threads), stop_signal() as stop:
+    with run_context(recipe, threads=options.threads), stop_signal() as stop:
         task = make_task(
             recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
         )

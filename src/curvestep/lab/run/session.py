@@ -120,18 +120,12 @@ class Session:
         save_checkpoint(self.run.folder / CHECKPOINT, content)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row to the metrics and hand its numbers to the loggers, on the first process."""
-        if self.metrics is None:
-            return
-        self.metrics.append(row)
-        if self.fabric.loggers:
-            numbers = {f"{row['split']}/{k}": v for k, v in row.items() if k not in ("step", "split")}
-            self.fabric.log_dict(numbers, step=row["step"])
+        """Append a row to the metrics, on the first process."""
+        if self.metrics is not None:
+            self.metrics.append(row)
 
     def close(self) -> None:
-        """Close the row files and the loggers."""
-        for logger in self.fabric.loggers:
-            logger.finalize("success")
+        """Close the row files."""
         if self.metrics is not None:
             self.metrics.close()
         if self.probe is not None:
