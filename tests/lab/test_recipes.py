@@ -25,6 +25,13 @@ def test_a_scale_that_a_recipe_lacks_is_named_with_those_it_has():
         get_recipe("ptb-awd-lstm", "longer")
 
 
+def test_a_kept_recipe_with_a_dropped_field_is_read_if_it_has_its_default():
+    kept = to_dict(get_recipe("ptb-lstm")) | {"start_from": ""}
+    assert from_dict(kept) == get_recipe("ptb-lstm")
+    with pytest.raises(ValueError, match="no field `start_from`"):
+        from_dict(kept | {"start_from": "runs/first"})
+
+
 def test_recipes_serve_every_figure_that_trains():
     served = {figure for recipe in RECIPES.values() for figure in recipe.figures}
     assert served == {"fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig8"}  # fig7 is synthetic

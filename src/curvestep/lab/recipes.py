@@ -163,12 +163,9 @@ class LanguageRecipe(Recipe):
             ``probe_data``.
         authors_at: Shares of the run at which the authors' own estimate of smoothness is taken, too.
         variable_bptt: Draw the length of each piece as Merity et al. do, and scale ``lr`` by it.
-        averaging: Evaluate the average of the iterates: ``never``; ``triggered``, from the moment when the
-            validation loss has not improved on the best of all but the last ``patience`` evaluations; or
-            ``always``, from the start.
+        averaging: Evaluate the average of the iterates: ``never``; or ``triggered``, from the moment when the
+            validation loss has not improved on the best of all but the last ``patience`` evaluations.
         patience: Evaluations that the trigger looks back on.
-        start_from: Run folder whose parameters to start from; with ``averaging="always"`` this is the
-            fine-tuning stage of Merity et al.
     """
 
     model: Literal["lstm", "awd-lstm"] = "lstm"
@@ -189,9 +186,8 @@ class LanguageRecipe(Recipe):
     probe_pieces: int = 0
     authors_at: tuple[float, ...] = ()
     variable_bptt: bool = False
-    averaging: Literal["never", "triggered", "always"] = "never"
+    averaging: Literal["never", "triggered"] = "never"
     patience: int = 5
-    start_from: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -413,10 +409,15 @@ def from_dict(values: dict[str, Any]) -> Recipe:
     kinds = {name: kind for kind, name in _TASKS.items()}
     if task not in kinds:
         raise ValueError(f"`task` must be one of {', '.join(kinds)}, got {task!r}.")
+    for name, default in _DROPPED.items():
+        if values.get(name) == default:
+            del values[name]
     return with_fields(kinds[task](name=str(values.get("name")), steps=1), **values)
 
 
 _TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "images"}
+# Fields of earlier versions with the defaults that kept runs have.
+_DROPPED = {"start_from": ""}
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:

@@ -76,22 +76,6 @@ def test_calibration_of_a_run_is_kept_in_its_folder_and_read_again(tmp_path):
     assert (recipe.lr, recipe.max_norm) == (cal.lr, cal.max_norm)
 
 
-def test_run_that_starts_from_another_is_measured_where_that_one_ended(tmp_path):
-    train(small(steps=4, lr=5.0), tmp_path / "first", progress=False, offline=True)
-    starts = "", str(tmp_path / "first")
-    fresh, tuned = (
-        calibrate_recipe(small(start_from=start), num_batches=1, offline=True)[1] for start in starts
-    )
-    assert tuned.curve[0].loss < 0.99 * fresh.curve[0].loss
-
-
-def test_start_that_is_not_there_is_refused_and_leaves_no_folder(tmp_path):
-    lost = small(start_from=str(tmp_path / "nowhere"))
-    with pytest.raises((ValueError, OSError), match="nowhere"):
-        calibrate_run(lost, tmp_path / "run", offline=True)
-    assert not (tmp_path / "run").exists()
-
-
 def test_only_the_named_fields_are_measured(tmp_path):
     recipe, cal = calibrate_run(small(max_norm=0.3), tmp_path / "run", ["lr"], offline=True)
     assert (recipe.lr, recipe.max_norm) == (cal.lr, 0.3)

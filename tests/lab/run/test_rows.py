@@ -45,26 +45,23 @@ def test_a_run_stopped_between_two_rows_evaluates_at_the_same_steps(tmp_path, st
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_fine_tuning_that_ends_early_has_all_metrics_and_ends_again_where_it_did(tmp_path):
+def test_a_run_killed_between_its_last_checkpoint_and_its_status_ends_as_it_did(tmp_path):
     rising = {
         "lr": 20.0,
         "max_norm": 5.0,
-        "averaging": "always",
+        "averaging": "triggered",
         "patience": 1,
         "eval_every": 5,
-        "steps": 200,
+        "steps": 30,
     }
-    train(small_language(tmp_path, steps=20), tmp_path / "first", progress=False)
-    recipe = small_language(tmp_path, start_from=str(tmp_path / "first"), **rising)
-    result = train(recipe, tmp_path / "tuned", progress=False)
-    assert (result.status, result.message) == ("finished", "validation no longer improves")
-    assert result.step < 200
-    assert rows_of(tmp_path / "tuned")["test"] == [result.step]
+    recipe = small_language(tmp_path, **rising)
+    result = train(recipe, tmp_path / "run", progress=False)
+    assert rows_of(tmp_path / "run")["test"] == [result.step]
     assert result.metrics.keys() == {"valid", "test"}
 
-    rows = (tmp_path / "tuned" / "metrics.jsonl").read_bytes()
-    (tmp_path / "tuned" / "status.json").unlink()  # as if killed after the checkpoint, before the status
-    again = train(recipe, tmp_path / "tuned", resume=True, progress=False)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "status.json").unlink()
+    again = train(recipe, tmp_path / "run", resume=True, progress=False)
     assert (again.status, again.message, again.step) == (result.status, result.message, result.step)
     assert (again.metrics, again.train_loss) == (result.metrics, result.train_loss)
-    assert (tmp_path / "tuned" / "metrics.jsonl").read_bytes() == rows
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows

@@ -21,7 +21,7 @@ from curvestep.lab.recipes import OPTIMIZERS, ImageRecipe, LanguageRecipe, Recip
 from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
-from curvestep.lab.run.session import load_start, make_optimizer
+from curvestep.lab.run.session import make_optimizer
 from curvestep.lab.tasks import ImageTask, LanguageTask, make_task, seed_of
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
@@ -55,7 +55,7 @@ def calibrate_recipe(
     """
     with run_context(recipe):
         task = make_task(recipe, offline=offline)
-        model = load_start(recipe, task.build()).train()
+        model = task.build().train()
         torch.manual_seed(seed_of(recipe, "dropout/0"))
         count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
         found = calibrate(

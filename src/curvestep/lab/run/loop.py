@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from curvestep._checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
 from curvestep.lab.progress import Progress, error_line
-from curvestep.lab.recipes import LanguageRecipe, Recipe
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.controls import measured_beside
 from curvestep.lab.run.devices import (
     ignore_sigint,
@@ -164,7 +164,7 @@ def _loop(
     # Both begin anew with each row, and a checkpoint is only taken after one: they need no place in it.
     loss_sum, steps_summed = torch.zeros((), device=fabric.device), 0
     model.train()
-    while not _is_over(session, total):
+    while session.step < total:
         step = session.step
         batch = fabric.to_device(task.batch(step))
         state = None if task.starts_over(step) else session.state
@@ -188,7 +188,8 @@ def _loop(
         loss_sum += loss.detach()
         steps_summed += 1
 
-        evaluating = session.step == total or _is_multiple(session.step, recipe.eval_every)
+        over = session.step == total
+        evaluating = over or _is_multiple(session.step, recipe.eval_every)
         if not evaluating and not _is_multiple(session.step, recipe.log_every):
             continue
         # Only here is the device waited for.
@@ -199,7 +200,6 @@ def _loop(
             return DIVERGED, reason
         if evaluating:
             _evaluate(session, task.splits[:1])
-        over = _is_over(session, total)
         if over:
             _evaluate(session, task.splits[1:])
         # All processes stop, or save, at the same step.
@@ -212,14 +212,7 @@ def _loop(
             status_file.checkpoint_written()
         if stopping and not over:
             return INTERRUPTED, "stopped by a signal; resume it"
-    return FINISHED, "" if session.step == total else "validation no longer improves"
-
-
-def _is_over(session: Session, total: int) -> bool:
-    """Whether the last step is taken, or fine-tuning no longer improves what is validated."""
-    recipe, averaging = session.run.recipe, session.averaging
-    fine_tuning = isinstance(recipe, LanguageRecipe) and recipe.averaging == "always"
-    return session.step == total or (fine_tuning and averaging is not None and averaging.finished)
+    return FINISHED, ""
 
 
 def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:

@@ -61,7 +61,7 @@ class Session:
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
-        module = load_start(recipe, task.build())
+        module = task.build()
         if fabric.world_size > 1 and fabric.device.type != "cpu":
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = module
@@ -71,8 +71,7 @@ class Session:
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
         self.averaging = None
         if isinstance(recipe, LanguageRecipe) and recipe.averaging != "never":
-            start = recipe.averaging == "always"
-            self.averaging = NonMonotoneAveraging(module, window=recipe.patience, start=start)
+            self.averaging = NonMonotoneAveraging(module, window=recipe.patience)
         self.step = 0
         self.state: Any = None
         self.first_loss: float | None = None
@@ -193,17 +192,6 @@ def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) ->
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
-def load_start(recipe: Recipe, module: nn.Module) -> nn.Module:
-    """``module`` with the parameters of the run that the recipe starts from, averaged ones if it has them."""
-    if isinstance(recipe, LanguageRecipe) and recipe.start_from:
-        saved = load_checkpoint(Path(recipe.start_from) / CHECKPOINT)
-        average = (saved["averaging"] or {}).get("average") or {}
-        prefix = "module."
-        averaged = {k.removeprefix(prefix): v for k, v in average.items() if k.startswith(prefix)}
-        module.load_state_dict(averaged or saved["model"])
-    return module
-
-
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at ``path`` by ``state``; the old one stays if the disk is full."""
     content = {"format": _FORMAT, "version": VERSION, **state}
@@ -272,13 +260,9 @@ class NonMonotoneAveraging:
     the mean. This is averaged SGD with a constant step, for any optimizer: ``torch.optim.ASGD`` with
     ``lambd=0, t0=0`` gives the same mean for plain SGD.
 
-    For the published fine-tuning stage, start again from the saved mean with ``start=True`` and end the run
-    when `finished`.
-
     Args:
         model: The model in training, not wrapped.
         window: Number of latest validation losses that do not count as the best so far.
-        start: Average from the first step.
 
     Example:
         >>> from torch import nn
@@ -287,12 +271,11 @@ class NonMonotoneAveraging:
         [False, False, False, True]
     """
 
-    def __init__(self, model: nn.Module, *, window: int = 5, start: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, window: int = 5) -> None:
         self._model = model
         self.window = check_count("window", window)
         self.losses: list[float] = []
-        self.average: AveragedModel | None = AveragedModel(model) if start else None
-        self.finished = False
+        self.average: AveragedModel | None = None
 
     def after_step(self) -> None:
         """Count the model's parameters into the mean, if averaging has begun."""
@@ -303,10 +286,7 @@ class NonMonotoneAveraging:
         """Take note of a validation loss; True where averaging begins now."""
         before, self.losses = self.losses, [*self.losses, float(loss)]
         # Worse than the best of all that are more than ``window`` checks older.
-        if len(before) <= self.window or not loss > min(before[: -self.window]):
-            return False
-        if self.average is not None:
-            self.finished = True
+        if self.average is not None or len(before) <= self.window or loss <= min(before[: -self.window]):
             return False
         self.average = AveragedModel(self._model)
         # As published, the losses of the averaged model are compared among themselves and with the past.
@@ -322,12 +302,11 @@ class NonMonotoneAveraging:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs."""
         average = None if self.average is None else self.average.state_dict()
-        return {"losses": list(self.losses), "finished": self.finished, "average": average}
+        return {"losses": list(self.losses), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
         self.losses = [float(loss) for loss in state["losses"]]
-        self.finished = bool(state["finished"])
         self.average = None
         if state["average"] is not None:
             self.average = AveragedModel(self._model)
