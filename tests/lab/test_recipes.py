@@ -8,7 +8,7 @@ from curvestep.lab.recipes import RECIPES, Recipe, from_dict, get_recipe, to_dic
 from curvestep.lab.tasks import seed_of
 
 
-@pytest.mark.parametrize("name", ["ptb-lstm", "ptb-awd-lstm", "cifar-resnet20", "cifar-resnet18"])
+@pytest.mark.parametrize("name", ["ptb-lstm", "ptb-awd-lstm", "cifar-resnet20"])
 @pytest.mark.parametrize("scale", ["laptop", "paper"])
 def test_every_recipe_exists_at_both_scales_and_names_its_figures(name, scale):
     recipe = get_recipe(name, scale)

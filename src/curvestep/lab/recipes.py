@@ -223,14 +223,14 @@ class ImageRecipe(Recipe):
     """Training of an image classifier.
 
     Args:
-        model: ``resnet20`` or ``resnet18``.
+        model: ``resnet20``.
         images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
         augmented: Random crops with padding 4, and flips.
         num_images: Training images to use, the first of each class, as many of each; 0 takes all.
         pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 
-    model: Literal["resnet20", "resnet18"] = "resnet20"
+    model: Literal["resnet20"] = "resnet20"
     images: Literal["cifar10", "cifar10-subset", "digits"] = "cifar10-subset"
     augmented: bool = True
     num_images: int = 0
@@ -337,8 +337,6 @@ RECIPES: dict[tuple[str, str], Recipe] = {
         _RESNET20,
         _RESNET20_LONGER,
         _RESNET20_PAPER,
-        replace(_RESNET20, name="cifar-resnet18", model="resnet18", steps=20),
-        replace(_RESNET20_PAPER, name="cifar-resnet18", model="resnet18"),
     )
 }
 """Every recipe by name and scale."""

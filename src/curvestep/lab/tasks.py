@@ -20,7 +20,7 @@ from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
 from curvestep.lab.data.images import Images, augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.data.ptb import load_ptb
 from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
-from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet18, ResNet20
+from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.smoothness.oracle import representative_batches
 from curvestep.smoothness.snapshot import detach_state
@@ -225,8 +225,7 @@ class ImageTask:
         """A new residual network, from the recipe's seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            kind = {"resnet20": ResNet20, "resnet18": ResNet18}[self.recipe.model]
-            model = kind(norm=GlobalBatchNorm2d if self.world_size > 1 else nn.BatchNorm2d)
+            model = ResNet20(norm=GlobalBatchNorm2d if self.world_size > 1 else nn.BatchNorm2d)
         return model.to(memory_format=self._layout)  # pyright: ignore[reportCallIssue] (torch's own overloads)
 
     def num_steps(self) -> int:

@@ -14,7 +14,6 @@ PARAMETERS = {
     "ptb-lstm": 4_043_472,
     "ptb-awd-lstm": 24_221_600,
     "cifar-resnet20": 269_722,
-    "cifar-resnet18": 11_173_962,
 }
 
 
@@ -35,11 +34,9 @@ def test_paper_scale_takes_two_steps(tmp_path, name):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_dry_run_says_parameters_steps_and_time(name):
     recipe = get_recipe(name, "paper")
-    if name == "cifar-resnet18":
-        recipe = with_fields(recipe, batch_size=8)  # the same words in a tenth of the time
     found = dry_run(recipe, measured_steps=1)
     assert found.num_parameters == PARAMETERS[name]
-    steps = {"ptb-lstm": 1328, "cifar-resnet20": 78_000, "cifar-resnet18": 200 * 6250}.get(name)
+    steps = {"ptb-lstm": 1328, "cifar-resnet20": 78_000}.get(name)
     assert found.steps == steps if steps else 300_000 < found.steps < 400_000  # drawn lengths
     assert found.seconds > found.steps * found.seconds_per_step
     words = str(found)

@@ -1,8 +1,8 @@
-"""Residual networks for 32 x 32 images: ResNet20 of He et al. (2016), and the wider ResNet18."""
+"""ResNet20 of He et al. (2016), for 32 x 32 images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +16,12 @@ Norm = Callable[[int], nn.Module]
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions and a way around them.
+    """Two 3 x 3 convolutions and a way around them (He et al., option A).
 
-    Where the shape changes, the way around is a learned 1 x 1 convolution (``projection``), or (He et al.,
-    option A) every second pixel with zeros for the new channels, which has no parameters.
+    Where the shape changes, the way around is every second pixel with zeros for the new channels.
     """
 
-    def __init__(
-        self, before: int, after: int, *, stride: int, projection: bool, norm: Norm = nn.BatchNorm2d
-    ) -> None:
+    def __init__(self, before: int, after: int, *, stride: int, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.norm1 = norm(after)
@@ -32,12 +29,6 @@ class Block(nn.Module):
         self.norm2 = norm(after)
         self.stride = stride
         self.new_channels = after - before
-        changes = stride != 1 or before != after
-        self.around = (
-            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
-            if changes and projection
-            else None
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's output, for images shaped (images, channels, height, width)."""
@@ -45,8 +36,6 @@ class Block(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self._shortcut(x))
 
     def _shortcut(self, x: Tensor) -> Tensor:
-        if self.around is not None:
-            return self.around(x)
         if self.stride != 1:
             x = x[:, :, :: self.stride, :: self.stride]
         if self.new_channels:
@@ -55,39 +44,11 @@ class Block(nn.Module):
         return x
 
 
-class ResNet(nn.Module):
-    """A first convolution, stages of blocks that halve the image and widen it, and a linear layer.
-
-    ``norm`` makes a batch norm of so many channels; `GlobalBatchNorm2d` is the one over all processes.
-    """
-
-    def __init__(
-        self, widths: Sequence[int], blocks: int, *, projection: bool, num_classes: int, norm: Norm
-    ) -> None:
-        super().__init__()
-        check_count("num_classes", num_classes)
-        self.conv = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
-        self.norm = norm(widths[0])
-        stages, before = [], widths[0]
-        for index, width in enumerate(widths):
-            for number in range(blocks):
-                stride = 2 if index > 0 and number == 0 else 1
-                stages.append(Block(before, width, stride=stride, projection=projection, norm=norm))
-                before = width
-        self.blocks = nn.Sequential(*stages)
-        self.linear = nn.Linear(before, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of the classes, for normalised images shaped (images, 3, height, width)."""
-        x = F.relu(self.norm(self.conv(x)))
-        return self.linear(self.blocks(x).mean(dim=(2, 3)))
-
-
-class ResNet20(ResNet):
+class ResNet20(nn.Module):
     """ResNet20 of He et al. for CIFAR-10: 3 stages of 3 blocks, 16 to 64 channels, 269,722 parameters.
+
+    Each stage but the first halves the image. ``norm`` makes a batch norm of so many channels;
+    `GlobalBatchNorm2d` is the one over all processes.
 
     Example:
         >>> import torch
@@ -96,17 +57,24 @@ class ResNet20(ResNet):
     """
 
     def __init__(self, *, num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> None:
-        super().__init__((16, 32, 64), 3, projection=False, num_classes=num_classes, norm=norm)
+        super().__init__()
+        check_count("num_classes", num_classes)
+        self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.norm = norm(16)
+        stages = []
+        for before, width, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
+            stages.append(Block(before, width, stride=stride, norm=norm))
+            stages += [Block(width, width, stride=1, norm=norm) for _ in range(2)]
+        self.blocks = nn.Sequential(*stages)
+        self.linear = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
 
-
-class ResNet18(ResNet):
-    """ResNet18 of the CIFAR variety: 4 stages of 2 blocks, 64 to 512 channels, 11,173,962 parameters.
-
-    The paper's 95 % on CIFAR-10 fits this network and not ResNet20 (He et al. report 91.25 %).
-    """
-
-    def __init__(self, *, num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> None:
-        super().__init__((64, 128, 256, 512), 2, projection=True, num_classes=num_classes, norm=norm)
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes, for normalised images shaped (images, 3, height, width)."""
+        x = F.relu(self.norm(self.conv(x)))
+        return self.linear(self.blocks(x).mean(dim=(2, 3)))
 
 
 class GlobalBatchNorm2d(nn.BatchNorm2d):
