@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from functools import cache
@@ -206,33 +205,3 @@ def test_what_fails_on_a_process_is_one_line(tmp_path, capfd):
     assert said.startswith(f"curvestep: The corpus {tmp_path / 'none'} does not exist.")
     assert said.count("\n") == 1
     assert Run.load(tmp_path / "run").status["status"] == "failed"
-
-
-FAULTS = """
-import resource, torch
-from curvestep.lab.run.devices import keep_freed_memory
-
-def faults_of_a_round():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(700_000) for _ in range(30)]
-    del tensors
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-keep_freed_memory()
-faults_of_a_round()
-print(faults_of_a_round())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_a_run_keeps_the_memory_that_it_frees_unless_told_otherwise():
-    """Fetched again from the system, 84 MB are 20,000 pages."""
-    faults = []
-    for name in ("", "MALLOC_TRIM_THRESHOLD_"):  # the second is a setting of the user's, which stays
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-        environment |= {name: "100000"} if name else {}
-        found = subprocess.run(
-            [sys.executable, "-c", FAULTS], env=environment, check=True, capture_output=True, text=True
-        )
-        faults.append(int(found.stdout))
-    assert faults[0] < 1000 < faults[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -15,24 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision.amp import MixedPrecision
+from lightning_fabric.plugins.precision.precision import Precision
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.tasks import part_of_batch
-
-# Fabric imports torchmetrics, if installed, only to read its version: 2.5 s of every start of a run.
-sys.modules.setdefault("torchmetrics", None)  # pyright: ignore[reportArgumentType] (None: not to be imported)
-try:
-    from lightning_fabric import Fabric
-    from lightning_fabric.plugins.precision.amp import MixedPrecision
-    from lightning_fabric.plugins.precision.precision import Precision
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
-finally:
-    if sys.modules["torchmetrics"] is None:
-        del sys.modules["torchmetrics"]
-
 
 # At import: workers log before our code runs.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
@@ -132,28 +123,12 @@ def run_context(recipe: Recipe, *, threads: int | None = None) -> Iterator[None]
     torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
     if threads is not None:
         torch.set_num_threads(threads)
-    keep_freed_memory()
     try:
         with torch.random.fork_rng():
             yield
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads_before)
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, unless the environment has settings for that.
-
-    glibc, by chance, gives the memory of a step back to the system and fetches it again page by page, which
-    takes up to a third of the time.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        # M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD; the last no larger than older versions take.
-        for option, value in ((-1, 2**31 - 1), (-2, 1 << 26), (-3, 1 << 25)):
-            mallopt(option, value)
 
 
 @contextmanager
