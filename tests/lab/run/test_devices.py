@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep.cli import main
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
-from curvestep.lab.run.devices import raised_by_process
+from curvestep.lab.run.devices import make_fabric, raised_by_process
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from tests.lab.small import small_images, small_language
@@ -145,6 +146,25 @@ def test_a_run_of_two_devices_is_resumed_on_two_and_on_one(tmp_path, alone):
         resumed = train(recipe, tmp_path / "alone", progress=False, resume=True)
     assert resumed.status == "finished"
     _assert_same(tmp_path / "alone", one)
+
+
+def _listening(fabric):
+    """Addresses on which this process listens, in the kernel's hexadecimal."""
+    own = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if f"socket:[{row[9]}]" in own and row[3] == "0A"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_listen_on_the_loopback_interface_only(tmp_path):
+    fabric = make_fabric(small_language(tmp_path), devices=2, accelerator="cpu")
+    found = fabric.launch(_listening)
+    assert found
+    assert set(found) <= {"0100007F", "0" * 24 + "01000000"}
 
 
 def _batch_norm(rank, data, weights):

@@ -6,10 +6,14 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.precision.amp import MixedPrecision
 from lightning_fabric.plugins.precision.precision import Precision
+from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -31,28 +36,20 @@ logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
-def make_fabric(
-    recipe: Recipe,
-    *,
-    devices: int = 1,
-    accelerator: str = "auto",
-) -> Fabric:
+def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") -> Fabric:
     """Fabric for one run, or an error in one line if the devices are not here or do not suit the recipe."""
     check_count("devices", devices)
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator)
-    mixed = recipe.precision == "bf16-mixed"
+    options: dict[str, Any] = {"precision": recipe.precision}
+    if recipe.precision == "bf16-mixed":
+        device = "cpu" if accelerator == "cpu" else "cuda"
+        options = {"plugins": UnscaledPrecision("bf16-mixed", device)}
+    if devices > 1:
+        options["strategy"] = LocalProcesses()
     try:
-        return Fabric(
-            accelerator=accelerator,
-            devices=devices,
-            strategy="auto" if devices == 1 else "ddp_spawn",
-            precision=None if mixed else recipe.precision,  # pyright: ignore[reportArgumentType] (checked by the recipe)
-            plugins=UnscaledPrecision("bf16-mixed", "cpu" if accelerator == "cpu" else "cuda")
-            if mixed
-            else None,
-        )
+        return Fabric(accelerator=accelerator, devices=devices, **options)
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(
             f"`devices` {devices} of `accelerator` {accelerator!r} are not available: {error}"
@@ -90,6 +87,37 @@ def all_gather(x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return parts
+
+
+class LocalProcesses(DDPStrategy):
+    """DDP on processes of this machine that meet in a file; gloo listens on the loopback interface only.
+
+    Torch's default is a TCP store, which listens on all interfaces and asks nobody who they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(start_method="spawn")
+        number, self._store = tempfile.mkstemp(prefix="curvestep-")
+        os.close(number)
+        weakref.finalize(self, Path(self._store).unlink, missing_ok=True)
+
+    def setup_environment(self) -> None:
+        """Join the others; Fabric leaves a group alone that is there already."""
+        if self.root_device.type == "cpu":
+            backend = "gloo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        else:
+            backend = "nccl"
+        store = f"file://{self._store}"
+        dist.init_process_group(
+            backend, init_method=store, rank=self.local_rank, world_size=self.num_processes
+        )
+        super().setup_environment()
+
+
+def _loopback() -> str:
+    """Name of the loopback interface: ``lo``, ``lo0`` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 class UnscaledPrecision(MixedPrecision):
