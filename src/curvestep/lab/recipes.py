@@ -223,7 +223,7 @@ class ImageRecipe(Recipe):
     """Training of an image classifier.
 
     Args:
-        model: ``resnet20``.
+        model: The residual network, ``resnet20``.
         images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
         augmented: Random crops with padding 4, and flips.
         num_images: Training images to use, the first of each class, as many of each; 0 takes all.
