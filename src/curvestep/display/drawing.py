@@ -64,56 +64,68 @@ def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> N
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
     panel.set_title(_literal(chart.title))
-    named = sum(bool(series.name) for series in chart.series)
-    if chart.grid is None and named:
-        _draw_legend(panel, named, cloud=any(series.shade is not None for series in chart.series))
+    num_names = len(panel.get_legend_handles_labels()[1])
+    if num_names:
+        cloud = any(series.shade is not None for series in chart.series)
+        _draw_legend(panel, num_names, cloud=cloud)
 
 
-def _draw_legend(panel: Axes, named: int, *, cloud: bool) -> None:
+def _draw_legend(panel: Axes, num_names: int, *, cloud: bool) -> None:
     """The legend: between panel and title over a cloud of points, under it if long, where it hides none."""
     outside = {"ncols": 2, "frameon": False, "handlelength": 1.6}
     if cloud:
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2, **outside)
-        panel.set_title(panel.get_title(), pad=8 + 12 * -(-named // 2))
-    elif named > 4:
+        panel.set_title(panel.get_title(), pad=8 + 12 * -(-num_names // 2))
+    elif num_names > 4:
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **outside)
     else:
         panel.legend(loc="best")
 
 
 def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = None) -> None:
-    colour = COLOURS[series.colour] if isinstance(series.colour, int) else _INK[series.colour]
-    name = _literal(series.name)
     if series.shade is not None:
-        look = {"cmap": ITERATIONS, "norm": iterations, "s": 12, "linewidths": 0}
-        points = panel.scatter(series.x, series.y, c=series.shade, label=name, **look)
-        assert panel.figure is not None
-        if iterations is None:
-            panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+        _draw_cloud(panel, series, iterations)
         return
+    colour = COLOURS[series.colour] if isinstance(series.colour, int) else _INK[series.colour]
     if series.low is not None and series.high is not None:
         panel.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
-    marks = _MARKS[series.mark or ("circle" if np.isfinite(series.y).sum() < 2 else "")]
-    shown = np.isfinite(series.y)
     if series.dash:
-        # Gaps stay gaps, but for what lies out of range of a batch's other steps.
-        line = shown if series.hollow is not None else slice(None)
-        width = 1.0 if series.thin else 1.4
-        panel.plot(
-            series.x[line],
-            series.y[line],
-            color=colour,
-            linestyle=_LINES[series.dash],
-            linewidth=width,
-            label=name,
-        )
-    if marks:
-        hollow = np.zeros(len(series.x), dtype=bool) if series.hollow is None else series.hollow
-        label = None if series.dash else name
-        for mask, fill in ((shown & ~hollow, colour), (shown & hollow, "white")):
-            look = {"color": colour, "markerfacecolor": fill, "markersize": 3 if series.thin else 4.5}
-            panel.plot(series.x[mask], series.y[mask], marks, **look, label=label)
-            label = None
+        _draw_line(panel, series, colour)
+    _draw_marks(panel, series, colour)
+
+
+def _draw_cloud(panel: Axes, series: Series, iterations: Normalize | None) -> None:
+    """Points coloured by iteration; with the bar of colours unless other panels share it."""
+    look = {"cmap": ITERATIONS, "norm": iterations, "s": 12, "linewidths": 0}
+    points = panel.scatter(series.x, series.y, c=series.shade, label=_literal(series.name), **look)
+    assert panel.figure is not None
+    if iterations is None:
+        panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+
+
+def _draw_line(panel: Axes, series: Series, colour: str) -> None:
+    x, y = series.x, series.y
+    if series.hollow is not None:  # a gap here is a step out of range of a batch's others
+        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    width = 1.0 if series.thin else 1.4
+    look = {"color": colour, "linestyle": _LINES[series.dash], "linewidth": width}
+    panel.plot(x, y, label=_literal(series.name), **look)
+
+
+def _draw_marks(panel: Axes, series: Series, colour: str) -> None:
+    """Marks, open ones white inside; a line of one point is invisible without."""
+    shown = np.isfinite(series.y)
+    mark = _MARKS[series.mark]
+    if shown.sum() < 2:
+        mark = mark or _MARKS["circle"]
+    if not mark:
+        return
+    hollow = np.zeros(len(series.x), dtype=bool) if series.hollow is None else series.hollow
+    look = {"color": colour, "markersize": 3 if series.thin else 4.5}
+    label = "" if series.dash else _literal(series.name)
+    filled, unfilled = shown & ~hollow, shown & hollow
+    panel.plot(series.x[filled], series.y[filled], mark, markerfacecolor=colour, label=label, **look)
+    panel.plot(series.x[unfilled], series.y[unfilled], mark, markerfacecolor="white", **look)
 
 
 def _draw_grid(panel: Axes, grid: Grid) -> None:
@@ -135,14 +147,12 @@ def _draw_grid(panel: Axes, grid: Grid) -> None:
                 color="white" if dark else "black",
             )  # fmt: skip
     few = range(0, len(grid.across), -(-len(grid.across) // 10))
-    panel.set_xticks(
-        few,
-        [
-            _literal(f"{grid.across[i]:g}" if isinstance(grid.across[i], float) else str(grid.across[i]))
-            for i in few
-        ],
-    )
-    panel.set_yticks(range(len(grid.down)), [_literal(name) for name in grid.down])
+    panel.set_xticks(few, [_tick(grid.across[i]) for i in few])
+    panel.set_yticks(range(len(grid.down)), [*map(_literal, grid.down)])
+
+
+def _tick(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else _literal(str(value))
 
 
 def _literal(text: str) -> str:
@@ -150,7 +160,7 @@ def _literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-class Picture(Figure):
+class NotebookFigure(Figure):
     """A figure that a notebook shows, whether or not pyplot is in use."""
 
     def _repr_png_(self) -> bytes:
@@ -185,17 +195,14 @@ def figure_of(
     grid = charts[0].grid
     width = max(size[0], 2.6 + 1.1 * len(grid.across)) if grid is not None and grid.text else size[0]
     columns = min(columns, len(charts))
-    shades = [one.shade for chart in charts for one in chart.series if one.shade is not None]
-    shades = np.concatenate(shades) if shades and share else np.array([])
-    iterations = Normalize(shades.min(), shades.max()) if len(shades) else None
+    iterations = _common_iterations(charts) if share else None
     with styled():
         figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=size[1])
         for panel, chart in zip(axes, charts, strict=False):
             draw(panel, chart, iterations=iterations)
             if words and chart.words:
                 # Part of the label, so that the layout leaves room for it.
-                lines = f"{chart.x.label}\n\n{chart.words}"
-                panel.set_xlabel("\n".join(map(_literal, lines.split("\n"))), fontsize=8)
+                panel.set_xlabel(_literal(f"{chart.x.label}\n\n{chart.words}"), fontsize=8)
         for panel in axes[len(charts) :]:
             panel.remove()
         axes = axes[: len(charts)]
@@ -207,15 +214,22 @@ def figure_of(
             bar = ScalarMappable(norm=iterations, cmap=ITERATIONS)
             figure.colorbar(bar, ax=axes, label="iteration", pad=0.01, aspect=30)
         if title:
-            figure.suptitle("\n".join(map(_literal, title.split("\n"))), fontsize=11, fontweight="bold")
+            figure.suptitle(_literal(title), fontsize=11, fontweight="bold")
         if note:
-            figure.supxlabel("\n".join(map(_literal, note.split("\n"))), fontsize=7.5, color="#555555")
+            figure.supxlabel(_literal(note), fontsize=7.5, color="#555555")
     return figure
+
+
+def _common_iterations(charts: Sequence[Chart]) -> Normalize | None:
+    """The scale of colours for the iterations of all charts; None if none of them has any."""
+    series = [one for chart in charts for one in chart.series]
+    shades = np.concatenate([np.array([]), *(one.shade for one in series if one.shade is not None)])
+    return Normalize(shades.min(), shades.max()) if len(shades) else None
 
 
 def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
     """A figure of ``rows`` times ``columns`` panels of this size in inches, and the panels in a list."""
-    figure = Picture(figsize=(width * columns, height * rows), layout="constrained")
+    figure = NotebookFigure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     return figure, [panel for row in axes for panel in row]
 

@@ -14,11 +14,13 @@ def visible(text: str) -> str:
         >>> print(visible("run\u202egpj.exe"), visible("a\x1b[31m"))
         run\u202egpj.exe a\u001b[31m
     """
-    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return "".join(
-        f"\\u{ord(char):04x}" if unicodedata.category(char) in hidden and char not in "\n\t" else char
-        for char in text
-    )
+    return "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return char
+    return f"\\u{ord(char):04x}"
 
 
 def plain(text: str) -> str:
@@ -27,16 +29,23 @@ def plain(text: str) -> str:
 
 
 def html_table(title: str, rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """What a notebook shows of a result: a sentence, a table whose first column names things, a list.
+    """A result for a notebook: a sentence, a table whose first column names things, a list.
 
     Example:
         >>> html_table("two < three", [("lr", "0.1")])
         '<p>two &lt; three</p><table><tr><th>lr</th><td>0.1</td></tr></table>'
     """
-    table = "".join(
-        f"<tr><th>{plain(name)}</th>{''.join(f'<td>{plain(cell)}</td>' for cell in cells)}</tr>"
-        for name, *cells in rows
-    )
-    items = "".join(f"<li>{plain(note)}</li>" for note in notes)
-    parts = f"<table>{table}</table>" * bool(table), f"<ul>{items}</ul>" * bool(items)
-    return f"<p>{plain(title)}</p>" + "".join(parts)
+    parts = [f"<p>{plain(title)}</p>"]
+    if table := "".join(_html_row(*row) for row in rows):
+        parts.append(f"<table>{table}</table>")
+    if items := _html_cells("li", notes):
+        parts.append(f"<ul>{items}</ul>")
+    return "".join(parts)
+
+
+def _html_row(name: str, *cells: str) -> str:
+    return f"<tr><th>{plain(name)}</th>{_html_cells('td', cells)}</tr>"
+
+
+def _html_cells(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{plain(text)}</{tag}>" for text in texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from curvestep.display.chart import GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Cha
 from curvestep.steps import clipped_step
 
 if TYPE_CHECKING:
-    from curvestep.calibration.result import Calibration
+    from curvestep.bracket import Point
+    from curvestep.calibration.result import BatchCurve, Calibration
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.smoothness.trace import Trace
 
-MOST_ROWS = 4000  # longer series are shown by evenly spaced rows
+SHOWN_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = Mapping[str, np.ndarray]
 _NONE = np.array([])
 
@@ -37,7 +39,7 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     return rows
 
 
-def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
+def thinned(rows: np.ndarray, most: int = SHOWN_ROWS) -> np.ndarray:
     """At most ``most`` of the rows, evenly spaced, the first and the last among them."""
     if len(rows) <= most:
         return rows
@@ -46,17 +48,18 @@ def thinned(rows: np.ndarray, most: int = MOST_ROWS) -> np.ndarray:
 
 def usable(rows: Columns, *names: str, positive: int | None = None) -> dict[str, np.ndarray]:
     """These columns, of the rows where the first ``positive`` of them (default all) are positive."""
-    found = [rows.get(name, _NONE) for name in names]
-    checked = found[: len(names) if positive is None else positive]
-    keep = np.all([np.isfinite(value) & (value > 0) for value in checked], axis=0)
-    return {name: value[keep] for name, value in zip(names, found, strict=True)}
+    columns = {name: rows.get(name, _NONE) for name in names}
+    checked = np.array([columns[name] for name in names[:positive]])
+    keep = np.all(np.isfinite(checked) & (checked > 0), axis=0)
+    return {name: column[keep] for name, column in columns.items()}
 
 
 def common_threshold(clip_norm: np.ndarray) -> float:
     """The one gradient norm at which steps were clipped; inf if none was, or at different ones."""
     clipped = clip_norm[np.isfinite(clip_norm)]
-    same = len(clipped) and np.ptp(clipped) <= 1e-3 * np.median(clipped)
-    return float(np.median(clipped)) if same else math.inf
+    if not len(clipped) or np.ptp(clipped) > 1e-3 * np.median(clipped):
+        return math.inf
+    return float(np.median(clipped))
 
 
 def trace_charts(trace: Trace) -> list[Chart]:
@@ -179,7 +182,9 @@ def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
     samples = fit.samples
     g = samples.grad_norm
     norms = np.geomspace(*fit.grad_norm_range, 60)
-    advice = f"advised: lr {lr:.3g}" + (f", max_norm {max_norm:.3g}" if math.isfinite(max_norm) else "")
+    advice = f"advised: lr {lr:.3g}"
+    if math.isfinite(max_norm):
+        advice += f", max_norm {max_norm:.3g}"
     series = (
         Series("edge of stability, 2/L̂", g, 2 / samples.smoothness, colour=1, dash="", mark="circle"),
         Series("as taken", g, samples.step_size, colour=0, dash="", mark="triangle"),
@@ -189,50 +194,86 @@ def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
     return Chart("advice", "Step sizes against gradient norm", *axes, series)
 
 
-def calibration(found: Calibration) -> list[Chart]:
-    """Change of the gradient and of the loss over steps of growing length, one line a batch.
+def calibration(result: Calibration) -> list[Chart]:
+    """Change of the gradient and of the loss over steps of growing length, one line for each batch.
 
     Filled marks are safe steps, open ones are not; the band is the 90 % interval of the safe step.
     """
-    safe = median(batch.safe_step for batch in found.curve)
-    low, high = (end / found.lr * safe for end in found.lr_interval)
-    kappas, losses = [], []
-    for number, batch in enumerate(found.curve):
-        name, steps = f"batch {number + 1}", np.array([point.step for point in batch.points])
-        hollow = np.array([not point.safe for point in batch.points])
-        look = {"colour": number % NUM_COLOURS, "mark": "circle", "hollow": hollow}
-        change = np.array([point.loss for point in batch.points]) - batch.loss
-        notes = [
-            f"{'safe' if point.safe else 'not safe'}, loss "
-            + (f"{by:+.3g}" if math.isfinite(by) else "not finite")
-            for point, by in zip(batch.points, change.tolist(), strict=True)
-        ]
-        kappa = np.array([point.kappa for point in batch.points])
-        kappas.append(Series(name, steps, kappa, extra={"": notes}, **look))
-        losses.append(Series(name, steps, change, **look))
-    # A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
-    finite = np.concatenate([series.y[np.isfinite(series.y)] for series in losses] or [np.zeros(1)])
-    lowest, highest = (float(finite.min()), float(finite.max())) if len(finite) else (-1.0, 1.0)
-    room = (1.15 * lowest, min(max(highest, -0.2 * lowest), -0.8 * lowest)) if lowest < 0 else None
-    positive = np.concatenate([series.y[series.y > 0] for series in kappas])
-    positive = np.append(positive[np.isfinite(positive)], found.max_kappa)
-    every = np.concatenate([series.x for series in kappas])
-    step, span = Axis("step h", log=True), (low, high) if low < high else None
-    along = f"change of the {'slope' if found.schedule == 'constant' else 'gradient'}, κ(h)"
-    changes = Axis(along if found.along_signs else "change of the gradient, h·L̂(h)", log=True)
-
-    def upright(ends: tuple[float, float]) -> Series:
-        return Series(f"safe step {safe:.3g}", np.array([safe, safe]), np.array(ends), colour="soft")
-
-    limit = level(every, found.max_kappa, "largest safe change")
-    first = (*kappas, limit, upright((positive.min(), positive.max())))
-    second = (*losses, level(every, 0.0, "no change"), upright(room or (lowest, highest)))
-    change_of_loss = Axis("change of the loss over the step", range=room)
-    titles = "Where the step stops being safe", "Change of the loss over the step"
-    return [
-        Chart("calibration", titles[0], step, changes, first, span=span),
-        Chart("calibration-loss", titles[1], step, change_of_loss, second, span=span),
+    batches = list(enumerate(result.curve))
+    kappas = [_kappa_series(number, batch) for number, batch in batches]
+    losses = [_loss_series(number, batch) for number, batch in batches]
+    steps = np.concatenate([series.x for series in kappas])
+    changes = np.concatenate([*(series.y for series in kappas), [result.max_kappa]])
+    loss_changes = np.concatenate([series.y for series in losses])
+    safe, shown = median(batch.safe_step for batch in result.curve), _loss_range(loss_changes)
+    kappas += [
+        level(steps, result.max_kappa, "largest safe change"),
+        _upright(safe, changes[changes > 0]),
     ]
+    losses += [level(steps, 0.0, "no change"), _upright(safe, np.array(shown or [0.0, *loss_changes]))]
+    step, change = Axis("step h", log=True), Axis(_change_label(result), log=True)
+    change_of_loss = Axis("change of the loss over the step", range=shown)
+    charts = [
+        Chart("calibration", "Where the step stops being safe", step, change, tuple(kappas)),
+        Chart("calibration-loss", "Change of the loss over the step", step, change_of_loss, tuple(losses)),
+    ]
+    low, high = (end / result.lr * safe for end in result.lr_interval)
+    return [replace(chart, span=(low, high)) for chart in charts] if low < high else charts
+
+
+def _kappa_series(number: int, batch: BatchCurve) -> Series:
+    """Change of a batch's gradient over steps of growing length."""
+    points = batch.points
+    words = [f"{_safety(point)}, loss {_signed(point.loss - batch.loss)}" for point in points]
+    return _batch_series(number, batch, [point.kappa for point in points], extra={"": words})
+
+
+def _loss_series(number: int, batch: BatchCurve) -> Series:
+    """Change of a batch's loss over steps of growing length."""
+    return _batch_series(number, batch, [point.loss - batch.loss for point in batch.points])
+
+
+def _batch_series(number: int, batch: BatchCurve, values: list[float], **look: Any) -> Series:
+    steps = np.array([point.step for point in batch.points])
+    hollow = np.array([not point.safe for point in batch.points])
+    colour = number % NUM_COLOURS
+    name = f"batch {number + 1}"
+    return Series(name, steps, np.array(values), colour=colour, mark="circle", hollow=hollow, **look)
+
+
+def _safety(point: Point) -> str:
+    return "safe" if point.safe else "not safe"
+
+
+def _signed(change: float) -> str:
+    return f"{change:+.3g}" if math.isfinite(change) else "not finite"
+
+
+def _loss_range(changes: np.ndarray) -> tuple[float, float] | None:
+    """Range that shows the fall of the loss; None if it nowhere falls.
+
+    A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
+    """
+    finite = changes[np.isfinite(changes)]
+    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
+    if lowest == 0:
+        return None
+    return 1.15 * lowest, min(max(highest, -0.2 * lowest), -0.8 * lowest)
+
+
+def _change_label(result: Calibration) -> str:
+    if not result.along_signs:
+        return "change of the gradient, h·L̂(h)"
+    if result.schedule == "constant":
+        return "change of the slope, κ(h)"
+    return "change of the gradient, κ(h)"
+
+
+def _upright(step: float, values: np.ndarray) -> Series:
+    """An upright line at a step over the range of the values."""
+    finite = values[np.isfinite(values)]
+    ends = np.array([finite.min(), finite.max()])
+    return Series(f"safe step {step:.3g}", np.array([step, step]), ends, colour="soft")
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

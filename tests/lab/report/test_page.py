@@ -14,7 +14,7 @@ from PIL import Image
 
 from curvestep.advice.advice import advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
-from curvestep.display.results import MOST_ROWS, thinned
+from curvestep.display.results import SHOWN_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
 from curvestep.lab.paper.claims import Claim, write_claims
 from curvestep.lab.report import captions
@@ -308,7 +308,7 @@ def test_twenty_runs_of_two_thousand_rows_stay_below_six_megabytes(tmp_path):
 
 def test_long_series_keep_their_first_and_last_row():
     rows = thinned(np.arange(100_001))
-    assert (len(rows), rows[0], rows[-1]) == (MOST_ROWS, 0, 100_000)
+    assert (len(rows), rows[0], rows[-1]) == (SHOWN_ROWS, 0, 100_000)
     assert np.ptp(np.diff(rows)) <= 1
 
 
