@@ -1,9 +1,11 @@
 """Compile the kernel while the package is built, and fill in what depends on where the project lives.
 
-Without a C compiler the package is pure Python.
+Without a C compiler the package is pure Python. ``CURVESTEP_KERNEL`` in the environment: 0 leaves the kernel
+out, 1 stops the build where it cannot be compiled.
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 FOLDER = Path("src/curvestep/_kernel")
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 if sys.platform == "darwin":
-    FLAGS += ["-undefined", "dynamic_lookup"]
+    FLAGS += ["-undefined", "dynamic_lookup", "-mmacosx-version-min=11.0"]
 # From the best build to the plainest: for several kinds of processor in one file, or for one.
 EXTRAS = [["-DCLONES"], []]
 
@@ -58,13 +60,25 @@ class KernelHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; where that works, the wheel holds the library and is for this kind of machine only."""
+        wanted = os.environ.get("CURVESTEP_KERNEL")
+        if self.target_name != "wheel" or wanted == "0":
+            return
         root = Path(self.root)
         library = root / FOLDER / ("kernel.dylib" if sys.platform == "darwin" else "kernel.so")
-        if self.target_name != "wheel" or not compiled(root / FOLDER / "kernel.c", library):
+        if not compiled(root / FOLDER / "kernel.c", library):
+            if wanted == "1":
+                raise SystemExit("curvestep: CURVESTEP_KERNEL=1 asks for the kernel, which did not compile")
             return
         build_data["artifacts"].append(f"/{library.relative_to(root).as_posix()}")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{platform_tag()}"
+
+
+def platform_tag() -> str:
+    """The machines on which the library loads; on Linux auditwheel finds the oldest glibc."""
+    if sys.platform == "darwin":  # of this processor alone, though Python itself may be for two
+        return f"macosx_11_0_{platform.machine()}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def compiled(source: Path, library: Path) -> bool:

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -432,19 +433,39 @@ def test_file_that_is_no_library_is_passed_over(monkeypatch, tmp_path):
         Kernel(bad)
 
 
-@pytest.mark.slow
-def test_wheel_without_a_compiler_is_pure_python(tmp_path):
-    def only_sources(folder, names):
-        return [name for name in names if Path(folder) == ROOT and name not in SOURCES]
+SOURCES = {"src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}
 
-    source = tmp_path / "source"
+
+def build_wheel(folder, **variables):
+    """Build a wheel in ``folder`` from a copy of the sources, with these variables in the environment."""
+
+    def only_sources(copied, names):
+        return [name for name in names if Path(copied) == ROOT and name not in SOURCES]
+
+    source = folder / "source"
     shutil.copytree(ROOT, source, ignore=only_sources)
     (source / LIBRARY.relative_to(ROOT)).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(source)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "CC": "no-such-compiler"})
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder), str(source)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{"CC": "no-such-compiler"}, {"CURVESTEP_KERNEL": "0"}], ids=str)
+def test_wheel_without_a_compiler_or_the_kernel_is_pure_python(variables, tmp_path):
+    build_wheel(tmp_path, **variables).check_returncode()
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("none-any.whl")
     assert not any(name.endswith(LIBRARY.name) for name in zipfile.ZipFile(wheel).namelist())
 
 
-SOURCES = {"src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}
+@pytest.mark.slow
+def test_build_stops_where_the_kernel_is_asked_for_and_does_not_compile(tmp_path):
+    done = build_wheel(tmp_path, CC="no-such-compiler", CURVESTEP_KERNEL="1")
+    assert done.returncode != 0
+    assert "asks for the kernel, which did not compile" in done.stdout + done.stderr
+
+
+def test_kernel_loads_on_every_linux_that_torch_supports():
+    if LIBRARY.suffix == ".so" and LIBRARY.exists():
+        needed = re.findall(rb"GLIBC_(\d+)\.(\d+)", LIBRARY.read_bytes())
+        assert max((int(major), int(minor)) for major, minor in needed) <= (2, 28)

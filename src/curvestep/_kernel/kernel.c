@@ -18,6 +18,13 @@
 #include <immintrin.h>
 #endif
 
+/* Of the two names that glibc has for pow the older one, with the same numbers: the library loads on glibc 2.28 too. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pow, pow@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pow, pow@GLIBC_2.17");
+#endif
+
 /* The same function compiled for several kinds of processor, chosen when the library is loaded. */
 #if defined(CLONES)
 #define FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
