@@ -13,7 +13,7 @@ PYTHON_OLD  ?= $(shell for p in python3.11 ~/.pyenv/versions/3.11*/bin/python3.1
 STRICT      := tests/test_strict_device.py tests/optim/test_device.py tests/optim/test_graphs.py
 CORE        := tests/test_kernel.py tests/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/calibration
 # Those of the benchmarks need the extra packages of the lab.
-BENCHMARKED := tests/calibration/test_benchmark.py tests/calibration/test_schedules.py
+BENCHMARKED := tests/calibration/test_benchmark.py
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 

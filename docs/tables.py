@@ -81,14 +81,6 @@ def probe_table(results: Path) -> str:
     return markdown(head, rows)
 
 
-def calibrate_table(results: Path) -> str:
-    """The first table of calibrate.md: the tasks on which nothing was chosen."""
-    lines = (results / "calibrate.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| method"))
-    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
-    return "\n".join(lines[start:end])
-
-
 def rates_table(results: Path) -> str:
     """Learning rates in Lightning by where they come from: gradients used, and the loss they lead to."""
     rows = _of_frameworks(results, "rates").get("rows", [])
@@ -129,7 +121,6 @@ TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
         "step": step_table,
         "step-adamw": adamw_step_table,
         "probe": probe_table,
-        "calibrate": calibrate_table,
     },
     "lightning.md": {"overhead": overhead_table, "rates": rates_table},
 }

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
     from curvestep import loggers as loggers, steps as steps, theory as theory
     from curvestep.advice.advice import Advice as Advice, advise as advise
+    from curvestep.calibration.calibrate import calibrate as calibrate
     from curvestep.calibration.result import Calibration as Calibration
-    from curvestep.calibration.search import calibrate as calibrate
     from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
     from curvestep.lab.report.page import Page
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "calibration.search": ("calibrate",),
+    "calibration.calibrate": ("calibrate",),
     "calibration.result": ("Calibration",),
     "optim.clipped": ("ClippedSGD",),
     "optim.adamw": ("ClippedAdamW",),

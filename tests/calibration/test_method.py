@@ -2,7 +2,6 @@
 
 import copy
 import math
-from statistics import median
 
 import pytest
 import torch
@@ -12,15 +11,7 @@ from torch.optim import lr_scheduler
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration.method import method_of
-from curvestep.calibration.search import ADAM_SHARE, SCHEDULED
-
-
-def network():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-    inputs, teacher = [torch.randn(64, 6) for _ in range(4)], torch.randn(6, 3)
-    batches = [(x, (x @ teacher).argmax(1)) for x in inputs]
-    return model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), batches
+from tests.calibration.models import network
 
 
 def groups(model, *rates, **options):
@@ -37,45 +28,45 @@ def groups(model, *rates, **options):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (lambda p: ClippedSGD(p, lr=3.0, max_norm=1.0), {}),
-        (lambda p: torch.optim.SGD(p, lr=7.0), {"optimizer": "SGD"}),
+        (lambda p: ClippedSGD(p, lr=3.0, max_norm=math.inf), {}),
+        (lambda p: torch.optim.SGD(p, lr=7.0), {"optimizer": "sgd"}),
         (
             lambda p: torch.optim.SGD(p, lr=1e-9, momentum=0.9, weight_decay=0.01),
             {"optimizer": "SGD", "momentum": 0.9, "weight_decay": 0.01},
         ),
-        (lambda p: NormalizedSGD(p, lr=3.0, offset=1.0), {"optimizer": NormalizedSGD}),
-        (lambda p: torch.optim.AdamW(p, lr=3.0, weight_decay=0.3), {"optimizer": "AdamW"}),
+        (
+            lambda p: torch.optim.AdamW(p, lr=3.0, weight_decay=0.3),
+            {"optimizer": "adamw", "weight_decay": 0.3},
+        ),
         (
             lambda p: torch.optim.Adam(p, weight_decay=0.3),
             {"optimizer": torch.optim.Adam, "weight_decay": 0.3},
         ),
-        (lambda p: ClippedAdamW(p, lr=0.1, max_norm=1.0), {"optimizer": ClippedAdamW}),
+        (lambda p: ClippedAdamW(p, lr=0.1, max_norm=math.inf), {"optimizer": ClippedAdamW}),
+        (lambda p: torch.optim.RMSprop(p), {"optimizer": torch.optim.RMSprop}),
     ],
 )
 def test_instance_gives_the_numbers_of_its_class_with_its_settings(make, options):
     model, loss, batches = network()
-    assert calibrate(model, loss, batches, optimizer=make(model.parameters())) == calibrate(
-        model, loss, batches, **options
+    assert calibrate(model, loss, batches, optimizer=make(model.parameters()), budget=48) == calibrate(
+        model, loss, batches, budget=48, **options
     )
 
 
-def test_decay_of_each_group_is_its_own():
-    x, y = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([1.0]))
-    model = nn.ParameterList([x, y])
-    opt = torch.optim.SGD([{"params": [x], "weight_decay": 3.0}, {"params": [y]}], lr=1.0)
-    cal = calibrate(model, lambda b: 0.5 * (x.square() + y.square()).sum(), [0] * 3, optimizer=opt)
-    penalised = calibrate(model, lambda b: 0.5 * (4.0 * x.square() + y.square()).sum(), [0] * 3)
-    assert math.isclose(cal.lr, penalised.lr, rel_tol=1e-9)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("ratio", [0.25, 4.0])
-def test_groups_of_unequal_rates_are_measured_as_parameters_of_another_scale(optimizer, ratio):
-    # A learning rate r times as large is that of parameters in units sqrt(r) times (Adam: r times) longer.
+def test_normalized_sgd_takes_the_same_step_at_small_gradients():
     model, loss, batches = network()
-    given, count = optimizer(groups(model, 1.0, ratio)), len(batches)
-    unequal = calibrate(model, loss, batches, optimizer=given, num_batches=count)
-    scale = ratio if optimizer is torch.optim.AdamW else math.sqrt(ratio)
+    normal = calibrate(model, loss, batches, optimizer=NormalizedSGD, budget=48)
+    plain = calibrate(model, loss, batches, budget=48)
+    assert math.isclose(normal.offset, plain.max_norm, rel_tol=1e-9)
+    assert math.isclose(normal.arms[0].lr / normal.offset, plain.arms[0].lr, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 4.0])
+def test_scale_of_unequal_groups_is_that_of_parameters_of_another_unit(ratio):
+    # A learning rate r times as large is that of parameters in units sqrt(r) times longer.
+    model, loss, batches = network()
+    unequal = calibrate(model, loss, batches, optimizer=torch.optim.SGD(groups(model, 1.0, ratio)), budget=48)
+    scale = math.sqrt(ratio)
     with torch.no_grad():
         for p in model[2].parameters():
             p.div_(scale)
@@ -84,19 +75,32 @@ def test_groups_of_unequal_rates_are_measured_as_parameters_of_another_scale(opt
         values = {name: p * scale if name.startswith("2") else p for name, p in model.named_parameters()}
         return F.cross_entropy(torch.func.functional_call(model, values, (batch[0],)), batch[1])
 
-    given = optimizer(model.parameters(), lr=1.0)
-    plain = calibrate(model, same, batches, optimizer=given, num_batches=count)
+    plain = calibrate(model, same, batches, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), budget=48)
     # Given relative to the largest; the lattices differ, so crossings are interpolated at other places.
-    assert math.isclose(unequal.lr, max(1.0, ratio) * plain.lr, rel_tol=0.02)
-    assert unequal.num_gradients <= 40
+    assert math.isclose(unequal.arms[0].lr, max(1.0, ratio) * plain.arms[0].lr, rel_tol=0.02)
+
+
+def test_other_optimizers_are_tried_around_the_rate_that_they_were_made_with():
+    model, loss, batches = network()
+    for make in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad):
+        opt = make(model.parameters(), lr=0.01)
+        cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
+        assert {0.005, 0.02, 0.08} <= {round(arm.lr, 9) for arm in cal.arms}
+        assert cal.confidence != "high"
+        assert "less-tested" in {note.kind for note in cal.warnings}
+        assert "is not part of the benchmark" in str(cal)
+        cal.apply(opt)
+        assert math.isclose(opt.param_groups[0]["lr"], cal.lr)
 
 
 def test_parameters_that_the_optimizer_leaves_out_do_not_move():
     model, loss, batches = network()
     half = torch.optim.SGD(model[2].parameters(), lr=1.0)
-    found = calibrate(model, loss, batches, optimizer=half)
+    found = calibrate(model, loss, batches, optimizer=half, budget=48)
+    assert "untrained" in {note.kind for note in found.warnings}
     model[0].requires_grad_(False)
-    assert math.isclose(found.lr, calibrate(model, loss, batches).lr, rel_tol=1e-9)
+    frozen = calibrate(model, loss, batches, budget=48)
+    assert [arm.lr for arm in found.arms] == pytest.approx([arm.lr for arm in frozen.arms], rel=1e-9)
     with pytest.raises(ValueError, match="trains no parameter that the loss depends on"):
         calibrate(model, loss, batches, optimizer=torch.optim.SGD(model[0].parameters(), lr=1.0))
 
@@ -120,50 +124,44 @@ def test_what_an_instance_cannot_say_is_refused():
 
     refused(torch.optim.SGD(parameters, lr=0.0), "no learning rate above zero")
     refused(torch.optim.SGD(parameters, lr=1.0, maximize=True), "maximises")
-    refused(torch.optim.RMSprop(parameters), "must be one of")
+    refused(torch.optim.LBFGS(parameters), "searches for its step itself")
+    refused([torch.optim.SGD(parameters, lr=1.0)] * 2, "got a list")
     refused(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "1 parameters that are not in `model`")
     refused(torch.optim.SGD(parameters, lr=1.0), "`momentum` is read from the optimizer", momentum=0.9)
     refused(torch.optim.AdamW(parameters), "`weight_decay` is read", weight_decay=0.1)
     unequal = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
     refused(torch.optim.SGD(unequal, lr=1.0), "unequal momentum")
-    with pytest.raises(ValueError, match=r"must be one of.*instance"):
-        calibrate(model, loss, batches, optimizer="Lion")
+    refused("Lion", "a name such as 'AdamW'.*got 'Lion'")
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+    refused(Own, "give the Own that will train")
 
 
-def test_optimizer_of_a_method_has_its_groups_and_options():
-    model, _, _ = network()
-    given = ClippedAdamW(groups(model, 0.1, 0.2, weight_decay=0.3), lr=1.0, max_norm=1.0, betas=(0.8, 0.95))
-    built = method_of(given, model).build(list(model.parameters()), 1e-3)
-    assert [group["lr"] for group in built.param_groups] == [0.5e-3, 1e-3]
-    assert all(group["betas"] == (0.8, 0.95) for group in built.param_groups)
-    assert all(group["weight_decay"] == 0.3 for group in built.param_groups)
-
-
-# Schedules
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({}, "plain"), ({"momentum": 0.9}, "momentum")],
-)
-def test_peak_of_a_schedule_is_a_multiple_and_the_threshold_is_kept(options, kind):
+def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_parameters():
     model, loss, batches = network()
-    constant = calibrate(model, loss, batches, **options)
-    peak = calibrate(model, loss, batches, schedule="warmup-decay", **options)
-    assert math.isclose(peak.lr, SCHEDULED[kind] * constant.lr, rel_tol=1e-12)
-    assert peak.max_norm == constant.max_norm
-    assert (constant.schedule, peak.schedule) == ("constant", "warmup-decay")
-    assert ("the peak of a warm-up and decay" in str(peak)) > ("peak" in str(constant))
+    given = ClippedAdamW(groups(model, 0.1, 0.2, weight_decay=0.3), lr=1.0, max_norm=1.0, betas=(0.8, 0.95))
+    loss(batches[0]).backward()
+    given.step()
+    copied, shares = method_of(given, model).copy(7.0)
+    assert shares == [0.5, 1.0]
+    assert [p for group in copied.param_groups for p in group["params"]] == list(model.parameters())
+    for group in copied.param_groups:
+        assert (group["betas"], group["weight_decay"], group["max_norm"]) == ((0.8, 0.95), 0.3, 1.0)
+    first = next(model.parameters())
+    assert torch.equal(copied.state[first]["exp_avg"], given.state[first]["exp_avg"])
+    assert copied.state[first]["exp_avg"] is not given.state[first]["exp_avg"]
+    free = ClippedAdamW(model.parameters(), lr=1.0, max_norm=math.inf)
+    assert method_of(free, model).copy(7.0)[0].param_groups[0]["max_norm"] == 7.0
+    assert free.param_groups[0]["max_norm"] == math.inf
+
+
+def test_schedule_is_one_of_two():
+    model, loss, batches = network()
     with pytest.raises(ValueError, match="`schedule` must be one of 'constant', 'warmup-decay'"):
         calibrate(model, loss, batches, schedule="cosine")
-
-
-def test_words_for_adamw_under_a_schedule_speak_of_warm_up():
-    model, loss, batches = network()
-    cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay")
-    assert "Warm up over a tenth" in str(cal)
-    step = median(batch.safe_step for batch in cal.curve)
-    assert math.isclose(cal.lr, SCHEDULED["signs"] * ADAM_SHARE * step)
 
 
 # apply
@@ -203,13 +201,21 @@ def rates_of_a_run(opt, scheduler, steps):
     return torch.tensor(rates)
 
 
+@pytest.fixture(scope="module")
+def found():
+    """A calibration of AdamW with two groups, one of plain ClippedSGD, and of NormalizedSGD."""
+    torch.set_default_dtype(torch.float64)
+    model, loss, batches = network()
+    kinds = torch.optim.AdamW(groups(model, 8.0, 1.0)), "ClippedSGD", NormalizedSGD
+    return [calibrate(model, loss, batches, optimizer=kind, budget=48) for kind in kinds]
+
+
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step()`")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stepped", [0, 2, 5])
-def test_schedule_keeps_its_shape_wherever_it_stands_and_groups_their_ratio(kind, stepped):
-    model, loss, batches = network()
-    cal = calibrate(model, loss, batches, optimizer=torch.optim.AdamW(groups(model, 8.0, 1.0)))
-    rates = []
+def test_schedule_keeps_its_shape_wherever_it_stands_and_groups_their_ratio(found, kind, stepped):
+    model, _, _ = network()
+    cal, rates = found[0], []
     for peak in (1.0, cal.lr):
         opt = ClippedAdamW(groups(model, peak, peak / 8), lr=1.0, max_norm=math.inf)
         scheduler = schedule_of(opt, kind)
@@ -223,20 +229,32 @@ def test_schedule_keeps_its_shape_wherever_it_stands_and_groups_their_ratio(kind
     torch.testing.assert_close(rates[0], rates[1], rtol=1e-9, atol=1e-12)
 
 
-def test_apply_sets_lr_and_threshold_and_nothing_else():
-    model, loss, batches = network()
-    opt = ClippedSGD(model.parameters(), lr=1.0, max_norm=math.inf, momentum=0.9)
+def test_apply_sets_lr_and_nothing_else_but_a_threshold_that_is_infinite(found):
+    model, _, _ = network()
+    _, cal, normal = found
+    opt = ClippedSGD(model.parameters(), lr=1.0, max_norm=math.inf)
     before = copy.deepcopy(opt.state_dict())
-    cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
-    assert opt.state_dict() == before
     cal.apply(opt)
     (group,) = opt.param_groups
     assert math.isclose(group["lr"], cal.lr, rel_tol=1e-12)
     assert group["max_norm"] == cal.max_norm
-    normal = NormalizedSGD(model.parameters(), lr=1.0, offset=1.0)
-    cal = calibrate(model, loss, batches, optimizer=normal)
-    cal.apply(normal)
-    assert (normal.param_groups[0]["offset"], normal.param_groups[0]["lr"]) == (cal.offset, cal.lr)
+    group.update(lr=1.0, max_norm=math.inf)
+    assert opt.state_dict() == before
+    own = ClippedSGD(model.parameters(), lr=1.0, max_norm=123.0)
+    with pytest.warns(UserWarning, match="keeps its own, 123"):
+        cal.apply(own)
+    assert own.param_groups[0]["max_norm"] == 123.0
+    own = NormalizedSGD(model.parameters(), lr=1.0, offset=normal.offset)
+    normal.apply(own)
+    assert (own.param_groups[0]["offset"], own.param_groups[0]["lr"]) == (normal.offset, normal.lr)
+
+
+def test_finite_threshold_that_was_set_is_tried_and_stays():
+    model, loss, batches = network()
+    opt = ClippedAdamW(model.parameters(), lr=1.0, max_norm=0.7)
+    cal = calibrate(model, loss, batches, optimizer=opt, budget=48)
+    cal.apply(opt)
+    assert opt.param_groups[0]["max_norm"] == cal.max_norm == 0.7
 
 
 def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():
@@ -247,7 +265,7 @@ def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():
     cal.apply(opt)
     assert opt.param_groups[0]["max_norm"] == cal.max_norm < math.inf
     plain = torch.optim.AdamW(model.parameters())
-    with pytest.warns(UserWarning, match="this AdamW does not clip: call `curvestep.clip"):
+    with pytest.warns(UserWarning, match="AdamW does not clip. Add `curvestep.clip"):
         cal.apply(plain)
     assert "max_norm" not in plain.param_groups[0]
 
@@ -256,29 +274,33 @@ def test_learning_rate_that_is_a_tensor_stays_that_tensor():
     model, loss, batches = network()
     rate = torch.tensor(0.5)
     opt = torch.optim.AdamW(model.parameters(), lr=rate)
-    cal = calibrate(model, loss, batches, optimizer=opt)
+    clip(opt, max_norm=1.0)
+    cal = calibrate(model, loss, batches, optimizer=opt, budget=48)
     cal.apply(opt)
     assert opt.param_groups[0]["lr"] is rate
     assert math.isclose(rate.item(), cal.lr, rel_tol=1e-6)
 
 
-def test_apply_refuses_what_it_was_not_measured_for():
-    model, loss, batches = network()
-    cal = calibrate(model, loss, batches)
+def test_apply_refuses_what_it_was_not_measured_for(found):
+    model, _, _ = network()
+    cal = found[1]
 
     def refused(optimizer, match, *schedulers):
         with pytest.raises(ValueError, match=match):
             cal.apply(optimizer, *schedulers)
 
     refused(torch.optim.AdamW(model.parameters()), "measured for ClippedSGD, got a AdamW")
-    refused(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), r"momentum 0, got \[0.9\]")
     refused(
-        ClippedSGD(model.parameters(), lr=1.0, max_norm=1.0, norm_scope="tensor"),
-        "this optimizer clips each tensor",
+        NormalizedSGD(model.parameters(), lr=1.0, offset=1.0), "measured for ClippedSGD, got a Normalized"
     )
+    refused(torch.optim.RMSprop(model.parameters()), "measured for ClippedSGD, got a RMSprop")
+    refused(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), r"momentum 0, got \[0.9\]")
     opt, other = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.LinearLR(opt, 0.1)
     refused(opt, r"has a scheduler.*Give it too")
     refused(other, "LinearLR belongs to another optimizer", scheduler)
-    clip(opt, max_norm=1.0)
+    clip(opt, max_norm=math.inf)
     cal.apply(opt, scheduler)
+    by_tensor = ClippedSGD(model.parameters(), lr=1.0, max_norm=math.inf, norm_scope="tensor")
+    with pytest.warns(UserWarning, match="keeps its own, inf"):
+        cal.apply(by_tensor)

@@ -16,19 +16,21 @@ from tests.processes import run_on_processes
 def model_and_batches():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    batches = [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(5)]
+    batches = [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(11)]
     return model, batches
 
 
 def found(model, batches, optimizer):
     cal = calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer)
+    gains = [arm.gain for arm in cal.arms]
     return [
         cal.lr,
         cal.max_norm,
-        *cal.lr_interval,
+        cal.loss,
         cal.grad_norm,
         cal.num_gradients,
-        cal.curve[0].points[0].loss,
+        cal.confidence == "high",
+        *gains,
     ]
 
 
@@ -41,7 +43,7 @@ def on_a_rank(rank, kind):
             fully_shard(layer)
     shares = [(x[rank::2], y[rank::2]) for x, y in batches]
     # The second rank has one batch more, which no rank may use alone.
-    shares = shares[: 3 + rank]
+    shares = shares[: 10 + rank]
     before = [p.detach().clone() for p in model.parameters()]
     numbers = {optimizer: found(model, shares, optimizer) for optimizer in ("ClippedSGD", "AdamW")}
     same = all(
@@ -56,7 +58,7 @@ def on_a_rank(rank, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_give_the_numbers_of_one(kind):
     model, batches = model_and_batches()
-    expected = {optimizer: found(model, batches[:3], optimizer) for optimizer in ("ClippedSGD", "AdamW")}
+    expected = {optimizer: found(model, batches[:10], optimizer) for optimizer in ("ClippedSGD", "AdamW")}
     for numbers, same in run_on_processes(on_a_rank, kind):
         assert same
         for optimizer, values in expected.items():

@@ -13,13 +13,13 @@ from curvestep import calibrate
 
 def setting(dtype=torch.float64):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-    batches = [(torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))) for _ in range(4)]
+    batches = [(torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))) for _ in range(6)]
     return model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches
 
 
 def test_no_batches():
     model, loss, batches = setting()
-    with pytest.raises(ValueError, match="`batches` must hold at least one batch"):
+    with pytest.raises(ValueError, match=r"at least three batches.*got 0"):
         calibrate(model, loss, [])
     used_up = iter(batches)
     list(used_up)
@@ -66,7 +66,9 @@ def test_loss_as_a_number_of_numpy_is_a_number():
         loss(batch).backward()
         return np.float32(loss(batch).item())
 
-    assert math.isclose(calibrate(model, backward, batches).lr, calibrate(model, loss, batches).lr)
+    assert math.isclose(
+        calibrate(model, backward, batches).lr, calibrate(model, loss, batches).lr, rel_tol=1e-5
+    )
 
 
 def test_gradient_so_small_that_no_step_fits_the_precision():
@@ -75,18 +77,13 @@ def test_gradient_so_small_that_no_step_fits_the_precision():
         calibrate(model, lambda b: 1e-38 * loss(b), batches)
 
 
-def test_budget_that_ends_before_the_batches_do_is_said():
+@pytest.mark.parametrize("optimizer", ["AdamW", "ClippedSGD"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_batches_than_trials_need(count, optimizer):
     model, loss, batches = setting()
-    cal = calibrate(model, loss, batches * 5, num_batches=20)
-    assert f"ended the measurement at {len(cal.curve)} of 20 batches" in str(cal)
-    assert "ended the measurement" not in str(calibrate(model, loss, batches, num_batches=20))
-
-
-def test_thresholds_may_be_a_list_of_two():
-    model, loss, batches = setting()
-    assert calibrate(model, loss, batches, clip_at=[0.5, 2.0]) == calibrate(
-        model, loss, batches, clip_at=(0.5, 2.0)
-    )
+    for given in (batches[:count], iter(batches[:count])):
+        with pytest.raises(ValueError, match=f"one to step on and two others to judge by, got {count}"):
+            calibrate(model, loss, given, optimizer=optimizer)
 
 
 def test_loss_that_is_not_a_scalar():
@@ -122,13 +119,17 @@ def test_loss_that_does_not_depend_on_the_parameters():
         calibrate(model, lambda b: b[0].square().mean(), batches)
 
 
-def test_step_that_never_becomes_unsafe():
+def test_step_that_is_never_too_long():
     model, _, batches = setting()
-    with pytest.raises(ValueError, match=r"No step became unsafe.*falls on and on"):
+    with pytest.raises(ValueError, match=r"No step became too long.*falls on and on"):
         calibrate(model, lambda b: model[0].weight.sum(), batches)
+    # Adam has no scale to find: the trials gain more and more, which is said.
+    cal = calibrate(model, lambda b: model[0].weight.sum(), batches, optimizer="AdamW")
+    assert "edge" in {note.kind for note in cal.warnings}
+    assert cal.confidence == "medium"
 
 
-def test_step_that_is_never_safe():
+def test_step_that_never_works():
     model, _, batches = setting()
 
     start = model[0].weight.detach().clone()
@@ -136,15 +137,10 @@ def test_step_that_is_never_safe():
     def jumping(batch):
         return model[0].weight.sum() + (0.0 if torch.equal(model[0].weight, start) else 10.0)
 
-    with pytest.raises(ValueError, match=r"No step is safe.*may jump.*drown"):
+    with pytest.raises(ValueError, match=r"No step works.*may jump.*drown"):
         calibrate(model, jumping, batches)
-
-
-def test_batches_that_disagree():
-    model, loss, batches = setting()
-    scales = [1.0, 1.0, 30.0, 30.0]
-    with pytest.raises(ValueError, match=r"batches disagree.*factor of more than 10"):
-        calibrate(model, lambda b: b[1] * loss(b[0]), list(zip(batches, scales, strict=True)))
+    cal = calibrate(model, jumping, batches, optimizer="AdamW")
+    assert cal.confidence == "cannot tell"
 
 
 def test_loss_that_does_not_repeat_itself():
@@ -157,50 +153,45 @@ def test_loss_that_does_not_repeat_itself():
         calibrate(model, lambda b: loss((b[0] + torch.randn(8, 4, generator=draw), b[1])), batches)
 
 
-def test_half_precision_in_which_the_step_drowns():
-    # Curvature so high that the safe step is a thousandth of the parameters: below bfloat16's resolution.
-    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
-    nn.init.constant_(model.weight, 1.0)
-
-    def loss(batch):
-        return 1e3 * (model.weight.double() - 0.999).square().sum()
-
-    with pytest.raises(ValueError, match=r"drowns in rounding.*model\.float\(\)"):
-        calibrate(model, loss, [0])
-
-
-def test_half_precision_that_suffices_is_measured_with_a_warning():
+def test_half_precision_is_measured_with_a_warning():
     torch.manual_seed(0)
-    wide, loss, batches = setting(torch.float32)
-    expected = calibrate(wide, loss, batches)
     half = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(torch.bfloat16)
-    half.load_state_dict(wide.state_dict())
+    _, _, batches = setting(torch.float32)
     cal = calibrate(half, lambda b: F.cross_entropy(half(b[0].bfloat16()).float(), b[1]), batches)
-    assert math.isclose(cal.lr, expected.lr, rel_tol=0.2)
-    assert "half precision" in str(cal)
+    assert "half-precision" in {note.kind for note in cal.warnings}
 
 
-def test_one_batch_is_measured_with_a_warning():
+def test_layers_in_eval_mode_are_said():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    _, _, batches = setting()
+    loss = lambda b: F.cross_entropy(model(b[0]), b[1])  # noqa: E731
+    for mode in (True, False):
+        model.train(mode)
+        cal = calibrate(model, loss, batches, optimizer="AdamW", budget=48)
+        assert ("eval-mode" in {note.kind for note in cal.warnings}) == (not mode)
+
+
+@pytest.mark.parametrize(("scale", "warned"), [(1e-4, True), (1.0, False), (1e4, True)])
+def test_loss_that_is_a_sum_or_scaled_is_said(scale, warned):
     model, loss, batches = setting()
-    cal = calibrate(model, loss, batches[:1])
-    assert math.isnan(cal.lr_interval[0])
-    assert "single batch" in str(cal)
+    cal = calibrate(model, lambda b: scale * loss(b), batches, optimizer="AdamW", budget=48)
+    assert ("scaled-loss" in {note.kind for note in cal.warnings}) == warned
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": torch.optim.Rprop}, "`optimizer` must be one of.*Rprop"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "1 parameters that are not in `model`"),
-        ({"optimizer": "sgd"}, "`optimizer` must be one of.*'sgd'"),
+        ({"optimizer": "sdg"}, "`optimizer` must be the optimizer.*'sdg'"),
         ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\)"),
-        ({"optimizer": "AdamW", "momentum": 0.9}, "has betas instead"),
+        ({"optimizer": "AdamW", "momentum": 0.9}, "`momentum` is SGD's, and AdamW is another"),
         ({"weight_decay": -1.0}, "`weight_decay`"),
-        ({"max_kappa": 0.0}, "`max_kappa`"),
-        ({"clip_at": -1.0}, "`clip_at`"),
-        ({"clip_at": (0.5, 1.0, 2.0)}, "`clip_at` must be one number or two"),
-        ({"num_batches": 0}, "`num_batches`"),
-        ({"max_gradients": 3}, "`max_gradients`"),
+        ({"max_norm": 0.0}, "`max_norm`"),
+        ({"budget": 3}, "`budget` must be at least 48 gradients, three trials of 16 steps, got 3"),
+        ({"budget": -1}, "`budget`"),
+        ({"budget": 0.05}, "`budget` 0.05 is a share of `num_steps`"),
+        ({"budget": 0.01, "num_steps": 100}, "at least 48 gradients.*got 1"),
         ({"num_steps": 0}, "`num_steps`"),
     ],
 )
@@ -213,7 +204,7 @@ def test_wrong_options_are_named(options, words):
 def test_model_is_unchanged_after_a_refusal():
     model, _, batches = setting()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match="No step became unsafe"):
+    with pytest.raises(ValueError, match="No step became too long"):
         calibrate(model, lambda b: model[0].weight.sum(), batches)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -234,12 +225,11 @@ def test_what_another_optimizer_trains_is_said_and_keeps_its_gradients():
     assert critic.weight.grad is kept
     assert torch.equal(kept, before)
     assert critic.bias.grad is None
-    words = [warning for warning in doubted.warnings if "a GAN's other network" in warning]
-    assert len(words) == 1
-    assert "2 trainable tensors that are not in `model`" in words[0]
+    (words,) = [note.text for note in doubted.warnings if note.kind == "untrained"]
+    assert "2 trainable tensors that are not in `model`" in words
     part = calibrate(both, game, batches, optimizer=torch.optim.SGD(generator.parameters(), lr=1.0))
-    assert any("2 trainable tensors that the optimizer does not train" in said for said in part.warnings)
+    assert any("2 trainable tensors that the optimizer does not train" in note.text for note in part.warnings)
     critic.requires_grad_(False)
     frozen = calibrate(generator, game, batches)
     assert frozen.lr == doubted.lr
-    assert not any("GAN" in warning for warning in frozen.warnings)
+    assert not any(note.kind == "untrained" for note in frozen.warnings)

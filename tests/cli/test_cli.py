@@ -137,7 +137,7 @@ WRONG = {
     "data fetch": "curvestep data get ptb cifar10",
     "data get mnist": "needs one of ptb, cifar10, got 'mnist'",
     "reproduce fig9": "needs one of fig1, fig2",
-    "calibrate ptb-lstm --num-batchs 3": "Did you mean --num-batches?",
+    "calibrate ptb-lstm --budgt 80": "Did you mean --budget?",
 }
 
 

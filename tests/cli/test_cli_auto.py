@@ -34,12 +34,12 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     out, err = curvestep(*line)
     recipe = Run.load(folder).recipe
     assert (recipe.lr, recipe.max_norm) == (said["lr"], said["max_norm"])
-    assert out.startswith(words)  # the reasons, then how the run ended
+    assert out.splitlines()[:4] == words.splitlines()[:4]  # the answer, then how the run ended
     assert "finished after 25 steps" in out
     assert err == ""
     cal = read_calibration(folder)
     assert cal is not None
-    assert cal.num_gradients == said["num_gradients"] <= 40
+    assert cal.num_gradients == said["num_gradients"] <= 240
 
     _, refused = curvestep(*line, code=1)
     assert "already holds a run" in refused

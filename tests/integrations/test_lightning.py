@@ -368,7 +368,12 @@ def test_several_optimizers_none_and_no_parameters_get_one_clear_line(callback, 
     "options",
     [
         {"module": {"optimizer": "ClippedSGD", "lr": 1.0}},
-        {"module": {"optimizer": "AdamW"}, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        {
+            "module": {"optimizer": "AdamW"},
+            "accumulate_grad_batches": 2,
+            "precision": "bf16-mixed",
+            "gradient_clip_val": 0.7,
+        },
         {"module": {"optimizer": "ClippedAdamW", "scheduler": True}},
     ],
 )
@@ -376,7 +381,7 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     calibrate = Calibrate()
     found, trainer = run(tmp_path, [SmoothnessCallback(every=5), calibrate], **options)
     cal = calibrate.calibration
-    assert cal.num_gradients <= 40
+    assert cal.num_gradients <= 240
     assert cal.schedule == ("warmup-decay" if options["module"].get("scheduler") else "constant")
     group = trainer.optimizers[0].param_groups[0]
     lr = group.get("initial_lr", group["lr"])

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
 from curvestep.advice.decision import ONE_BATCH
+from curvestep.calibration.line import scale_of
+from curvestep.calibration.passes import Passes
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, train
@@ -69,22 +71,24 @@ def test_on_a_parabola_it_is_one_over_step_and_curvature_and_the_row_is_as_ever(
     assert row["loss_after"] == pytest.approx(loss.item() * (1 - times) ** 2)
 
 
+def scales_of(num):
+    """What calibrate measures on each of the batches, before any step."""
+    model = net()
+    closures = [lambda b=b: F.cross_entropy(model(b[0]), b[1]) for b in batches(num)]
+    with Passes(model, closures[0]) as passes:
+        return [scale_of(passes, [closure], [1.0] * len(passes.parameters)) for closure in closures]
+
+
 @pytest.mark.parametrize("times", [3, 10, 300])
 def test_it_is_calibrates_safe_step_on_the_same_batch(times):
-    model = net()
-    found = cs.calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches(1), num_batches=1)
-    safe_step = found.curve[0].safe_step
+    safe_step = scales_of(1)[0].step
     for with_loss in (True, False):
         trace, _ = probed(sgd(times * safe_step), with_loss=with_loss)
         assert trace[0]["lr"] * trace[0]["safe_fraction"] == pytest.approx(safe_step, rel=1e-9)
 
 
 def test_after_it_the_next_batches_are_asked_at_the_start_and_say_what_calibrate_measures():
-    model = net()
-    found = cs.calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches(3), num_batches=3)
-    steps, norms = (
-        [getattr(batch, name) for batch in found.curve[1:]] for name in ("safe_step", "grad_norm")
-    )
+    steps, norms = ([getattr(scale, name) for scale in scales_of(3)[1:]] for name in ("step", "grad_norm"))
     trace, _ = probed(sgd(60.0), steps=3)
     assert trace.column("start_step").tolist() == pytest.approx([math.nan, *steps], rel=1e-6, nan_ok=True)
     assert trace.column("start_grad_norm").tolist() == pytest.approx([math.nan, *norms], nan_ok=True)
@@ -119,16 +123,23 @@ def test_a_closure_that_fails_at_the_start_spoils_no_later_row():
     assert probe.trace.column("status").tolist() == words
 
 
-def test_of_adams_first_step_it_is_calibrates_along_signs():
-    model = net()
-    found = cs.calibrate(
-        model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches(1), num_batches=1, optimizer="Adam"
-    )
-    safe_step = found.curve[0].safe_step
-    trace, _ = probed(lambda parameters: torch.optim.Adam(parameters, lr=10 * safe_step, eps=1e-30))
-    # The lattice is another one: Adam leaves out where the gradient is zero.
-    assert trace[0]["cosine"] < 0.99
-    assert trace[0]["lr"] * trace[0]["safe_fraction"] == pytest.approx(safe_step, rel=0.05)
+def test_of_adams_first_step_it_is_where_the_slope_along_signs_ends():
+    # f = 1/2 sum L_i x_i^2 along sign(x): the slope ends at h = sum |L_i x_i| / sum L_i.
+    model = nn.ParameterList([nn.Parameter(torch.tensor([3.0, -4.0]))])
+    curvatures = torch.tensor([1.0, 2.0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=10 * 11.0 / 3.0, eps=1e-30)
+    probe = SmoothnessProbe(model, every=1)
+
+    def loss_fn():
+        return 0.5 * (curvatures * model[0].square()).sum()
+
+    loss = loss_fn()
+    loss.backward()
+    with probe(loss_fn, loss=loss):
+        optimizer.step()
+    row = probe.trace[0]
+    assert row["cosine"] < 0.99
+    assert row["lr"] * row["safe_fraction"] == pytest.approx(11.0 / 3.0, rel=0.05)
 
 
 def test_a_step_that_ends_where_nothing_is_finite_has_one_and_advice_uses_it():

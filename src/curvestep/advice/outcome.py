@@ -3,7 +3,7 @@ r"""How one run went: whether its loss was lost, rose or fell, and how far its s
 Three numbers tell a step that is too short from one that is too long, whatever the optimizer:
 
 - :math:`\kappa`, by how much a step changes the gradient, relative to its norm. Where training starts, a step
-  with :math:`\kappa = 1` is the one that :func:`~curvestep.calibration.search.calibrate` measures.
+  with :math:`\kappa = 1` is the one that :func:`~curvestep.calibration.calibrate.calibrate` measures.
 - The *yield* of a step: by how much it lowers the loss of its own batch, over what the slope promises,
 
   .. math::

@@ -193,21 +193,21 @@ def calibrate(args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
     parser = Parser(
         "curvestep calibrate",
-        "lr and max_norm for a recipe, measured before training from a few gradients.",
+        "lr and max_norm for a recipe, found before training by short trials.",
         example="--batch-size 40",
     )
     add_scale(parser)
-    parser.option("--num-batches", "Batches to measure at least", default=3, kind=INTEGER)
-    parser.option("--max-gradients", "Gradients to evaluate at most", default=40, kind=INTEGER)
+    budget = (
+        "Gradients that trials may take, or below 1 their share of the steps; 0: a twentieth, at least 80"
+    )
+    parser.option("--budget", budget, default=0.0, kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--json", "Print JSON instead of words")
     chosen, recipe, given = read_with_recipe(parser, args, add_fields)
     recipe = with_given(parser, recipe, given)
     from curvestep.lab.run.auto import calibrate_recipe
 
-    _, calibration = calibrate_recipe(
-        recipe, num_batches=chosen.num_batches, max_gradients=chosen.max_gradients, offline=chosen.offline
-    )
+    _, calibration = calibrate_recipe(recipe, budget=chosen.budget or None, offline=chosen.offline)
     say(dump_json(calibration, indent=2) if chosen.json else calibration)
     return OK
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep.display.chart import GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Series
+from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
 from curvestep.steps import clipped_step
 
 if TYPE_CHECKING:
-    from curvestep.bracket import Point
-    from curvestep.calibration.result import BatchCurve, Calibration
+    from curvestep.calibration.result import Calibration
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.smoothness.trace import Trace
 
@@ -194,86 +191,22 @@ def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
     return Chart("advice", "Step sizes against gradient norm", *axes, series)
 
 
-def calibration(result: Calibration) -> list[Chart]:
-    """Change of the gradient and of the loss over steps of growing length, one line for each batch.
-
-    Filled marks are safe steps, open ones are not; the band is the 90 % interval of the safe step.
-    """
-    batches = list(enumerate(result.curve))
-    kappas = [_kappa_series(number, batch) for number, batch in batches]
-    losses = [_loss_series(number, batch) for number, batch in batches]
-    steps = np.concatenate([series.x for series in kappas])
-    changes = np.concatenate([*(series.y for series in kappas), [result.max_kappa]])
-    loss_changes = np.concatenate([series.y for series in losses])
-    safe, shown = median(batch.safe_step for batch in result.curve), _loss_range(loss_changes)
-    kappas += [
-        level(steps, result.max_kappa, "largest safe change"),
-        _upright(safe, changes[changes > 0]),
-    ]
-    losses += [level(steps, 0.0, "no change"), _upright(safe, np.array(shown or [0.0, *loss_changes]))]
-    step, change = Axis("step h", log=True), Axis(_change_label(result), log=True)
-    change_of_loss = Axis("change of the loss over the step", range=shown)
-    charts = [
-        Chart("calibration", "Where the step stops being safe", step, change, tuple(kappas)),
-        Chart("calibration-loss", "Change of the loss over the step", step, change_of_loss, tuple(losses)),
-    ]
-    low, high = (end / result.lr * safe for end in result.lr_interval)
-    return [replace(chart, span=(low, high)) for chart in charts] if low < high else charts
-
-
-def _kappa_series(number: int, batch: BatchCurve) -> Series:
-    """Change of a batch's gradient over steps of growing length."""
-    points = batch.points
-    words = [f"{_safety(point)}, loss {_signed(point.loss - batch.loss)}" for point in points]
-    return _batch_series(number, batch, [point.kappa for point in points], extra={"": words})
-
-
-def _loss_series(number: int, batch: BatchCurve) -> Series:
-    """Change of a batch's loss over steps of growing length."""
-    return _batch_series(number, batch, [point.loss - batch.loss for point in batch.points])
-
-
-def _batch_series(number: int, batch: BatchCurve, values: list[float], **look: Any) -> Series:
-    steps = np.array([point.step for point in batch.points])
-    hollow = np.array([not point.safe for point in batch.points])
-    colour = number % NUM_COLOURS
-    name = f"batch {number + 1}"
-    return Series(name, steps, np.array(values), colour=colour, mark="circle", hollow=hollow, **look)
-
-
-def _safety(point: Point) -> str:
-    return "safe" if point.safe else "not safe"
-
-
-def _signed(change: float) -> str:
-    return f"{change:+.3g}" if math.isfinite(change) else "not finite"
-
-
-def _loss_range(changes: np.ndarray) -> tuple[float, float] | None:
-    """Range that shows the fall of the loss; None if it nowhere falls.
-
-    A step far beyond the safe ones may raise the loss a thousandfold, and is not the point.
-    """
-    finite = changes[np.isfinite(changes)]
-    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=0.0))
-    if lowest == 0:
-        return None
-    return 1.15 * lowest, min(max(highest, -0.2 * lowest), -0.8 * lowest)
-
-
-def _change_label(result: Calibration) -> str:
-    if not result.along_signs:
-        return "change of the gradient, h·L̂(h)"
-    if result.schedule == "constant":
-        return "change of the slope, κ(h)"
-    return "change of the gradient, κ(h)"
-
-
-def _upright(step: float, values: np.ndarray) -> Series:
-    """An upright line at a step over the range of the values."""
-    finite = values[np.isfinite(values)]
-    ends = np.array([finite.min(), finite.max()])
-    return Series(f"safe step {step:.3g}", np.array([step, step]), ends, colour="soft")
+def calibration(found: Calibration) -> list[Chart]:
+    """What each trial gained against its learning rate, one line for each length, and the choice."""
+    series = []
+    for number, length in enumerate(sorted({arm.num_steps for arm in found.arms})):
+        arms = [arm for arm in found.arms if arm.num_steps == length and math.isfinite(arm.gain)]
+        gains, errors = np.array([arm.gain for arm in arms]), np.array([arm.error for arm in arms])
+        rates = np.array([arm.lr for arm in arms])
+        low, high = gains - errors, gains + errors
+        series.append(
+            Series(f"{length} steps", rates, gains, colour=number, mark="circle", low=low, high=high)
+        )
+    every = np.concatenate([one.y for one in series])
+    ends = np.array([min(0.0, *every), max(0.0, *every)])
+    chosen = Series(f"lr {found.lr:.3g}", np.array([found.lr, found.lr]), ends, colour="ink", dash="dash")
+    axes = Axis("learning rate", log=True), Axis("fall of the loss of other batches")
+    return [Chart("calibration", "What short trials gained", *axes, (*series, chosen))]
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

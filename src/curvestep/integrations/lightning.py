@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from curvestep.calibration.calibrate import calibrate
+from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration
-from curvestep.calibration.search import calibrate
 from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
     can_be_read_once,
@@ -229,26 +231,21 @@ class Calibrate(Callback):
 
     By then the model is on its device, wrapped and in its precision, and optimizer, schedulers and data are
     there. ``lr``, ``initial_lr`` and the schedulers' ``base_lrs`` are set, and ``max_norm`` where the
-    optimizer clips; a resumed run keeps what it has. It takes 15 to 40 gradients; model
-    and random states stay as they were.
+    optimizer clips and has none; a resumed run keeps what it has. It takes about 80 gradients; model, data
+    loader and random states stay as they were.
 
     Args:
         schedule: ``"constant"`` or ``"warmup-decay"``, of which the learning rate is the peak. Default: the
             latter if the optimizer has a scheduler.
-        pilot: Steps of a pilot of the whole schedule; 0 for none.
-        num_batches: Batches to measure.
-        max_gradients: Largest number of gradients to evaluate.
+        budget: Gradients that the trials may take, or, below one, their share of the steps of training.
 
     Attributes:
         calibration: What was found; None on a resumed run.
     """
 
-    def __init__(
-        self, schedule: str | None = None, pilot: int = 0, num_batches: int = 3, max_gradients: int = 40
-    ) -> None:
+    def __init__(self, schedule: str | None = None, budget: float | None = None) -> None:
         super().__init__()
-        self.schedule = schedule
-        self.options = {"pilot": pilot, "num_batches": num_batches, "max_gradients": max_gradients}
+        self.schedule, self.budget = schedule, budget
         self.calibration: Calibration | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,8 +255,22 @@ class Calibrate(Callback):
         optimizer = _only_optimizer(trainer, "Calibrate")
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         schedule = self.schedule or ("warmup-decay" if schedulers else "constant")
-        self.calibration = _calibration(trainer, pl_module, optimizer, schedule=schedule, **self.options)
-        self.calibration.apply(optimizer, *schedulers)
+        # Lightning clips at a norm unless told otherwise.
+        by_value = trainer.gradient_clip_algorithm == "value"
+        max_norm = None if by_value else trainer.gradient_clip_val or None
+        self.calibration = _calibration(
+            trainer, pl_module, optimizer, schedule=schedule, budget=self.budget, max_norm=max_norm
+        )
+        with warnings.catch_warnings():  # of a threshold that is left to the Trainer, said below
+            warnings.simplefilter("ignore")
+            self.calibration.apply(optimizer, *schedulers)
+        clips = max_norm is not None or hasattr(optimizer, "clip_stats")
+        if not clips and math.isfinite(self.calibration.max_norm):
+            warnings.warn(
+                f"Calibrate tried lr {self.calibration.lr:.3g} with gradients clipped at "
+                f"{self.calibration.max_norm:.3g}: give the Trainer that as `gradient_clip_val`.",
+                stacklevel=2,
+            )
 
 
 def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, **options: Any) -> Calibration:
@@ -309,7 +320,10 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
     parts = groups_of(batches(), trainer.accumulate_grad_batches)
     steps = trainer.estimated_stepping_batches
     options["num_steps"] = int(steps) if 0 < steps < math.inf else None
-    return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, **options)
+    with ExitStack() as stack:
+        for loader in loaders.values() if isinstance(loaders, Mapping) else (loaders,):
+            stack.enter_context(unmoved(loader))
+        return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, progress=False, **options)
 
 
 def _only_optimizer(trainer: Trainer, who: str) -> Any:

@@ -24,7 +24,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from curvestep._files import write_atomically
-from curvestep.calibration import search
+from curvestep.calibration import calibrate as trials
+from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import can_be_read_once, log_to, need, probe_at, warn_if_clipped_twice
 from curvestep.optimizer_family import check_optimizer
@@ -197,24 +198,20 @@ def calibrate(
     trainer: Trainer,
     *,
     schedule: str | None = None,
-    pilot: int = 0,
-    num_batches: int = 3,
-    max_gradients: int = 40,
+    budget: float | None = None,
     resume_from_checkpoint: str | Path | bool | None = None,
 ) -> Calibration:
-    """Measure learning rate and threshold before ``trainer.train()``, and set them; 15 to 40 gradients.
+    """Measure learning rate and threshold before ``trainer.train()``, and set them; about 80 gradients.
 
-    Sets ``args.learning_rate``, and ``args.max_grad_norm`` if the Trainer clips; of an optimizer given as
-    ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its own ``lr`` and ``max_norm``. Model, random states and
-    the Trainer's metrics stay as they were. Every checkpoint keeps what was found.
+    Sets ``args.learning_rate``; of an optimizer given as ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its
+    own ``lr``, and its ``max_norm`` if that is infinite. The trials clip at ``args.max_grad_norm``, which
+    stays. So do model, random states and the Trainer's metrics. Every checkpoint keeps what was found.
 
     Args:
         trainer: A ``Trainer``, or one of TRL's, that has not trained yet.
         schedule: ``"constant"`` or ``"warmup-decay"``, of which the learning rate is the peak. Default: the
             latter unless ``args.lr_scheduler_type`` is constant.
-        pilot: Steps of a pilot of the whole schedule; 0 for none.
-        num_batches: Batches to measure.
-        max_gradients: Largest number of gradients to evaluate.
+        budget: Gradients that the trials may take, or, below one, their share of the steps of training.
         resume_from_checkpoint: What ``trainer.train`` will be given. With a checkpoint, its numbers are set
             again and nothing is measured; True for the last one.
     """
@@ -222,29 +219,22 @@ def calibrate(
     if resume_from_checkpoint:
         found = _kept_calibration(trainer, resume_from_checkpoint)
     else:
-        found = _measured(
-            trainer, schedule, pilot=pilot, num_batches=num_batches, max_gradients=max_gradients
-        )
+        found = _measured(trainer, schedule, budget)
     trainer.remove_callback(_KeepCalibration)  # of a call before
     trainer.add_callback(_KeepCalibration(found))
     args, own = trainer.args, trainer.optimizer_cls_and_kwargs
-    clips = False
     if trainer.optimizer is not None:
         optimizer = check_optimizer(trainer.optimizer)
         schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
-        with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips, see below
+        with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips
             warnings.simplefilter("ignore")
             found.apply(optimizer, *schedulers)
-        clips = hasattr(optimizer, "clip_stats")
     elif own is not None:
         kind, values = own
         name = "offset" if "offset" in values else "max_norm"
         threshold = {name: found.max_norm} if name in values else {}
         trainer.optimizer_cls_and_kwargs = (kind, {**values, "lr": found.lr, **threshold})
-        clips = hasattr(kind, "clip_stats")
     args.learning_rate = found.lr
-    if args.max_grad_norm and not clips:
-        args.max_grad_norm = found.max_norm
     return found
 
 
@@ -277,7 +267,7 @@ def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibr
     return found
 
 
-def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibration:
+def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
     args, model = trainer.args, cast(Any, trainer.model)
     if trainer.state.global_step > 0:
@@ -297,9 +287,8 @@ def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibra
     if schedule is None:
         kind_of_schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
-    own = trainer.optimizer_cls_and_kwargs
-    kind, _ = own or trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = kind if trainer.optimizer is None else check_optimizer(trainer.optimizer)
+    optimizer = _optimizer_of(trainer, model)
+    max_norm = None if hasattr(optimizer, "clip_stats") else args.max_grad_norm or None
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
 
     def batches() -> Iterator[Any]:
@@ -318,17 +307,36 @@ def _measured(trainer: Trainer, schedule: str | None, **options: Any) -> Calibra
             total += loss.item()
         return total
 
-    if trainer.optimizer is None and own is None:
-        options["weight_decay"] = args.weight_decay
     training = model.training
     try:
-        return search.calibrate(
-            model.train(), loss_of_batch, batches(), optimizer=optimizer, schedule=schedule, **options
-        )
+        with unmoved(loader):
+            return trials.calibrate(
+                model.train(),
+                loss_of_batch,
+                batches(),
+                optimizer=optimizer,
+                max_norm=max_norm,
+                schedule=schedule,
+                num_steps=args.max_steps if args.max_steps > 0 else None,
+                budget=budget,
+                progress=False,
+            )
     finally:
         model.train(training)
         if hasattr(loader, "end"):  # of Accelerate's, which counts the loaders that are being read
             loader.end()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _optimizer_of(trainer: Trainer, model: Any) -> Any:
+    """The optimizer that the Trainer has, or one as it will make."""
+    if trainer.optimizer is not None:
+        return check_optimizer(trainer.optimizer)
+    own = trainer.optimizer_cls_and_kwargs
+    kind, settings = own or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+    group: dict[str, Any] = {"params": [p for p in model.parameters() if p.requires_grad]}
+    if own is None:
+        group["weight_decay"] = trainer.args.weight_decay
+    return kind([group], **settings)
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:

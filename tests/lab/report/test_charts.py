@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from plotly import graph_objects
 
-from curvestep import calibrate
 from curvestep.display.chart import Axis, Chart, Series
-from curvestep.display.drawing import COLOURS, figure_of
+from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
 from curvestep.lab.report.charts import (
@@ -25,7 +23,7 @@ from curvestep.lab.report.charts import (
     seeds_by_setting,
     to_plotly,
 )
-from curvestep.lab.report.views import RunView, find_views
+from curvestep.lab.report.views import find_views
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_run
@@ -202,100 +200,57 @@ def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
     assert captions.within(views[0]) == ""
 
 
-# ---- the curve of a calibration ----
-
-
-def quadratic(curvatures, **options):
-    model = torch.nn.Linear(2, 1, bias=False)
-    return calibrate(model, lambda L: 0.5 * L * model.weight.square().sum(), curvatures, **options)
+# ---- the trials of a calibration ----
 
 
 def points(panel):
-    """Every finite point drawn as a line or a mark, and the heights of straight lines."""
+    """Every finite point drawn as a line or a mark."""
     return {(float(x), float(y)) for line in panel.lines for x, y in zip(*line.get_data(), strict=True)}
 
 
-def test_chart_has_every_measured_step_and_where_they_stop_being_safe():
+def test_chart_has_every_trial_and_the_choice():
     cal = make_calibration()
-    kappa, loss = calibration_charts(cal)
-    *batches, limit, safe = kappa.series
-    for shown, changes, batch in zip(batches, loss.series, cal.curve, strict=False):
-        assert shown.hollow.tolist() == [point.step > batch.safe_step for point in batch.points]
-        assert shown.y.tolist() == [point.kappa for point in batch.points]
-        assert changes.y.tolist() == [point.loss - batch.loss for point in batch.points]
-    assert kappa.span[0] < safe.x[0] < kappa.span[1]
-    assert set(limit.y) == {cal.max_kappa}
+    (chart,) = calibration_charts(cal)
+    trials, chosen = chart.series
+    assert trials.x.tolist() == [arm.lr for arm in cal.arms]
+    assert trials.y.tolist() == [arm.gain for arm in cal.arms]
+    assert (trials.high - trials.low).tolist() == pytest.approx([2 * arm.error for arm in cal.arms])
+    assert set(chosen.x) == {cal.lr}
+    assert chart.x.log
 
 
-def test_what_is_not_finite_is_left_out_of_strict_json():
+def test_trial_that_broke_is_left_out_and_doubled_ones_have_a_line_of_their_own():
     cal = make_calibration()
-    broken = tuple(replace(p, kappa=math.inf, loss=math.nan) for p in cal.curve[0].points)
-    alone = replace(cal, curve=(replace(cal.curve[0], points=broken),), lr_interval=(math.nan, math.nan))
-    for chart in calibration_charts(alone):
-        drawn = to_plotly(chart)
-        assert set(drawn["data"][0]["y"]) == {None}
-        assert "shapes" not in drawn["layout"]
-        assert json.dumps(drawn, allow_nan=False)
-    assert "one batch" in captions.calibration(alone)
-    assert "no safe step has a finite one" in captions.calibration_loss(alone)
+    broken = replace(cal.arms[-1], gain=-math.inf)
+    longer = tuple(replace(arm, num_steps=32) for arm in cal.arms)
+    odd = replace(cal, arms=(*cal.arms[:-1], broken, *longer))
+    (chart,) = calibration_charts(odd)
+    assert [series.name for series in chart.series[:2]] == ["16 steps", "32 steps"]
+    assert len(chart.series[0].x) == len(cal.arms) - 1
+    assert json.dumps(to_plotly(chart), allow_nan=False)
+    assert "32 steps" in captions.calibration(odd)
 
 
-def test_words_name_the_safe_step_the_numbers_and_the_cost():
+def test_words_name_the_choice_the_confidence_and_the_cost():
     cal = make_calibration()
     words = captions.calibration(cal)
-    for number in (f"lr {cal.lr:.3g}", f"max_norm {cal.max_norm:.3g}", f"{cal.num_gradients} gradients"):
-        assert number in words
-    assert "offset" in captions.calibration(replace(cal, optimizer="NormalizedSGD"))
+    for said in (f"lr {cal.lr:.3g}", cal.confidence, f"{cal.num_gradients} gradients"):
+        assert said in words
 
 
-def test_figure_shows_every_measured_step_the_limit_and_the_safe_step(tmp_path):
-    cal = quadratic([1.0, 2.0, 4.0, 2.0])
+def test_figure_shows_every_trial_and_the_choice(tmp_path):
+    cal = make_calibration()
     figure = cal.plot()
-    left, right = figure.axes
-    for batch in cal.curve:
-        for p in batch.points:
-            assert (p.step, p.kappa) in points(left)
-            assert (p.step, p.loss - batch.loss) in points(right)
-    assert cal.max_kappa in {y for _, y in points(left)}
-    assert any("safe step 0.5" in str(line.get_label()) for line in left.lines)
-    figure.savefig(tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    (panel,) = figure.axes
+    assert {(arm.lr, arm.gain) for arm in cal.arms} < points(panel)
+    assert any(f"lr {cal.lr:.3g}" in str(line.get_label()) for line in panel.lines)
+    figure.savefig(tmp_path / "trials.png")
+    assert (tmp_path / "trials.png").stat().st_size > 10_000
 
 
-def test_line_of_the_safe_step_has_no_batchs_colour():
-    cal = quadratic([1.0, 2.0, 4.0, 2.0])
-    left = cal.plot().axes[0]
-    colours = {str(line.get_label()): line.get_color() for line in left.lines}
-    batches = {colour for label, colour in colours.items() if label.startswith("batch")}
-    assert len(batches) == len(cal.curve)
-    assert batches < set(COLOURS)
-    assert colours[next(label for label in colours if label.startswith("safe step"))] not in batches
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "axis", "threshold"),
-    [
-        ("ClippedSGD", "of the gradient", "max_norm"),
-        ("NormalizedSGD", "of the gradient", "offset"),
-        ("AdamW", "of the slope, κ(h)", ""),
-    ],
-)
-def test_figure_names_what_was_measured_for_this_optimizer(optimizer, axis, threshold):
-    figure = quadratic([1.0, 2.0, 4.0], optimizer=optimizer).plot()
-    assert axis in figure.axes[0].get_ylabel()
-    words = figure.get_supxlabel()
+@pytest.mark.parametrize(("optimizer", "threshold"), [
+    ("ClippedSGD", "max_norm"), ("NormalizedSGD", "offset"), ("AdamW", "max_norm"), ("RMSprop", "")
+])  # fmt: skip
+def test_figure_names_the_threshold_of_this_optimizer(optimizer, threshold):
+    words = make_calibration(optimizer=optimizer).plot().get_supxlabel()
     assert [name for name in ("max_norm", "offset") if name in words] == [threshold] * bool(threshold)
-
-
-def test_figure_of_one_batch_and_of_a_wall_is_drawn():
-    model = torch.nn.Linear(2, 1, bias=False)
-
-    def wall(batch):
-        w = model.weight.square().sum()
-        return w + torch.where(w > 1e3, w.new_tensor(math.inf), w.new_zeros(()))
-
-    assert len(calibrate(model, wall, [0]).plot().axes) == 2
-
-
-def test_a_run_without_records_has_no_charts():
-    assert run_charts(RunView(name="empty", setting="by hand")) == []

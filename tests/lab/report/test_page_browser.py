@@ -155,25 +155,19 @@ def test_hostile_names_are_shown_as_text(chromium, tmp_path):
     opened.close()
 
 
-def test_the_calibration_shows_safe_and_unsafe_steps_and_reads_them_out(chromium, tmp_path):
+def test_the_calibration_shows_its_trials_and_reads_them_out(chromium, tmp_path):
     cal = make_calibration()
     write_calibration(make_run(tmp_path / "run", steps=60), cal)
     opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
-    *batches, limit, safe_step = opened.data("run-0-calibration")
-    assert [batch["name"] for batch in batches] == ["batch 1", "batch 2", "batch 3"]
-    for drawn, batch in zip(batches, cal.curve, strict=True):
-        open_marks = [symbol == "circle-open" for symbol in drawn["marker"]["symbol"]]
-        assert open_marks == [not point.safe for point in batch.points]
-        assert any(open_marks)
-        assert not all(open_marks)
-    assert limit["y"] == [cal.max_kappa, cal.max_kappa]
-    assert safe_step["x"][0] == pytest.approx(sorted(b.safe_step for b in cal.curve)[1], rel=1e-4)
+    drawn = {one["name"]: one for one in opened.data("run-0-calibration")}
+    assert drawn["16 steps"]["x"] == pytest.approx([arm.lr for arm in cal.arms], rel=1e-4)
+    assert drawn[f"lr {cal.lr:.3g}"]["x"][0] == pytest.approx(cal.lr, rel=1e-4)
     assert opened.layout("run-0-calibration")["xaxis"]["type"] == "log"
     figure = opened.tab.locator("figure[data-chart=run-0-calibration]")
     assert f"lr {cal.lr:.3g}" in figure.inner_text()
     figure.locator(".plot").focus()
     opened.tab.keyboard.press("ArrowRight")
-    assert opened.tab.inner_text("#spoken").startswith("batch 1: ")
+    assert opened.tab.inner_text("#spoken").startswith("16 steps: ")
     opened.close()
 
 

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("lightning_fabric")
 
-from curvestep.bracket import Point
 from curvestep.calibration.result import CALIBRATION, read_calibration, write_calibration
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.auto import calibrate_recipe, calibrate_run
 from curvestep.lab.run.loop import train
+from curvestep.notes import Note
 
 
 def small(**overrides):
@@ -35,7 +35,7 @@ def test_recipe_gets_what_was_measured_and_nothing_else_changes():
     assert get_recipe("ptb-lstm").lr == recipe.lr
     changed = {k for k in vars(recipe) if getattr(recipe, k) != getattr(found, k)}
     assert changed == {"lr", "max_norm"}
-    assert cal.num_gradients <= 40
+    assert cal.num_gradients <= 240
 
 
 def test_lr_and_max_norm_of_the_recipe_are_not_looked_at():
@@ -49,8 +49,8 @@ def test_normalized_recipe_gets_an_offset_and_momentum_a_smaller_lr():
     normal, _ = calibrate_recipe(small(optimizer="normalized"), offline=True)
     heavy, _ = calibrate_recipe(small(momentum=0.9), offline=True)
     assert math.isclose(normal.offset, clipped.max_norm)
-    assert math.isclose(normal.lr / normal.offset, clipped.lr)
-    assert math.isclose(heavy.lr, 0.1 * clipped.lr)
+    assert 0.2 < normal.lr / normal.offset / clipped.lr < 5
+    assert 0.02 < heavy.lr / clipped.lr < 0.9
 
 
 def test_random_state_and_default_type_are_left_alone():
@@ -67,7 +67,7 @@ def test_laptop_ptb_recipe_gets_a_learning_rate_of_the_papers_order():
     # The paper sets 30 and 0.25 by hand.
     assert 15 < recipe.lr < 60
     assert 0.05 < recipe.max_norm < 0.5
-    assert cal.num_gradients <= 40
+    assert cal.num_gradients <= 240
 
 
 def test_calibration_of_a_run_is_kept_in_its_folder_and_read_again(tmp_path):
@@ -81,15 +81,12 @@ def test_only_the_named_fields_are_measured(tmp_path):
     assert (recipe.lr, recipe.max_norm) == (cal.lr, 0.3)
 
 
-def test_single_batch_and_unbounded_losses_survive_the_file(tmp_path):
+def test_broken_trials_and_warnings_survive_the_file(tmp_path):
     _, cal = calibrate_run(small(), tmp_path / "run", offline=True)
-    first = cal.curve[0]
-    wild = replace(first, points=(*first.points, Point(step=9e9, kappa=math.inf, loss=math.inf, safe=False)))
-    alone = replace(cal, curve=(wild,), lr_interval=(math.nan, math.nan), warnings=("a single batch",))
-    write_calibration(tmp_path / "run", alone)
-    again = read_calibration(tmp_path / "run")
-    assert all(map(math.isnan, again.lr_interval))
-    assert replace(again, lr_interval=(1.0, 1.0)) == replace(alone, lr_interval=(1.0, 1.0))
+    broken = replace(cal.arms[0], gain=-math.inf)
+    odd = replace(cal, arms=(broken, *cal.arms[1:]), max_norm=math.inf, warnings=(Note("edge", "beyond"),))
+    write_calibration(tmp_path / "run", odd)
+    assert read_calibration(tmp_path / "run") == odd
 
 
 def test_resumed_run_keeps_its_numbers_without_a_gradient(tmp_path, monkeypatch):

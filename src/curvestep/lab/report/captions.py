@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -164,29 +163,14 @@ OF_RUN: dict[str, Callable[[RunView], str]] = {
 
 
 def calibration(found: Calibration) -> str:
-    """Where steps stop being safe, and what was made of it."""
-    steps = [batch.safe_step for batch in found.curve]
-    batches = "one batch" if len(steps) == 1 else f"{len(steps)} batches"
-    spread = f" ({min(steps):.3g} to {max(steps):.3g} over the batches)" if len(steps) > 1 else ""
+    """What the trials gained, and what was made of it."""
+    arms = found.last_arms
+    best = max(arms, key=lambda arm: arm.gain)
     return (
-        f"Change of the gradient over steps of growing length, {found.num_gradients} gradients of {batches} "
-        f"before the first step of training: it passes {found.max_kappa:g}, or the loss falls too little, "
-        f"beyond a step of {median(steps):.3g}{spread}. From this: lr {found.lr:.3g}{found.threshold}."
-    )
-
-
-def calibration_loss(found: Calibration) -> str:
-    """By how much the loss fell at the safe step."""
-    falls = [
-        min((point.loss for point in batch.points if point.safe), default=math.nan) - batch.loss
-        for batch in found.curve
-    ]
-    known = [fall for fall in falls if math.isfinite(fall)]
-    if not known:
-        return "The loss after the same steps, less the loss before them; no safe step has a finite one."
-    return (
-        "The loss after the same steps, less the loss before them: at best "
-        f"{median(known):+.3g} in the median over the batches within the safe range."
+        f"{len(arms)} trials of {arms[0].num_steps} steps before the first step of training, "
+        f"{found.num_gradients} gradients in all. The loss of batches that they did not step on fell most, "
+        f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
+        f"{found.confidence}."
     )
 
 

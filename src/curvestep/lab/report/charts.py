@@ -57,10 +57,8 @@ def run_charts(view: RunView) -> list[Chart]:
 
 
 def calibration_charts(found: Calibration) -> list[Chart]:
-    """The charts of a calibration with their captions."""
-    words = captions.calibration(found), captions.calibration_loss(found)
-    charts = results.calibration(found)
-    return [replace(chart, words=said) for chart, said in zip(charts, words, strict=True)]
+    """The chart of a calibration with its caption."""
+    return [replace(chart, words=captions.calibration(found)) for chart in results.calibration(found)]
 
 
 def layers(view: RunView) -> Chart | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from timeit import timeit
 from typing import Any, TypeVar
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from curvestep._checks import check_choice
+from curvestep.calibration.calibrate import calibrate
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.calibration.search import calibrate
 from curvestep.lab.data.cifar10 import placeholder_cifar10
 from curvestep.lab.data.ptb import placeholder_ptb
 from curvestep.lab.progress import duration
@@ -25,15 +26,10 @@ from curvestep.lab.run.session import make_optimizer
 from curvestep.lab.tasks import ImageTask, LanguageTask, make_task, seed_of
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
-_BATCHES_PER_WANTED = 4  # further ones are taken only while lr is unsure
 
 
 def calibrate_recipe(
-    recipe: AnyRecipe,
-    *,
-    num_batches: int = 3,
-    max_gradients: int = 40,
-    offline: bool = False,
+    recipe: AnyRecipe, *, budget: float | None = None, offline: bool = False
 ) -> tuple[AnyRecipe, Calibration]:
     """The recipe with measured ``lr`` and ``max_norm`` (or ``offset``), and the calibration.
 
@@ -42,14 +38,13 @@ def calibrate_recipe(
 
     Args:
         recipe: What will be trained; its ``lr``, ``max_norm`` and ``offset`` are not looked at.
-        num_batches: Batches to measure at least.
-        max_gradients: Gradients to evaluate at most.
+        budget: Gradients that the trials may take, or their share of the steps of training.
         offline: Use no network for the data.
 
     Example:
         >>> from curvestep.lab.recipes import get_recipe
         >>> recipe = get_recipe("cifar-resnet20", images="digits", batch_size=16, momentum=0.0)
-        >>> recipe, found = calibrate_recipe(recipe, num_batches=1, max_gradients=30)
+        >>> recipe, found = calibrate_recipe(recipe, budget=48)
         >>> found.optimizer, recipe.lr == found.lr, 0 < found.lr < 10
         ('ClippedSGD', True, True)
     """
@@ -57,17 +52,16 @@ def calibrate_recipe(
         task = make_task(recipe, offline=offline)
         model = task.build().train()
         torch.manual_seed(seed_of(recipe, "dropout/0"))
-        count = min(task.num_steps(), _BATCHES_PER_WANTED * num_batches)
         found = calibrate(
             model,
             lambda batch: task.loss(model, batch)[0],
-            (task.batch(step) for step in range(count)),
+            map(task.batch, count()),
             optimizer=OPTIMIZERS[recipe.optimizer],
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,
-            num_batches=num_batches,
-            max_gradients=max_gradients,
             num_steps=task.num_steps(),
+            budget=budget,
+            progress=False,
         )
     return replace(recipe, **{"lr": found.lr, _threshold(recipe): found.max_norm}), found
 

@@ -1,0 +1,219 @@
+"""Learning rate and clipping threshold before training, by short trials at the starting point."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from curvestep._checks import check_choice, check_count, check_positive
+from curvestep.calibration import calibration_words as words
+from curvestep.calibration.line import scale_of
+from curvestep.calibration.method import Method, method_of
+from curvestep.calibration.passes import Closure, Losses, Passes, shared, unmoved
+from curvestep.calibration.pilots import (
+    ADAM_MAX_NORM,
+    ADAM_SCALE,
+    CLEAR,
+    FIRST_OCTAVES,
+    MOST_ARMS,
+    NUM_JUDGES,
+    NUM_STEPS,
+    SCHEDULES,
+    SUFFICIENT,
+    Pilots,
+    answer,
+    clarity,
+)
+from curvestep.calibration.refusals import check_arguments, check_enough, check_start
+from curvestep.calibration.result import Calibration
+from curvestep.lr_schedules import peak_lr
+from curvestep.optimizer_family import Family
+from curvestep.vectors import global_norm
+
+
+def calibrate(
+    model: nn.Module,
+    loss_of_batch: Callable[[Any], Tensor | float],
+    batches: Iterable[Any],
+    *,
+    optimizer: str | type | Optimizer = "ClippedSGD",
+    momentum: float | None = None,
+    weight_decay: float | None = None,
+    max_norm: float | None = None,
+    schedule: str = "constant",
+    num_steps: int | None = None,
+    budget: float | None = None,
+    progress: bool | None = None,
+) -> Calibration:
+    r"""Learning rate and ``max_norm`` found by short trials where training is about to start.
+
+    Up to five trials of 16 steps run the whole schedule at learning rates a factor of two to four apart. They
+    are judged by batches that they do not step on, and the smallest learning rate with 96 % of the best gain
+    is taken. Where noise hides the gains, the trials are repeated at twice the length.
+
+    Nothing is changed: parameters, buffers, ``.grad``, optimizer, random states and a loader's own generator
+    are afterwards what they were, bit for bit, after an interrupt too. Give the batches that training will
+    see: their size, and gradient accumulation inside ``loss_of_batch``, are part of what is measured. Under
+    DDP and FSDP2 every rank calls with its share of each batch, and all get the same answer.
+
+    Args:
+        model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
+        loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
+            micro-batches and returns the loss as a number.
+        batches: At least three batches, better 24; a data loader will do, and is read only as far as needed.
+        optimizer: The instance that will train, or its class or name. Of an instance's learning rates only
+            the ratios of the groups count, and they are kept; for optimizers other than Adam's and SGD's the
+            largest is where the trials begin.
+        momentum: Of SGD, where only its class or name is given.
+        weight_decay: Of the optimizer, where only its class or name is given.
+        max_norm: The threshold that training clips at outside of the optimizer, as by ``clip_grad_norm_``.
+        schedule: ``"constant"``, or ``"warmup-decay"``: ``lr`` is then the peak of a warm-up over about a
+            tenth of the steps and a decay to zero.
+        num_steps: Steps that training will take, if known.
+        budget: Gradients that the trials may take, or, below one, their share of ``num_steps``. Default: a
+            twentieth of ``num_steps`` and at least 80; about 130 more where noise hides the answer. Each
+            multiple of 80 repeats the trials on other batches.
+        progress: Whether to show the trials on standard error. Default: where that is a terminal.
+
+    Returns:
+        A :class:`Calibration`; print it.
+
+    Raises:
+        ValueError: the start is unusable, and the message says why and what to do.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> batches = [torch.randn(8, 2) for _ in range(24)]
+        >>> loss = lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean()
+        >>> cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay")
+        >>> cal.max_norm, len(cal.arms), cal.num_gradients
+        (1.0, 5, 82)
+    """
+    check_arguments(model, loss_of_batch, batches)
+    check_choice("schedule", schedule, tuple(SCHEDULES))
+    gradients = budget_of(budget, num_steps)
+    method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
+    given = method.max_norm if max_norm is None else check_positive("max_norm", max_norm)
+    show = _shown if progress or (progress is None and sys.stderr.isatty()) else _hidden
+    show(words.before(method.name, gradients, may_double=budget is None))
+    losses, began = Losses(model, loss_of_batch), perf_counter()
+    try:
+        with unmoved(batches):
+            known: list[Closure] = []
+            stream = (partial(losses, batch) for batch in shared(batches, model))
+            repetitions = max(1, gradients // (MOST_ARMS * NUM_STEPS))
+
+            def split(times: int) -> tuple[list[Closure], list[Closure]]:
+                """Batches to judge by, and others to step on; of few batches a third and the rest."""
+                most = times * NUM_JUDGES
+                known.extend(islice(stream, most + times * repetitions * NUM_STEPS - len(known)))
+                check_enough(len(known))
+                num_judges = max(2, min(most, len(known) // 3))
+                return known[:num_judges], known[num_judges:]
+
+            judges, steps = split(1)
+            with Passes(model, steps[0]) as passes:
+                loss, grad_norm, shares, num_idle = _look(passes, steps[0], method)
+                scale, threshold = _scale(passes, steps[:3], shares, method, given)
+                pilots = Pilots(passes, method, schedule, threshold, scale, partial(words.trial, show))
+                most = min(MOST_ARMS, gradients // NUM_STEPS)
+                arms = tried = pilots.search(
+                    steps, judges, most=most, least_clarity=CLEAR if budget is None else 0.0
+                )
+                if budget is None and clarity(arms) < CLEAR:
+                    judges, steps = split(2)
+                    arms = pilots.search(steps, judges, length=2 * NUM_STEPS)
+                    tried = tried + arms
+    finally:
+        losses.restore()
+        show("")
+    return Calibration(
+        optimizer=method.name,
+        family=method.family,
+        momentum=method.momentum,
+        lr=answer(arms, schedule, scale),
+        max_norm=threshold,
+        schedule=schedule,
+        confidence=words.confidence(arms, method.family, schedule),
+        arms=tuple(tried),
+        loss=loss,
+        grad_norm=grad_norm,
+        num_gradients=passes.num_gradients,
+        seconds=perf_counter() - began,
+        warnings=(
+            *words.of_arms(arms, num_judges=len(judges)),
+            *words.of_start(model, method, grad_norm),
+            *words.of_untrained(losses.num_outside, num_idle),
+        ),
+    )
+
+
+def budget_of(budget: float | None, num_steps: int | None) -> int:
+    """Gradients of one search.
+
+    Example:
+        >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None)
+        (200, 400, 80)
+    """
+    one_search, least = MOST_ARMS * NUM_STEPS, len(FIRST_OCTAVES) * NUM_STEPS
+    if num_steps is not None:
+        check_count("num_steps", num_steps)
+    if budget is None:
+        return max(one_search, (num_steps or 0) // 20)
+    gradients = check_positive("budget", budget)
+    if gradients < 1:
+        if num_steps is None:
+            raise ValueError(f"`budget` {budget:g} is a share of `num_steps`: give that too.")
+        gradients *= num_steps
+    if gradients < least:
+        raise ValueError(
+            f"`budget` must be at least {least} gradients, three trials of {NUM_STEPS} steps, got "
+            f"{gradients:.0f}."
+        )
+    return int(gradients)
+
+
+def _look(passes: Passes, closure: Closure, method: Method) -> tuple[float, float, list[float], int]:
+    """Loss and gradient norm of a batch, each parameter's share of lr, and how many with a gradient stand."""
+    loss, gradients = passes.gradient(closure)
+    norm = global_norm(gradients).item()
+    check_start(loss, norm)
+    shares = [method.share(p) for p in passes.parameters]
+    trained = [share > 0 for share, g in zip(shares, gradients, strict=True) if g is not None]
+    if not any(trained):
+        raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")
+    passes.check_repeatable(closure, gradients, tolerance=1 - SUFFICIENT)
+    return loss, norm, shares, trained.count(False)
+
+
+def _scale(
+    passes: Passes, steps: list[Closure], shares: list[float], method: Method, given: float
+) -> tuple[float, float]:
+    """What lr is tried around, and the threshold: the one given, or one of our own where it is infinite."""
+    if method.family is Family.ADAM:
+        return ADAM_SCALE, ADAM_MAX_NORM if math.isinf(given) else given
+    if not method.family.is_descent:
+        return peak_lr(method.optimizer), given
+    found = scale_of(passes, steps, shares)
+    threshold = found.max_norm if math.isinf(given) else given
+    if method.family is Family.NORMALIZED:  # a length: the same step at gradients far below the offset
+        return found.step * threshold, threshold
+    return found.step * (1.0 - method.momentum), threshold
+
+
+def _shown(text: str) -> None:
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _hidden(text: str) -> None:
+    pass

@@ -1,0 +1,37 @@
+"""Small models with batches to calibrate on."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def network(seed=0, count=48, size=32):
+    """A perceptron that learns labels of a linear teacher; model, loss of a batch, batches."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    inputs, teacher = [torch.randn(size, 6) for _ in range(count)], torch.randn(6, 3)
+    batches = [(x, (x @ teacher).argmax(1)) for x in inputs]
+    return model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), batches
+
+
+class Noisy(nn.Module):
+    """A quadratic whose batches pull to targets of their own: noise around a common one."""
+
+    def __init__(self, distance, size=12, curvature=1.0):
+        super().__init__()
+        self.curvature = curvature
+        self.x = nn.Parameter(torch.full((size,), float(distance)))
+
+    def forward(self, target):
+        return 0.5 * self.curvature * (self.x - target).square().sum()
+
+
+def targets(noise, count=48, size=12, seed=1):
+    """What the batches of a :class:`Noisy` pull to."""
+    torch.manual_seed(seed)
+    return [noise * torch.randn(size) for _ in range(count)]
+
+
+def kinds(cal):
+    """The kinds of a calibration's warnings."""
+    return {note.kind for note in cal.warnings}

@@ -1,0 +1,448 @@
+"""Arms are training, and the answer is the smallest rate that suffices: against a slow twin of the rule."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
+from curvestep.calibration import pilots
+from curvestep.calibration.method import method_of
+from curvestep.calibration.passes import Passes
+from curvestep.calibration.pilots import Arm, Pilots, answer, clarity, is_bracketed, next_octave
+from tests.calibration.models import Noisy, kinds, network, targets
+
+# A slow twin, written from the rule
+
+
+def twin_arm(model, loss, make, lr, train, judges, *, max_norm, schedule):
+    """Gains of the judges after training a copy, as in a loop of one's own."""
+    twin = copy.deepcopy(model)
+    twin_loss = lambda batch: loss(twin, batch)  # noqa: E731
+    with torch.no_grad():
+        before = np.array([twin_loss(batch).item() for batch in judges])
+    opt, k = make(twin.parameters()), len(train)
+    warm = max(1, round(k / 10))
+    for i, batch in enumerate(train):
+        multiple = (i + 1) / warm if i < warm else 0.5 * (1 + math.cos(math.pi * (i - warm) / (k - warm)))
+        for group in opt.param_groups:
+            group["lr"] = lr * (multiple if schedule == "warmup-decay" else 1.0)
+        opt.zero_grad()
+        twin_loss(batch).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        opt.step()
+    with torch.no_grad():
+        return before - np.array([twin_loss(batch).item() for batch in judges])
+
+
+def twin_search(gain_of, center, most=5):
+    """The rule of the note, in its own words: peaks by their learning rate, neighbours by ratios."""
+    gains = {lr: gain_of(lr) for lr in (center / 4, center, center * 4)}
+    while len(gains) < most:
+        rates, top = sorted(gains), max(gains.values())
+        i = next(i for i, lr in enumerate(rates) if gains[lr] >= 0.96 * top)
+        s, wide = rates[i], 2.1
+        if i == 0:
+            lr = s / 2
+        elif i == len(rates) - 1:
+            lr = s / 2 if s / rates[i - 1] > wide and gains[rates[i - 1]] > 0.9 * top else 2 * s
+        elif s / rates[i - 1] > wide:
+            lr = s / 2
+        else:
+            lr = 2 * s if rates[i + 1] / s > wide else None
+        if lr is None:
+            break
+        gains[lr] = gain_of(lr)
+    rates = sorted(gains)
+    share = np.maximum.accumulate([gains[lr] for lr in rates]) / max(gains.values())
+    return gains, math.exp(np.interp(0.96, share, np.log(rates)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adamw_under_a_schedule_is_the_slow_twin_of_the_rule(seed):
+    model, loss, batches = network(seed)
+    judges, train = batches[:8], batches[8:24]
+
+    def gain_of(lr):
+        make = lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.1)  # noqa: E731
+        of = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
+        return twin_arm(model, of, make, lr, train, judges, max_norm=1.0, schedule="warmup-decay").mean()
+
+    gains, sufficient = twin_search(gain_of, 0.008)
+    opt = torch.optim.AdamW(model.parameters(), lr=123.0, weight_decay=0.1)
+    cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
+    assert [arm.lr for arm in cal.arms] == pytest.approx(sorted(gains), rel=1e-12)
+    assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-9)
+    assert cal.lr == pytest.approx(1.1 * sufficient, rel=1e-9)
+    assert cal.max_norm == 1.0
+    assert cal.num_gradients == 2 + 16 * len(gains)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "warmup-decay"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_tried_around_the_scale_of_its_first_step(schedule, momentum):
+    # On a quadratic of curvature 4 the largest working step is 1/4.
+    model, batches = Noisy(3.0, curvature=4.0), targets(0.1)
+    cal = calibrate(model, model, batches, optimizer="SGD", momentum=momentum, schedule=schedule)
+    scale = (1 - momentum) / 4
+    center = scale / 2 if schedule == "constant" else 2 * scale
+    octaves = [math.log2(arm.lr / center) for arm in cal.arms]
+    assert octaves == pytest.approx([round(octave) for octave in octaves], abs=1e-6)
+    assert {-2, 0, 2} <= {round(octave) for octave in octaves}
+
+    def gain_of(lr):
+        make = lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum)  # noqa: E731
+        return twin_arm(
+            model, lambda m, b: m(b), make, lr, batches[8:24], batches[:8], max_norm=cal.max_norm,
+            schedule=schedule,
+        ).mean()  # fmt: skip
+
+    gains, sufficient = twin_search(gain_of, center)
+    assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-6)
+    expected = math.sqrt(scale * sufficient) if schedule == "constant" else 1.1 * sufficient
+    assert cal.lr == pytest.approx(expected, rel=1e-6)
+    assert cal.momentum == momentum
+
+
+# The search, from gains alone
+
+
+def searched(gain_of, most=5):
+    gains = {octave: gain_of(octave) for octave in (-2, 0, 2)}
+    while len(gains) < most and max(gains.values()) > 0:
+        octave = next_octave(gains)
+        if octave is None:
+            break
+        assert octave not in gains
+        gains[octave] = gain_of(octave)
+    return gains
+
+
+@given(best=st.floats(-4, 4), width=st.floats(0.5, 4), floor=st.floats(-1, 0.9), noise=st.integers(0, 2**30))
+def test_search_agrees_with_its_twin_on_any_curve_of_gains(best, width, floor, noise):
+    draws = np.random.default_rng(noise).normal(0, 0.01, 64)
+
+    def gain_of(octave):
+        return max(floor, 1 - ((octave - best) / width) ** 2) + draws[int(octave) + 32]
+
+    gains = searched(gain_of)
+    if max(gains[octave] for octave in (-2, 0, 2)) <= 0:
+        return
+    twin, sufficient = twin_search(lambda lr: gain_of(round(math.log2(lr))), 1.0)
+    assert sorted(gains) == [round(math.log2(lr)) for lr in sorted(twin)]
+    arms = [Arm(lr=2.0**o, num_steps=16, gain=gains[o], error=1e-9) for o in sorted(gains)]
+    if min(gains.values()) > -max(gains.values()):
+        assert answer(arms, "warmup-decay", 1.0) == pytest.approx(1.1 * sufficient)
+        assert answer(arms, "constant", 4.0) == pytest.approx(math.sqrt(4.0 * sufficient))
+
+
+def arms_of(*gains, num_steps=16, error=0.01):
+    return [Arm(lr=2.0**k, num_steps=num_steps, gain=gain, error=error) for k, gain in enumerate(gains)]
+
+
+def test_arm_that_broke_is_no_obstacle_on_either_side():
+    assert answer(arms_of(0.5, 1.0, -math.inf), "warmup-decay", 1.0) < 1.1 * 2.0
+    assert 1.1 * 1.0 < answer(arms_of(-math.inf, 1.0), "warmup-decay", 1.0) < 1.1 * 2.0
+
+
+def test_longer_arms_have_a_factor_of_their_own_and_no_gain_gives_half_of_the_lowest():
+    gains = (0.1, 1.0, 0.9)
+    short, long = arms_of(*gains), arms_of(*gains, num_steps=32)
+    ratio = answer(long, "warmup-decay", 1.0) / answer(short, "warmup-decay", 1.0)
+    assert ratio == pytest.approx(0.7 / 1.1)
+    assert answer(arms_of(0.01, 0.015, 0.0), "warmup-decay", 1.0) == 0.5
+    assert answer(arms_of(-1.0, -2.0), "constant", 1.0) == 0.5
+
+
+def test_clarity_and_bracket():
+    assert clarity(arms_of(0.1, 0.5, error=0.1)) == pytest.approx(5.0)
+    assert clarity(arms_of(-0.1, -0.5)) == 0.0
+    assert is_bracketed(arms_of(0.1, 1.0, 0.5))
+    assert not is_bracketed(arms_of(0.99, 1.0, 0.5))
+    assert not is_bracketed(arms_of(0.1, 0.5, 1.0))
+    assert is_bracketed(arms_of(0.1, 0.97, 1.0))
+
+
+# Arms are training
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: ClippedSGD(p, lr=1.0, max_norm=0.3, momentum=0.9),
+    lambda p: ClippedAdamW(p, lr=1.0, max_norm=0.3, betas=(0.8, 0.9), weight_decay=0.2),
+    lambda p: NormalizedSGD(p, lr=1.0, offset=0.3),
+    lambda p: torch.optim.RMSprop(p, lr=1.0),
+    lambda p: torch.optim.Adam(p, lr=1.0, amsgrad=True, weight_decay=0.1),
+    lambda p: torch.optim.NAdam(p, lr=1.0),
+])  # fmt: skip
+def test_arm_is_a_loop_of_ones_own_with_that_optimizer(make):
+    model, loss, batches = network()
+    judges, train = batches[:3], batches[3:9]
+    method = method_of(make(model.parameters()), model)
+    with Passes(model, lambda: loss(batches[0])) as passes:
+        closures = [lambda b=b: loss(b) for b in (*judges, *train)]
+        found = Pilots(passes, method, "warmup-decay", method.max_norm, 1.0)
+        start = np.array([passes.loss(judge) for judge in closures[:3]])
+        after = found.losses_after(0.02, closures[3:], closures[:3])
+    clips = math.inf if method.clips_itself else method.max_norm
+    expected = twin_arm(
+        model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), make, 0.02, train, judges,
+        max_norm=clips, schedule="warmup-decay",
+    )  # fmt: skip
+    assert start - after == pytest.approx(expected, rel=1e-7)
+
+
+def test_groups_keep_their_ratios_and_frozen_parameters_do_not_move():
+    model, loss, batches = network()
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = torch.ones(12)
+    opt = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[2].parameters(), "lr": 0.25}]
+    )
+    method, seen = method_of(opt, model), []
+    kept = model[0].bias.detach().clone()
+    with Passes(model, lambda: loss(batches[0])) as passes:
+        found = Pilots(passes, method, "constant", math.inf, 1.0)
+        copied, shares = method.copy(math.inf)
+        assert shares == [1.0, 0.25]
+        assert copied is not opt
+        seen.append(found.losses_after(0.1, [lambda: loss(batches[0])], [lambda: loss(batches[1])]))
+        assert torch.equal(model[0].bias, kept)
+    twin = copy.deepcopy(model)
+    weights = [p for p in twin.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(F.cross_entropy(twin(batches[0][0]), batches[0][1]), weights)
+    with torch.no_grad():
+        for p, g in zip(weights, grads, strict=True):
+            own = any(p is q for q in twin[0].parameters())
+            p.sub_(g, alpha=0.1 if own else 0.025)
+        expected = F.cross_entropy(twin(batches[1][0]), batches[1][1]).item()
+    assert seen[0] == pytest.approx([expected], rel=1e-9)
+
+
+def test_every_step_of_an_arm_has_its_own_dropout_mask_and_arms_share_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+    masks = []
+
+    def loss(x):
+        out = model[0](x)
+        if torch.is_grad_enabled():
+            masks.append(tuple(out.tolist()))
+        return (model[1](out) - 1.0).square().sum()
+
+    calibrate(model, loss, [torch.ones(64)] * 24, optimizer="AdamW", schedule="warmup-decay", budget=48)
+    one, two, three = masks[2:18], masks[18:34], masks[34:50]
+    assert len(set(one)) == 16
+    assert one == two == three
+
+
+def test_judges_are_never_stepped_on_and_stay_the_same():
+    model, loss, batches = network()
+    stepped, judged = set(), []
+
+    def watched(batch):
+        (stepped.add if torch.is_grad_enabled() else judged.append)(id(batch))
+        return loss(batch)
+
+    cal = calibrate(model, watched, batches, optimizer="AdamW", schedule="warmup-decay")
+    assert not stepped & set(judged)
+    assert len(set(judged)) == 8
+    assert len(stepped) == 16
+    assert len(judged) == 8 * (1 + len(cal.arms))
+
+
+@pytest.mark.parametrize(("count", "num_judges"), [(3, 2), (6, 2), (12, 4), (24, 8), (48, 8)])
+def test_few_batches_are_split_and_said(count, num_judges):
+    model, loss, batches = network(size=256)
+    judged = set()
+
+    def watched(batch):
+        if not torch.is_grad_enabled():
+            judged.add(id(batch))
+        return loss(batch)
+
+    cal = calibrate(model, watched, batches[:count], optimizer="AdamW", budget=80)
+    assert len(judged) == num_judges
+    assert ("few-batches" in kinds(cal)) == (num_judges < 8)
+
+
+# Noise
+
+
+def test_noise_doubles_the_arms_and_their_judges():
+    model, batches = Noisy(0.6), targets(3.0)
+    cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay")
+    lengths = [arm.num_steps for arm in cal.arms]
+    assert lengths[:3] == [16] * 3
+    assert set(lengths[3:]) == {32}
+    assert cal.num_gradients <= 2 + 208
+    assert {"noise", "unknown"} & kinds(cal)
+    assert cal.confidence != "high"
+    assert cal.last_arms == cal.arms[3:]
+
+
+def test_start_at_the_optimum_cannot_tell_and_gives_a_safe_value():
+    model, batches = Noisy(0.0), targets(1.0)
+    cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay")
+    assert cal.confidence == "cannot tell"
+    assert "unknown" in kinds(cal)
+    assert cal.lr == cal.last_arms[0].lr / 2 == 0.001
+    assert "cannot tell" in str(cal)
+
+
+def test_budget_of_ones_own_is_kept_and_buys_repetitions():
+    model, batches = Noisy(0.6), targets(3.0, count=400)
+    for budget, most in ((48, 48), (64, 64), (80, 80), (240, 240)):
+        cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay", budget=budget)
+        assert cal.num_gradients <= most + 2
+        assert {arm.num_steps for arm in cal.arms} == {16}
+    once = calibrate(model, model, batches, optimizer="AdamW", budget=80)
+    thrice = calibrate(model, model, batches, optimizer="AdamW", budget=240)
+    assert thrice.arms[0].gain != once.arms[0].gain
+    assert thrice.num_gradients > 2 * once.num_gradients
+
+
+def test_repetitions_are_the_mean_over_sets_of_batches():
+    model, batches = Noisy(2.0), targets(0.5, count=60)
+    cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay", budget=160)
+    make = lambda p: torch.optim.AdamW(p, lr=1.0)  # noqa: E731
+    parts = [
+        twin_arm(model, lambda m, b: m(b), make, 0.002, batches[i : i + 16], batches[:8], max_norm=1.0,
+                 schedule="warmup-decay").mean()
+        for i in (8, 24)
+    ]  # fmt: skip
+    assert cal.arms[0].gain == pytest.approx(np.mean(parts), rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_steps", "gradients"), [(None, 80), (100, 80), (1600, 80), (4000, 160)])
+def test_budget_follows_the_length_of_training(num_steps, gradients):
+    model, batches = Noisy(3.0), targets(0.1, count=120)
+    calls = 0
+
+    def loss(batch):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        return model(batch)
+
+    cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay", num_steps=num_steps)
+    assert calls == cal.num_gradients
+    assert cal.num_gradients == 2 + gradients // 5 * len(cal.arms)
+
+
+def test_share_of_the_steps_is_a_budget():
+    model, batches = Noisy(3.0), targets(0.1, count=120)
+    shared = calibrate(model, model, batches, optimizer="AdamW", budget=0.1, num_steps=2000)
+    assert shared.arms == calibrate(model, model, batches, optimizer="AdamW", budget=200).arms
+
+
+# Thresholds
+
+
+def thresholds(optimizer, **options):
+    model, loss, batches = network()
+    return calibrate(model, loss, batches, optimizer=optimizer(model.parameters()), **options).max_norm
+
+
+def test_threshold_is_the_optimizers_own_or_one_for_adam():
+    assert thresholds(lambda p: torch.optim.AdamW(p, lr=1.0)) == 1.0
+    assert thresholds(lambda p: ClippedAdamW(p, lr=1.0, max_norm=math.inf)) == 1.0
+    assert thresholds(lambda p: ClippedAdamW(p, lr=1.0, max_norm=0.3)) == 0.3
+    assert thresholds(lambda p: ClippedSGD(p, lr=1.0, max_norm=0.3)) == 0.3
+    assert thresholds(lambda p: NormalizedSGD(p, lr=1.0, offset=0.3)) == 0.3
+    assert thresholds(lambda p: torch.optim.RMSprop(p, lr=1e-3)) == math.inf
+    assert thresholds(lambda p: torch.optim.AdamW(p, lr=1.0), max_norm=0.5) == 0.5
+
+    def clipped_by_hook(parameters):
+        opt = torch.optim.AdamW(parameters, lr=1.0)
+        clip(opt, max_norm=0.2)
+        return opt
+
+    assert thresholds(clipped_by_hook) == 0.2
+
+
+def test_threshold_of_sgd_is_measured_and_follows_the_agreement_of_batches():
+    for noise, low, high in ((0.0, 1.74, 1.76), (30.0, 0.55, 0.8)):
+        model = Noisy(1.0)
+        batches = targets(noise)
+        cal = calibrate(model, model, batches)
+        norms = sorted(torch.linalg.vector_norm(1.0 - batch).item() for batch in batches[8:11])
+        assert low <= cal.max_norm / norms[1] <= high
+
+
+def test_arms_of_a_hooked_optimizer_clip_at_its_threshold():
+    model, loss, batches = network()
+    plain = torch.optim.AdamW(model.parameters(), lr=1.0)
+    clip(plain, max_norm=1e-3)
+    own = ClippedAdamW(model.parameters(), lr=1.0, max_norm=1e-3)
+    found = [calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay") for opt in (plain, own)]
+    assert [arm.gain for arm in found[0].arms] == pytest.approx([arm.gain for arm in found[1].arms], rel=1e-9)
+    assert plain.clip_stats()["steps"] == 0
+
+
+# Losses of other kinds
+
+
+def test_gradient_accumulation_gives_the_numbers_of_the_whole_batch():
+    model, loss, batches = network()
+
+    def accumulated(batch):
+        total = 0.0
+        for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
+            part = F.cross_entropy(model(x), y) / 4
+            part.backward()
+            total += part.item()
+        return total
+
+    for optimizer in ("ClippedSGD", "AdamW"):
+        whole = calibrate(model, loss, batches, optimizer=optimizer)
+        parts = calibrate(model, accumulated, batches, optimizer=optimizer)
+        assert parts.lr == pytest.approx(whole.lr, rel=1e-9)
+        assert parts.max_norm == pytest.approx(whole.max_norm, rel=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "ClippedSGD"])
+def test_loss_that_differentiates_inside_is_calibrated(optimizer):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def residual(x):  # u' = -u with u(0) = 1
+        u = net(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (slope + u).square().mean() + (net(torch.zeros(1, 1)) - 1).square().sum()
+
+    batches = [torch.rand(32, 1).requires_grad_() for _ in range(24)]
+    cal = calibrate(net, residual, batches, optimizer=optimizer, schedule="warmup-decay")
+    assert cal.arms[0].gain > 0
+    assert all(x.grad is None for x in batches)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**10])
+def test_scale_of_the_loss_moves_sgd_and_leaves_adam_without_a_threshold_alone(scale):
+    model, batches = Noisy(2.0), targets(0.2)
+    cal, scaled = (
+        calibrate(model, lambda b, s=s: s * model(b), batches, schedule="warmup-decay") for s in (1.0, scale)
+    )
+    assert scaled.lr == pytest.approx(cal.lr / scale, rel=1e-9)
+    assert scaled.max_norm == pytest.approx(cal.max_norm * scale, rel=1e-9)
+
+
+def test_progress_is_shown_where_it_is_asked_for(capsys):
+    model, loss, batches = network()
+    calibrate(model, loss, batches, optimizer="AdamW", progress=True)
+    said = capsys.readouterr().err
+    assert "about 80 gradients, up to 208 if noise hides the answer" in said
+    assert said.count("16 steps at lr") >= 3
+    calibrate(model, loss, batches, optimizer="AdamW")
+    assert capsys.readouterr().err == ""
+
+
+def test_constants_are_the_frozen_ones():
+    names = (
+        "NUM_STEPS NUM_JUDGES MOST_ARMS SUFFICIENT FACTOR NOISY_FACTOR CLEAR BLIND ADAM_SCALE ADAM_MAX_NORM"
+    )
+    values = [getattr(pilots, name) for name in names.split()]
+    assert values == [16, 8, 5, 0.96, 1.1, 0.7, 5.0, 2.0, 0.004, 1.0]

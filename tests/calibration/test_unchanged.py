@@ -1,0 +1,204 @@
+"""Calibration leaves everything as it found it, in every end."""
+
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from curvestep import ClippedAdamW, ClippedSGD, calibrate, clip
+from tests.calibration.models import kinds, network
+
+
+class Carried(nn.Module):
+    """LSTM that carries its state from batch to batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.lstm = nn.LSTM(5, 7, 2, dropout=0.3, batch_first=True)
+        self.out = nn.Linear(7, 11)
+        self.state = None
+
+    def forward(self, x):
+        out, state = self.lstm(self.embedding(x), self.state)
+        self.state = tuple(s.detach() for s in state)
+        return self.out(out).flatten(0, 1)
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.4), nn.Tanh(), nn.Linear(12, 3)), (16, 6), None
+
+
+def batchnorm():
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    return nn.Sequential(*layers), (16, 2, 6, 6), None
+
+
+def lstm():
+    return Carried(), (4, 9), 11
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)
+    layers = nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 11), nn.Flatten(0, 1)
+    return nn.Sequential(*layers), (4, 9), 11
+
+
+def state_of(model, optimizer):
+    """Everything that must come back, as values."""
+    return {
+        "tensors": [t.detach().clone() for t in (*model.parameters(), *model.buffers())],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "modes": [m.training for m in model.modules()],
+        "optimizer": optimizer.state_dict(),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    }
+
+
+def same(one, two):
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    return one == two
+
+
+@pytest.mark.parametrize("make", [dropout, batchnorm, lstm, transformer])
+@pytest.mark.parametrize("optimizer", [
+    lambda p: torch.optim.AdamW(p, lr=0.1),
+    lambda p: ClippedSGD(p, lr=0.1, max_norm=1.0, momentum=0.9),
+])  # fmt: skip
+@pytest.mark.parametrize("stepped", [False, True])
+def test_model_and_optimizer_are_bit_identical_afterwards(make, optimizer, stepped):
+    model, shape, words = make()
+    labels = (shape[0] * shape[1],) if words else shape[:1]
+    batches = [
+        (torch.randint(words, shape) if words else torch.randn(shape), torch.randint(words or 3, labels))
+        for _ in range(9)
+    ]
+
+    def loss(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    opt = optimizer(model.parameters())
+    if stepped:
+        loss(batches[0]).backward()
+        opt.step()
+    attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
+    gradients = [p.grad for p in model.parameters()]
+    before = state_of(model, opt)
+    cal = calibrate(model, loss, batches, optimizer=opt, budget=48)
+    assert cal.lr > 0
+    assert same(before, state_of(model, opt))
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+    assert ("stepped" in kinds(cal)) == stepped
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, "signal"])
+@pytest.mark.parametrize("after", [1, 2, 3, 10, 18, 30, 34, 40, 50, 51, 60, 70, 80])
+def test_interrupt_at_any_arm_leaves_everything_as_it_was(end, after):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.3), nn.Linear(12, 3))
+    opt = ClippedAdamW(model.parameters(), lr=1.0, max_norm=1.0)
+    x = torch.randn(480, 6)
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    loader = DataLoader(data, 16, shuffle=True, generator=torch.Generator().manual_seed(3))
+    before, drawn = state_of(model, opt), loader.generator.get_state()
+    calls = 0
+
+    def loss(batch):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        if calls == after:
+            if end == "signal":
+                signal.raise_signal(signal.SIGINT)
+            raise end("stop")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        calibrate(model, loss, loader, optimizer=opt, schedule="warmup-decay")
+    assert same(before, state_of(model, opt))
+    assert torch.equal(loader.generator.get_state(), drawn)
+
+
+def loaders():
+    data = TensorDataset(torch.randn(96, 6), torch.randint(3, (96,)))
+    seeded = lambda: torch.Generator().manual_seed(7)  # noqa: E731
+    yield DataLoader(data, 8, shuffle=True)
+    yield DataLoader(data, 8, shuffle=True, generator=seeded())
+    yield DataLoader(data, 8, sampler=RandomSampler(data, generator=seeded()))
+    sampler = RandomSampler(data, generator=seeded())
+    yield DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_training_sees_the_batches_that_it_would_have_seen(kind):
+    firsts = []
+    for calibrated in (False, True):
+        torch.manual_seed(5)
+        model, loss, _ = network()
+        torch.manual_seed(6)
+        loader = list(loaders())[kind]
+        if calibrated:
+            calibrate(model, loss, loader, optimizer="AdamW", budget=48)
+        firsts.append([batch[0] for batch in loader])
+    assert same(*firsts)
+
+
+def test_training_goes_as_if_it_had_not_been_calibrated():
+    finals = []
+    for first in (False, True):
+        model, loss, batches = network()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.5)
+        clip(opt, max_norm=0.1)
+        if first:
+            calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
+        for batch in batches:
+            opt.zero_grad()
+            loss(batch).backward()
+            opt.step()
+        finals.append(([p.detach().clone() for p in model.parameters()], dict(opt.clip_stats())))
+    assert same(*finals)
+
+
+def test_a_data_loader_is_read_only_as_far_as_needed():
+    model, loss, batches = network()
+    stream = iter(batches * 4)
+    calibrate(model, loss, stream, optimizer="AdamW", schedule="warmup-decay")
+    assert len(list(stream)) == 4 * 48 - 24
+
+
+def test_memory_is_one_copy_of_the_model_and_one_state_at_a_time():
+    copies = 0
+    model, loss, batches = network()
+
+    class Counted(torch.optim.AdamW):
+        alive = 0
+
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            Counted.alive += 1
+
+        def __del__(self):
+            Counted.alive -= 1
+
+    opt = Counted(model.parameters(), lr=1.0)
+    Counted.alive = 0
+
+    def watched(batch):
+        nonlocal copies
+        copies = max(copies, Counted.alive)
+        return loss(batch)
+
+    calibrate(model, watched, batches, optimizer=opt, schedule="warmup-decay")
+    assert copies == 1
