@@ -184,7 +184,7 @@ python benchmarks/step.py --json docs/results/{json} --page docs/results/step.md
 
 *Before* is the tree of commit ee6a009, which got its present name there, in a worktree BEFORE with its
 kernel built; its calls and those of today took turns. On ResNet20 it gains more: since then a step also looks
-for memory that is shared, freed or marked as negated, and for somebody else who clips. *Warm* calls a variant
+for memory that is shared, freed or marked as negated. *Warm* calls a variant
 once before each timed call, as in a loop in which nothing else runs.
 {tables}
 AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20: 0.27 million in 65 tensors.

@@ -28,6 +28,18 @@ def as_sharded(local: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor: of a DTensor what all ranks have, else the tensor itself."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def placed_like(t: Tensor, like: Tensor) -> Tensor:
+    """A DTensor ``t`` spread over ranks like the DTensor ``like``."""
+    if not is_sharded(t) or not is_sharded(like) or t.placements == like.placements:
+        return t
+    return t.redistribute(like.device_mesh, like.placements)
+
+
 def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
     """A copy of each tensor; of a DTensor, a DTensor."""
     return [p.detach().clone() for p in parameters]

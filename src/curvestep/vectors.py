@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvestep._kernel import PLAIN, View, native
-from curvestep.distributed import is_sharded
+from curvestep._kernel import DTYPES, PLAIN, View, native
+from curvestep.distributed import is_sharded, whole
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
 # 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
@@ -29,7 +29,7 @@ ROW = 512
 # Up to this size a tensor is not worth cutting into rows: 1e-7, and 5e-5 at worst, if all entries are equal.
 MIDDLE = 1 << 16
 # Vectors up to this size are joined first: a call for each would cost more than the copy.
-TINY = 1 << 10
+JOINED_SIZE = 1 << 10
 # Entries of a large difference that are held at a time: a megabyte of float32, so that Python's share of the
 # time is small.
 PIECE = 1 << 18
@@ -37,8 +37,8 @@ PIECE = 1 << 18
 SMALL = 1 << 14
 
 # Between these norms no square of an entry that matters has overflowed or vanished.
-_SAFE = {torch.float64: (1e-140, 1e150)}
-_SAFE_SINGLE = (1e-12, 1e18)
+_SAFE_NORMS = {torch.float64: (1e-140, 1e150)}
+_SAFE_SINGLE_NORMS = (1e-12, 1e18)
 
 _dtype, _layout, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 
@@ -64,31 +64,60 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         >>> global_norm([torch.full((4,), 1e30, dtype=torch.float32)]).item() / 1e30
         2.0000000...
     """
-    tensors = list(tensors)
-    if not torch.compiler.is_compiling() and _homogeneous_cpu(tensors):
-        return torch.tensor(cpu_norm([t for t in tensors if t is not None]), dtype=torch.float64)
-    dense: dict[tuple, list[Tensor]] = {}
-    sharded: dict[tuple, list[Any]] = {}
-    for t in tensors:
-        if t is None:
-            continue
-        t = t.detach() if t.requires_grad else t
-        if is_sharded(t):
-            sharded.setdefault((t.device_mesh, t.placements), []).append(t)
-            continue
-        if t.layout != torch.strided:
-            t = t.coalesce().values() if t.layout == torch.sparse_coo else t.values()
-        t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-        dense.setdefault((t.dtype, t.device), []).append(t)
-    norms = [
-        torch.tensor(cpu_norm(kind), dtype=torch.float64) if is_readable(kind[0]) else device_norm(kind)
-        for kind in dense.values()
-    ]
-    norms += map(_sharded_norm, sharded.values())
-    if len(norms) > 1:
-        device = next((n.device for n in norms if n.device.type != "cpu"), "cpu")
-        return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
-    return norms[0] if norms else torch.zeros((), dtype=torch.float64)
+    given = [t for t in tensors if t is not None]
+    if not torch.compiler.is_compiling() and _homogeneous_cpu(given):
+        return _host_scalar(cpu_norm(given))
+    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+    for t in map(_dense, given):
+        kind = (t.device_mesh, t.placements) if is_sharded(t) else (t.dtype, t.device)
+        kinds.setdefault(kind, []).append(t)
+    in_order = sorted(kinds.values(), key=lambda of_kind: is_sharded(of_kind[0]))
+    norms = [_norm_of_one_kind(of_kind) for of_kind in in_order]
+    if not norms:
+        return _host_scalar(0.0)
+    if len(norms) == 1:
+        return norms[0]
+    device = next((n.device for n in norms if not n.is_cpu), torch.device("cpu"))
+    return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+
+
+def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
+    """:func:`global_norm` of tensors in the host's memory, as a number; ``view`` is where they lie, if known.
+
+    Example:
+        >>> host_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float16)])
+        5.0
+    """
+    kernel = native()
+    if view is None and kernel is not None:
+        view = kernel.view(tensors)
+    return global_norm(tensors).item() if view is None else cpu_norm(tensors, view)
+
+
+def _host_scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
+
+
+def _dense(t: Tensor) -> Tensor:
+    """The entries of ``t`` as real numbers in a strided tensor, each once; a DTensor as it is."""
+    if t.requires_grad:
+        t = t.detach()
+    if is_sharded(t):
+        return t
+    if t.layout == torch.sparse_coo:
+        t = t.coalesce()
+    return _real(t if t.layout == torch.strided else t.values())
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def _norm_of_one_kind(tensors: list[Tensor]) -> Tensor:
+    """Norm of dense tensors with one dtype and device, or of DTensors with one mesh and placement."""
+    if is_sharded(tensors[0]):
+        return _sharded_norm(tensors)
+    return _host_scalar(cpu_norm(tensors)) if is_readable(tensors[0]) else device_norm(tensors)
 
 
 def is_readable(t: Tensor) -> bool:
@@ -107,7 +136,6 @@ def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     """
     if not tensors:
         return 0.0
-    dtype = tensors[0].dtype
     kernel = native()
     if kernel is not None and view is None:
         view = kernel.view(list(tensors))
@@ -116,8 +144,13 @@ def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
     else:
         check_memory("a tensor", tensors)
         norm = _norm_by_torch(tensors)
-    low, high = _SAFE.get(dtype, _SAFE_SINGLE)
-    return norm if low < norm < high else _rescaled_norm(tensors)
+    return norm if _is_safe(norm, tensors[0].dtype) else _rescaled_norm(tensors)
+
+
+def _is_safe(norm: float, dtype: torch.dtype) -> bool:
+    """Whether squares have neither overflowed nor vanished."""
+    low, high = _SAFE_NORMS.get(dtype, _SAFE_SINGLE_NORMS)
+    return low < norm < high
 
 
 def check_memory(name: str, tensors: Sequence[Any]) -> None:
@@ -170,20 +203,28 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
     """
     if new is None or old is None:
         return global_norm([_minus(new, old, overwrite)])
-    a, b, kernel = new.detach(), old.detach(), native()
-    view = kernel.view([a], [b]) if kernel is not None and type(a) is type(b) is Tensor else None
-    if kernel is not None and view is not None:
-        apart = math.sqrt(kernel.squared_distance(view))
-        low, high = _SAFE.get(a.dtype, _SAFE_SINGLE)
-        if low < apart < high:  # else a square has overflowed or vanished
-            return torch.tensor(apart, dtype=torch.float64)
-    alike = a.shape == b.shape and a.is_contiguous() and b.is_contiguous()
-    if overwrite or a.numel() <= PIECE or not (alike and _homogeneous_cpu([a, b])):
+    a, b = new.detach(), old.detach()
+    apart = _distance_by_kernel(a, b)
+    if apart is not None:
+        return _host_scalar(apart)
+    if overwrite or a.numel() <= PIECE or not _are_contiguous_alike([a, b]):
         return global_norm([_minus(new, old, overwrite)])
     piece = torch.empty_like(a.view(-1)[:PIECE])
     pairs = zip(a.view(-1).split(PIECE), b.view(-1).split(PIECE), strict=True)
     norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in pairs]
-    return torch.tensor(math.hypot(*norms), dtype=torch.float64)
+    return _host_scalar(math.hypot(*norms))
+
+
+def _distance_by_kernel(a: Tensor, b: Tensor) -> float | None:
+    """The distance if our kernel can walk through both, and no square has overflowed or vanished."""
+    kernel = native()
+    if kernel is None or type(a) is not Tensor or type(b) is not Tensor:
+        return None
+    view = kernel.view([a], [b])
+    if view is None:
+        return None
+    apart = math.sqrt(kernel.squared_distance(view))
+    return apart if _is_safe(apart, a.dtype) else None
 
 
 def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
@@ -192,7 +233,7 @@ def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -
     The joint norm of several such tensors is that of the joint difference, and one call for many small
     tensors is much cheaper than a call for each. ``overwrite`` may reuse the memory of ``new``.
     """
-    given = new if new is not None else old
+    given = old if new is None else new
     if given is None or given.numel() <= SMALL:
         return _minus(new, old, overwrite)
     return distance(new, old, overwrite=overwrite)
@@ -208,8 +249,7 @@ def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
     total = 0.0
     for x, y in zip(a, b, strict=True):
         if x is not None and y is not None:
-            part: Any = (x.double() * y.double()).sum()
-            total += (part.full_tensor() if is_sharded(part) else part).item()
+            total += whole((x.double() * y.double()).sum()).item()
     return total
 
 
@@ -221,29 +261,25 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         >>> dot_of_changes(a, b, torch.tensor([5.0, 7.0]), None).item()
         10.0
     """
-    if other_new is None or other_old is None:
-        other = other_old if other_new is None else other_new
-        if other is None:
-            return torch.zeros((), dtype=torch.float64)
-        tensors, sign = [new.detach(), old.detach(), other.detach()], -1.0 if other_new is None else 1.0
-    else:
-        tensors, sign = [t.detach() for t in (new, old, other_new, other_old)], 1.0
-    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    if (
-        tensors[0].dtype in (torch.float32, torch.float64)
-        and _homogeneous_cpu(tensors)
-        and all(t.shape == tensors[0].shape and t.is_contiguous() for t in tensors)
-    ):
+    others = [t for t in (other_new, other_old) if t is not None]
+    if not others:
+        return _host_scalar(0.0)
+    sign = -1.0 if other_new is None else 1.0
+    tensors = [_real(t.detach()) for t in (new, old, *others)]
+    if tensors[0].dtype in DTYPES and _are_contiguous_alike(tensors):
         # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
         pieces = zip(*(t.view(-1).split(SMALL) for t in tensors), strict=True)
-        total = sum(torch.dot(a - b, c - e[0] if e else c).item() for a, b, c, *e in pieces)
-        return torch.tensor(sign * total, dtype=torch.float64)
+        return _host_scalar(sign * sum(_dot_of_pieces(*piece) for piece in pieces))
     wide = torch.float32 if new.device.type == "mps" else torch.float64
-    step = tensors[0].to(wide) - tensors[1].to(wide)
-    other = _minus(tensors[2], tensors[3], False) if len(tensors) == 4 else tensors[2]
-    assert other is not None
-    product: Any = (step * other.to(wide)).sum()
-    return sign * (product.full_tensor() if is_sharded(product) else product)
+    step, other = tensors[0].to(wide) - tensors[1].to(wide), tensors[2]
+    if len(others) == 2:
+        other = _difference(tensors[2], tensors[3])
+    return sign * whole((step * other.to(wide)).sum())
+
+
+def _dot_of_pieces(new: Tensor, old: Tensor, *others: Tensor) -> float:
+    other = others[0] - others[1] if len(others) == 2 else others[0]
+    return torch.dot(new - old, other).item()
 
 
 def precision(tensors: Iterable[Tensor]) -> float:
@@ -252,13 +288,22 @@ def precision(tensors: Iterable[Tensor]) -> float:
 
 
 def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | None:
-    if new is None or old is None:
-        return new if old is None else -old
+    if old is None:
+        return new
+    if new is None:
+        return -old
+    if overwrite and not (new.is_sparse or old.is_sparse):
+        return new.sub_(old)
+    return _difference(new, old)
+
+
+def _difference(new: Tensor, old: Tensor) -> Tensor:
+    """``new - old``, sparse where both are."""
     if new.is_sparse and old.is_sparse:
         return (new.coalesce() - old.coalesce()).coalesce()
     if new.is_sparse or old.is_sparse:
         return new.to_dense() - old.to_dense()
-    return new.sub_(old) if overwrite else new - old
+    return new - old
 
 
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
@@ -283,6 +328,13 @@ def _homogeneous_cpu(tensors: Sequence[Any]) -> bool:
     return one and set(map(_layout, tensors)) == {torch.strided}
 
 
+def _are_contiguous_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether they can be cut into pieces that belong together."""
+    if not _homogeneous_cpu(tensors) or not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    return len({t.shape for t in tensors}) == 1
+
+
 def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The same numbers as tensors of middle size, tiny vectors joined, and as matrices with rows of `ROW`."""
     tiny, middle, matrices = [], [], []
@@ -290,7 +342,7 @@ def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tenso
         size = t.numel()
         if size > MIDDLE:
             matrices += _rows(_as_vector(t), size)
-        elif size <= TINY and t.dim() == 1:
+        elif size <= JOINED_SIZE and t.dim() == 1:
             tiny.append(t)
         else:
             middle.append(t)

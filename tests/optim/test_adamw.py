@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from curvestep import ClippedAdamW, vectors
+from curvestep import ClippedAdamW
 from curvestep._kernel import native
-from curvestep.optim import _update, adamw, scaled
-from curvestep.vectors import device_norm
+from curvestep.optim import adamw
 from tests.reference import ReferenceAdamW, reference_norm
 
 STEPS = 50
@@ -43,41 +42,11 @@ every_path = pytest.mark.parametrize("path", PATHS)
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@pytest.fixture
-def without_native(monkeypatch):
-    for module in (_update, vectors, adamw):
-        monkeypatch.setattr(module, "native", lambda: None)
-
-
 @pytest.fixture(params=["kernel", "no kernel"])
 def kernel(request):
     if request.param == "no kernel":
         request.getfixturevalue("without_native")
     return request.param
-
-
-@pytest.fixture
-def without_fused(monkeypatch, without_native):
-    monkeypatch.setattr(adamw, "fused_adamw", lambda: None)
-
-
-@pytest.fixture
-def on_device(monkeypatch, without_native):
-    """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
-
-
-@pytest.fixture
-def paths(monkeypatch):
-    """The paths that updates took."""
-    taken, choose = [], _update.choose_path
-
-    def spy(*args):
-        taken.append(choose(*args))
-        return taken[-1]
-
-    monkeypatch.setattr(_update, "choose_path", spy)
-    return taken
 
 
 def twins(shapes, dtype=torch.float64, count=2):

@@ -12,8 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
-from curvestep.optim import _update, adamw, scaled, sgd
-from curvestep.vectors import cpu_norm, device_norm, global_norm
+from curvestep.optim import adamw, sgd
+from curvestep.vectors import global_norm
 
 
 def parameter(*shape, grad=None, dtype=torch.float32):
@@ -163,17 +163,6 @@ def test_model_turned_to_another_dtype_after_a_step_goes_on_as_with_torch(path):
 
 
 @pytest.fixture
-def no_kernel(monkeypatch):
-    monkeypatch.setattr(_update, "native", lambda: None)
-
-
-@pytest.fixture
-def on_device(monkeypatch, no_kernel):
-    """As on an accelerator: the norm is a tensor that is not read."""
-    monkeypatch.setattr(scaled.ScaledOptimizer, "_norm", lambda self, tensors, *_: device_norm(tensors))
-
-
-@pytest.fixture
 def waits(monkeypatch):
     """How often a number was read from a tensor."""
     counted = []
@@ -246,34 +235,6 @@ def test_clip_stats_waits_once(scope, on_device, waits):
     waits.clear()
     optimizer.state_dict()
     assert len(waits) == 1
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
-@pytest.mark.parametrize("scope", ["group", "tensor"])
-def test_parameters_on_two_devices_with_a_norm_each(scope, policy, monkeypatch, no_kernel):
-    # The norm of the three numbers stays on its device, that of the two is a float.
-    monkeypatch.setattr(
-        scaled.ScaledOptimizer,
-        "_norm",
-        lambda self, tensors, *_: device_norm(tensors) if len(tensors[0]) == 3 else cpu_norm(tensors),
-    )
-    for shapes in [(2, 3), (3, 2)]:
-        params = [parameter(n) for n in shapes]
-        twins = twin_of(params)
-        groups = [{"params": [p]} for p in params]
-        optimizer = ClippedSGD(groups, lr=0.1, max_norm=0.5, norm_scope=scope, nonfinite=policy)
-        optimizer.step()
-        for p, twin in zip(params, twins, strict=True):
-            expected = twin.detach() - 0.1 * min(1.0, 0.5 / twin.grad.norm().item()) * twin.grad
-            torch.testing.assert_close(p.detach(), expected)
-        whole = math.hypot(*(twin.grad.norm().item() for twin in twins))
-        assert optimizer.clip_stats()["grad_norm"] == pytest.approx(whole)
-        if policy == "skip":
-            params[0].grad[0] = math.nan
-            before = [p.detach().clone() for p in params]
-            optimizer.step()
-            assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
-            assert optimizer.clip_stats()["skipped"] == 1
 
 
 def test_a_real_second_device_does_not_stop_the_parameters_on_cpu():

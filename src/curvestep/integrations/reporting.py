@@ -86,9 +86,8 @@ def log_to(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Log
 
 def warn_if_clipped_twice(optimizer: Any, setting: str, way_out: str) -> None:
     """Warn if the framework clips before an optimizer that clips as well."""
-    if callable(clip_stats := getattr(optimizer, "clip_stats", None)):
-        if double_clipping := getattr(getattr(clip_stats, "__self__", None), "_double_clipping", None):
-            double_clipping.stop()  # it would find out from the gradients, and say so again
+    if hasattr(optimizer, "stop_double_clip_check"):
+        optimizer.stop_double_clip_check()  # which would find out from the norms, and say so again
         warnings.warn(
             f"{setting} clips before {type(optimizer).__name__} does: gradients are clipped twice, and "
             f"clip_stats() counts what the first one left. {way_out}",

@@ -1,42 +1,42 @@
 """One update of many parameters, with the factor on the gradient folded in.
 
-Which tensors go together and which path they take is decided here for every :class:`Rule`; the rules are in
-``sgd.py`` and ``adamw.py``. None of the paths writes to a gradient.
+Which tensors go together and which path they take is decided here, once for each step and every
+:class:`Rule`; the rules are in ``sgd.py`` and ``adamw.py``. None of the paths writes to a gradient.
 """
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import (
-    DTYPES,
-    View,
-    is_non_overlapping_and_dense,
-    native,
-    same_layout,
-)
-from curvestep.distributed import is_sharded
+from curvestep._kernel import DTYPES, PLAIN, View, is_non_overlapping_and_dense, native, same_layout
+from curvestep.distributed import as_sharded, is_sharded, placed_like
+from curvestep.optim.policy import Decision, Group, decisions_of
 from curvestep.vectors import check_memory, is_readable
+
+# Our kernel, torch's fused kernel, torch's functions for lists of tensors, or one tensor after the other.
+Path: TypeAlias = Literal["kernel", "fused", "foreach", "loop"]
+Number: TypeAlias = float | Tensor  # a float on the host, a tensor of one element on a device
+State: TypeAlias = MutableMapping[Tensor, Any]  # the state of torch's optimizers
 
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
 _LARGE = 1 << 19
 
-_shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
+_dtype, _device, _layout = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
+_shape, _is_cpu = attrgetter("shape"), attrgetter("is_cpu")
 
 
 class Rule(Protocol):
-    """What an update does with the scaled gradient, by each of the paths of :func:`choose_path`.
+    """What an update does with the scaled gradient, by each path.
 
     Attributes:
         lr: Learning rate, a float or a one-element tensor.
@@ -44,10 +44,11 @@ class Rule(Protocol):
         buffer_names: The entries of a parameter's state that have its shape, in the order of ``buffers``.
         counts_steps: Whether the state also has the number of its steps, ``step``.
         sparse_error: Why a sparse gradient is refused, empty if it is not.
+        has_fused: Whether torch has a fused kernel for this rule.
     """
 
     @property
-    def lr(self) -> Any: ...
+    def lr(self) -> Number: ...
     @property
     def weight_decay(self) -> float: ...
     @property
@@ -56,134 +57,143 @@ class Rule(Protocol):
     def counts_steps(self) -> bool: ...
     @property
     def sparse_error(self) -> str: ...
+    @property
+    def has_fused(self) -> bool: ...
+    def with_lr(self, lr: Number) -> Rule:
+        """The same rule with another learning rate."""
+        ...
+
     def first(self) -> Rule:
         """The rule for a parameter whose buffers are new."""
         ...
 
-    def has_fused(self, scale: Any) -> bool:
-        """Whether torch has a fused kernel for this rule that is right with the factor ``scale``."""
+    def averaged_(self, part: Part, scale: Number) -> tuple[Rule, list[Tensor]]:
+        """Take the gradients into their average; the average, and the rule that goes along it."""
         ...
 
-    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+    def by_kernel(self, part: Part, scale: float) -> None:
         """Update by our own kernel."""
         ...
 
-    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+    def by_fused(self, part: Part, scale: float) -> None:
+        """Update by torch's fused kernel, or by ``by_foreach`` where it would lose precision."""
+        ...
+
+    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
         """Update by torch's fused kernel, which leaves all as it is where ``skip`` is 1."""
         ...
 
-    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+    def by_foreach(self, part: Part, scale: Number) -> None:
         """Update by torch's functions for lists of tensors."""
         ...
 
-    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+    def by_loop(self, part: Part, scale: Number) -> None:
         """Update one parameter at a time: the formula."""
         ...
 
 
-@dataclass
-class Bundle:
-    """Parameters under one clipping decision, with their gradients; once sorted, what one call updates.
+@dataclass(slots=True)
+class Bundle(Decision):
+    """Parameters that are clipped together, with what their update needs.
 
-    After :func:`sort` everything is real and local (complex tensors are pairs of real numbers, sharded ones
-    this rank's part) and of one dtype and device, and every parameter has the buffers that its rule names.
+    ``view`` is where gradients, parameters and buffers lie, if our kernel can walk through them all.
     """
 
-    group: dict[str, Any]
-    rule: Any  # a Rule
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    buffers: list[list[Any]] = field(default_factory=list)  # a list for each name; None where one is missing
-    steps: list[Any] = field(default_factory=list)  # the step of each parameter, if the rule counts them
-    wholes: list[Tensor] = field(default_factory=list)  # the parameters that `params` are the local parts of
-    view: View | None = None  # where gradients, parameters and buffers lie, if our kernel can walk them all
-    steps_view: View | None = None  # where the steps lie, if it can
-    alike: bool = False  # whether each gradient and buffer has dtype, device and strides of its parameter
+    rule: Rule = field(kw_only=True)
+    buffers: list[list[Any]] = field(kw_only=True)  # a list for each name; None where one is missing
+    steps: list[Any] = field(kw_only=True)  # the step of each parameter, if the rule counts them
+    steps_view: View | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether every number of a step can be read without waiting for a device."""
+        if torch.compiler.is_compiling() or self.group["differentiable"] or isinstance(self.rule.lr, Tensor):
+            return False
+        return self.view is not None or all(map(_is_cpu, self.grads))
+
+
+@dataclass(slots=True)
+class Part:
+    """What one call updates: real and local tensors of one dtype and device, each with all its buffers.
+
+    Complex tensors are pairs of real numbers here, sharded ones this rank's part.
+    """
+
+    rule: Rule
+    params: list[Tensor]
+    grads: list[Tensor]
+    buffers: list[list[Tensor]]
+    steps: list[Tensor]
+    wholes: list[Tensor]  # the parameters that `params` are the local parts of
+    alike: bool  # whether each gradient and buffer has dtype, device and strides of its parameter
+    view: View | None = None
+    steps_view: View | None = None
+    path: Path = "loop"
 
 
 def collect(
-    groups: list[dict[str, Any]],
-    state: Mapping[Tensor, Any],
-    rule_of: Callable[[dict[str, Any]], Rule],
+    groups: list[Group],
+    state: State,
+    rule_of: Callable[[Group], Rule],
     *,
-    per_tensor: bool,
-    by_kernel: bool = True,
+    norm_scope: str,
+    by_kernel: bool,
 ) -> list[Bundle]:
-    """The parameters that have a gradient, by clipping decision: a group each, or a tensor each.
+    """The parameters that have a gradient, by clipping decision.
 
-    ``by_kernel`` says that our kernel may update them if it can walk them.
+    ``by_kernel`` says that our kernel may update them if it can walk through them.
     """
     bundles: list[Bundle] = []
     for group in groups:
-        params = list(group["params"])
-        grads = [p.grad for p in params]
         rule = rule_of(group)
-        # The common case in one look: a view says that there is a gradient for every parameter.
-        whole = None if per_tensor or not params else _bundle(group, rule, params, grads, state, by_kernel)
-        if whole is not None and (whole.view is not None or type(None) not in set(map(type, grads))):
-            made = [whole]
-        else:
-            pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
-            pieces = [[pair] for pair in pairs] if per_tensor else [pairs] if pairs else []
-            made = [
-                _bundle(group, rule, [p for p, _ in piece], [g for _, g in piece], state, by_kernel)
-                for piece in pieces
-            ]
-        for bundle in made:
-            if bundle.view is None and not torch.compiler.is_compiling():
-                check_memory("a parameter", bundle.params)
-                check_memory("a gradient", bundle.grads)
-                check_memory("a buffer", list(chain(*bundle.buffers)))
-            if bundle.view is None and rule.sparse_error:
-                if any(g.layout != torch.strided for g in bundle.grads):
-                    raise RuntimeError(rule.sparse_error)
-        bundles += made
+        if isinstance(rule.lr, Tensor) and not group["differentiable"]:
+            rule = rule.with_lr(rule.lr.item() if is_readable(rule.lr) else rule.lr.view(()))
+        for decision in decisions_of(group, norm_scope):
+            bundles.append(_bundle(decision, rule, state, by_kernel))
     return bundles
 
 
-def _bundle(
-    group: dict[str, Any],
-    rule: Rule,
-    params: list[Tensor],
-    grads: list[Any],
-    state: Mapping[Tensor, Any],
-    by_kernel: bool,
-) -> Bundle:
-    """Parameters and gradients with their buffers, and where all lie if our kernel can walk them."""
+def _bundle(decision: Decision, rule: Rule, state: State, by_kernel: bool) -> Bundle:
+    """A decision with rule and buffers, and where all lie if our kernel can walk through them."""
+    params, grads = decision.params, decision.grads
     buffers, steps = _existing(params, state, rule)
-    view = _view(grads, params, *buffers) if by_kernel else None
-    steps_view = _view(steps, may_be_negated=False) if steps and view is not None else None
-    alike = view is not None and (steps_view is not None or not steps)
-    return Bundle(group, rule, params, grads, buffers, steps, params, view, steps_view, alike)
+    bundle = Bundle(decision.group, params, grads, rule=rule, buffers=buffers, steps=steps)
+    if by_kernel:
+        bundle.view, bundle.steps_view = _views(steps, grads, params, *buffers)
+    if bundle.view is None and not torch.compiler.is_compiling():
+        check_memory("a parameter", params)
+        check_memory("a gradient", grads)
+        check_memory("a buffer", list(chain(*buffers)))
+    if bundle.view is None and rule.sparse_error and {torch.strided} != set(map(_layout, grads)):
+        raise RuntimeError(rule.sparse_error)
+    return bundle
 
 
-def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
+def parts_of(bundle: Bundle, state: State) -> list[Part]:
     """The bundle in parts that one call can update, each parameter with the buffers that its rule names."""
-    if bundle.alike or _kernel_accepts_all(bundle):
-        bundle.alike = True
-        return [bundle]
-    parts: dict[tuple, Bundle] = {}
+    if bundle.view is None and not _kernel_accepts_all(bundle):
+        return _sorted(bundle, state)
+    part = Part(
+        bundle.rule, bundle.params, bundle.grads, bundle.buffers, bundle.steps, bundle.params, True,
+        bundle.view, bundle.steps_view,
+    )  # fmt: skip
+    part.path = choose_path(part, bundle.group)
+    return [part]
+
+
+def _sorted(bundle: Bundle, state: State) -> list[Part]:
+    """The parts of a bundle whose tensors differ, or whose buffers are missing."""
+    parts: dict[tuple[Any, ...], Part] = {}
+    started = _start_buffers(bundle, state)
     names = bundle.rule.buffer_names
-    new = [(name, p) for name in names for p in bundle.params if state[p].get(name) is None]
-    for name, p in new:
-        state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    started = {id(p) for _, p in new}
-    for whole, g in zip(bundle.params, bundle.grads, strict=True):
+    for whole, grad in zip(bundle.params, bundle.grads, strict=True):
         rule = bundle.rule.first() if id(whole) in started else bundle.rule
-        of_tensor = state[whole] if names else {}
-        for name in names:
-            if of_tensor[name].shape != whole.shape:
-                raise ValueError(
-                    f"`{name}`, {tuple(of_tensor[name].shape)}, does not have the shape of its parameter, "
-                    f"{tuple(whole.shape)}. Load the state of the same model."
-                )
-        p, g, *buffers = _local_and_real(whole, g, *(of_tensor[name] for name in names))
-        if rule.counts_steps:
-            of_tensor["step"] = _step_of(of_tensor.get("step"), p)
+        buffers = [_checked_buffer(name, state[whole][name], whole) for name in names]
+        p, g, *buffers = _local_and_real(whole, grad, *buffers)
         alike = _kernel_accepts(p, g, *buffers)
         key = (p.dtype, p.device, g.layout, alike, rule is not bundle.rule)
         if key not in parts:
-            parts[key] = Bundle(bundle.group, rule, buffers=[[] for _ in names], alike=alike)
+            parts[key] = Part(rule, [], [], [[] for _ in names], [], [], alike)
         part = parts[key]
         part.params.append(p)
         part.grads.append(g)
@@ -191,130 +201,104 @@ def sort(bundle: Bundle, state: MutableMapping[Tensor, Any]) -> list[Bundle]:
         for listed, buffer in zip(part.buffers, buffers, strict=True):
             listed.append(buffer)
         if rule.counts_steps:
-            part.steps.append(of_tensor["step"])
+            state[whole]["step"] = _step_of(state[whole].get("step"), p)
+            part.steps.append(state[whole]["step"])
     for part in parts.values():
-        part.view = _view(part.grads, part.params, *part.buffers) if part.alike else None
-        part.steps_view = _view(part.steps, may_be_negated=False) if part.view and part.steps else None
+        if part.alike:
+            part.view, part.steps_view = _views(part.steps, part.grads, part.params, *part.buffers)
+        part.path = choose_path(part, bundle.group)
     return list(parts.values())
 
 
-def average_(bundle: Bundle, scale: Any = 1.0, *, skip: Tensor | bool = False) -> Bundle:
-    """Take ``scale`` times the gradients into the momentum buffers; the result updates along the average.
-
-    Where ``skip`` is 1, the buffers stay as they are.
-    """
-    rule = bundle.rule
-    if not bundle.buffers:
-        return bundle
-    device = bundle.params[0].device
-    scale, skip = _moved(scale, device), _moved(skip, device)
-    if not isinstance(skip, Tensor) and skip:
-        return bundle
-    if isinstance(scale, Tensor) or scale != 1:
-        bundle = replace(bundle, grads=[g * scale for g in bundle.grads])
-    (directions,) = bundle.buffers
-    before = [b.clone() for b in directions] if isinstance(skip, Tensor) else []
-    for g, buffer in zip(bundle.grads, directions, strict=True):
-        buffer.mul_(rule.momentum).add_(g, alpha=1 - rule.dampening)
-    if isinstance(skip, Tensor):
-        _restore_(directions, before, skip)
-    if rule.nesterov:
-        directions = [torch.add(rule.momentum * b, g) for g, b in zip(bundle.grads, directions, strict=True)]
-    view = _view(directions, bundle.params) if bundle.alike else None
-    rule = rule._replace(momentum=0.0, dampening=0.0, nesterov=False)
-    return replace(bundle, rule=rule, grads=directions, buffers=[], view=view)
+def _start_buffers(bundle: Bundle, state: State) -> set[int]:
+    """Create the buffers that are missing; the ids of the parameters that had not all of them."""
+    started: set[int] = set()
+    for name in bundle.rule.buffer_names:
+        for p in bundle.params:
+            if state[p].get(name) is None:
+                state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                started.add(id(p))
+    return started
 
 
-def update(bundle: Bundle, scale: Any, *, skip: Tensor | bool = False) -> None:
-    """Update a sorted ``bundle`` with the gradient times ``scale``.
-
-    ``scale`` is a float, or on an accelerator a device scalar; reading it would synchronize. ``skip`` may
-    then be one too: where it is 1, nothing changes.
-    """
-    device = bundle.params[0].device
-    scale, skip = _moved(scale, device), _moved(skip, device)
-    if not isinstance(skip, Tensor) and skip:
-        return
-    if isinstance(bundle.rule.lr, Tensor) and not bundle.group["differentiable"]:
-        lr = bundle.rule.lr.view(())
-        bundle = replace(
-            bundle, rule=bundle.rule._replace(lr=lr.item() if is_readable(lr) else _moved(lr, device))
+def _checked_buffer(name: str, buffer: Tensor, p: Tensor) -> Tensor:
+    if buffer.shape != p.shape:
+        raise ValueError(
+            f"`{name}`, {tuple(buffer.shape)}, does not have the shape of its parameter, "
+            f"{tuple(p.shape)}. Load the state of the same model."
         )
-    path = choose_path(bundle, scale)
-    # Only torch's kernel can leave the decision on the device by itself.
-    undoes = isinstance(skip, Tensor) and path != "fused"
-    changed = [*bundle.params, *chain(*bundle.buffers)] if undoes else []
-    before = [t.clone() for t in changed]
-    if path == "kernel":
-        bundle.rule.by_kernel(bundle, float(scale))
-        # torch must know that the values changed, or it would not notice a stale graph.
-        torch.autograd.graph.increment_version(bundle.params)
-    elif path == "fused":
-        bundle.rule.by_fused(bundle, scale, skip if isinstance(skip, Tensor) else None)
-    else:
-        (bundle.rule.by_foreach if path == "foreach" else bundle.rule.by_loop)(bundle, scale)
-        if bundle.steps:  # as a list: torch.compile loses what is added to a float64 scalar by itself
-            taken = [1 - skip] * len(bundle.steps) if isinstance(skip, Tensor) else 1
-            torch._foreach_add_(bundle.steps, taken)
-    if undoes:
-        _restore_(changed, before, skip)
+    return buffer
 
 
-def choose_path(bundle: Bundle, scale: Any) -> str:
-    """The fastest path that is right: our "kernel", torch's "fused" one, "foreach" functions, or a "loop"."""
-    group, rule, first = bundle.group, bundle.rule, bundle.params[0]
+def along(part: Part, rule: Rule, directions: list[Tensor], group: Group) -> Part:
+    """The part with other directions instead of its gradients, and without buffers."""
+    view = _views([], directions, part.params)[0] if part.alike else None
+    turned = replace(part, rule=rule, grads=directions, buffers=[], view=view)
+    turned.path = choose_path(turned, group)
+    return turned
+
+
+def joined(parts: list[Part]) -> Decision:
+    """Rejoin the parts; local shards become DTensors again, so that the norm spans all ranks."""
+    pairs = [(g, p) for part in parts for g, p in zip(part.grads, part.wholes, strict=True)]
+    return Decision({}, [p for _, p in pairs], [as_sharded(g, p) for g, p in pairs])
+
+
+def choose_path(part: Part, group: Group) -> Path:
+    """The fastest path that is right."""
     by_loop = group["differentiable"] or (group["foreach"] is False and not group["fused"])
-    if by_loop or bundle.grads[0].layout != torch.strided:
+    if by_loop or part.grads[0].layout != torch.strided:
         return "loop"
-    if torch.compiler.is_compiling():  # which fuses them itself, and sees to marks on tensors
+    if torch.compiler.is_compiling():  # which fuses them itself, and resolves negative bits
         return "foreach"
-    # torch does not write to lists of tensors that are marked as to be negated.
-    if bundle.view is None and True in map(Tensor.is_neg, chain(bundle.params, *bundle.buffers)):
+    # torch does not write to lists of tensors with the negative bit.
+    if part.view is None and True in map(Tensor.is_neg, chain(part.params, *part.buffers)):
         return "loop"
-    if group["foreach"] or group["fused"] is False or not bundle.alike:
+    if group["foreach"] or group["fused"] is False or not part.alike:
         return "foreach"
-    # p - h*g on large tensors, which torch's plain `add` streams faster than a kernel does.
-    streams = (
-        first.is_cpu
-        and not (bundle.buffers or rule.weight_decay)
-        and sum(map(Tensor.numel, bundle.params)) > _LARGE * len(bundle.params)
-    )
-    walks = bundle.view is not None and (bundle.steps_view is not None or not bundle.steps)
-    if walks and not group["fused"]:
-        return "foreach" if streams and torch.get_num_threads() == 1 else "kernel"
-    if streams and not isinstance(scale, Tensor):
-        return "foreach"
-    supported = first.device.type in _get_fused_kernels_supported_devices()
-    return "fused" if supported and rule.has_fused(scale) else "foreach"
+    walks = part.view is not None and not group["fused"]
+    if _is_plain_and_large(part):
+        # torch's plain `add` streams p - h*g faster than a kernel does, unless ours has two threads.
+        return "kernel" if walks and torch.get_num_threads() > 1 else "foreach"
+    if walks:
+        return "kernel"
+    supported = part.params[0].device.type in _get_fused_kernels_supported_devices()
+    return "fused" if supported and part.rule.has_fused else "foreach"
 
 
-def product(a: Any, b: Any) -> Any:
-    """Of two numbers, each a float or a device scalar; on the device of the first if they are on two."""
-    return a * (b.to(a.device) if isinstance(a, Tensor) and isinstance(b, Tensor) else b)
+def _is_plain_and_large(part: Part) -> bool:
+    """Whether the update is p - h*g on large tensors in the host's memory."""
+    if part.buffers or part.rule.weight_decay or not part.params[0].is_cpu:
+        return False
+    return sum(map(Tensor.numel, part.params)) > _LARGE * len(part.params)
 
 
-def _moved(number: Any, device: torch.device) -> Any:
-    """A float, or a device scalar where the parameters are; those on CPU have to wait for it.
-
-    What is on CPU is read: to move it to a device would wait.
-    """
-    if not isinstance(number, Tensor) or number.device == device:
-        return number
-    return number.item() if device.type == "cpu" or number.is_cpu else number.to(device)
-
-
-def _restore_(tensors: Iterable[Tensor], before: Iterable[Tensor], skip: Any) -> None:
-    """Put back what stood in ``tensors`` if the device scalar ``skip`` is 1; nothing is read."""
-    for t, old in zip(tensors, before, strict=True):
-        t.copy_(torch.where(skip > 0, old, t))
+def update(part: Part, scale: float) -> None:
+    """Update a part with the gradient times ``scale``, by its path."""
+    if part.path == "kernel":
+        part.rule.by_kernel(part, scale)
+        # torch must know that the values changed, or it would not notice a stale graph.
+        torch.autograd.graph.increment_version(part.params)
+    elif part.path == "fused":
+        part.rule.by_fused(part, scale)
+    elif part.path == "foreach":
+        part.rule.by_foreach(part, scale)
+    else:
+        part.rule.by_loop(part, scale)
 
 
-def _view(tensors: list[Tensor], *others: list[Any], may_be_negated: bool = True) -> View | None:
-    """Where the tensors lie, if our kernel can walk them; none of its calls can be part of a graph."""
-    if torch.compiler.is_compiling():
-        return None
+def _views(steps: list[Any], *lists: list[Any]) -> tuple[View | None, View | None]:
+    """Where the tensors and their steps lie, if our kernel can walk through all of them."""
     kernel = native()
-    return None if kernel is None else kernel.view(tensors, *others, may_be_negated=may_be_negated)
+    if kernel is None or torch.compiler.is_compiling():  # none of its calls can be part of a graph
+        return None, None
+    view = kernel.view(*lists)
+    if view is None or not steps:
+        return view, None
+    steps_view = kernel.view(steps, may_be_negated=False)
+    if steps_view is None or set(steps_view.sizes) != {1}:  # it reads one number of each
+        return None, None
+    return view, steps_view
 
 
 def _existing(
@@ -327,40 +311,50 @@ def _existing(
         found = list(state.values())  # and no hash to compute
     else:
         found = [state.get(p, {}) for p in params]
-    names = (*rule.buffer_names, "step") if rule.counts_steps else rule.buffer_names
+    buffers = [_column(found, name) for name in rule.buffer_names]
+    steps = _column(found, "step") if rule.counts_steps else []
+    return buffers, steps
+
+
+def _column(states: list[Mapping[str, Any]], name: str) -> list[Any]:
     try:
-        columns = [list(map(itemgetter(name), found)) for name in names]
+        return list(map(itemgetter(name), states))
     except KeyError:
-        columns = [[of_tensor.get(name) for of_tensor in found] for name in names]
-    return (columns[:-1], columns[-1]) if rule.counts_steps else (columns, [])
+        return [of_tensor.get(name) for of_tensor in states]
 
 
 def _is_step_for(device: torch.device, step: Any) -> bool:
     """Whether the number of steps is kept so that torch's kernel can read it where the parameter is."""
-    return type(step) is Tensor and step.device == device and (step.is_cpu or step.dtype is torch.float32)
+    if type(step) is not Tensor or step.device != device or step.numel() != 1:
+        return False
+    return step.is_cpu or step.dtype is torch.float32
 
 
 def _step_of(step: Any, p: Tensor) -> Tensor:
     """The number of steps as torch keeps it, where the parameter is; nothing is read."""
     if _is_step_for(p.device, step):
         return step
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"`step` must be one number, got shape {tuple(step.shape)}. Load a whole state.")
     double = p.is_cpu and torch.get_default_dtype() == torch.float64
     dtype = torch.float64 if double else torch.float32
     if step is None:
         return torch.zeros((), dtype=dtype, device=p.device)
-    return torch.as_tensor(step, dtype=dtype).to(p.device, non_blocking=True)
+    if not isinstance(step, Tensor):
+        step = torch.tensor(step, dtype=dtype, device="cpu")
+    return step.to(p.device, dtype, non_blocking=True)
 
 
-def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:
+def _local_and_real(p: Tensor, g: Tensor, *buffers: Tensor) -> list[Tensor]:
     """The parts of sharded tensors that lie here, complex numbers as pairs, a single number as a vector."""
-    if is_sharded(p) and g.placements != p.placements:
-        g = g.redistribute(p.device_mesh, p.placements)
     tensors = [p, g, *buffers]
     if is_sharded(p):
-        tensors = [t.to_local() for t in tensors]
+        sharded: list[Any] = [p, placed_like(g, p), *buffers]
+        tensors = [t.to_local() for t in sharded]
     if p.is_complex():
         # A gradient may be a conjugate that is still to be computed; of a parameter torch says what to do.
-        tensors = [torch.view_as_real(t.resolve_conj() if t is g else t) for t in tensors]
+        tensors[1] = tensors[1].resolve_conj()
+        tensors = [torch.view_as_real(t) for t in tensors]
     if tensors[0].dim() == 0 and g.layout == torch.strided:
         # torch gives a product of two tensors without dimensions the wider dtype, here that of the scale.
         tensors = [t.view(1) for t in tensors]
@@ -370,37 +364,35 @@ def _local_and_real(p: Tensor, g: Any, *buffers: Any) -> list[Tensor]:
 def _kernel_accepts_all(bundle: Bundle) -> bool:
     """:func:`_kernel_accepts` for many tensors in the common case: a quick yes, or ask one by one."""
     lists = [bundle.params, bundle.grads, *bundle.buffers]
-    if torch.compiler.is_compiling() or not all(
-        set(map(type, tensors)) <= {Tensor, Parameter} for tensors in lists
-    ):
+    every = list(chain(*lists))
+    if torch.compiler.is_compiling() or not set(map(type, every)) <= set(PLAIN):
         return False  # a buffer that is missing, or something that torch must take apart first
-    every = [t for tensors in lists for t in tensors]
-    dtypes, devices = set(map(_dtype, every)), set(map(_device, every))
-    if len(dtypes) > 1 or len(devices) > 1 or set(map(_layout, every)) != {torch.strided}:
+    kinds = set(zip(map(_dtype, every), map(_device, every), map(_layout, every), strict=True))
+    if len(kinds) > 1:
         return False
-    dtype, device, shapes = dtypes.pop(), devices.pop(), list(map(_shape, bundle.params))
-    if not all(_is_step_for(device, step) for step in bundle.steps):
+    ((dtype, device, layout),) = kinds
+    has_kernel = dtype in DTYPES if device.type == "cpu" else dtype.is_floating_point
+    if layout != torch.strided or not has_kernel:
         return False
+    shapes = list(map(_shape, bundle.params))
     return (
         all(list(map(_shape, tensors)) == shapes for tensors in lists)
-        and (dtype in DTYPES if device.type == "cpu" else dtype.is_floating_point)
         and all(map(Tensor.is_contiguous, every))
         and all(map(Tensor.dim, bundle.params))
         and not any(map(Tensor.is_neg, chain(bundle.params, bundle.grads)))
         and not any(map(Tensor._is_zerotensor, bundle.grads))
+        and all(_is_step_for(device, step) for step in bundle.steps)
     )
 
 
 def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     """A kernel walks memory: unequal strides give wrong values; on CPU there is none for half precision.
 
-    Nor must a mark say that the numbers in memory are to be negated, or that they are zeros without memory.
+    Nor must a negative bit say that numbers in memory have the other sign, or that they are zeros without
+    memory.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and (p.dtype in DTYPES or not p.is_cpu)
-        and not (p.is_neg() or g.is_neg() or g._is_zerotensor())
-        and is_non_overlapping_and_dense(p)
-        and same_layout(g, p)
-        and all(same_layout(buffer, p) for buffer in buffers)
-    )
+    if torch.compiler.is_compiling() or (p.is_cpu and p.dtype not in DTYPES):
+        return False
+    if p.is_neg() or g.is_neg() or g._is_zerotensor():
+        return False
+    return is_non_overlapping_and_dense(p) and all(same_layout(t, p) for t in (g, *buffers))

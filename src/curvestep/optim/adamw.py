@@ -1,5 +1,5 @@
 """AdamW with norm clipping."""
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._kernel import native, real_cpu_tensors
-from curvestep.optim._update import Bundle
+from curvestep.optim._update import Number, Part
+from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 from curvestep.steps import clipped_step
 from curvestep.vectors import is_readable
@@ -94,18 +95,18 @@ class ClippedAdamW(ScaledOptimizer):
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, _DEFAULTS, options)
 
-    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Any, group: Group) -> Any:
         r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
 
-    def rule(self, group: dict[str, Any]) -> AdamWRule:
+    def rule(self, group: Group) -> AdamWRule:
         """Moments, weight decay and ascent of a group."""
         return AdamWRule(
             lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
             amsgrad=group["amsgrad"], maximize=group["maximize"],
         )  # fmt: skip
 
-    def check_group(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
         if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
             raise TypeError(f"`betas` must be two numbers, got {group['betas']!r}.")
@@ -120,7 +121,7 @@ class ClippedAdamW(ScaledOptimizer):
 class AdamWRule(NamedTuple):
     """The constants of an update by AdamW, all but the factor on the gradient."""
 
-    lr: Any  # float or one-element tensor
+    lr: Number
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -137,52 +138,67 @@ class AdamWRule(NamedTuple):
         """The names that torch.optim.AdamW uses, so that state dicts can be exchanged."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
+    @property
+    def has_fused(self) -> bool:
+        """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
+        return fused_adamw() is not None
+
+    def with_lr(self, lr: Number) -> AdamWRule:
+        """The same rule with another learning rate."""
+        return self._replace(lr=lr)
+
     def first(self) -> AdamWRule:
         """The same: the corrections take care of moments that are new."""
         return self
 
-    def has_fused(self, scale: Any) -> bool:
-        """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
-        return fused_adamw() is not None
+    def averaged_(self, part: Part, scale: Number) -> tuple[AdamWRule, list[Tensor]]:
+        """The same: its moments average gradients that are clipped."""
+        return self, part.grads
 
-    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+    def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 28 bytes a parameter, 36 with amsgrad."""
         kernel = native()
         assert kernel is not None  # there are views only where there is a kernel
-        assert bundle.view is not None
-        assert bundle.steps_view is not None
+        assert part.view is not None
+        assert part.steps_view is not None
         kernel.adamw(
-            bundle.view, bundle.steps_view, scale=-scale if self.maximize else scale, lr=self.lr,
+            part.view, part.steps_view, scale=self._signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
         )  # fmt: skip
 
-    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+    def by_fused(self, part: Part, scale: float) -> None:
         """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`."""
+        self._by_fused(part, _scaled(part.grads, scale), self.lr, None)
+
+    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
+        """The same where numbers are tensors; steps that are left out do not count."""
+        lr = self.lr.to(torch.float32) if isinstance(self.lr, Tensor) else self.lr
+        self._by_fused(part, _scaled(part.grads, scale), lr, skip)
+        if skip is not None:
+            torch._foreach_sub_(part.steps, [skip] * len(part.steps))
+
+    def _by_fused(self, part: Part, grads: list[Tensor], lr: Number, skip: Tensor | None) -> None:
         kernel = fused_adamw()
         assert kernel is not None  # this path is chosen only where there is one
-        grads = _scaled(bundle.grads, scale)
-        exp_avgs, exp_avg_sqs, *largest = bundle.buffers
-        torch._foreach_add_(bundle.steps, 1)
+        exp_avgs, exp_avg_sqs, *largest = part.buffers
+        torch._foreach_add_(part.steps, 1)
         kernel(
-            bundle.params, grads, exp_avgs, exp_avg_sqs, *(largest or [[]]), bundle.steps,
-            lr=self.lr.to(torch.float32) if isinstance(self.lr, Tensor) else self.lr,
+            part.params, grads, exp_avgs, exp_avg_sqs, *(largest or [[]]), part.steps, lr=lr,
             beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay, eps=self.eps,
             amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None, found_inf=skip,
         )  # fmt: skip
-        if skip is not None:
-            torch._foreach_sub_(bundle.steps, [skip] * len(bundle.steps))
 
-    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+    def by_foreach(self, part: Part, scale: Number) -> None:
         """A handful of calls over all parameters at once."""
-        params, (beta1, beta2) = bundle.params, self.betas
-        exp_avgs, exp_avg_sqs, *largest = bundle.buffers
-        grads = _scaled(bundle.grads, -scale if self.maximize else scale)
+        params, (beta1, beta2) = part.params, self.betas
+        exp_avgs, exp_avg_sqs, *largest = part.buffers
+        grads = _scaled(part.grads, self._signed(scale))
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
         for maxima in largest:
             torch._foreach_maximum_(maxima, exp_avg_sqs)
-        sizes, roots = zip(*(self._corrected(step, params[0]) for step in bundle.steps), strict=True)
+        sizes, roots = zip(*(self._corrected(step, params[0]) for step in part.steps), strict=True)
         denominators = torch._foreach_sqrt(largest[0] if largest else exp_avg_sqs)
         torch._foreach_div_(denominators, list(roots))
         torch._foreach_add_(denominators, self.eps)
@@ -193,42 +209,57 @@ class AdamWRule(NamedTuple):
             torch._foreach_addcdiv_(params, exp_avgs, denominators)
         else:
             torch._foreach_addcdiv_(params, exp_avgs, denominators, [-size for size in sizes])
+        # As a list: torch.compile loses what is added to a float64 scalar by itself.
+        torch._foreach_add_(part.steps, 1)
 
-    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+    def by_loop(self, part: Part, scale: Number) -> None:
         """The formula for each parameter; what a gradient through the step needs is not overwritten."""
+        keep = _copied if torch.is_grad_enabled() else _itself
         beta1, beta2 = self.betas
-        keeps = torch.is_grad_enabled()
-        for p, g, step, *buffers in zip(
-            bundle.params, bundle.grads, bundle.steps, *bundle.buffers, strict=True
-        ):
-            d = g * (-scale if self.maximize else scale)
+        for p, g, step, *buffers in zip(part.params, part.grads, part.steps, *part.buffers, strict=True):
+            d = g * self._signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
             exp_avg_sq.mul_(beta2).addcmul_(d, d, value=1 - beta2)
-            second = exp_avg_sq.clone() if keeps else exp_avg_sq
+            second = keep(exp_avg_sq)
             for maximum in largest:
-                second = torch.maximum(maximum.clone() if keeps else maximum, second)
+                second = torch.maximum(keep(maximum), second)
                 maximum.copy_(second)
             size, root = self._corrected(step, p)
-            direction = (exp_avg.clone() if keeps else exp_avg) / (second.sqrt() / root + self.eps)
+            direction = keep(exp_avg) / (second.sqrt() / root + self.eps)
             if self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay)
             p.sub_(direction * size)
+        torch._foreach_add_(part.steps, 1)
 
-    def _corrected(self, step: Tensor, p: Tensor) -> tuple[Any, Any]:
-        """lr/(1 - b1^k) and the root of 1 - b2^k; device scalars where ``step``, k - 1, is not read."""
+    def _signed(self, scale: Any) -> Any:
+        return -scale if self.maximize else scale
+
+    def _corrected(self, step: Tensor, p: Tensor) -> tuple[Number, Number]:
+        """lr/(1 - b1^k) and the root of 1 - b2^k; tensors where ``step``, k - 1, is not read."""
+        beta1, beta2 = self.betas
         if is_readable(step):
-            count: Any = step.item() + 1
-            return self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
-        count = (step if step.device.type == "mps" else step.double()) + 1
-        size, root = self.lr / (1 - self.betas[0] ** count), (1 - self.betas[1] ** count) ** 0.5
+            count = step.item() + 1
+            return self.lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
+        counts = (step if step.device.type == "mps" else step.double()) + 1
         dtype = torch.promote_types(p.dtype, torch.float32)
+        size, root = self.lr / (1 - beta1**counts), (1 - beta2**counts) ** 0.5
         return size.to(dtype), root.to(dtype)
 
 
-def _scaled(grads: list[Tensor], scale: Any) -> Any:
+def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
     """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
-    return grads if not isinstance(scale, Tensor) and scale == 1 else torch._foreach_mul(grads, scale)
+    if not isinstance(scale, Tensor) and scale == 1:
+        return grads
+    return list(torch._foreach_mul(grads, scale))
+
+
+def _copied(t: Tensor) -> Tensor:
+    return t.clone()
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 @cache

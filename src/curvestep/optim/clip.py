@@ -1,34 +1,25 @@
 """Norm clipping inside the steps of any optimizer, by a hook."""
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice
 from curvestep.distributed import local
-from curvestep.optim.counters import (
-    COUNTERS,
-    ClipStats,
-    check_skip_above,
-    clip_stats_of,
-    count_step,
-    is_above,
-    joint_norm,
-    new_counters,
-    read_counters,
-)
-from curvestep.optim.double_clipping import DoubleClipping
-from curvestep.optim.scaled import has_zero_lr, nonfinite_gradient
+from curvestep.optim._update import Number
+from curvestep.optim.counters import ClipStats
+from curvestep.optim.device import device_norms, joint_norm_on_device, read_norms
+from curvestep.optim.policy import Decision, Group, Policy, decisions_of, may_be_pretended
+from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer
 from curvestep.steps import clipped_step
-from curvestep.vectors import global_norm
 
 
 def clip(
@@ -101,15 +92,13 @@ class Clipping:
         clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
         self.optimizer: Any = inner
         self._max_norm = max_norm
-        self._scope = check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))
-        self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "skip", "propagate"))
-        self._skip_above = check_skip_above(skip_above)
-        self._counters = new_counters()
+        self._policy = Policy(norm_scope, nonfinite, skip_above)
+        self._record = StepRecord(type(inner).__name__)
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._double_clipping = DoubleClipping(inner)
         for group in inner.param_groups:
             group.setdefault("max_norm", max_norm)
         self.optimizer.clip_stats = self.clip_stats
+        self.optimizer.stop_double_clip_check = self._record.stop_double_clip_check
         self._hooks = [
             inner.register_step_pre_hook(self._before),
             inner.register_step_post_hook(self._after),
@@ -119,7 +108,7 @@ class Clipping:
 
     def clip_stats(self) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return clip_stats_of(self._counters, self._double_clipping)
+        return self._record.clip_stats()
 
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
@@ -127,7 +116,7 @@ class Clipping:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            del self.optimizer.clip_stats
+            del self.optimizer.clip_stats, self.optimizer.stop_double_clip_check
             for group in self.optimizer.param_groups:
                 group.pop("max_norm", None)
         self._hooks = []
@@ -138,6 +127,12 @@ class Clipping:
         if not callable(closure):
             self._clip()
             return None
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": self._clipped(closure)}
+        return (optimizer, self._clipped(closure), *args[2:]), kwargs
+
+    def _clipped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with gradients clipped after it."""
 
         def clipped_closure() -> Any:
             self._after()  # the closure accumulates into `.grad`, or clears it
@@ -145,9 +140,7 @@ class Clipping:
             self._clip()
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": clipped_closure}
-        return (optimizer, clipped_closure, *args[2:]), kwargs
+        return clipped_closure
 
     def _after(self, *_: Any) -> None:
         for p, grad in self._hidden:
@@ -156,73 +149,93 @@ class Clipping:
 
     @torch.no_grad()
     def _clip(self) -> None:
-        groups = self.optimizer.param_groups
-        decisions = [(group, [p.grad for p in group["params"] if p.grad is not None]) for group in groups]
-        if self._scope == "tensor":
-            decisions = [(group, [grad]) for group, grads in decisions for grad in grads]
-        decisions = [(group, grads) for group, grads in decisions if grads]
+        groups: list[Group] = self.optimizer.param_groups
+        decisions = list(chain(*(decisions_of(group, self._policy.norm_scope) for group in groups)))
         if not decisions:
             return
-        norms = self._norms([grads for _, grads in decisions])
-        if not self.optimizer.state and all(map(has_zero_lr, groups)) and not any(norms):
-            return  # torch.distributed.checkpoint makes an optimizer create its state by such a step
-        norm = joint_norm(norms, self._scope)
-        overflow = getattr(self.optimizer, "found_inf", None)  # then the optimizer leaves the step out itself
-        if overflow is None and self._leaves_out(norm):
-            self._hidden = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
-            for p, _ in self._hidden:
-                p.grad = None
-            count_step(self._counters, norm, [1.0], [False], skip=True)
-            return
-        self._double_clipping.look(norm, [grads for _, grads in decisions])
-        bounds = [group.get("max_norm", self._max_norm) for group, _ in decisions]
-        coefficients = [
-            clipped_step(n, lr=1.0, max_norm=bound) for n, bound in zip(norms, bounds, strict=True)
-        ]
-        for (_, grads), coefficient in zip(decisions, coefficients, strict=True):
-            _scale_(grads, coefficient)
-        fired = [n > bound for n, bound in zip(norms, bounds, strict=True)]
-        skip = False if overflow is None else (overflow > 0).to(torch.float32)
-        count_step(self._counters, norm, coefficients, fired, skip)
+        norms = self._norms(decisions)
+        # The optimizer leaves out by itself a step in which a GradScaler found an overflow.
+        overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
+        may_skip = overflow is None and (self._policy.nonfinite != "propagate" or self._policy.limits_norm)
+        if may_skip or all(norm.is_cpu for norm in norms):
+            overflowed = overflow is not None and overflow.item() > 0
+            self._clip_on_host(decisions, read_norms(norms), may_skip, overflowed)
+        else:
+            self._clip_on_device(decisions, norms, overflow)
 
-    def _norms(self, parts: list[list[Tensor]]) -> list[Any]:
-        """One norm for each decision, without a loss scale; floats on CPU, else device scalars."""
-        together = self._scope == "global"
-        norms = [
-            global_norm(grads) for grads in ([[g for part in parts for g in part]] if together else parts)
-        ]
+    def _norms(self, decisions: list[Decision]) -> list[Tensor]:
+        """One norm for each decision, without a loss scale."""
+        norms = device_norms(decisions, self._policy.norm_scope)
         # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:
-            norms = [norm / scale.to(norm.device) for norm in norms]
-        found = [norm.item() if norm.is_cpu else norm for norm in norms]
-        return found * len(parts) if together else found
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        return norms if scale is None else [norm / scale.to(norm.device) for norm in norms]
 
-    def _leaves_out(self, norm: Any) -> bool:
-        """Whether this step is to be left out; raises where that is wanted."""
-        if self._nonfinite != "propagate" and not math.isfinite(norm):
-            if self._nonfinite == "raise":
-                raise FloatingPointError(nonfinite_gradient(self.optimizer.param_groups))
-            return True
-        return self._skip_above is not None and bool(is_above(norm, self._skip_above, self._counters))
+    def _clip_on_host(
+        self, decisions: list[Decision], norms: list[float], may_skip: bool, overflowed: bool
+    ) -> None:
+        """Clip by norms that are floats, or hide the gradients from a step that is left out."""
+        counters, norm = self._record.on_host(), self._policy.joint_norm(norms)
+        if norm == 0 and may_be_pretended(self.optimizer):
+            return
+        if may_skip and self._policy.should_skip(norms, counters, self.optimizer.param_groups):
+            self._hide(decisions)
+            counters.count_skipped(norm)
+            return
+        bounds = [self._bound(decision) for decision in decisions]
+        coefficients = [clipped_step(n, lr=1.0, max_norm=b) for n, b in zip(norms, bounds, strict=True)]
+        for decision, coefficient in zip(decisions, coefficients, strict=True):
+            if coefficient != 1.0:
+                _scale_(decision.grads, coefficient)
+        if overflowed:
+            counters.count_skipped(norm)
+        else:
+            counters.count(norm, coefficients, [n > b for n, b in zip(norms, bounds, strict=True)])
+
+    def _clip_on_device(
+        self, decisions: list[Decision], norms: list[Tensor], overflow: Tensor | None
+    ) -> None:
+        """Clip by norms that are device scalars, of which none is read."""
+        norm = joint_norm_on_device(norms, self._policy.norm_scope)
+        bounds = [self._bound(decision) for decision in decisions]
+        coefficients = [clipped_step(n, lr=1.0, max_norm=b) for n, b in zip(norms, bounds, strict=True)]
+        for decision, coefficient in zip(decisions, coefficients, strict=True):
+            _scale_(decision.grads, coefficient)
+        fired = [n > b for n, b in zip(norms, bounds, strict=True)]
+        skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
+        counts = norm != 0 if may_be_pretended(self.optimizer) else torch.ones_like(norm)
+        self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
+
+    def _bound(self, decision: Decision) -> float:
+        return decision.group.get("max_norm", self._max_norm)
+
+    def _hide(self, decisions: list[Decision]) -> None:
+        """Take the gradients away while a step lasts: torch's optimizers then have nothing to do."""
+        for decision in decisions:
+            self._hidden += zip(decision.params, decision.grads, strict=True)
+        for p, _ in self._hidden:
+            p.grad = None
 
     def _save(self, optimizer: Any, state: dict[str, Any]) -> None:
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._double_clipping)
+        self._record.save(state["param_groups"])
 
     def _load(self, optimizer: Any) -> None:
-        self._counters = optimizer.param_groups[0].pop(COUNTERS, None) or new_counters()
+        self._record.load(optimizer.param_groups)
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
 
 
-def _scale_(grads: list[Tensor], coefficient: Any) -> None:
-    """Multiply the gradients, unless the coefficient is known to be one."""
-    if not isinstance(coefficient, Tensor) and coefficient == 1.0:
-        return
-    dense: dict[torch.device, list[Tensor]] = {}
+def _scale_(grads: list[Tensor], coefficient: Number) -> None:
+    """Multiply the gradients in place."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for grad in map(local, grads):
-        if grad.layout != torch.strided:  # its values share memory, a product would not
-            grad = grad._values() if grad.layout == torch.sparse_coo else grad.values()
-        dense.setdefault(grad.device, []).append(grad)
-    for device, some in dense.items():
-        torch._foreach_mul_(some, coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient)
+        by_device.setdefault(grad.device, []).append(_values_of(grad))
+    for device, some in by_device.items():
+        factor = coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient
+        torch._foreach_mul_(some, factor)
+
+
+def _values_of(grad: Tensor) -> Tensor:
+    """The numbers of a gradient; those of a sparse one share its memory, a product would not."""
+    if grad.layout == torch.sparse_coo:
+        return grad._values()
+    return grad if grad.layout == torch.strided else grad.values()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from importlib import import_module
-from typing import Any, TypedDict, overload
+from typing import Any, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,31 +14,20 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.torch_version import TorchVersion
 
-from curvestep._checks import check_choice
-from curvestep._kernel import View
-from curvestep.distributed import as_sharded
-from curvestep.optim._update import Bundle, Rule, average_, collect, product, sort, update
-from curvestep.optim.counters import (
-    COUNTERS,
-    ClipStats,
-    check_skip_above,
-    clip_stats_of,
-    count_step,
-    is_above,
-    joint_norm,
-    new_counters,
-    read_counters,
-    stacked,
-)
-from curvestep.optim.double_clipping import DoubleClipping
-from curvestep.vectors import cpu_norm, global_norm, is_readable
+from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
+from curvestep.optim.counters import ClipStats
+from curvestep.optim.device import step_on_device
+from curvestep.optim.policy import Group, Policy, may_be_pretended
+from curvestep.optim.record import StepRecord
+
+Norm = TypeVar("Norm", float, Tensor)
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
 # Tested with this version; torch.compile of 2.6 cannot take a step whole, so that it runs beside the graph.
-_TAKES_STEPS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+_COMPILES_STEP = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
-_hooks_for_all: Any = tuple(
+_global_hooks: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
@@ -93,9 +81,8 @@ class ScaledOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(known)}."
             )
         settings = known | dict(options)
-        check_choice("norm_scope", settings["norm_scope"], ("global", "group", "tensor"))
-        check_choice("nonfinite", settings["nonfinite"], ("raise", "skip", "propagate"))
-        check_skip_above(settings["skip_above"])
+        self._policy = _policy_of(settings)
+        self._record = StepRecord(type(self).__name__)
         for option in ("fused", "foreach", "capturable"):
             if settings[option] and settings["differentiable"]:
                 raise RuntimeError(f"`{option}` does not support `differentiable`")
@@ -115,11 +102,11 @@ class ScaledOptimizer(Optimizer, ABC):
         return bool(self.defaults["fused"])
 
     @abstractmethod
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: Group) -> Rule:
         """What a step does with the scaled gradients of a group."""
 
     @abstractmethod
-    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Norm, group: Group) -> Norm:
         """Factor on a gradient of this norm: step size over ``lr``, of the same kind as ``norm``.
 
         Asked once for each clipping decision of a step, and with norm 0 when a group is added: raise where
@@ -130,11 +117,11 @@ class ScaledOptimizer(Optimizer, ABC):
             group: The parameter group.
         """
 
-    def coefficient_at_zero(self, group: dict[str, Any]) -> float:
+    def coefficient_at_zero(self, group: Group) -> float:
         """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
         return 1.0
 
-    def check_group(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -146,7 +133,7 @@ class ScaledOptimizer(Optimizer, ABC):
             raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
         self.coefficient(0.0, group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with values of its own where it names them."""
         if isinstance(param_group, dict):
             for name in _SHARED:
@@ -156,7 +143,7 @@ class ScaledOptimizer(Optimizer, ABC):
                     )
             self.check_group(self.defaults | param_group)
         super().add_param_group(param_group)
-        self._look_for_marks()
+        self._disable_kernel_for_negated()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -185,12 +172,23 @@ class ScaledOptimizer(Optimizer, ABC):
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
         dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
         """
-        return clip_stats_of(self._counters, self._double_clipping)
+        return self._record.clip_stats()
+
+    def stop_double_clip_check(self) -> None:
+        """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
+        self._record.stop_double_clip_check()
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
-        state["param_groups"][0][COUNTERS] = read_counters(self._counters, self._double_clipping)
+        self._record.save(state["param_groups"])
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        first, *others = self.param_groups
+        state["param_groups"] = [dict(first), *others]
+        self._record.save(state["param_groups"])
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -199,19 +197,14 @@ class ScaledOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self._look_for_marks()
+        self._policy = _policy_of(self.defaults)
+        self._record = StepRecord(type(self).__name__)
+        self._record.load(self.param_groups)
+        self._disable_kernel_for_negated()
 
-    def _look_for_marks(self) -> None:
-        """Keep our kernel from parameters whose numbers lie in memory with the wrong sign."""
+    def _disable_kernel_for_negated(self) -> None:
+        """Keep our kernel from parameters with torch's negative bit: their sign in memory is the other."""
         self._by_kernel = not any(p.is_neg() for group in self.param_groups for p in group["params"])
-
-    def __repr__(self) -> str:
-        counters = self.param_groups[0].pop(COUNTERS, None)
-        try:
-            return super().__repr__()
-        finally:
-            if counters is not None:
-                self.param_groups[0][COUNTERS] = counters
 
     def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -219,114 +212,68 @@ class ScaledOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            per_tensor = self.defaults["norm_scope"] == "tensor"
             bundles = collect(
-                self.param_groups, self.state, self.rule, per_tensor=per_tensor, by_kernel=self._by_kernel
-            )
-            if bundles:
+                self.param_groups, self.state, self.rule,
+                norm_scope=self._policy.norm_scope, by_kernel=self._by_kernel,
+            )  # fmt: skip
+            if self.defaults["capturable"]:
+                _check_same_device(bundles)
+            if bundles and is_on_host(bundles):
                 self._step(bundles)
+            elif bundles:
+                step_on_device(self, bundles, self._policy, self._record.on_device)
         return loss
 
     def _is_traceable(self) -> bool:
         """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
         if not self.defaults["capturable"]:  # first: what is looked at must not change, or it compiles again
             return False
-        if not _TAKES_STEPS or _has_hooks(self):
+        if not _COMPILES_STEP or _has_hooks(self):
             return False
         return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
 
     def _step(self, bundles: list[Bundle]) -> None:
-        if self.defaults["capturable"]:
-            _check_one_place(bundles)
-        norms, groups = self._norms(bundles), [bundle.group for bundle in bundles]
-        # A GradScaler leaves the gradients scaled, and says by how much and whether one overflowed.
-        given = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        # Each is read where nothing has to be waited for.
-        scaled_by, overflow = (n.item() if n is not None and is_readable(n) else n for n in given)
-        unscale = 1.0 if scaled_by is None else 1 / scaled_by
-        norms = norms if scaled_by is None else [product(n, unscale) for n in norms]
-        norm = joint_norm(norms, self.defaults["norm_scope"])
-        # torch.distributed.checkpoint makes an optimizer create its state by a step that changes nothing.
-        counts = norm != 0 if not self.state and all(map(has_zero_lr, self.param_groups)) else True
-        skip = counts is not False and self._skip(norms, norm, overflow)
-        # The first gradient that a buffer sees is not damped, so it has to be known whether it was seen.
-        if any(b.group.get("dampening") and any(None in listed for listed in b.buffers) for b in bundles):
-            skip = bool(skip)
-        if skip is True:
-            count_step(self._counters, norm, [1.0], [False], skip)
+        """A step of tensors in the host's memory, where every number is a float."""
+        counters, groups = self._record.on_host(), [bundle.group for bundle in bundles]
+        unscale, overflowed = self._numbers_of_scaler()
+        norms = [norm * unscale for norm in self._policy.norms(bundles)]
+        norm = self._policy.joint_norm(norms)
+        pretended = norm == 0 and may_be_pretended(self)
+        if overflowed or self._policy.should_skip(norms, counters, self.param_groups):
+            counters.count_skipped(norm)
             return
-        if not self.defaults["capturable"]:  # a graph would fill what is kept again and again
-            self._double_clipping.look(norm, [bundle.grads for bundle in bundles])
-        parts = [sort(bundle, self.state) for bundle in bundles]
-        seen = norms  # what the rule looks at: the gradient, or the direction averaged by momentum
+        parts = [parts_of(bundle, self.state) for bundle in bundles]
         if self.defaults.get("clip") == "momentum":
-            parts = [[average_(part, unscale, skip=skip) for part in of_bundle] for of_bundle in parts]
-            seen = self._norms([_joined(of_bundle) for of_bundle in parts])
-            unscale = 1.0
-        coefficients = [self.coefficient(n, group) for n, group in zip(seen, groups, strict=True)]
+            parts = [_averaged_(of_bundle, unscale, g) for of_bundle, g in zip(parts, groups, strict=True)]
+            norms, unscale = self._policy.norms([joined(of_bundle) for of_bundle in parts]), 1.0
+        coefficients = [self.coefficient(n, group) for n, group in zip(norms, groups, strict=True)]
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
-                update(part, product(coefficient, unscale), skip=skip)
-        relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
-        fired = [n > g[self.threshold] for n, g in zip(seen, groups, strict=True)]
-        count_step(self._counters, norm, relative, fired, skip, counts)
+                update(part, coefficient * unscale)
+        if not pretended:
+            relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
+            fired = [n > group[self.threshold] for n, group in zip(norms, groups, strict=True)]
+            counters.count(norm, relative, fired)
 
-    def _norms(self, bundles: list[Bundle]) -> list[Any]:
-        """One norm for each bundle; they are all the same if the scope is global."""
-        if self.defaults["norm_scope"] == "global" and len(bundles) > 1:
-            one_kind = {b.view.doubles if b.view else None for b in bundles} in ({0}, {1})
-            return [self._norm([g for b in bundles for g in b.grads], one_kind)] * len(bundles)
-        return [self._norm(b.grads, b.view is not None, b.view) for b in bundles]
+    def _numbers_of_scaler(self) -> tuple[float, bool]:
+        """What a GradScaler leaves to the step: 1 over its scale, and whether a gradient overflowed."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        overflow: Tensor | None = getattr(self, "found_inf", None)
+        return 1 / (1.0 if scale is None else scale.item()), overflow is not None and overflow.item() > 0
 
-    def _norm(self, tensors: list[Tensor], one_kind: bool, view: View | None = None) -> Any:
-        """A float, or a tensor where reading the number would synchronize or lose its gradient.
 
-        ``one_kind`` says that all are plain CPU tensors of one dtype, ``view`` where they lie.
-        """
-        if self.defaults["differentiable"]:
-            return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
-        if one_kind:
-            return cpu_norm(tensors, view)
-        norm = global_norm(tensors)
-        if not norm.is_cpu:
-            _check_capture(self)
-        if norm.device.type == "meta" and (self.defaults["fused"] or self.defaults["nonfinite"] == "raise"):
-            needs = "`fused=True`" if self.defaults["fused"] else '`nonfinite="raise"`'
-            raise RuntimeError(
-                f"{needs} requires all the params to be floating point Tensors with values, and some are on "
-                "the `meta` device. Give them memory first, by `model.to_empty(device=...)`."
-            )
-        return norm.item() if is_readable(norm) else norm
+def is_on_host(bundles: list[Bundle]) -> bool:
+    """Whether every number of a step can be read on the host without synchronizing."""
+    return all(bundle.is_on_host for bundle in bundles)
 
-    def _skip(self, norms: list[Any], norm: Any, overflow: Any) -> Tensor | bool:
-        """True: skip. A device scalar: skip if it is 1. False: go on. Raises where that is wanted.
 
-        ``overflow`` is what a GradScaler found, 1 or 0, None if there is none: it skips whatever the policy.
-        """
-        policy, bound = self.defaults["nonfinite"], self.defaults["skip_above"]
-        flags: list[Any] = [overflow is not None and overflow > 0]
-        if bound is not None:
-            above = is_above(norm.item() if self.defaults["differentiable"] else norm, bound, self._counters)
-            flags.append(above)
-        large = len(flags)
-        if policy != "propagate":
-            flags += [not math.isfinite(n) if type(n) is float else ~n.detach().isfinite() for n in norms]
-        together = stacked(flags)
-        if together is not None:
-            if policy != "raise" and not self.defaults["differentiable"]:
-                return (together.sum() > 0).to(torch.float32)
-            flags = together.tolist()  # the one wait of such a step
-        if policy == "raise" and any(flags[large:]) and not flags[0]:
-            raise FloatingPointError(nonfinite_gradient(self.param_groups))
-        return any(flags)
+def _averaged_(parts: list[Part], unscale: float, group: Group) -> list[Part]:
+    """Take the gradients into the momentum buffers, and go along the average."""
+    return [along(part, *part.rule.averaged_(part, unscale), group) for part in parts]
 
-    @cached_property
-    def _double_clipping(self) -> DoubleClipping:
-        return DoubleClipping(self)
 
-    @property
-    def _counters(self) -> dict[str, Any]:
-        return self.param_groups[0].setdefault(COUNTERS, new_counters())
+def _policy_of(settings: Mapping[str, Any]) -> Policy:
+    return Policy(settings["norm_scope"], settings["nonfinite"], settings["skip_above"])
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
@@ -338,12 +285,6 @@ _eager_step.__dict__.update(
     _torchdynamo_disable=True,
     _torchdynamo_disable_msg='a step reads numbers, unless it has capturable=True, nonfinite="skip" or '
     '"propagate", and no hooks; the first one with `dampening` does even then',
-)
-
-
-# Raises where a graph is recorded of a step that does not promise to be capturable.
-_check_capture: Callable[[Optimizer], None] = getattr(
-    Optimizer, "_accelerator_graph_capture_health_check", Optimizer._cuda_graph_capture_health_check
 )
 
 
@@ -359,47 +300,18 @@ def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any([len(hooks) for hooks in _hooks_for_all])
+        or any([len(hooks) for hooks in _global_hooks])
     )
 
 
-def _check_one_place(bundles: list[Bundle]) -> None:
+def _check_same_device(bundles: list[Bundle]) -> None:
     """Raise if a graph would have to keep a number that it cannot read, or to read one."""
-    tensors = [t for bundle in bundles for t in (*bundle.params, bundle.rule.lr) if isinstance(t, Tensor)]
+    tensors = [t for b in bundles for t in (*b.params, b.group["lr"]) if isinstance(t, Tensor)]
     if len({t.is_cpu for t in tensors}) > 1:
         raise RuntimeError(
             "`capturable=True` needs all parameters on an accelerator or all on cpu, and a Tensor `lr` where "
             "they are. Move them, or give `lr` as a float, which a graph keeps as it is."
         )
-
-
-def has_zero_lr(group: dict[str, Any]) -> bool:
-    """Whether the learning rate is known to be zero; on a device it is not read."""
-    lr = group["lr"]
-    return bool(lr == 0) if not isinstance(lr, Tensor) or is_readable(lr) else False
-
-
-def _joined(parts: list[Bundle]) -> Bundle:
-    """The parts as one bundle again, of whole gradients: those that are sharded across their ranks."""
-    if len(parts) == 1 and parts[0].params is parts[0].wholes:
-        return parts[0]
-    grads = [as_sharded(g, p) for part in parts for g, p in zip(part.grads, part.wholes, strict=True)]
-    return Bundle(parts[0].group, parts[0].rule, grads=grads)
-
-
-def nonfinite_gradient(groups: list[dict[str, Any]]) -> str:
-    """Which parameter has the first gradient that is not finite, in words for an error."""
-    way_out = (
-        'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
-    )
-    for number, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
-            if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
-                names = group.get("param_names")
-                name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
-                return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
-    return f"All gradients are finite, but their norm overflows. {way_out}"
 
 
 def checked_number(name: str, value: Any) -> float:

@@ -9,13 +9,14 @@ All paths of :class:`SGDRule` compute, for every parameter :math:`p` with gradie
 
 and none of them writes to :math:`g`. :func:`update_loop` is the formula; the others are faster.
 """
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Unpack
 
@@ -25,7 +26,8 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
 from curvestep._kernel import native, real_cpu_tensors
-from curvestep.optim._update import Bundle
+from curvestep.optim._update import Number, Part
+from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
@@ -69,14 +71,14 @@ class ScaledSGD(ScaledOptimizer):
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
         super().__init__(params, rule, _DEFAULTS, options)
 
-    def rule(self, group: dict[str, Any]) -> SGDRule:
+    def rule(self, group: Group) -> SGDRule:
         """Momentum, weight decay and ascent of a group."""
         return SGDRule(
             lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
             weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
         )  # fmt: skip
 
-    def check_group(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
         if not 0.0 <= checked_number("momentum", group["momentum"]) < math.inf:
             raise ValueError(f"Invalid momentum value: {group['momentum']}")
@@ -90,7 +92,7 @@ class ScaledSGD(ScaledOptimizer):
 class SGDRule(NamedTuple):
     """The constants of an update with or without momentum, all but the factor on the gradient."""
 
-    lr: Any  # float or one-element tensor
+    lr: Number
     momentum: float = 0.0
     dampening: float = 0.0
     weight_decay: float = 0.0
@@ -105,75 +107,82 @@ class SGDRule(NamedTuple):
         """The name that torch.optim.SGD uses, so that state dicts can be exchanged."""
         return ("momentum_buffer",) if self.momentum else ()
 
+    @property
+    def has_fused(self) -> bool:
+        """Whether torch has the kernel."""
+        return fused_sgd() is not None
+
+    def with_lr(self, lr: Number) -> SGDRule:
+        """The same rule with another learning rate."""
+        return self._replace(lr=lr)
+
     def first(self) -> SGDRule:
         """As torch: the first gradient that a buffer sees is not damped."""
         return self._replace(dampening=0.0) if self.dampening != 0 else self
 
-    def has_fused(self, scale: Any) -> bool:
-        """A number is folded into the constants of torch's kernel, where they have the precision for it."""
-        if fused_sgd() is None:
-            return False
-        if isinstance(scale, Tensor) or not self.weight_decay:
-            return True
-        return scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1e6 and not self.nesterov
-
-    def by_kernel(self, bundle: Bundle, scale: float) -> None:
+    def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
         kernel = native()
         assert kernel is not None  # there is a view only where there is a kernel
-        assert bundle.view is not None
+        assert part.view is not None
         kernel.update(
-            bundle.view, scale=-scale if self.maximize else scale, weight_decay=self.weight_decay,
-            momentum=self.momentum, dampening=self.dampening, lr=self.lr, nesterov=self.nesterov,
+            part.view, scale=self._signed(scale), weight_decay=self.weight_decay,
+            momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
         )  # fmt: skip
 
-    def by_fused(self, bundle: Bundle, scale: Any, skip: Tensor | None) -> None:
+    def by_fused(self, part: Part, scale: float) -> None:
         """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
 
         c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
-        lr, with momentum into 1 - dampening. Only lr can be a device scalar; the others then need a scaled
-        copy.
+        lr, with momentum into 1 - dampening.
         """
-        params, grads, buffers = bundle.params, bundle.grads, bundle.buffers[0] if bundle.buffers else []
-        lr, decay = self.lr, self.weight_decay
-        if isinstance(scale, Tensor):
-            if buffers or decay:
-                grads = torch._foreach_mul(grads, scale)
-            else:
-                lr = lr * scale
-            lr = lr.to(torch.float32) if isinstance(lr, Tensor) else lr
-            _fused_call(
-                params, grads, buffers, lr=lr, weight_decay=decay, momentum=self.momentum,
-                dampening=self.dampening, nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
-            )  # fmt: skip
+        if self.weight_decay and (self.nesterov or not self._can_fold(scale)):
+            self.by_foreach(part, scale)
             return
-        decay = decay / scale if decay else 0.0
-        if not buffers:
-            _fused_call(
-                params, grads, [], lr=lr * scale, weight_decay=decay, maximize=self.maximize, found_inf=skip
-            )
+        lr, decay = float(self.lr), 0.0
+        if self.weight_decay:
+            decay = self.weight_decay / scale
+        if not part.buffers:
+            _fused_call(part, lr=lr * scale, weight_decay=decay, maximize=self.maximize)
             return
         # Nesterov: p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
         _fused_call(
-            params, grads, buffers, lr=lr * self.momentum if self.nesterov else lr, weight_decay=decay,
+            part, lr=lr * self.momentum if self.nesterov else lr, weight_decay=decay,
             momentum=self.momentum, dampening=1 - scale * (1 - self.dampening), maximize=self.maximize,
-            found_inf=skip,
         )  # fmt: skip
         if self.nesterov:
-            _fused_call(params, grads, [], lr=lr * scale, maximize=self.maximize, found_inf=skip)
+            _fused_call(replace(part, buffers=[]), lr=lr * scale, maximize=self.maximize)
 
-    def by_foreach(self, bundle: Bundle, scale: Any) -> None:
+    def _can_fold(self, scale: float) -> bool:
+        """Whether w/c has the precision of the other constants."""
+        return scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1 / _SMALLEST_FOLDED
+
+    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
+        """The kernel of torch, of whose constants only lr can be a tensor; others need a scaled copy."""
+        lr = self.lr
+        if part.buffers or self.weight_decay:
+            part = replace(part, grads=torch._foreach_mul(part.grads, scale))
+        else:
+            lr = lr * scale
+        if isinstance(lr, Tensor):
+            lr = lr.to(torch.float32)
+        _fused_call(
+            part, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum, dampening=self.dampening,
+            nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
+        )  # fmt: skip
+
+    def by_foreach(self, part: Part, scale: Number) -> None:
         """A handful of calls over all parameters at once."""
         # Last tensor first: what the norm read last is still in the cache.
-        params, grads = bundle.params[::-1], bundle.grads[::-1]
-        factor = -scale if self.maximize else scale
-        if isinstance(scale, Tensor) or self.weight_decay or self.nesterov:
+        params, grads = part.params[::-1], part.grads[::-1]
+        factor = self._signed(scale)
+        if isinstance(factor, Tensor) or self.weight_decay or self.nesterov:
             grads = torch._foreach_mul(grads, factor)
             factor = 1.0
         if self.weight_decay:
             torch._foreach_add_(grads, params, alpha=self.weight_decay)
-        if bundle.buffers:
-            buffers = bundle.buffers[0][::-1]
+        if part.buffers:
+            buffers = part.buffers[0][::-1]
             torch._foreach_mul_(buffers, self.momentum)
             torch._foreach_add_(buffers, grads, alpha=factor * (1 - self.dampening))
             if self.nesterov:
@@ -185,13 +194,31 @@ class SGDRule(NamedTuple):
         else:
             torch._foreach_add_(params, grads, alpha=-self.lr * factor)
 
-    def by_loop(self, bundle: Bundle, scale: Any) -> None:
+    def by_loop(self, part: Part, scale: Number) -> None:
         """:func:`update_loop` for each parameter."""
-        for i, (p, g) in enumerate(zip(bundle.params, bundle.grads, strict=True)):
-            update_loop(p, g, bundle.buffers[0][i] if bundle.buffers else None, self, scale)
+        buffers = part.buffers[0] if part.buffers else [None] * len(part.params)
+        for p, g, buffer in zip(part.params, part.grads, buffers, strict=True):
+            update_loop(p, g, buffer, self, scale)
+
+    def averaged_(self, part: Part, scale: Number) -> tuple[SGDRule, list[Tensor]]:
+        """Take ``scale`` times the gradients into the momentum; the rule without it, and where to go."""
+        grads = part.grads
+        if isinstance(scale, Tensor) or scale != 1:
+            grads = [g * scale for g in grads]
+        if not part.buffers:
+            return self, grads
+        (directions,) = part.buffers
+        for g, buffer in zip(grads, directions, strict=True):
+            buffer.mul_(self.momentum).add_(g, alpha=1 - self.dampening)
+        if self.nesterov:
+            directions = [torch.add(self.momentum * b, g) for g, b in zip(grads, directions, strict=True)]
+        return self._replace(momentum=0.0, dampening=0.0, nesterov=False), directions
+
+    def _signed(self, scale: Any) -> Any:
+        return -scale if self.maximize else scale
 
 
-def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scale: Any) -> None:
+def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scale: Number) -> None:
     """The formula for one parameter; the gradient may be sparse."""
     d = g * (-scale if rule.maximize else scale)
     if rule.weight_decay:
@@ -206,17 +233,17 @@ def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scal
         p.add_(d, alpha=-rule.lr)
 
 
-def _fused_call(
-    params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor], **constants: Any
-) -> None:
+def _fused_call(part: Part, **constants: Any) -> None:
     kernel = fused_sgd()
     assert kernel is not None  # this path is chosen only where there is one
     defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
+    buffers = part.buffers[0] if part.buffers else []
     # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
     # last is still in the cache.
     kernel(
-        params[::-1], grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None, **defaults | constants
-    )
+        part.params[::-1], part.grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None,
+        **defaults | constants,
+    )  # fmt: skip
 
 
 @cache

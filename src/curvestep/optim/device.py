@@ -1,0 +1,279 @@
+"""A step where numbers stay on a device: every one is a tensor, and none is read unless it has to be.
+
+So are the numbers of a step that torch.compile traces and of one through which gradients flow. What the host
+decides by an ``if`` is decided here by a device scalar that is 1 or 0.
+"""
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# torch names its functions for lists of tensors with an underscore.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvestep.optim._update import Bundle, Number, Part, along, joined, parts_of, update
+from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
+from curvestep.optim.policy import Decision, Policy, may_be_pretended, nonfinite_gradient
+from curvestep.vectors import global_norm
+
+if TYPE_CHECKING:
+    from curvestep.optim.scaled import ScaledOptimizer
+
+# Raises where a graph is recorded of a step that does not promise to be capturable.
+_check_capture: Callable[[Optimizer], None] = getattr(
+    Optimizer, "_accelerator_graph_capture_health_check", Optimizer._cuda_graph_capture_health_check
+)
+
+
+class DeviceCounters:
+    """Counters of steps whose numbers are device scalars, changed in place.
+
+    Args:
+        start: What was counted so far.
+        device: Where the numbers are.
+    """
+
+    def __init__(self, start: HostCounters, device: torch.device) -> None:
+        totals = [start.grad_norm, start.coefficient, float(start.steps), start.clipped, float(start.skipped)]
+        rows = [totals, _ring(start.recent), _ring(start.norms)]
+        table = [row + [math.nan] * (RECENT_STEPS + 1 - len(row)) for row in rows]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # From the host, which need not be waited for.
+        self._table = torch.tensor(table, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+    def count(
+        self, norm: Tensor, coefficients: list[Tensor], fired: list[Tensor], skip: Tensor, counts: Tensor
+    ) -> None:
+        """Count a step, with a coefficient for each clipping decision and whether it fired.
+
+        ``skip`` is 1 if the step was left out, ``counts`` 0 if it is not to be counted at all.
+        """
+        coefficient = torch.stack([c.detach().to(self._table) for c in coefficients]).min()
+        share = torch.stack([f.to(self._table) for f in fired]).mean()
+        numbers = [norm.detach(), counts * (1 - skip), counts * skip]
+        norm, taken, skipped = (number.to(self._table) for number in numbers)
+        totals, rings = self._table[0], self._table[1:]
+        _push_(rings, torch.stack([share, norm]), torch.stack([taken, counts * norm.isfinite()]))
+        totals[0].copy_(torch.where(taken + skipped > 0, norm, totals[0]))
+        totals[1].copy_(torch.where(taken > 0, coefficient, totals[1]))
+        totals[2:5].add_(torch.stack([taken, taken * share, skipped]))
+
+    def is_above_median(self, norm: Tensor, multiple: float) -> Tensor:
+        """Whether the norm is larger than this multiple of the running median; never while norms are few."""
+        norms, count = self._table[2, :-1], self._table[2, -1]
+        num_kept = count.clamp(1, RECENT_STEPS)
+        middle = torch.stack([(num_kept - 1) // 2, num_kept // 2]).long()
+        running = norms.sort().values.index_select(0, middle).mean()  # NaN, no value yet, comes last
+        return (count >= FEWEST_NORMS) & (norm.to(running) > multiple * running)
+
+    def read(self) -> HostCounters:
+        """The counters as plain numbers: one wait for the device."""
+        totals, recent, norms = self._table.tolist()
+        norm, coefficient, steps, clipped, skipped, *_ = totals
+        return HostCounters(
+            norm, coefficient, int(steps), clipped, int(skipped), _in_order(recent), _in_order(norms)
+        )
+
+
+def _ring(values: list[float]) -> list[float]:
+    """The last values in a row that does not grow; its last entry is the number of values so far."""
+    return [*values, *[math.nan] * (RECENT_STEPS - len(values)), float(len(values))]
+
+
+def _push_(rings: Tensor, values: Tensor, keep: Tensor) -> None:
+    """Add a value to each ring in place of its oldest, if its ``keep`` is not zero."""
+    counts = rings[:, -1:]
+    at = (counts % RECENT_STEPS).long()
+    kept = torch.where(keep.unsqueeze(1) > 0, values.unsqueeze(1), rings.gather(1, at))
+    rings.scatter_(1, at, kept)
+    counts.add_(keep.unsqueeze(1))
+
+
+def _in_order(ring: list[float]) -> list[float]:
+    """The values of a ring, oldest first."""
+    *values, count = ring
+    oldest = int(count) % RECENT_STEPS
+    return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
+
+
+def device_norms(
+    decisions: Sequence[Decision], norm_scope: str, norm_of: Callable[[list[Tensor]], Tensor] = global_norm
+) -> list[Tensor]:
+    """One norm for each decision, where its gradients are; the same for all if the scope is global."""
+    if norm_scope == "global":
+        return [norm_of([grad for decision in decisions for grad in decision.grads])] * len(decisions)
+    return [norm_of(decision.grads) for decision in decisions]
+
+
+def joint_norm_on_device(norms: list[Tensor], norm_scope: str) -> Tensor:
+    """Norm of the whole gradient, from the norms of what is clipped alone."""
+    if norm_scope == "global" or len(norms) == 1:
+        return norms[0].detach()
+    return torch.linalg.vector_norm(torch.stack(_on_one_device(norms)))
+
+
+def read_norms(norms: list[Tensor]) -> list[float]:
+    """The norms as floats: one wait for the device."""
+    return torch.stack(_on_one_device(norms)).tolist()
+
+
+def _on_one_device(numbers: list[Tensor]) -> list[Tensor]:
+    """The numbers on the accelerator, if one of them is there."""
+    device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
+    return [number.detach().to(device) for number in numbers]
+
+
+def step_on_device(
+    optimizer: ScaledOptimizer,
+    bundles: list[Bundle],
+    policy: Policy,
+    counters_on: Callable[[torch.device], DeviceCounters],
+) -> None:
+    """Take the step that ``ScaledOptimizer`` takes on the host, in the same order."""
+    options, scope, groups = optimizer.defaults, policy.norm_scope, [bundle.group for bundle in bundles]
+    norm_of = _differentiable_norm if options["differentiable"] else global_norm
+    norms = device_norms(bundles, scope, norm_of)
+    _check_devices(optimizer, norms)
+    unscale, overflow = _numbers_of_scaler(optimizer)
+    norms = [_product(norm, unscale) for norm in norms]
+    norm = joint_norm_on_device(norms, scope)
+    counters = counters_on(norm.device)
+    counts = norm != 0 if may_be_pretended(optimizer) else torch.ones_like(norm)
+    flags = _skip_flags(policy, norms, norm, overflow, counters)
+    skip = torch.stack(flags).any().to(torch.float32) if flags else None
+    if skip is not None and _has_to_know(optimizer, bundles):
+        if _known_to_skip(policy, flags, overflow, optimizer):
+            counters.count(norm, [torch.ones_like(norm)], [norm < 0], torch.ones_like(norm), counts)
+            return
+        skip = None
+    parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
+    if options.get("clip") == "momentum":
+        parts = [
+            [_averaged_(part, unscale, skip, bundle) for part in of_bundle]
+            for of_bundle, bundle in zip(parts, bundles, strict=True)
+        ]
+        norms, unscale = device_norms([joined(of_bundle) for of_bundle in parts], scope, norm_of), None
+    coefficients = [optimizer.coefficient(n, group) for n, group in zip(norms, groups, strict=True)]
+    for of_bundle, coefficient in zip(parts, coefficients, strict=True):
+        for part in of_bundle:
+            update_on_device(part, _product(coefficient, unscale), skip)
+    relative = [c / optimizer.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
+    fired = [n > group[optimizer.threshold] for n, group in zip(norms, groups, strict=True)]
+    counters.count(norm, relative, fired, torch.zeros_like(norm) if skip is None else skip, counts)
+
+
+def _differentiable_norm(tensors: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+
+
+def _check_devices(optimizer: Optimizer, norms: list[Tensor]) -> None:
+    """Raise if a graph is recorded that must not be, or a number is needed that does not exist."""
+    kinds = {norm.device.type for norm in norms}
+    if kinds != {"cpu"}:
+        _check_capture(optimizer)
+    options = optimizer.defaults
+    if "meta" in kinds and (options["fused"] or options["nonfinite"] == "raise"):
+        needs = "`fused=True`" if options["fused"] else '`nonfinite="raise"`'
+        raise RuntimeError(
+            f"{needs} requires all the params to be floating point Tensors with values, and some are on "
+            "the `meta` device. Give them memory first, by `model.to_empty(device=...)`."
+        )
+
+
+def _numbers_of_scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
+    """What a GradScaler leaves to the step: 1 over its scale, and whether a gradient overflowed."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    return None if scale is None else 1 / scale, overflow
+
+
+def _product(number: Tensor, factor: Tensor | None) -> Tensor:
+    return number if factor is None else number * factor.to(number.device)
+
+
+def _skip_flags(
+    policy: Policy, norms: list[Tensor], norm: Tensor, overflow: Tensor | None, counters: DeviceCounters
+) -> list[Tensor]:
+    """Reasons to leave out the step, as far as they are looked for: gradients that are not finite first."""
+    flags: list[Tensor] = []
+    if policy.nonfinite != "propagate":
+        flags.append(~torch.stack(_on_one_device(norms)).isfinite().all())
+    if policy.largest_multiple is not None:
+        flags.append(counters.is_above_median(norm, policy.largest_multiple))
+    elif policy.limits_norm:
+        flags.append(norm > policy.largest_norm)
+    if overflow is not None:
+        flags.append(overflow.view(()) > 0)
+    return [flag.to(norm.device) for flag in flags]
+
+
+def _has_to_know(optimizer: Optimizer, bundles: list[Bundle]) -> bool:
+    """Whether the host has to know if the step is left out, and so to wait."""
+    if optimizer.defaults["nonfinite"] == "raise" or optimizer.defaults["differentiable"]:
+        return True
+    # The first gradient that a buffer sees is not damped, so it has to be known whether it was seen.
+    return any(b.group.get("dampening") and None in chain(*b.buffers) for b in bundles)
+
+
+def _known_to_skip(
+    policy: Policy, flags: list[Tensor], overflow: Tensor | None, optimizer: Optimizer
+) -> bool:
+    """Whether the step is left out, read from the device; raises where that is wanted."""
+    found: list[bool] = torch.stack(flags).tolist()  # the one wait of such a step
+    overflowed = overflow is not None and found[-1]
+    if policy.nonfinite == "raise" and found[0] and not overflowed:
+        raise FloatingPointError(nonfinite_gradient(optimizer.param_groups))
+    return any(found)
+
+
+def update_on_device(part: Part, scale: Tensor, skip: Tensor | None) -> None:
+    """Update a part with the gradient times ``scale``; where ``skip`` is 1, nothing changes."""
+    device = part.params[0].device
+    part = replace(part, rule=part.rule.with_lr(_lr_on(device, part.rule.lr)))
+    if part.path == "kernel" or (device.type == "cpu" and not scale.is_cpu):  # which waits for the device
+        if skip is None or skip.item() == 0:
+            update(part, scale.item())
+        return
+    scale = scale.to(device)
+    if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
+        part.rule.by_fused_on_device(part, scale, None if skip is None else skip.to(device))
+        return
+    changed = [*part.params, *chain(*part.buffers), *part.steps]
+    before = [] if skip is None else [t.clone() for t in changed]
+    if part.path == "foreach":
+        part.rule.by_foreach(part, scale)
+    else:
+        part.rule.by_loop(part, scale)
+    if skip is not None:
+        _restore_(changed, before, skip)
+
+
+def _lr_on(device: torch.device, lr: Number) -> Number:
+    """The learning rate where the parameters are; those on CPU have to wait for it."""
+    if not isinstance(lr, Tensor) or lr.is_cpu:
+        return lr
+    return lr.item() if device.type == "cpu" else lr.to(device)
+
+
+def _averaged_(part: Part, unscale: Tensor | None, skip: Tensor | None, bundle: Bundle) -> Part:
+    """Take the gradients into the momentum buffers, unless ``skip`` is 1, and go along the average."""
+    buffers = list(chain(*part.buffers))
+    before = [] if skip is None else [t.clone() for t in buffers]
+    scale = 1.0 if unscale is None else unscale.to(part.params[0].device)
+    averaged = along(part, *part.rule.averaged_(part, scale), bundle.group)
+    if skip is not None:
+        _restore_(buffers, before, skip)
+    return averaged
+
+
+def _restore_(tensors: list[Tensor], before: list[Tensor], skip: Tensor) -> None:
+    """Put back what stood in ``tensors`` if the device scalar ``skip`` is 1; nothing is read."""
+    for t, old in zip(tensors, before, strict=True):
+        t.copy_(torch.where(skip.to(t.device) > 0, old, t))

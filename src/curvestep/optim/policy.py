@@ -1,0 +1,134 @@
+"""Whose norm is clipped and which steps are left out: one answer for every optimizer and for ``clip``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvestep._checks import check_choice, check_positive
+from curvestep._kernel import View
+from curvestep.optim.counters import HostCounters
+from curvestep.vectors import global_norm, host_norm, is_readable
+
+Group: TypeAlias = dict[str, Any]  # a parameter group of torch
+
+
+@dataclass(slots=True)
+class Decision:
+    """Gradients that are clipped together, by one norm."""
+
+    group: Group
+    params: list[Tensor]
+    grads: list[Tensor]
+    view: View | None = None  # where the gradients lie, if our kernel can walk through them
+
+
+def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
+    """The parameters of a group that have a gradient, together or each for itself."""
+    params: list[Tensor] = list(group["params"])
+    grads: list[Any] = [p.grad for p in params]
+    if type(None) in set(map(type, grads)):
+        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
+    if norm_scope == "tensor":
+        return [Decision(group, [p], [g]) for p, g in zip(params, grads, strict=True)]
+    return [Decision(group, params, grads)] if params else []
+
+
+class Policy:
+    """How gradients are clipped and which steps are left out, apart from the threshold.
+
+    Args:
+        norm_scope: Whose norm is clipped: ``"global"``, ``"group"`` or ``"tensor"``.
+        nonfinite: ``"raise"``, ``"skip"`` or ``"propagate"``.
+        skip_above: Largest gradient norm of a step, a multiple of the running median such as ``"10x"``, or
+            None.
+
+    Attributes:
+        largest_norm: Norm above which a step is left out, ``inf`` if there is none.
+        largest_multiple: The same as a multiple of the running median, None if there is none.
+    """
+
+    def __init__(self, norm_scope: str, nonfinite: str, skip_above: float | str | None) -> None:
+        self.norm_scope = check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))
+        self.nonfinite = check_choice("nonfinite", nonfinite, ("raise", "skip", "propagate"))
+        self.largest_norm = math.inf
+        self.largest_multiple = None
+        if isinstance(skip_above, str):
+            self.largest_multiple = _multiple(skip_above)
+        elif skip_above is not None:
+            self.largest_norm = check_positive("skip_above", skip_above)
+
+    @property
+    def limits_norm(self) -> bool:
+        """Whether a step may be left out because its gradient is large."""
+        return self.largest_multiple is not None or self.largest_norm < math.inf
+
+    def norms(self, decisions: Sequence[Decision]) -> list[float]:
+        """One norm for each decision, of tensors on the host; all the same if the scope is global."""
+        if self.norm_scope == "global" and len(decisions) > 1:
+            together = [grad for decision in decisions for grad in decision.grads]
+            return [host_norm(together)] * len(decisions)
+        return [host_norm(decision.grads, decision.view) for decision in decisions]
+
+    def joint_norm(self, norms: list[float]) -> float:
+        """Norm of the whole gradient, from the norms of what is clipped alone."""
+        return norms[0] if self.norm_scope == "global" else math.hypot(*norms)
+
+    def should_skip(self, norms: list[float], counters: HostCounters, groups: list[Group]) -> bool:
+        """Whether to leave out the step with these norms; raises where that is wanted."""
+        if self.nonfinite != "propagate" and not all(map(math.isfinite, norms)):
+            if self.nonfinite == "raise":
+                raise FloatingPointError(nonfinite_gradient(groups))
+            return True
+        bound = self.largest_norm
+        if self.largest_multiple is not None:
+            bound = self.largest_multiple * counters.running_median()
+        return self.joint_norm(norms) > bound
+
+
+def _multiple(skip_above: str) -> float:
+    """The number of a text such as "10x"."""
+    try:
+        multiple = float(skip_above.removesuffix("x"))
+    except ValueError:
+        multiple = math.nan
+    if not skip_above.endswith("x") or not 1.0 < multiple < math.inf:
+        raise ValueError(
+            "`skip_above` must be a gradient norm, or a multiple above 1 of the running median such as "
+            f'"10x", got {skip_above!r}.'
+        )
+    return multiple
+
+
+def may_be_pretended(optimizer: Optimizer) -> bool:
+    """Whether a step with zero gradients only creates the state, as torch.distributed.checkpoint lets it."""
+    return not optimizer.state and all(map(_has_zero_lr, optimizer.param_groups))
+
+
+def _has_zero_lr(group: Group) -> bool:
+    """Whether the learning rate is known to be zero; on a device it is not read."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and not is_readable(lr):
+        return False
+    return bool(lr == 0)
+
+
+def nonfinite_gradient(groups: list[Group]) -> str:
+    """Which parameter has the first gradient that is not finite, in words for an error."""
+    way_out = (
+        'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
+    )
+    for number, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
+            if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
+                names = group.get("param_names")
+                name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
+                return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
+    return f"All gradients are finite, but their norm overflows. {way_out}"

@@ -1,0 +1,41 @@
+"""Worlds in which the optimizers must give the same steps."""
+
+import pytest
+
+from curvestep import vectors
+from curvestep.optim import _update, adamw, device, scaled, sgd
+from curvestep.vectors import device_norm
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    """As where the package was built without a C compiler."""
+    for module in (_update, vectors, sgd, adamw):
+        monkeypatch.setattr(module, "native", lambda: None)
+
+
+@pytest.fixture
+def without_fused(monkeypatch, without_native):
+    """As with a torch that has no fused kernels either."""
+    monkeypatch.setattr(sgd, "fused_sgd", lambda: None)
+    monkeypatch.setattr(adamw, "fused_adamw", lambda: None)
+
+
+@pytest.fixture
+def on_device(monkeypatch, without_native):
+    """As on an accelerator: numbers are tensors that are not read."""
+    monkeypatch.setattr(scaled, "is_on_host", lambda bundles: False)
+    monkeypatch.setattr(device, "global_norm", device_norm)
+
+
+@pytest.fixture
+def paths(monkeypatch):
+    """The paths that updates took."""
+    taken, update = [], _update.update
+
+    def spy(part, scale):
+        taken.append(part.path)
+        update(part, scale)
+
+    monkeypatch.setattr(scaled, "update", spy)
+    return taken
