@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.smoothness.estimators import (
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
+        spectral_smoothness as spectral_smoothness,
     )
     from curvestep.smoothness.oracle import (
         GradientOracle as GradientOracle,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     )
     from curvestep.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from curvestep.smoothness.replay import Replay as Replay
-    from curvestep.smoothness.spectral import spectral_smoothness as spectral_smoothness
     from curvestep.smoothness.trace import Trace as Trace
 
 __version__ = "0.1.0"
@@ -71,8 +71,7 @@ _PUBLIC = {
     "smoothness.oracle": ("GradientOracle", "representative_batches"),
     "smoothness.replay": ("Replay",),
     "smoothness.determinism": ("NonDeterministicError", "UntrackedParametersError"),
-    "smoothness.estimators": ("segment_smoothness", "local_smoothness"),
-    "smoothness.spectral": ("spectral_smoothness",),
+    "smoothness.estimators": ("segment_smoothness", "local_smoothness", "spectral_smoothness"),
     "fit.fit": ("fit_smoothness", "SmoothnessFit"),
     "advice.advice": ("advise", "Advice"),
     "": ("loggers", "steps", "theory"),

@@ -21,6 +21,7 @@ LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as o
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
+MOST_POINTS = 20  # measured to find where safe steps end; six is usual
 LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
@@ -149,3 +150,31 @@ def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], floa
     finite = math.isfinite(high.kappa) and math.isfinite(high.loss)
     share = min(max(min(shares), 0.0), 1.0) if finite and shares else 0.0
     return low.step * (high.step / low.step) ** share
+
+
+def longest_safe(
+    measure: Callable[[float], Point], *, unit: float, max_kappa: float, loss: Callable[[float], float]
+) -> float | None:
+    r"""The longest safe step on the lattice of ``unit``; None if all that can be tried are, or none is.
+
+    Args:
+        measure: What a step does, by its length.
+        unit: :math:`u` of the lattice.
+        max_kappa: Largest safe :math:`\kappa`.
+        loss: Largest safe loss, by the step.
+
+    Example:
+        >>> at = lambda step: Point(step=step, kappa=step / 3, loss=0.0, safe=step <= 3)
+        >>> round(longest_safe(at, unit=1.0, max_kappa=1.0, loss=lambda step: 1.0), 12)
+        3.0
+    """
+    try:
+        bracket = find_bracket(
+            lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)),
+            start=START,
+            stride=LONG_STRIDE,
+            budget=MOST_POINTS,
+        )
+    except (NoBracket, OutOfBudget):
+        return None
+    return crossing(bracket, max_kappa=max_kappa, loss=loss)

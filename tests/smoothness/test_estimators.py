@@ -12,9 +12,9 @@ from curvestep.smoothness.estimators import (
     hessian_product,
     local_smoothness,
     segment_smoothness,
+    spectral_smoothness,
 )
 from curvestep.smoothness.replay import Replay
-from curvestep.smoothness.spectral import spectral_smoothness
 
 
 def symmetric(size, seed=0):

@@ -386,7 +386,7 @@ def test_model_with_a_probe_can_be_copied_and_saved():
     loaded = torch.load(file, weights_only=False)
     for other in (twin, loaded):
         other(torch.randn(2, 6))
-    assert probe._record.state is None  # neither of them is watched
+    assert probe._current.record.state is None  # neither of them is watched
     step_of(model, loss_fn, probe, torch.optim.SGD(model.parameters(), lr=0.1))
     assert probe.trace.ok.all()
 

@@ -84,7 +84,7 @@ def test_failed_measurement_is_marked_and_training_goes_on_unchanged(name, at):
 
 
 def test_first_failure_warns_and_later_ones_do_not():
-    with pytest.warns(UserWarning, match="failed at step 2.*Training goes on") as caught:
+    with pytest.warns(UserWarning, match="failed at step 2.*Training continues") as caught:
         run(no_such_batch)
     assert len(caught) == 1
 

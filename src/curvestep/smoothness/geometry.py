@@ -89,6 +89,10 @@ class Geometry:
         """Whether P is the identity for all parameters."""
         return all(s is not None and s.square is None and s.ratio == 1.0 for s in self.scales)
 
+    def visitor(self, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> ChangeInMetric | None:
+        """A measure of the gradient's change from ``start``; None in the plain metric, which needs none."""
+        return None if self.is_euclidean else ChangeInMetric(self, parameters, start)
+
     def inverse_roots(self, like: Sequence[Tensor]) -> list[Tensor]:
         """P^(-1/2), one tensor for each parameter; zeros for one that is not moved."""
         roots = []
@@ -134,10 +138,17 @@ class ChangeInMetric:
             self._steps.append(dot([step], [step * P]))
             self._changes.append(dot([change], [change / P]))
 
-    @property
-    def norms(self) -> tuple[float, float]:
-        """‖P^(-1/2) change of the gradient‖ and ‖P^(1/2) step‖."""
-        return math.sqrt(math.fsum(self._changes)), math.sqrt(math.fsum(self._steps))
+    def smoothness(self, fraction: float) -> float | None:
+        """‖P^(-1/2) change of the gradient‖ / ‖P^(1/2) way there‖; None if nothing moved.
+
+        Args:
+            fraction: How far on its step the parameters are. Inside it ``start`` holds its end, see
+                ``Replay.along``: what was seen is the rest of the step.
+        """
+        change, length = math.sqrt(math.fsum(self._changes)), math.sqrt(math.fsum(self._steps))
+        if fraction < 1.0:
+            length = length / (1 - fraction)
+        return change / (fraction * length) if length else None
 
 
 def _dense(gradient: Tensor | None, p: Tensor) -> Tensor:

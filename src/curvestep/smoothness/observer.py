@@ -116,22 +116,17 @@ class TrainingLoss:
 
 @dataclass
 class StepRecord:
-    """Everything about one training step that is forgotten after it."""
+    """What training did in one step, as far as the probe saw it."""
 
     state: PassState | None = None  # random states and buffers that the first training pass started from
     passes: list[Pass] = field(default_factory=list)  # the passes that training recorded
-    loss: Any = None  # the mean of their losses
-    row: dict[str, Any] | None = None  # what is measured at this step; None while nothing is
-    before: Any = None  # what was measured before the step
-    steps: StepObserver | None = None  # the optimizers that stepped
-    oracle_state: PassState | None = None  # likewise, of the first gradient of the oracle
     trained: ForwardCalls = field(default_factory=ForwardCalls)  # training's calls since the step before
     replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
     eps: float = 0.0  # relative precision under autocast, zero without
-    in_block: bool = False  # whether the optimizer is stepping: it may call the model as often as it likes
-    in_replay: bool = False  # whether a replay calls the model
-    spent: float = 0.0  # seconds of this step that went into measuring
-    routine: bool = True  # whether the measurement costs what later ones will; the first one tests itself too
+
+    def see_precision(self, parameter: Tensor) -> None:
+        """Take note of autocast, if it is on."""
+        self.eps = max(self.eps, autocast_precision(parameter))
 
     def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
         """The loss of one pass of training, which is recorded.
@@ -191,7 +186,7 @@ def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolera
 
 
 def batch_length(batch: Any) -> float:
-    """How many samples a batch has: the length of the first tensor in it, however deep; 1 if it has none."""
+    """Samples in a batch: length of its first tensor, in nested containers too; 1 if there is no tensor."""
     first = _first_tensor(batch)
     return float(first.shape[0]) if first is not None and first.dim() else 1.0
 

@@ -1,13 +1,11 @@
-r"""One line in a training loop that measures smoothness along it, and changes nothing.
+r"""Measurement of smoothness along a training loop, which changes nothing.
 
-At a measured step the probe keeps :math:`x_k` and the gradient there, lets the optimizer step to
-:math:`x_{k+1}`, replays the batch at points between the two, and writes one row. ``with probe(loss_fn)``
-around the step and ``record`` with ``watch`` do the same.
+:class:`SmoothnessProbe` decides when to measure, where rows go and who hears of them. One step, from its
+start to its row, is :class:`~curvestep.smoothness.probed_step.ProbedStep`'s.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,46 +19,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.distributed import (
-    any_rank,
-    from_rank_zero,
-    is_writer,
-    over_ranks,
-    spans_ranks,
-)
+from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
 from curvestep.optimizer_family import check_optimizer
-from curvestep.smoothness.determinism import NonDeterministicError, SelfTest
-from curvestep.smoothness.estimators import check_fractions
-from curvestep.smoothness.geometry import geometry_of
-from curvestep.smoothness.measurement import (
-    ALONG,
-    Measurement,
-    Workspace,
-    check_estimators,
-    layer_groups,
-    noise_of_halves,
-    safe_start,
-)
+from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.estimators import check_estimators, check_fractions
 from curvestep.smoothness.observer import (
     ForwardCalls,
     ForwardHook,
     Pass,
     StepObserver,
-    StepRecord,
-    TrainingLoss,
-    autocast_precision,
     optimizer_facts,
     trains_any,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
-from curvestep.smoothness.replay import Replay, trainable_parameters
+from curvestep.smoothness.probed_step import ProbedStep, Setup
+from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import FAILED, NONFINITE, ZERO_STEP, Trace
-from curvestep.steps import is_clipped
-from curvestep.vectors import global_norm, precision
-
-_CLOSER = 3  # measurements that look closer at a step that overshoots
+from curvestep.smoothness.trace import FAILED, Row, Trace
 
 
 class SmoothnessProbe:
@@ -154,13 +130,10 @@ class SmoothnessProbe:
         self.geometry = check_choice("geometry", geometry, ("auto", "euclidean"))
         if geometry != "auto" and "optimizer_spectral" in self.estimators:
             raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
-        self.keep = list(keep)
-        for other in self.keep:
+        for other in keep:
             if not hasattr(other, "__dict__"):
                 raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
-        self.backward = backward
         self.num_steps = None if num_steps is None else check_count("num_steps", num_steps)
-        self.groups = layer_groups(model, self.parameters, layers)
         gradients = len(self.fractions) + (oracle is not None)
         # Two more gradients for the self-test; and whatever is done for the first time takes longer.
         self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
@@ -168,15 +141,22 @@ class SmoothnessProbe:
         choice = "continue" if if_exists == "resume" else if_exists
         self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, choice)
         self.step = 0
-        self._measurements = 0
-        self._test = SelfTest()
+        self._setup = Setup(
+            model=model,
+            parameters=self.parameters,
+            fractions=self.fractions,
+            estimators=self.estimators,
+            oracle=self.oracle,
+            groups=layer_groups(model, self.parameters, layers),
+            in_metric=geometry == "auto",
+            keep=list(keep),
+            backward=backward,
+        )
+        self._current = ProbedStep(self._setup)
         self._resumed = self._closed = self._failed = False
         self._warned: set[str] = set()
-        self._listeners: list[Callable[[dict[str, Any]], Any]] = []
-        self._start, self._gradients = Workspace(), Workspace()
-        self._origin: list[Tensor] | None = None  # where the run began, while further batches are asked
-        self._record = StepRecord()
-        hook = ForwardHook(self._record_forward)
+        self._listeners: list[Callable[[Row], Any]] = []
+        hook = ForwardHook(self._see_forward)
         self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
 
@@ -201,7 +181,8 @@ class SmoothnessProbe:
                 ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch.
         """
         if self.due:
-            self._record.passes = [Pass(closure, state=self._record.state, loss=loss)]
+            record = self._current.record
+            record.passes = [Pass(closure, state=record.state, loss=loss)]
         self._begin(batch_size=batch_size, halves=halves)
         try:
             yield
@@ -235,18 +216,18 @@ class SmoothnessProbe:
         if not self.due:
             return loss_fn()
         check_positive("weight", weight)
-        if self._record.row is not None:  # the step that had begun raised
+        if self._current.optimizers is not None:  # the step that had begun raised
             self._forget_step()
-        started = self._now()
-        part = Pass(loss_fn, weight, PassState(self.model, self.keep))
-        if self._record.state is None:
-            self._record.state = part.state
+        step, started = self._current, self._now()
+        part = Pass(loss_fn, weight, PassState(self.model, self._setup.keep))
+        if step.record.state is None:
+            step.record.state = part.state
         spent = self._now() - started
-        loss = self._record.run(part, self.parameters)
+        loss = step.record.run(part, self.parameters)
         if batch_size is not None:
             part.calls.size = batch_size
             part.calls.calls = max(part.calls.calls, 1)
-        self._record.spent += spent
+        step.spent += spent
         return loss
 
     def _begin(
@@ -270,45 +251,43 @@ class SmoothnessProbe:
             self._check_fresh()
         if not self.due:
             return
-        record, started = self._record, self._now()
-        row: dict[str, Any] = {"step": self.step, "batch_size": batch_size}
-        record.routine = self.self_test is not None
+        step, started = self._current, self._now()
+        step.row = {"step": self.step, "batch_size": batch_size}
+        step.routine = self.self_test is not None
         try:
-            before = self._attempt(row, lambda: self._measure_before(row, clipped=clipped))
-            if halves is not None:  # before the step: after it the batch's halves are no longer independent
-                replays = [self._replaying(half) for half in halves]
-                row.update(self._attempt(row, partial(noise_of_halves, *replays)) or {})
+            self._attempt(partial(step.measure_start, clipped=clipped))
+            if halves is not None:
+                self._attempt(partial(step.measure_noise, halves))
         except BaseException:
             self._finish_step()
             raise
-        record.before = None if any_rank(before is None, self.model) else before
-        record.row, record.in_block = row, True
-        record.steps = StepObserver(self.parameters, self._now)
+        if any_rank(step.start is None, self.model):
+            step.start = None
+        step.stepping = True
+        step.optimizers = StepObserver(self.parameters, self._now)
         if optimizer is not None:
-            record.steps.expect(check_optimizer(optimizer))
-        record.spent += self._now() - started
+            step.optimizers.expect(check_optimizer(optimizer))
+        step.spent += self._now() - started
 
     def _end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
-        record, row = self._record, self._record.row
-        if row is None:
+        step, steps = self._current, self._current.optimizers
+        if steps is None:
             self._finish_step()
             return
         try:
-            resumed, record.in_block = self._now(), False
-            assert record.steps is not None
-            record.steps.stop()
-            record.spent += record.steps.seconds
-            if record.before is not None:
-                self._attempt(row, partial(self._measure_after, record.before, record.steps, row))
-            if row.get("noise") is not None and row["batch_size"] is not None:
-                row["grad_variance"] = row["batch_size"] * row["noise"] ** 2
-            self._describe_run(record.steps)
-            self._write(row)
-            record.spent += self._now() - resumed
-            self._measurements += 1
+            resumed, step.stepping = self._now(), False
+            steps.stop()
+            step.spent += steps.seconds
+            if step.start is not None:
+                self._attempt(step.measure_end)
+            if step.row.get("noise") is not None and step.row["batch_size"] is not None:
+                step.row["grad_variance"] = step.row["batch_size"] * step.row["noise"] ** 2
+            self._describe_run(steps)
+            self._write(step.row)
+            step.spent += self._now() - resumed
+            self._setup.measurements += 1
         finally:
-            record.before = None
             self._finish_step()
 
     def watch(self, optimizer: Optimizer) -> SmoothnessProbe:
@@ -334,7 +313,7 @@ class SmoothnessProbe:
         ]
         return self
 
-    def listen(self, listener: Callable[[dict[str, Any]], Any]) -> SmoothnessProbe:
+    def listen(self, listener: Callable[[Row], Any]) -> SmoothnessProbe:
         """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
 
         The row is a dict with the keys of the trace and ``fractions``, those of its ``secants``. A listener
@@ -351,7 +330,7 @@ class SmoothnessProbe:
     @property
     def self_test(self) -> float | None:
         """Relative difference of one gradient replayed twice: zero or rounding; None until tested."""
-        return self._test.error
+        return self._setup.test.error
 
     def snapshot(self) -> None:
         """Remember random states and buffers as they are now, as those that the training pass starts from.
@@ -360,9 +339,10 @@ class SmoothnessProbe:
         whole: then call this just before the loss is computed.
         """
         if self.due:
-            started = self._now()
-            self._record.state, self._record.trained = PassState(self.model, self.keep), ForwardCalls()
-            self._record.spent += self._now() - started
+            started, step = self._now(), self._current
+            step.record.state = PassState(self.model, self._setup.keep)
+            step.record.trained = ForwardCalls()
+            step.spent += self._now() - started
 
     def close(self) -> None:
         """Stop observing model and optimizer and close the trace's file; later steps are not measured."""
@@ -371,14 +351,18 @@ class SmoothnessProbe:
             handle.remove()
         self.trace.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Row:
         """What a resumed run needs to measure the same steps; the rows are in the trace."""
-        return {"step": self.step, "measurements": self._measurements, "schedule": self.schedule.state_dict()}
+        return {
+            "step": self.step,
+            "measurements": self._setup.measurements,
+            "schedule": self.schedule.state_dict(),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Row) -> None:
         """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
         self.step = check_count("step", state["step"], least=0)
-        self._measurements = state["measurements"]
+        self._setup.measurements = state["measurements"]
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
         self.trace.cut(self.step)
@@ -393,7 +377,7 @@ class SmoothnessProbe:
 
         def first_closure() -> Any:
             loss = closure()
-            if self._record.row is None:
+            if self._current.optimizers is None:
                 self._begin(optimizer, clipped=True)
             return loss
 
@@ -413,155 +397,36 @@ class SmoothnessProbe:
             self._warn_once("measure", f"{words} Nothing is measured.")
             self.close()
 
-    def _check_parameters(self) -> None:
-        now = trainable_parameters(self.model)
-        if len(now) != len(self.parameters) or any(
-            p is not q for p, q in zip(now, self.parameters, strict=True)
-        ):
-            raise ValueError(
-                f"the model has other trainable parameters ({len(now)}) than when the probe was made "
-                f"({len(self.parameters)}): some were frozen, unfrozen or replaced. Make a new probe, "
-                "and give it this one's `state_dict()` to continue the trace."
-            )
-
-    def _measure_before(self, row: dict[str, Any], *, clipped: bool) -> Measurement:
-        self._check_parameters()
-        record = self._record
-        if not record.passes:
-            raise ValueError(
-                "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
-                "each backward pass; with Lightning's manual optimization, `loss = record(self, loss_fn)`."
-            )
-        record.state = record.passes[0].state
-        if record.passes[0].calls.calls:
-            record.trained = ForwardCalls.sum([part.calls for part in record.passes])
-        gradients: list[Tensor | None] = [p.grad for p in self.parameters]
-        hidden = all(g is None for g in gradients)
-        if hidden and not clipped:
-            raise ValueError(
-                "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
-                "`zero_grad()` after it."
-            )
-        loss = TrainingLoss(record.passes, self.parameters, self.backward)
-        record.loss = loss
-        if self.oracle is None and all(part.loss is not None for part in record.passes):
-            row["loss"] = self._mean(loss.mean([part.loss for part in record.passes]))
-        own = self.oracle is None  # else training's passes do not matter
-        if clipped:
-            with self._replaying(loss) as replay:
-                # A hook that leaves a step out hides the gradient: there is nothing to compare with.
-                trained = None if hidden else gradients
-                gradients = list(self._test.run(replay, trained, record, clipped=True))
-        raw_norm = global_norm(gradients).item()
-        if self.self_test is None or (
-            own and not clipped and any_rank(self._test.is_due(record), self.model)
-        ):
-            with self._replaying(self.oracle or loss) as replay:
-                self._test.run(replay, gradients if own else None, record)
-        row["self_test"] = self.self_test
-        if self.oracle is None:
-            held = gradients if clipped else self._gradients.copies(gradients)
-        else:
-            with self._replaying(self.oracle) as replay:
-                first = replay.gradient()
-            held, row["loss"] = first.gradients, self._mean(first.loss)
-        grad_norm = raw_norm if self.oracle is None else global_norm(held).item()
-        return Measurement(
-            start=[p for p in self._start.copies(self.parameters) if p is not None],
-            gradients=held,
-            grad_norm=grad_norm,
-            raw_norm=raw_norm,
-            groups=self.groups,
-        )
-
-    def _measure_after(self, before: Measurement, steps: StepObserver, row: dict[str, Any]) -> None:
-        if row["batch_size"] is None and self._record.trained.calls:
-            row["batch_size"] = round(over_ranks(self._record.trained.size, self.model, mean=False))
-        row.update(before.norms(self.parameters))
-        eps = row["eps"] = max(precision(self.parameters), self._record.eps, self._test.eps)
-        row["lr"] = steps.lr
-        row["coefficient"] = steps.coefficient(
-            before.gradients if self.oracle is None else None, before.raw_norm
-        )
-        if steps.optimizers:
-            row["optimizer"] = type(steps.optimizers[0]).__name__
-            if row["coefficient"] is not None:
-                row["clipped"] = bool(is_clipped(row["coefficient"], optimizer=row["optimizer"]))
-            if self.geometry == "auto":
-                before.geometry = geometry_of(steps.optimizers, steps.rates, self.parameters)
-                row["momentum"], row["optimizer_limit"] = before.geometry.momentum, before.geometry.limit
-                row["optimizer_missing"] = before.geometry.missing or None
-        if (origin := self._origin) is not None:  # also where this step is lost: the start is asked for that
-            self._origin = origin if self._measurements + 1 < _CLOSER else None
-            self._record.routine = False
-            with self._replaying(self._record.loss) as replay:
-                row.update(safe_start(replay, origin, eps=eps))
-        if not (math.isfinite(row["grad_norm"]) and math.isfinite(row["step_norm"])):
-            row["status"] = NONFINITE
-            return
-        if row["step_norm"] == 0:
-            row["status"] = ZERO_STEP
-            return
-        due = {name for name, period in self.estimators.items() if self._measurements % period == 0}
-        # Later a run is no longer where it started; against the gradient no fraction is safe.
-        closer = self._measurements < _CLOSER and row.get("cosine", 0.0) > 0
-        with self._replaying(self.oracle or self._record.loss) as replay:
-            before.estimate(replay, row, due=due, fractions=self.fractions, closer=closer)
-        self._record.routine &= "safe_fraction" not in row
-        along = row.get("safe_fraction") is not None and row["cosine"] > ALONG
-        if self.step == 0 and along and self.oracle is None:  # an oracle's batches stay the same
-            self._origin = before.origin
-
-    @contextmanager
-    def _replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
-        self._record.in_replay = True
-        # The oracle's batches are its own: both of its gradients start from the state of now.
-        state = None if closure is self.oracle else self._record.state
-        if closure is self.oracle and self._record.oracle_state is None:
-            self._record.oracle_state = PassState(self.model, self.keep)
-        try:
-            state = state or self._record.oracle_state
-            with Replay(self.model, closure, state=state, keep=self.keep) as replay:
-                yield replay
-        finally:
-            self._record.in_replay = False
-
-    def _record_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.due or self._record.in_block or not torch.is_grad_enabled():
-            return
-        if self._record.in_replay:
-            self._record.replayed.record(args, kwargs, with_inputs=self.self_test is None)
-            return
-        if Replay.num_running:  # somebody else's
+    def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.due or self._current.stepping or not torch.is_grad_enabled():
             return
         started = self.schedule.clock()
-        if self._record.state is None:
-            self._record.state = PassState(self.model, self.keep)
-        self._record.eps = max(self._record.eps, autocast_precision(self.parameters[0]))
-        self._record.trained.record(args, kwargs, with_inputs=self.self_test is None)
-        self._record.spent += self.schedule.clock() - started
+        if self._current.see_forward(args, kwargs):
+            self._current.spent += self.schedule.clock() - started
 
-    def _attempt(self, row: dict[str, Any], measure: Callable[[], Any]) -> Any:
-        """``measure()``, its failure noted in the row."""
+    def _attempt(self, measure: Callable[[], None]) -> None:
+        """Call ``measure``; its failure is noted in the row."""
         try:
-            return measure()
-        except Exception as error:
-            if isinstance(error, NonDeterministicError) and self.on_error != "off":
+            measure()
+        except NonDeterministicError as error:
+            if self.on_error != "off":
                 raise  # no measurement would mean anything: better now than after the run
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            row["status"] = f"{FAILED}{reason}"
-            if self.on_error == "off":
-                self._failed = True
-                self._warn_once(
-                    "measure",
-                    f"A smoothness measurement failed at step {self.step}: {reason} No more are taken.",
-                )
-                return None
+            self._note_failure(error)
+        except Exception as error:
+            self._note_failure(error)
             if self.on_error == "raise":
-                self._write(row)
+                self._write(self._current.row)
                 raise
-            self._warn_once("measure", f"A smoothness measurement failed at step {self.step}: {reason}")
-            return None
+
+    def _note_failure(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._current.row["status"] = f"{FAILED}{reason}"
+        text = f"A smoothness measurement failed at step {self.step}: {reason}"
+        if self.on_error == "off":
+            self._failed = True
+            self._warn_once("measure", f"{text} No more are taken.")
+        elif self.on_error == "mark":
+            self._warn_once("measure", text)
 
     def _describe_run(self, steps: StepObserver) -> None:
         """Complete the trace's header by what is known at the first measured step."""
@@ -580,7 +445,7 @@ class SmoothnessProbe:
                 raise
             self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: Row) -> None:
         with self._writing():
             self.trace.append(row)
         for listener in self._listeners if is_writer(self.model) else ():
@@ -592,15 +457,17 @@ class SmoothnessProbe:
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{text} Training goes on; later ones are noted in silence.", stacklevel=2)
+            warnings.warn(
+                f"{text} Training continues; further failures are only recorded in the trace.", stacklevel=2
+            )
 
     def _finish_step(self) -> None:
-        record = self._record
-        if record.row is not None and self.on_error == "off" and any_rank(self._failed, self.model):
+        step = self._current
+        if self.on_error == "off" and step.optimizers is not None and any_rank(self._failed, self.model):
             self.close()
         if self.step == self.schedule.next:
             self._forget_step()
-        self.schedule.finished(self.step, spent=record.spent, routine=record.routine)
+        self.schedule.finished(self.step, spent=step.spent, routine=step.routine)
         if self.schedule.needs_plan(self.step):
             self.schedule.plan(self.step)
             if self.schedule.max_overhead is not None:
@@ -609,12 +476,9 @@ class SmoothnessProbe:
         self.step += 1
 
     def _forget_step(self) -> None:
-        if self._record.steps is not None:
-            self._record.steps.stop()
-        self._record = StepRecord()
-
-    def _mean(self, loss: Tensor) -> float:
-        return over_ranks(loss.detach().item(), self.model, mean=True)
+        if self._current.optimizers is not None:
+            self._current.optimizers.stop()
+        self._current = ProbedStep(self._setup)
 
     def _now(self) -> float:
         if torch.accelerator.is_available() and self.parameters[0].device.type != "cpu":
@@ -634,3 +498,32 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header, if_exists=if_exists)
+
+
+def layer_groups(
+    model: nn.Module, parameters: Sequence[Tensor], layers: bool | Mapping[str, Iterable[Tensor]]
+) -> dict[str, list[int]]:
+    """Names of layers with the indices of their parameters: one for each module, or as given."""
+    if not layers:
+        return {}
+    index = {id(p): i for i, p in enumerate(parameters)}
+    if layers is True:
+        return _groups_of_modules(model, index)
+    chosen = {name: list(tensors) for name, tensors in layers.items()}
+    for name, tensors in chosen.items():
+        foreign = sum(id(p) not in index for p in tensors)
+        if foreign or not tensors:
+            raise ValueError(
+                f"`layers[{name!r}]` must be trainable parameters of the model, at least one; "
+                f"{foreign} of {len(tensors)} are not."
+            )
+    return {name: [index[id(p)] for p in tensors] for name, tensors in chosen.items()}
+
+
+def _groups_of_modules(model: nn.Module, index: Mapping[int, int]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for name, p in model.named_parameters():
+        if id(p) in index:
+            plain = name.removeprefix("module.").removeprefix("_orig_mod.")
+            groups.setdefault(plain.rpartition(".")[0] or plain, []).append(index[id(p)])
+    return groups

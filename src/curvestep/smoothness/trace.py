@@ -222,7 +222,7 @@ class Trace:
             return
         self.header = _plain({**facts, **self.header})
         self._cached.clear()
-        if self._file is not None:
+        if self._file is not None and self.path is not None:
             self._rewrite([dump_row(self.header)])
 
     def append(self, row: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 import torch
 
-from curvestep.smoothness.measurement import Workspace
+from curvestep.smoothness.snapshot import Workspace
 
 
 def test_copies_are_equal_and_take_no_new_memory():

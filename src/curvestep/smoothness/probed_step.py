@@ -1,0 +1,324 @@
+r"""One measured step, from its start at :math:`x_k` to its row.
+
+:class:`ProbedStep` keeps :math:`x_k` and the gradient there and, once the optimizer has stepped to
+:math:`x_{k+1}`, replays the batch at points between the two. The functions of
+:mod:`~curvestep.smoothness.measurement` return parts of the row; here they are put together, in the order in
+which they are measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvestep.distributed import any_rank, copies, over_ranks
+from curvestep.smoothness.determinism import SelfTest
+from curvestep.smoothness.estimators import spectral_smoothness
+from curvestep.smoothness.geometry import Geometry, geometry_of
+from curvestep.smoothness.measurement import (
+    ALONG,
+    OVERSHOT,
+    Secant,
+    Segment,
+    Start,
+    along_step,
+    change_part,
+    end_part,
+    joined,
+    local_part,
+    noise_of_halves,
+    norms_part,
+    optimizer_spectral_part,
+    point_of,
+    safe_fraction,
+    safe_start,
+    secant_at,
+    spectral_part,
+    summary_part,
+)
+from curvestep.smoothness.observer import ForwardCalls, StepObserver, StepRecord, TrainingLoss
+from curvestep.smoothness.oracle import GradientOracle
+from curvestep.smoothness.replay import Gradients, Replay, trainable_parameters
+from curvestep.smoothness.snapshot import PassState, Workspace
+from curvestep.smoothness.trace import NONFINITE, ZERO_STEP, Row
+from curvestep.steps import is_clipped
+from curvestep.vectors import global_norm, precision
+
+CLOSER = 3  # measurements that look closer at a step that overshoots
+
+
+@dataclass
+class Setup:
+    """Settings and memory that all steps of one probe share."""
+
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    fractions: tuple[float, ...]
+    estimators: Mapping[str, int]  # their periods, in measurements
+    oracle: GradientOracle | None
+    groups: Mapping[str, Sequence[int]]  # names of layers with the indices of their parameters
+    in_metric: bool  # whether the optimizer's metric is measured, too
+    keep: Sequence[object]
+    backward: Callable[[Tensor], Any] | None
+    test: SelfTest = field(default_factory=SelfTest)
+    measurements: int = 0  # so far
+    origin: list[Tensor] | None = None  # starting point, kept while more batches are measured there
+    start_memory: Workspace = field(default_factory=Workspace)
+    gradient_memory: Workspace = field(default_factory=Workspace)
+
+
+class ProbedStep:
+    """One training step that a probe measures.
+
+    Attributes:
+        record: What training did, as far as the probe saw it.
+        row: The parts measured so far.
+        optimizers: The optimizers that step; None until the step begins.
+        start: What is known before the step; None if that could not be measured.
+        stepping: Whether the optimizer is stepping: it may call the model as often as it likes.
+        spent: Seconds of this step that went into measuring.
+        routine: Whether the measurement costs what later ones will; the first one tests itself too.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.record = StepRecord()
+        self.row: Row = {}
+        self.optimizers: StepObserver | None = None
+        self.start: Start | None = None
+        self.stepping = False
+        self.spent = 0.0
+        self.routine = True
+        self._loss: TrainingLoss | None = None
+        self._oracle_state: PassState | None = None  # where the first gradient of the oracle started
+        self._replays = False
+
+    def see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Take note of a call of the model; False if it is none of training's passes."""
+        with_inputs = self.setup.test.error is None
+        if self._replays:
+            self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
+            return False
+        if Replay.num_running:  # somebody else's
+            return False
+        if self.record.state is None:
+            self.record.state = PassState(self.setup.model, self.setup.keep)
+        self.record.see_precision(self.setup.parameters[0])
+        self.record.trained.record(args, kwargs, with_inputs=with_inputs)
+        return True
+
+    def measure_start(self, *, clipped: bool) -> None:
+        """Keep the point and the gradient before the step, and test the replays if that is due.
+
+        Args:
+            clipped: Whether the gradient may have been clipped or scaled since the backward pass.
+        """
+        setup = self.setup
+        self._check_parameters()
+        self._take_passes()
+        self._loss = TrainingLoss(self.record.passes, setup.parameters, setup.backward)
+        self.row |= self._recorded_loss(self._loss)
+        raw = self._raw_gradient(self._loss, clipped=clipped)
+        raw_norm = global_norm(raw).item()
+        self._test_replays(raw, clipped=clipped)
+        self.row["self_test"] = setup.test.error
+        gradients, grad_norm = raw, raw_norm
+        if setup.oracle is not None:
+            with self.replaying(setup.oracle) as replay:
+                first = replay.gradient()
+            gradients, grad_norm = first.gradients, global_norm(first.gradients).item()
+            self.row["loss"] = _mean(first.loss, setup.model)
+        elif not clipped:  # they are in ``.grad``, where the step may change them
+            gradients = setup.gradient_memory.copies(raw)
+        point = [p for p in setup.start_memory.copies(setup.parameters) if p is not None]
+        self.start = Start(point, gradients, grad_norm, raw_norm)
+
+    def measure_noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> None:
+        """Measure the noise of the gradient; before the step, after it the halves are not independent."""
+        gradients = []
+        for half in halves:
+            with self.replaying(half) as replay:
+                gradients.append(replay.gradient().gradients)
+        self.row |= noise_of_halves(*gradients)
+
+    def measure_end(self) -> None:
+        """Measure along the step that the optimizer has taken."""
+        setup, start, steps = self.setup, self.start, self.optimizers
+        assert start is not None
+        assert steps is not None
+        self.row |= self._batch_size()
+        self.row |= norms_part(start, setup.parameters, setup.groups)
+        eps = self.row["eps"] = max(precision(setup.parameters), self.record.eps, setup.test.eps)
+        self.row |= self._optimizer_part(start, steps)
+        geometry = self._geometry(steps)
+        if geometry is not None:
+            self.row |= {"momentum": geometry.momentum, "optimizer_limit": geometry.limit}
+            self.row["optimizer_missing"] = geometry.missing or None
+        if setup.origin is not None:  # also where this step is lost: the start is asked for that
+            self.row |= self._safe_step_at(setup.origin, eps)
+        if not (math.isfinite(self.row["grad_norm"]) and math.isfinite(self.row["step_norm"])):
+            self.row["status"] = NONFINITE
+            return
+        if self.row["step_norm"] == 0:
+            self.row["status"] = ZERO_STEP
+            return
+        segment = Segment(
+            start=start.point,
+            gradients=start.gradients,
+            grad_norm=start.grad_norm,
+            step_norm=self.row["step_norm"],
+            cosine=self.row.get("cosine", 0.0),
+            loss=self.row.get("loss", math.inf),
+            eps=eps,
+            groups=setup.groups,
+            layer_lengths={name: layer["step_norm"] for name, layer in self.row.get("layers", {}).items()},
+            geometry=None if geometry is None or geometry.missing else geometry,
+        )
+        with self.replaying(self._measured_loss()) as replay:
+            for part in self._estimates(segment, replay):
+                self.row = joined(self.row, part)
+        self.row |= summary_part(self.row)
+
+    @contextmanager
+    def replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
+        """A replay of a closure from the state in which training's first pass started."""
+        setup, state = self.setup, self.record.state
+        if closure is setup.oracle:  # its batches are its own: its gradients start from the state of now
+            self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
+            state = self._oracle_state
+        self._replays = True
+        try:
+            with Replay(setup.model, closure, state=state, keep=setup.keep) as replay:
+                yield replay
+        finally:
+            self._replays = False
+
+    def _check_parameters(self) -> None:
+        now, then = trainable_parameters(self.setup.model), self.setup.parameters
+        if [id(p) for p in now] != [id(p) for p in then]:
+            raise ValueError(
+                f"the model has other trainable parameters ({len(now)}) than when the probe was made "
+                f"({len(then)}): some were frozen, unfrozen or replaced. Make a new probe, "
+                "and give it this one's `state_dict()` to continue the trace."
+            )
+
+    def _take_passes(self) -> None:
+        """Take over the passes of training that were recorded."""
+        record = self.record
+        if not record.passes:
+            raise ValueError(
+                "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
+                "each backward pass; with Lightning's manual optimization, `loss = record(self, loss_fn)`."
+            )
+        record.state = record.passes[0].state
+        if record.passes[0].calls.calls:
+            record.trained = ForwardCalls.sum([part.calls for part in record.passes])
+
+    def _recorded_loss(self, loss: TrainingLoss) -> Row:
+        losses = [part.loss for part in self.record.passes]
+        if self.setup.oracle is not None or any(value is None for value in losses):
+            return {}
+        return {"loss": _mean(loss.mean(losses), self.setup.model)}
+
+    def _raw_gradient(self, loss: TrainingLoss, *, clipped: bool) -> Gradients:
+        """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""
+        gradients = [p.grad for p in self.setup.parameters]
+        hidden = all(g is None for g in gradients)
+        if hidden and not clipped:
+            raise ValueError(
+                "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
+                "`zero_grad()` after it."
+            )
+        if not clipped:
+            return gradients
+        # A hook that leaves a step out hides the gradient: there is nothing to compare with.
+        trained = None if hidden else gradients
+        with self.replaying(loss) as replay:
+            return list(self.setup.test.run(replay, trained, self.record, clipped=True))
+
+    def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
+        """Test the closure that is measured, where the gradient was not replayed and tested already."""
+        test, oracle = self.setup.test, self.setup.oracle
+        with_oracle = oracle is not None  # then training's passes do not matter
+        if test.error is not None:
+            if clipped or with_oracle:
+                return
+            if not any_rank(test.is_due(self.record), self.setup.model):
+                return
+        with self.replaying(self._measured_loss()) as replay:
+            test.run(replay, None if with_oracle else raw, self.record)
+
+    def _measured_loss(self) -> Callable[[], Any]:
+        assert self._loss is not None
+        return self.setup.oracle or self._loss
+
+    def _batch_size(self) -> Row:
+        if self.row["batch_size"] is not None or not self.record.trained.calls:
+            return {}
+        size = over_ranks(self.record.trained.size, self.setup.model, mean=False)
+        return {"batch_size": round(size)}
+
+    def _optimizer_part(self, start: Start, steps: StepObserver) -> Row:
+        gradients = start.gradients if self.setup.oracle is None else None
+        coefficient = steps.coefficient(gradients, start.raw_norm)
+        part: Row = {"lr": steps.lr, "coefficient": coefficient}
+        if steps.optimizers:
+            name = part["optimizer"] = type(steps.optimizers[0]).__name__
+            if coefficient is not None:
+                part["clipped"] = bool(is_clipped(coefficient, optimizer=name))
+        return part
+
+    def _geometry(self, steps: StepObserver) -> Geometry | None:
+        if not (steps.optimizers and self.setup.in_metric):
+            return None
+        return geometry_of(steps.optimizers, steps.rates, self.setup.parameters)
+
+    def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
+        """The parts of the row that are due, one by one: what comes before a failure is kept."""
+        setup = self.setup
+        due = {name for name, period in setup.estimators.items() if setup.measurements % period == 0}
+        if "local_smoothness" in due:
+            yield local_part(segment, replay)
+        spectrum = None
+        if "spectral_smoothness" in due:
+            spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
+            yield spectral_part(segment, replay, spectrum)
+        yield optimizer_spectral_part(segment, replay, spectrum, due=due)
+        if "smoothness" in due:
+            # Later a run is no longer where it started; against the gradient no fraction is safe.
+            closer = setup.measurements < CLOSER and segment.cosine > 0
+            search = partial(self._look_closer, segment, replay) if closer else None
+            yield along_step(segment, replay, setup.fractions, at_end=search)
+        elif due:
+            end = secant_at(segment, replay, 1.0, in_metric=True)
+            yield {**change_part(segment, end), **end_part(segment, replay, end)}
+
+    def _look_closer(self, segment: Segment, replay: Replay, end: Secant) -> Row:
+        """The row's ``safe_fraction``, of a step that overshoots."""
+        if point_of(segment, replay, end, max_kappa=OVERSHOT).safe:
+            return {}
+        self.routine = False
+        fraction = safe_fraction(segment, replay, end)
+        # An oracle's batches stay the same: others would not tell more.
+        first = self.row["step"] == 0 and self.setup.oracle is None
+        if first and fraction is not None and segment.cosine > ALONG:
+            self.setup.origin = copies(segment.start)
+        return {"safe_fraction": fraction}
+
+    def _safe_step_at(self, origin: list[Tensor], eps: float) -> Row:
+        assert self._loss is not None
+        if self.setup.measurements + 1 >= CLOSER:
+            self.setup.origin = None
+        self.routine = False
+        with self.replaying(self._loss) as replay:
+            return safe_start(replay, origin, eps=eps)
+
+
+def _mean(loss: Tensor, model: nn.Module) -> float:
+    return over_ranks(loss.detach().item(), model, mean=True)
