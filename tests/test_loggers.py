@@ -145,8 +145,44 @@ def test_mlflow_gets_every_row(tmp_path, monkeypatch):
     assert [m.value for m in history] == pytest.approx(trace.column("smoothness").tolist())
 
 
+def test_trackers_of_accelerate_get_every_row():
+    tracking = pytest.importorskip("accelerate.tracking", reason="needs accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    class Rows(tracking.GeneralTracker):
+        name, requires_logging_directory, tracker = "rows", False, None
+
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step):
+            self.seen.append((step, values))
+
+    rows = Rows()
+    accelerator = Accelerator(cpu=True, log_with=[rows])
+    try:
+        with pytest.raises(ValueError, match=r"no trackers.*`init_trackers` before"):
+            cs.loggers.accelerate(accelerator)
+        accelerator.init_trackers("mine")
+        _, trace = train(cs.loggers.accelerate(accelerator), steps=12)
+    finally:
+        AcceleratorState._reset_state(True)
+    assert [step for step, _ in rows.seen] == trace.column("step").tolist()
+    assert [found["curvestep/smoothness"] for _, found in rows.seen] == trace.column("smoothness").tolist()
+
+
 @pytest.mark.parametrize(
-    ("logger", "words"), [(cs.loggers.tensorboard, "SummaryWriter"), (cs.loggers.wandb, "wandb")]
+    ("logger", "words"),
+    [
+        (cs.loggers.tensorboard, "SummaryWriter"),
+        (cs.loggers.wandb, "wandb"),
+        (cs.loggers.accelerate, "Accelerator"),
+    ],
 )
 def test_what_is_no_logger_is_refused(logger, words):
     with pytest.raises(TypeError, match=words):

@@ -1,5 +1,6 @@
-"""Rows of a probe in TensorBoard, W&B and MLflow: ``probe.listen(cs.loggers.tensorboard(writer))``.
+"""Rows of a probe in TensorBoard, W&B, MLflow and the trackers of Accelerate.
 
+``probe.listen(cs.loggers.tensorboard(writer))`` and the others below.
 All write the same numbers, under names that are shown together: ``curvestep/grad_norm`` (before
 clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/elasticity``,
 ``curvestep/edge`` and the others below, at the step of the row.
@@ -173,6 +174,31 @@ def mlflow(*, prefix: str = "curvestep") -> Logger:
 
     def write(numbers: dict[str, float], step: int) -> None:
         mlflow.log_metrics(numbers, step=step, run_id=run_id)
+
+    return Logger(write, prefix=prefix)
+
+
+def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
+    """A listener that logs rows to the trackers of an ``Accelerator``, whichever they are.
+
+    .. code-block:: python
+
+        accelerator.init_trackers("mine")
+        probe.listen(cs.loggers.accelerate(accelerator))
+
+    Args:
+        accelerator: An ``Accelerator`` whose ``init_trackers`` was called.
+        prefix: What the names begin with.
+    """
+    _check_has(accelerator, "init_trackers", "`accelerator` must be an Accelerator")
+    if accelerator.is_main_process and not accelerator.trackers:
+        raise ValueError(
+            "`accelerator` has no trackers, so rows would be lost. Give it `log_with=`, and call its "
+            "`init_trackers` before."
+        )
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        accelerator.log(numbers, step=step)
 
     return Logger(write, prefix=prefix)
 
