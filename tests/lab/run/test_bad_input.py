@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from curvestep.cli import main
-from curvestep.lab.run.folder import locked
+from curvestep.lab.report.views import find_views
+from curvestep.lab.run.folder import Run, locked
 from curvestep.lab.run.loop import train
 from tests.lab.report.pages import make_run
 from tests.lab.small import small_language
@@ -69,6 +70,20 @@ def test_a_status_with_text_for_a_number_is_named(tmp_path, capsys, field, value
         assert said.count("\n") == 1
         assert f"{folder / 'status.json'}: {field}" in said
         assert "is no number" in said
+
+
+def test_metrics_cut_at_a_line_end_are_noticed_by_page_and_advise(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", steps=60)
+    path = folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:20]))
+    words = f"{path} ends at step 20, status.json counts 60 steps: rows were lost."
+    (view,) = find_views([folder])
+    assert any(doubt.startswith(words) for doubt in view.doubts)
+    main(["advise", str(folder)])
+    assert words in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert Run.load(folder).lost_rows == ""
 
 
 def test_a_new_run_removes_the_parts_that_killed_ones_left(tmp_path):

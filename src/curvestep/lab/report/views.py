@@ -164,6 +164,8 @@ def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]
     found: dict[str, list[Trace]] = {}
     sources = find_sources(paths)
     for source in sources:
+        if isinstance(source, Run) and source.lost_rows:
+            warnings.warn(source.lost_rows, stacklevel=2)
         if isinstance(source, Run) and not source.trace_path.exists():
             continue
         trace = source.trace if isinstance(source, Run) else check_trace(source)
@@ -251,6 +253,8 @@ def _run_view(run: Run, name: str) -> RunView:
         steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
         measurement = _measurement(run, notes) if run.trace_path.exists() else {}
+    if run.lost_rows:
+        notes.append(run.lost_rows)
     if not measurement and not notes:
         notes.append("Nothing was measured: the run has no trace.")
     status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}

@@ -115,6 +115,15 @@ class Run:
             raise ValueError(f"{path} has no {missing[0]!r}: there is no result. Delete it, then resume.")
         return RunResult(folder=self.folder, **values)
 
+    @property
+    def lost_rows(self) -> str:
+        """One sentence where ``status.json`` counts more steps than ``metrics.jsonl`` has; else empty."""
+        last, counted = last_step(self.folder), self.status.get("step", 0)
+        if last >= counted:
+            return ""
+        path = self.folder / METRICS
+        return f"{path} ends at step {last:,}, {STATUS} counts {counted:,} steps: rows were lost. Train again."
+
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
         return [row for row in self.metrics if row["split"] == split]
