@@ -134,6 +134,10 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     assert "calibrate measures both beforehand" in text
     text = html.unescape(write_page([bare], tmp_path / "bare.html").path.read_text())
     assert "No advice: nothing was measured." in text
+    (view,) = find_views([bare])
+    assert [note.kind for note in view.notes] == ["not-measured"]
+    (task,) = tasks_of([view])
+    assert captions.verdict(task)["warnings"] == []
     assert 'data-chart="run-0-loss"' in text
     assert 'data-chart="run-0-scatter"' not in text
 

@@ -79,7 +79,8 @@ def test_metrics_cut_at_a_line_end_are_noticed_by_page_and_advise(tmp_path, caps
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:20]))
     words = f"{path} ends at step 20, status.json counts 60 steps: rows were lost."
     (view,) = find_views([folder])
-    assert any(doubt.startswith(words) for doubt in view.doubts)
+    (note,) = [note for note in view.notes if note.kind == "damaged"]
+    assert note.text.startswith(words)
     main(["advise", str(folder)])
     assert words in capsys.readouterr().err
     path.write_bytes(whole)

@@ -16,7 +16,7 @@ from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import stability, usable
 from curvestep.lab.recipes import OPTIMIZERS
-from curvestep.lab.report.views import RunView, Task
+from curvestep.lab.report.views import NOT_JUDGED, NOT_MEASURED, RunView, Task
 
 NOT_RUN = "not run"  # in a cell of a map
 _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
@@ -24,49 +24,65 @@ _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
 def run_summary(view: RunView) -> str:
     """How the run ended, how much was clipped, and how it did on held-out data."""
-    reason = view.facts.get(
-        "message", "a number is not finite" if not view.fields else "no reason is on record"
-    )
-    words = {
+    words = [_ending(view)]
+    if math.isfinite(view.final_loss):
+        when = "at the end" if view.status else "in the last rows"
+        words.append(f"Training loss {when} {view.final_loss:.4g}.")
+    if view.metrics:
+        told = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
+        words.append(f"{told.capitalize()}.")
+    if math.isfinite(view.clipped_fraction):
+        words.append(f"{view.clipped_fraction:.0%} of the steps were clipped.")
+    return " ".join(words)
+
+
+def _ending(view: RunView) -> str:
+    unknown = "no reason is on record" if view.fields else "a number is not finite"
+    reason = view.facts.get("message", unknown)
+    endings = {
         "finished": f"Finished after {view.step:,} steps.",
         "diverged": f"Diverged at step {view.step:,}: {reason}.",
         "interrupted": f"Interrupted at step {view.step:,}; it can be resumed.",
         "failed": f"Failed at step {view.step:,}: {reason}.",
         "running": f"Not finished: {view.step:,} steps so far.",
-    }.get(view.status, f"Measured up to step {view.step:,}; whether the run goes on, a trace does not say.")
-    if math.isfinite(view.final_loss):
-        words += (
-            f" Training loss {'at the end' if view.status else 'in the last rows'} {view.final_loss:.4g}."
-        )
-    if view.metrics:
-        told = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
-        words += f" {told.capitalize()}."
-    share = view.clipped_fraction
-    return words + (f" {share:.0%} of the steps were clipped." if np.isfinite(share) else "")
+    }
+    unfinished = f"Measured up to step {view.step:,}; whether the run goes on, a trace does not say."
+    return endings.get(view.status, unfinished)
 
 
 def optimizer(view: RunView) -> str:
-    """The optimizer with what matters of its options, from the recipe or the trace."""
-    fields, header = view.fields, view.header
-    if not fields:
-        rows = () if view.trace is None else view.trace.column("optimizer")
-        words = (
-            [str(header["optimizer"])] if "optimizer" in header else list(dict.fromkeys(filter(None, rows)))
-        )
-        rates = view.measured.get("lr", np.array([]))
-        rates = rates[np.isfinite(rates)]
-        if len(rates):
-            low, high = float(rates.min()), float(rates.max())
-            words.append(
-                f"lr {low:.3g}" if math.isclose(low, high, rel_tol=1e-3) else f"lr {low:.3g} to {high:.3g}"
-            )
-            words.append(
-                "no step clipped" if math.isinf(view.max_norm) else f"clipped at {view.max_norm:.3g}"
-            )
+    """The optimizer with its main options, from the recipe or the trace."""
+    if not view.fields:
+        return _optimizer_of_trace(view)
+    words = [f"{OPTIMIZERS[view.fields['optimizer']]}: {view.setting.partition(', momentum')[0]}"]
+    for name in ("momentum", "weight_decay", "batch_size", "seed"):
+        value = view.fields.get(name)
+        if value or name == "seed":
+            words.append(f"{name.replace('_', ' ')} {value:g}")
+    return ", ".join(words)
+
+
+def _optimizer_of_trace(view: RunView) -> str:
+    if "optimizer" in view.header:
+        words = [str(view.header["optimizer"])]
+    elif view.trace is not None:
+        words = list(dict.fromkeys(filter(None, view.trace.column("optimizer"))))
+    else:
+        words = []
+    rates = view.measured.get("lr", np.array([]))
+    rates = rates[np.isfinite(rates)]
+    if not len(rates):
         return ", ".join(words)
-    options = {key: fields.get(key) for key in ("momentum", "weight_decay", "batch_size", "seed")}
-    said = [f"{key.replace('_', ' ')} {value:g}" for key, value in options.items() if value or key == "seed"]
-    return ", ".join([f"{OPTIMIZERS[fields['optimizer']]}: {view.setting.partition(', momentum')[0]}", *said])
+    low, high = float(rates.min()), float(rates.max())
+    if math.isclose(low, high, rel_tol=1e-3):
+        words.append(f"lr {low:.3g}")
+    else:
+        words.append(f"lr {low:.3g} to {high:.3g}")
+    if math.isinf(view.max_norm):
+        words.append("no step clipped")
+    else:
+        words.append(f"clipped at {view.max_norm:.3g}")
+    return ", ".join(words)
 
 
 def scatter(view: RunView) -> str:
@@ -78,9 +94,12 @@ def scatter(view: RunView) -> str:
     ]
     if fit := view.fit:
         low, high = fit.spearman_interval
-        control = f"; a constant Hessian would show {fit.control.spearman:.2f}" if fit.control else ""
-        interval = f"{fit.level:.0%} interval {low:.2f} to {high:.2f}"
-        words.append(f"Rank correlation {fit.spearman:.2f} ({interval}){control}.")
+        correlation = (
+            f"Rank correlation {fit.spearman:.2f} ({fit.level:.0%} interval {low:.2f} to {high:.2f})"
+        )
+        if fit.control:
+            correlation += f"; a constant Hessian would show {fit.control.spearman:.2f}"
+        words.append(f"{correlation}.")
         words.append(
             f"Line with {fit.quantile:.0%} of the points below: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. The "
             "frontier lies above all points."
@@ -93,11 +112,12 @@ def norm(view: RunView) -> str:
     norms = view.rows["grad_norm"]
     norms = norms[np.isfinite(norms)]
     words = f"Gradient norm over the steps: from {_range(norms)}, median {np.median(norms):.3g}."
-    if np.isfinite(view.max_norm):
-        words += f" Clipping starts at {view.max_norm:.4g}"
-        share = view.clipped_fraction
-        words += f"; {share:.0%} of the steps shown were clipped." if np.isfinite(share) else "."
-    return words
+    if not math.isfinite(view.max_norm):
+        return words
+    words += f" Clipping starts at {view.max_norm:.4g}"
+    if math.isnan(view.clipped_fraction):
+        return f"{words}."
+    return f"{words}; {view.clipped_fraction:.0%} of the steps shown were clipped."
 
 
 def loss(view: RunView) -> str:
@@ -111,7 +131,9 @@ def loss(view: RunView) -> str:
         words += f", {finite[-1]:.4g} at the last step where it was finite."
     held_out = view.held_out.get("loss", np.array([]))
     held_out = held_out[np.isfinite(held_out)]
-    return words + (f" Held-out loss at the end: {held_out[-1]:.4g}." if len(held_out) else "")
+    if len(held_out):
+        words += f" Held-out loss at the end: {held_out[-1]:.4g}."
+    return words
 
 
 def edge(view: RunView) -> str:
@@ -120,32 +142,35 @@ def edge(view: RunView) -> str:
     edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
         return "There is no learning rate or no positive smoothness on record."
-    over = (
-        "over two"
-        if limit == 2.0
-        else f"in the optimizer's metric over {limit:.3g}, its limit on a quadratic"
-    )
-    words = f"Learning rate times smoothness {over}: median {np.median(edges):.3g}, from {_range(edges)}; "
-    words += f"{np.mean(edges > 1):.0%} of the measured steps are above the edge at 1."
+    found = f"median {np.median(edges):.3g}, from {_range(edges)}; {np.mean(edges > 1):.0%} of the measured "
+    found += "steps are above the edge at 1."
     if limit != 2.0:
-        return f"{words} Along one step it is less than over all directions: read it as a trend."
+        return (
+            f"Learning rate times smoothness in the optimizer's metric over {limit:.3g}, its limit on a "
+            f"quadratic: {found} Along one step it is less than over all directions: read it as a trend."
+        )
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    return words + (f" With the step as it was taken: median {np.median(taken):.3g}." if len(taken) else "")
+    words = f"Learning rate times smoothness over two: {found}"
+    if len(taken):
+        words += f" With the step as it was taken: median {np.median(taken):.3g}."
+    return words
 
 
 def within(view: RunView) -> str:
     """Whether smoothness grows with the gradient norm inside single steps; empty where not tested."""
-    return "" if view.fit is None or view.fit.within.missing else str(view.fit.within)
+    if view.fit is None or view.fit.within.missing:
+        return ""
+    return str(view.fit.within)
 
 
 def layers(view: RunView) -> str:
     """The layer with the largest smoothness, and the one with the smallest."""
-    medians = {
-        name: float(np.median(values[np.isfinite(values)]))
-        for name, values in view.layers.items()
-        if np.isfinite(values).any()
-    }
+    medians: dict[str, float] = {}
+    for name, values in view.layers.items():
+        known = values[np.isfinite(values)]
+        if len(known):
+            medians[name] = float(np.median(known))
     if not medians:
         return "No layer was measured."
     high, low = max(medians, key=medians.__getitem__), min(medians, key=medians.__getitem__)
@@ -176,74 +201,88 @@ def calibration(found: Calibration) -> str:
 
 def comparison(views: Sequence[RunView], num_settings: int) -> str:
     """Runs by final training loss."""
-    finished = sorted((v for v in views if np.isfinite(v.final_loss)), key=lambda v: v.final_loss)
-    diverged = sum(view.status == "diverged" for view in views)
-    words = f"{len(views)} runs on shared axes."
+    words = [f"{len(views)} runs on shared axes."]
     if num_settings < len(views):
-        words += f" {num_settings} settings: a line is the mean over seeds, a band their range."
+        words.append(f"{num_settings} settings: a line is the mean over seeds, a band their range.")
+    finished = [view for view in views if math.isfinite(view.final_loss)]
     if finished:
-        best = finished[0]
-        words += f" Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting})."
-    return words + (f" {diverged} diverged." if diverged else "")
+        best = min(finished, key=lambda view: view.final_loss)
+        words.append(f"Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting}).")
+    diverged = sum(view.status == "diverged" for view in views)
+    if diverged:
+        words.append(f"{diverged} diverged.")
+    return " ".join(words)
 
 
 def heat(grid: Grid, rows: str, columns: str) -> str:
     """The best cell of a sweep, and how many of those that were run have no number."""
-    cells = [
-        (float(grid.values[i, j]), grid.down[i], str(grid.across[j]))
-        for i, j in np.argwhere(np.isfinite(grid.values))
-    ]
-    words = f"Final training loss over {f'{rows} and ' if rows else ''}{columns}."
+    down_name = f"{rows} and " if rows else ""
+    words = [f"Final training loss over {down_name}{columns}."]
+    cells = []
+    for i, j in np.argwhere(np.isfinite(grid.values)):
+        cells.append((float(grid.values[i, j]), grid.down[i], str(grid.across[j])))
     if cells:
         least, down, across = min(cells)
-        words += f" Lowest: {least:.4g} at {f'{rows} {down}, ' if rows else ''}{columns} {across}."
+        place = f"{rows} {down}, " if rows else ""
+        words.append(f"Lowest: {least:.4g} at {place}{columns} {across}.")
     num_run = sum(text != NOT_RUN for row in grid.text for text in row)
     lost = num_run - len(cells)
-    return words + (f" {lost} of {num_run} settings did not finish." if lost else "")
+    if lost:
+        words.append(f"{lost} of {num_run} settings did not finish.")
+    return " ".join(words)
 
 
 def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
-    """What a task's runs say together: verdict, numbers, reasons, and what to know before relying on them."""
-    runs, advice = task.runs, task.advice
-    missing, so_far = [], ""
-    for view in runs:
-        if view.status == "running" and len(runs) == 1:
-            so_far = f"Not finished, {view.step:,} steps so far. "
-        elif view.status == "running":
-            missing.append(f"{view.name} is not finished: this is what {view.step:,} steps say.")
-        if view.status == "diverged" and len(runs) == 1:
-            break  # that it has too few rows is no reason to train it longer
-        if view.status == "diverged":
-            reason = view.facts.get("message", "no reason is on record")
-            missing.append(f"{view.name}: diverged with {view.setting}; {reason}.")
-        elif len(runs) > 1:
-            missing += [f"{view.name}: {doubt}" for doubt in view.doubts]
-        else:
-            missing += view.doubts
+    """Verdict of a task's runs together: numbers, reasons, and what to know before relying on them."""
+    so_far, missing = _missing_from(task)
+    group: dict[str, Any] = {"title": title, "more": missing[_MOST_SHOWN:]}
+    missing = missing[:_MOST_SHOWN]
+    advice = task.advice
     if advice is None or advice.refused:
-        said = _without_advice(task)
-        notes = [line for line in missing if line not in said and not line.startswith("Nothing was measured")]
-        said = f"{so_far}{said}"
-        return {"title": title, "verdict": said, "warnings": notes[:_MOST_SHOWN], "more": notes[_MOST_SHOWN:]}
-    warnings = runs[0].warnings if len(runs) == 1 else advice.warnings
+        return {**group, "verdict": f"{so_far}{_without_advice(task)}", "warnings": missing}
+    warnings = task.runs[0].warnings if len(task.runs) == 1 else advice.warnings
     return {
-        "title": title,
+        **group,
         "verdict": f"{so_far}{advice.verdict}",
         "advice": advice_table(advice),
         "reasons": [words for words in (*advice.reasons, advice.clipping) if words],
-        "warnings": [*warnings, *missing[:_MOST_SHOWN]],
-        "more": missing[_MOST_SHOWN:],
+        "warnings": [*warnings, *missing],
     }
 
 
+def _missing_from(task: Task) -> tuple[str, list[str]]:
+    """Words before the verdict on a run that goes on, and a line for all that is missing in the runs."""
+    if len(task.runs) > 1:
+        return "", [line for view in task.runs for line in _missing_of(view)]
+    view = task.runs[0]
+    if view.status == "diverged":
+        return "", []  # that it has too few rows is no reason to train it longer
+    so_far = f"Not finished, {view.step:,} steps so far. " if view.status == "running" else ""
+    unsaid = view.notes
+    if task.advice is None or task.advice.refused:  # then the verdict itself says why
+        unsaid = [note for note in view.notes if note.kind not in (NOT_MEASURED, NOT_JUDGED)]
+    return so_far, [note.text for note in unsaid]
+
+
+def _missing_of(view: RunView) -> list[str]:
+    """The same for one run among several."""
+    if view.status == "diverged":
+        reason = view.facts.get("message", "no reason is on record")
+        return [f"{view.name}: diverged with {view.setting}; {reason}."]
+    lines = [f"{view.name}: {note}" for note in view.notes]
+    if view.status == "running":
+        lines.insert(0, f"{view.name} is not finished: this is what {view.step:,} steps say.")
+    return lines
+
+
 def _without_advice(task: Task) -> str:
-    """What to do where nothing can be advised."""
-    if all(view.status == "diverged" for view in task.runs) and (task.advice is None or task.advice.refused):
-        ends = "; ".join(
-            f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}" for view in task.runs
-        )
+    """The verdict where nothing can be advised."""
+    if all(view.status == "diverged" for view in task.runs):
+        endings = [view.facts.get("message", f"at step {view.step:,}") for view in task.runs]
+        ends = [f"{view.setting}: {ending}" for view, ending in zip(task.runs, endings, strict=True)]
         return (
-            f"Diverged ({ends}). Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+            f"Diverged ({'; '.join(ends)}). Clip at a smaller max_norm or lower lr; calibrate measures both "
+            "beforehand."
         )
     if task.advice is None:
         return (
@@ -254,52 +293,71 @@ def _without_advice(task: Task) -> str:
 
 def advice_table(advice: Advice) -> dict[str, str]:
     """The numbers of the advice, rounded for reading."""
+    # A run that is kept may have a threshold that no gradient reached.
+    without = "no step clipped" if advice.action == KEEP else "no clipping"
 
     def number(value: float | None) -> str:
         if value is None or math.isnan(value):
             return "unknown"
-        if math.isinf(value):  # what was run and is kept may have a threshold that no gradient reached
-            return "no step clipped" if advice.action == KEEP else "no clipping"
+        if math.isinf(value):
+            return without
         return f"{value:.3g}"
 
     def interval(ends: tuple[float, float] | None) -> str:
-        known = ends is not None and all(map(math.isfinite, ends))
-        return f"{ends[0]:.3g} to {ends[1]:.3g}" if ends is not None and known else ""
+        if ends is None or not all(map(math.isfinite, ends)):
+            return ""
+        return f"{ends[0]:.3g} to {ends[1]:.3g}"
 
-    clipped = advice.clipped_fraction
-    return {
+    table = {
         "rate": "peak learning rate" if advice.lr_is_peak else "learning rate",
         "lr": number(advice.lr),
         "lr_interval": interval(advice.lr_interval),
         "max_norm": number(advice.max_norm),
         "max_norm_interval": interval(advice.max_norm_interval),
-        "step_cap": "" if advice.step_cap is None else number(advice.step_cap),  # Adam's has no such length
+        "step_cap": "",  # Adam has no such length
         "step_cap_interval": interval(advice.step_cap_interval),
-        "clipped": "unknown" if clipped is None else f"{clipped:.0%}",
-        "next": ", ".join(
-            "no clipping"
-            if math.isinf(value)
-            else f"{rate_name(advice.lr_is_peak) if name == 'lr' else name} {value:.3g}"
-            for name, value in (advice.next_setting or {}).items()
-        ),
+        "clipped": "unknown",
+        "next": _next_setting(advice),
     }
+    if advice.step_cap is not None:
+        table["step_cap"] = number(advice.step_cap)
+    if advice.clipped_fraction is not None:
+        table["clipped"] = f"{advice.clipped_fraction:.0%}"
+    return table
+
+
+def _next_setting(advice: Advice) -> str:
+    words = []
+    for name, value in (advice.next_setting or {}).items():
+        if math.isinf(value):
+            words.append("no clipping")
+        elif name == "lr":
+            words.append(f"{rate_name(advice.lr_is_peak)} {value:.3g}")
+        else:
+            words.append(f"{name} {value:.3g}")
+    return ", ".join(words)
 
 
 def findings(claims: Sequence[Mapping[str, Any]]) -> str:
-    """What a reproduction found, in up to three sentences: the tally, what holds, what does not."""
-    said = [str(claim.get("verdict")) for claim in claims]
-    tally = ", ".join(f"{said.count(verdict)} {verdict}" for verdict in dict.fromkeys(said))
-    sentences = [f"Of {len(said)} claim{'s' * (len(said) != 1)}: {tally}."]
+    """A reproduction in up to three sentences: the tally, what holds, what does not."""
+    verdicts = [str(claim.get("verdict")) for claim in claims]
+    tally = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    sentences = [f"Of {len(claims)} claim{'s' * (len(claims) != 1)}: {tally}."]
     for verdict in ("supported", "contradicted"):
         rows = [claim for claim in claims if claim.get("verdict") == verdict]
         if rows:
-            own = [claim for claim in rows if not str(claim.get("paper")).startswith("Not in the paper")]
-            shown = (own or rows)[0]
-            figure = str(shown.get("figure", "")).removeprefix("fig")
-            more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
-            words = str(shown.get("paper", "")).rstrip(".")
-            sentences.append(f"{verdict.capitalize()}: “{words}” (figure {figure}){more}.")
+            sentences.append(_finding(verdict, rows))
     return " ".join(sentences)
+
+
+def _finding(verdict: str, claims: Sequence[Mapping[str, Any]]) -> str:
+    """The paper's own claim among those of one verdict, and how many others there are."""
+    own = [claim for claim in claims if not str(claim.get("paper")).startswith("Not in the paper")]
+    shown = (own or claims)[0]
+    figure = str(shown.get("figure", "")).removeprefix("fig")
+    words = str(shown.get("paper", "")).rstrip(".")
+    more = f", and {len(claims) - 1} more" if len(claims) > 1 else ""
+    return f"{verdict.capitalize()}: “{words}” (figure {figure}){more}."
 
 
 def page_title(views: Sequence[RunView], *, reproduction: bool) -> str:
@@ -322,22 +380,23 @@ def subtitle(views: Sequence[RunView], *, reproduction: bool) -> str:
 def setup(views: Sequence[RunView]) -> dict[str, Any]:
     """Recipe, status and header of the trace: ``shared`` by all runs, and a row a run of what differs."""
     told = [{**view.fields, **view.facts, **view.header} for view in views]
-    names = [
-        name for name in dict.fromkeys(k for one in told for k in one) if name not in ("format", "schema")
-    ]
-    table = {
-        name.replace("_", " "): [
-            "" if v is None else v if isinstance(v, str) else json.dumps(v) for v in column
-        ]
-        for name in names
-        for column in [[one.get(name) for one in told]]
-    }
+    names = dict.fromkeys(name for one in told for name in one)
+    table: dict[str, list[str]] = {}
+    for name in names:
+        if name not in ("format", "schema"):
+            table[name.replace("_", " ")] = [_plain(one.get(name)) for one in told]
     differ = {name: column for name, column in table.items() if len(set(column)) > 1}
     return {
         "shared": {name: column[0] for name, column in table.items() if name not in differ},
         "names": list(differ),
         "rows": [(view.name, [column[i] for column in differ.values()]) for i, view in enumerate(views)],
     }
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _range(values: np.ndarray) -> str:

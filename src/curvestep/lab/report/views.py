@@ -23,10 +23,12 @@ from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import check_trace, final_loss
 from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
+from curvestep.notes import Note
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
 from curvestep.steps import clip_norms
 
 CLAIMS = "claims.json"
+NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
 Columns = dict[str, np.ndarray]
 
 
@@ -46,9 +48,9 @@ class RunView:
         layers: Smoothness by layer, aligned with ``measured``.
         max_norm: The clipping line; ``inf`` without one.
         trace: The trace itself.
-        fit: The fit of the trace, or None with the reason in ``doubts``.
-        advice: What follows from it, or None with the reason in ``doubts``.
-        doubts: Why something is not there, a line each.
+        fit: The fit of the trace, or None with the reason in ``notes``.
+        advice: What follows from it, or None with the reason in ``notes``.
+        notes: Why something is not there.
         fields: The recipe's fields; empty for a trace alone.
         header: The header of the trace: versions and what was measured.
         facts: What ``status.json`` says: data, parameters, seconds, message.
@@ -70,7 +72,7 @@ class RunView:
     trace: Trace | None = None
     fit: SmoothnessFit | None = None
     advice: Advice | None = None
-    doubts: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     header: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -79,10 +81,19 @@ class RunView:
     calibration: Calibration | None = None
 
     @property
+    def doubts(self) -> tuple[str, ...]:
+        """The notes as sentences."""
+        return tuple(note.text for note in self.notes)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings of the fit and of the advice, of each kind (the words before the colon) the first."""
-        found = (*(self.fit.warnings if self.fit else ()), *(self.advice.warnings if self.advice else ()))
-        return tuple({words.partition(":")[0]: words for words in reversed(found)}.values())[::-1]
+        """The warnings of the fit and of the advice, each once."""
+        found: list[str] = []
+        if self.fit:
+            found += self.fit.warnings
+        if self.advice:
+            found += self.advice.warnings
+        return tuple(dict.fromkeys(found))
 
     @property
     def rows(self) -> Columns:
@@ -241,7 +252,7 @@ def _is_trace(file: Path) -> bool:
 
 
 def _run_view(run: Run, name: str) -> RunView:
-    notes: list[str] = []
+    notes: list[Note] = []
     with _noted(notes):
         rows = run.rows("train")
         rows = [rows[index] for index in thinned(np.arange(len(rows)))]
@@ -254,9 +265,9 @@ def _run_view(run: Run, name: str) -> RunView:
         calibration = _calibration(run.folder, notes)
         measurement = _measurement(run, notes) if run.trace_path.exists() else {}
     if run.lost_rows:
-        notes.append(run.lost_rows)
+        notes.append(Note(DAMAGED, run.lost_rows))
     if not measurement and not notes:
-        notes.append("Nothing was measured: the run has no trace.")
+        notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
     status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}
     facts = ("data", "num_parameters", "seconds", "message")
     return RunView(
@@ -279,14 +290,14 @@ def _run_view(run: Run, name: str) -> RunView:
         },
         final_loss=float(status.get("train_loss", float("nan"))),
         calibration=calibration,
-        doubts=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
         **measurement,
     )
 
 
 def _trace_view(source: Path | Trace, name: str) -> RunView:
     """A trace alone; ``metrics.jsonl`` and ``calibration.json`` beside it are shown too."""
-    notes: list[str] = []
+    notes: list[Note] = []
     with _noted(notes):
         trace = source if isinstance(source, Trace) else Trace.load(source)
         path = place_of(trace)
@@ -308,26 +319,26 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         held_out={key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")},
         calibration=calibration,
         final_loss=final_loss(trace.column("step"), trace.column("loss")) if len(trace) else float("nan"),
-        doubts=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
         **measurement,
     )
 
 
-def _calibration(folder: Path, notes: list[str]) -> Calibration | None:
+def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
     try:
         return read_calibration(folder)
     except ValueError as error:
-        notes.append(str(error))
+        notes.append(Note(DAMAGED, str(error)))
         return None
 
 
-def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
+def _measurement(source: Run | Trace, notes: list[Note]) -> dict[str, Any]:
     """Columns, fit and advice of a trace; a run's own fit is shared with all that show it."""
     fit = None
     try:
         trace = source if isinstance(source, Trace) else source.trace
     except ValueError as error:
-        notes.append(str(error))
+        notes.append(Note(DAMAGED, str(error)))
         return {}
     refusal = ""
     try:
@@ -336,9 +347,9 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
         refusal = str(error)
     advice = advise(fit or trace)
     if refusal and not (advice.action == TRY and trace.ok.all()):  # there the advice itself says: too few
-        notes.append(refusal)
+        notes.append(Note(NOT_JUDGED, refusal))
     if advice.refused:
-        notes += [reason for reason in advice.reasons if reason not in notes]
+        notes += [Note(NOT_JUDGED, reason) for reason in advice.reasons]
     measured = columns_of(trace)
     layers = [name for name in measured if name.startswith("layers/")]
     return {
@@ -352,9 +363,9 @@ def _measurement(source: Run | Trace, notes: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _noted(notes: list[str]) -> Iterator[None]:
+def _noted(notes: list[Note]) -> Iterator[None]:
     """Turn warnings of the readers (a torn last line) into notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    notes += [str(warning.message) for warning in caught]
+    notes += [Note(DAMAGED, str(warning.message)) for warning in caught]

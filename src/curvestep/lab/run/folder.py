@@ -122,7 +122,9 @@ class Run:
         if last >= counted:
             return ""
         path = self.folder / METRICS
-        return f"{path} ends at step {last:,}, {STATUS} counts {counted:,} steps: rows were lost. Train again."
+        return (
+            f"{path} ends at step {last:,}, {STATUS} counts {counted:,} steps: rows were lost. Train again."
+        )
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
