@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +54,9 @@ def run_charts(view: RunView) -> list[Chart]:
         layers(view),
     ]
     charts = [replace(chart, words=captions.OF_RUN[chart.kind](view)) for chart in own if chart is not None]
-    return charts + (calibration_charts(view.calibration) if view.calibration else [])
+    if view.calibration:
+        charts += calibration_charts(view.calibration)
+    return charts
 
 
 def calibration_charts(found: Calibration) -> list[Chart]:
@@ -73,19 +76,22 @@ def layers(view: RunView) -> Chart | None:
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range."""
     settings = seeds_by_setting(views)
+    words = captions.comparison(views, len(settings))
+    iteration, runs_of = Axis("iteration"), list(settings.values())
     charts = []
-    kinds = {"loss": "training loss (running mean)", "grad_norm": GRADIENT, "smoothness": SMOOTHNESS}
-    for kind, label in (*kinds.items(), ("scatter", SMOOTHNESS)):
-        series = tuple(_setting(name, i, runs, kind) for i, (name, runs) in enumerate(settings.items()))
-        if not any(np.isfinite(one.y).any() for one in series):
-            continue
-        points = kind == "scatter"
-        title = "smoothness against gradient norm" if points else label.partition(" (")[0]
-        x = Axis(GRADIENT, log=True) if points else Axis("iteration")
-        y = Axis(label, log=kind != "loss", range=_calm_range(series, list(settings.values()), kind))
-        words, switch = captions.comparison(views, len(settings)), "xy" if points else "y"
-        charts.append(Chart(f"comparison-{kind}", title, x, y, series, words=words, switch=switch))
-    return charts
+    for kind, title, label in (
+        ("loss", "training loss", "training loss (running mean)"),
+        ("grad_norm", GRADIENT, GRADIENT),
+        ("smoothness", SMOOTHNESS, SMOOTHNESS),
+    ):
+        series = tuple(_curve(name, i, runs, kind) for i, (name, runs) in enumerate(settings.items()))
+        y = Axis(label, log=kind != "loss", range=_calm_range(series, runs_of, kind))
+        charts.append(Chart(f"comparison-{kind}", title, iteration, y, series, words=words, switch="y"))
+    points = tuple(_points(name, i, runs) for i, (name, runs) in enumerate(settings.items()))
+    x, y = Axis(GRADIENT, log=True), Axis(SMOOTHNESS, log=True)
+    title = "smoothness against gradient norm"
+    charts.append(Chart("comparison-scatter", title, x, y, points, words=words, switch="xy"))
+    return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
 
 
 def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
@@ -160,22 +166,29 @@ def _value(fields: Mapping[str, Any], name: str) -> Any:
     return tuple(found) if isinstance(found, list) else found
 
 
-def _setting(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
+def _curve(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
+    """One column over the steps: the mean over the seeds of a setting, and their range."""
     look: dict[str, Any] = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % 4]}
-    if kind == "scatter":
-        x, y = (
-            np.concatenate([run.measured.get(column, np.array([])) for run in runs])
-            for column in ("grad_norm", "smoothness")
-        )
-        return Series(name, x, y, colour=look["colour"], dash="", mark="circle")
-    found = [run.measured if kind == "smoothness" else run.rows for run in runs]
-    found = [rows for rows in found if len(rows.get("step", ()))]
+    found = []
+    for run in runs:
+        rows = run.measured if kind == "smoothness" else run.rows
+        if not len(rows.get("step", ())):
+            continue
+        values = _running_mean(rows[kind]) if kind == "loss" else rows[kind]
+        found.append((rows["step"], values))
     if not found:
         return Series(name, np.array([]), np.array([]), **look)
-    curves = [_running_mean(rows[kind]) if kind == "loss" else rows[kind] for rows in found]
-    steps, values = results.on_common_steps([(r["step"], c) for r, c in zip(found, curves, strict=True)])
+    steps, values = results.on_common_steps(found)
     keep = results.thinned(np.arange(len(steps)), _MOST_COMPARED)
     return results.over_seeds(name, steps[keep], values[:, keep], **look)
+
+
+def _points(name: str, number: int, runs: Sequence[RunView]) -> Series:
+    """Smoothness against gradient norm, all seeds of a setting together."""
+    empty = np.array([])
+    x = np.concatenate([run.measured.get("grad_norm", empty) for run in runs])
+    y = np.concatenate([run.measured.get("smoothness", empty) for run in runs])
+    return Series(name, x, y, colour=number % NUM_COLOURS, dash="", mark="circle")
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
@@ -191,65 +204,72 @@ def _calm_range(
     series: Sequence[Series], settings: Sequence[Sequence[RunView]], kind: str
 ) -> tuple[float, float] | None:
     """A run that diverged would press all others flat: the axis ends a little above the ones that did not."""
-    wild = [any(run.status == "diverged" for run in runs) for runs in settings]
-    calm = [one.y[np.isfinite(one.y)] for one, away in zip(series, wild, strict=True) if not away]
-    calm = np.concatenate(calm) if calm else np.array([])
-    calm = calm if kind == "loss" else calm[calm > 0]
-    if kind == "scatter" or not any(wild) or not len(calm):
+    calm = []
+    for one, runs in zip(series, settings, strict=True):
+        if not any(run.status == "diverged" for run in runs):
+            calm.append(one.y[np.isfinite(one.y)])
+    if not calm or len(calm) == len(series):
         return None
-    low, high = float(calm.min()), float(calm.max())
+    values = np.concatenate(calm)
     if kind != "loss":
-        room = (high / low) ** 0.08 if high > low else 2.0
-        return low / room, high * room
-    room = 0.08 * (high - low) or 1.0
-    return low - room, high + room
+        values = values[values > 0]
+    if not len(values):
+        return None
+    low, high = float(values.min()), float(values.max())
+    if kind == "loss":
+        room = 0.08 * (high - low) or 1.0
+        return low - room, high + room
+    room = (high / low) ** 0.08 if high > low else 2.0
+    return low / room, high * room
 
 
 def _mean(cell: Sequence[tuple[float, str]]) -> float:
     losses = [loss for loss, _ in cell]
-    return sum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else math.nan
+    if not losses or not all(map(math.isfinite, losses)):
+        return math.nan
+    return sum(losses) / len(losses)
 
 
 def _note(cell: Sequence[tuple[float, str]]) -> str:
-    """What a cell says: its loss, or what became of the runs that have none."""
+    """The text of a cell: its loss, or what became of the runs that have none."""
     if not cell:
         return captions.NOT_RUN
     if math.isfinite(mean := _mean(cell)):
         return f"{mean:#.3g}".rstrip(".")
-    lost = [status or "no loss" for loss, status in cell if not math.isfinite(loss)]
-    counts = {status: lost.count(status) for status in dict.fromkeys(lost)}
-    return ", ".join(
-        status if count == len(cell) else f"{count} of {len(cell)} {status}"
-        for status, count in counts.items()
-    )
+    lost = Counter(status or "no loss" for loss, status in cell if not math.isfinite(loss))
+    if lost.total() == len(cell) and len(lost) == 1:
+        return next(iter(lost))
+    return ", ".join(f"{count} of {len(cell)} {status}" for status, count in lost.items())
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return "+".join(_short(item) for item in value)
-    if isinstance(value, float) and math.isinf(value):
-        return "no clipping"
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return "no clipping" if math.isinf(value) else f"{value:g}"
 
 
 def to_plotly(chart: Chart) -> dict[str, Any]:
     """The chart as plotly's ``data`` and ``layout``; under ``scales`` what changes with the kind of axis."""
-    axes = {}
-    for name, axis in (("x", chart.x), ("y", chart.y)):
-        axes[f"{name}axis"] = {"title": {"text": plain(axis.label), "standoff": 8}}
-        if chart.grid is None:
-            axes[f"{name}axis"] |= _scale(chart, name, log=axis.log)
-        else:
-            names = chart.grid.down if name == "y" else chart.grid.across
-            kind = "category" if names and isinstance(names[0], str) else "linear"
-            axes[f"{name}axis"] |= {"type": kind, "showgrid": False}  # a line would cross out an empty cell
-    data = [_plotly_grid(chart.grid, chart)] if chart.grid is not None else []
+    layout: dict[str, Any] = {
+        f"{name}axis": {"title": {"text": plain(getattr(chart, name).label), "standoff": 8}} for name in "xy"
+    }
+    data: list[dict[str, Any]] = []
+    if chart.grid is None:
+        layout["xaxis"] |= _scale(chart, "x", log=chart.x.log)
+        layout["yaxis"] |= _scale(chart, "y", log=chart.y.log)
+        layout["showlegend"] = len(chart.series) <= 2 * NUM_COLOURS
+    else:
+        data.append(_plotly_grid(chart.grid, chart))
+        layout["xaxis"] |= _cells(chart.grid.across)
+        layout["yaxis"] |= _cells(chart.grid.down)
+        layout["showlegend"] = False
+        layout["annotations"] = _notes(chart.grid)
     for number, series in enumerate(chart.series):
         data += _plotly_series(series, number)
-    legend = chart.grid is None and len(chart.series) <= 2 * NUM_COLOURS
-    layout: dict[str, Any] = {**axes, "showlegend": legend}
-    if chart.grid is not None:
-        layout["annotations"] = _notes(chart.grid)
     if chart.span is not None and all(map(math.isfinite, chart.span)):
         low, high = chart.span
         upright = {"type": "rect", "xref": "x", "yref": "paper", "x0": low, "x1": high, "y0": 0, "y1": 1}
@@ -263,7 +283,13 @@ def to_plotly(chart: Chart) -> dict[str, Any]:
     return drawn
 
 
-def rounded(values: Sequence[Any] | np.ndarray) -> list[Any]:
+def _cells(names: Sequence[Any]) -> dict[str, Any]:
+    """An axis of a grid: steps, or names; a grid line would cross out an empty cell."""
+    kind = "category" if names and isinstance(names[0], str) else "linear"
+    return {"type": kind, "showgrid": False}
+
+
+def rounded(values: Iterable[Any]) -> list[Any]:
     """Five significant digits, whole numbers whole, None for what is not finite, texts as they are.
 
     Example:
@@ -276,35 +302,46 @@ def rounded(values: Sequence[Any] | np.ndarray) -> list[Any]:
             return plain(value)
         if not math.isfinite(value):
             return None
-        return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.5g}")
+        if float(value).is_integer() and abs(value) < 1e15:
+            return int(value)
+        return float(f"{value:.5g}")
 
-    return [one(value) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
+    return [one(value) for value in values]
 
 
 def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
     """Kind, range and ticks of an axis, logarithmic or linear."""
-    values = np.concatenate([getattr(series, name) for series in chart.series] or [np.array([])])
-    values = values[np.isfinite(values) & ((values > 0) | (not log))]
-    limits = getattr(chart, name).range
-    if limits is not None and log and limits[0] <= 0:
-        limits = (float(values.min()), limits[1]) if len(values) else None
-    ends = limits or ((float(values.min()), float(values.max())) if len(values) else (1.0, 10.0))
+    axis = getattr(chart, name)
+    values = np.concatenate([np.array([]), *(getattr(series, name) for series in chart.series)])
+    values = values[np.isfinite(values)]
     if not log:
-        whole = getattr(chart, name).label == "iteration" and ends[1] - ends[0] <= 8
-        return {
-            "type": "linear",
-            "range": list(limits) if limits else None,
-            "tickmode": "linear" if whole else "auto",
-            **({"dtick": 1} if whole else {}),
-        }
-    ticks = log_ticks(*ends, most=6 if name == "x" else 8)
+        return _linear_scale(axis, values)
+    values = values[values > 0]
+    limits = axis.range
+    if limits is not None and limits[0] <= 0:
+        limits = (float(values.min()), limits[1]) if len(values) else None
+    ticks = log_ticks(*(limits or _ends(values)), most={"x": 6, "y": 8}[name])
     return {
         "type": "log",
-        "range": [math.log10(end) for end in limits] if limits else None,
+        "range": limits and [math.log10(end) for end in limits],
         "tickmode": "array",
         "tickvals": rounded(ticks),
         "ticktext": [_power(tick) for tick in ticks],
     }
+
+
+def _linear_scale(axis: Axis, values: np.ndarray) -> dict[str, Any]:
+    low, high = axis.range or _ends(values)
+    scale: dict[str, Any] = {"type": "linear", "range": axis.range and list(axis.range), "tickmode": "auto"}
+    if axis.label == "iteration" and high - low <= 8:  # a tick at each step
+        scale |= {"tickmode": "linear", "dtick": 1}
+    return scale
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    if not len(values):
+        return 1.0, 10.0
+    return float(values.min()), float(values.max())
 
 
 def log_ticks(low: float, high: float, *, most: int) -> list[float]:
@@ -319,8 +356,11 @@ def log_ticks(low: float, high: float, *, most: int) -> list[float]:
     if top - bottom > 2:
         every = max(1, math.ceil((top - bottom) / most))
         return [float(f"1e{d}") for d in decades if d % every == 0]
-    span = top - bottom
-    fine = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9) if span <= 0.4 else (1, 2, 3, 5, 7) if span <= 1 else (1, 2, 5)
+    fine = (1, 2, 5)
+    if top - bottom <= 1:
+        fine = (1, 2, 3, 5, 7)
+    if top - bottom <= 0.4:
+        fine = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
     ticks = [float(f"{m}e{d}") for d in decades for m in fine]
     inside = [i for i, tick in enumerate(ticks) if low <= tick <= high] or [0, len(ticks) - 1]
     return ticks[max(0, inside[0] - 1) : inside[-1] + 2]
@@ -330,11 +370,13 @@ def _power(value: float) -> str:
     if 0.00099 <= value < 10001:
         return f"{value:g}"
     digits, _, power = f"{value:e}".partition("e")
-    return ("" if float(digits) == 1 else f"{float(digits):g}·") + f"10<sup>{int(power)}</sup>"
+    ten = f"10<sup>{int(power)}</sup>"
+    return ten if float(digits) == 1 else f"{float(digits):g}·{ten}"
 
 
 def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
-    colour = f"var(--s{series.colour})" if isinstance(series.colour, int) else f"var(--{series.colour})"
+    shade = f"s{series.colour}" if isinstance(series.colour, int) else series.colour
+    colour = f"var(--{shade})"
     name, common = plain(series.name), {"type": "scatter", "legendgroup": str(number)}
     if series.low is not None and series.high is not None:
         usable = np.isfinite(series.low) & np.isfinite(series.high)
@@ -345,34 +387,42 @@ def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
             "mode": "lines", "fill": "toself", "fillcolor": colour, "opacity": 0.2, "line": {"width": 0},
             "hoverinfo": "skip", "showlegend": False,
         }  # fmt: skip
-    lonely = np.isfinite(series.y).sum() < 2  # a line through one point cannot be seen
-    marks = series.mark or ("circle" if lonely else "")
-    mode = "+".join(part for part, on in (("lines", series.dash), ("markers", marks)) if on)
-    trace: dict[str, Any] = {**common, "name": name, "mode": mode}
-    trace |= {"x": rounded(series.x), "y": rounded(series.y)}
+    trace: dict[str, Any] = {**common, "name": name, "x": rounded(series.x), "y": rounded(series.y)}
+    modes = []
     if series.dash:
+        modes.append("lines")
         trace["line"] = {"color": colour, "width": 1.3 if series.thin else 1.6, "dash": series.dash}
-    if marks:
-        symbol: Any = {"triangle": "triangle-up"}.get(marks, marks)
-        if series.hollow is not None:
-            symbol = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow]
-        trace["marker"] = {"color": colour, "symbol": symbol, "size": 4 if series.thin else 6}
-    if series.shade is not None:
-        bar = {"title": {"text": "iteration", "side": "right"}, "thickness": 10, "outlinewidth": 0}
-        look = {"colorscale": "var(--shades)", "opacity": 0.9, "line": {"width": 0.6, "color": "var(--soft)"}}
-        trace["marker"] |= {**look, "color": rounded(series.shade), "colorbar": bar}
+    lonely = np.isfinite(series.y).sum() < 2  # a line through one point cannot be seen
+    if series.mark or lonely:
+        modes.append("markers")
+        trace["marker"] = _marker(series, colour)
+    trace["mode"] = "+".join(modes)
     if series.extra:
         columns = [rounded(column) for column in series.extra.values()]
         trace["customdata"] = [list(row) for row in zip(*columns, strict=True)]
-        said = [f"{label} %{{customdata[{i}]}}".lstrip() for i, label in enumerate(series.extra)]
-        trace["hovertemplate"] = "<br>".join([*said, "%{x:.4g}, %{y:.4g}<extra></extra>"])
+        lines = [f"{label} %{{customdata[{i}]}}".lstrip() for i, label in enumerate(series.extra)]
+        trace["hovertemplate"] = "<br>".join([*lines, "%{x:.4g}, %{y:.4g}<extra></extra>"])
     yield trace
 
 
+def _marker(series: Series, colour: str) -> dict[str, Any]:
+    symbol = {"triangle": "triangle-up", "": "circle"}.get(series.mark, series.mark)
+    marker: dict[str, Any] = {"color": colour, "symbol": symbol, "size": 4 if series.thin else 6}
+    if series.hollow is not None:
+        marker["symbol"] = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow]
+    if series.shade is not None:
+        bar = {"title": {"text": "iteration", "side": "right"}, "thickness": 10, "outlinewidth": 0}
+        edge = {"width": 0.6, "color": "var(--soft)"}
+        marker |= {"colorscale": "var(--shades)", "opacity": 0.9, "line": edge}
+        marker |= {"color": rounded(series.shade), "colorbar": bar}
+    return marker
+
+
 def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shown = np.log10(grid.values) if grid.log else grid.values
-    label = f"log10 {grid.label}" if grid.log else grid.label
+    shown, label = grid.values, grid.label
+    if grid.log:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shown, label = np.log10(grid.values), f"log10 {grid.label}"
     trace: dict[str, Any] = {
         "type": "heatmap",
         "x": rounded(grid.across),
@@ -387,21 +437,17 @@ def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
         f"{grid.label} %{{customdata:.4g}}<extra></extra>",
     }
     if grid.text:
-        trace |= {
-            "text": [
-                [plain(text) if math.isfinite(value) else "" for text, value in zip(*row, strict=True)]
-                for row in zip(grid.text, grid.values, strict=True)
-            ],
-            "texttemplate": "%{text}",
-            "xgap": 2,
-            "ygap": 2,
-        }
+        known = np.isfinite(grid.values)
+        text = [[plain(cell) for cell in row] for row in grid.text]
+        trace |= {"text": np.where(known, text, "").tolist(), "texttemplate": "%{text}", "xgap": 2, "ygap": 2}
     return trace
 
 
 def _notes(grid: Grid) -> list[dict[str, Any]]:
-    """What stands in cells without a number: plotly would write it as if they were white."""
+    """Text of the cells without a number: plotly would write it as if they were white."""
+    if not grid.text:
+        return []
     look = {"showarrow": False, "font": {"color": "var(--soft)"}}
-    empty = np.argwhere(~np.isfinite(grid.values)).tolist() if grid.text else []
     # By the number of the category: plotly takes a name such as "10" for the number of one.
+    empty = np.argwhere(~np.isfinite(grid.values)).tolist()
     return [{**look, "x": j, "y": i, "text": plain(grid.text[i][j])} for i, j in empty]
