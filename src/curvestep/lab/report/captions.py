@@ -252,9 +252,9 @@ def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
 
 def _missing_from(task: Task) -> tuple[str, list[str]]:
     """Words before the verdict on a run that goes on, and a line for all that is missing in the runs."""
-    if len(task.runs) > 1:
-        return "", [line for view in task.runs for line in _missing_of(view)]
-    view = task.runs[0]
+    view, *others = task.runs
+    if others:
+        return "", [line for run in task.runs for line in _missing_of(run)]
     if view.status == "diverged":
         return "", []  # that it has too few rows is no reason to train it longer
     so_far = f"Not finished, {view.step:,} steps so far. " if view.status == "running" else ""

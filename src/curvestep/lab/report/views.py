@@ -1,10 +1,12 @@
-"""What the page shows of a run, read from its folder or from a trace file alone."""
+"""Runs as the page shows them, read from their folders or from trace files alone."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -68,7 +70,7 @@ class RunView:
     train: Columns = field(default_factory=dict)
     held_out: Columns = field(default_factory=dict)
     layers: Columns = field(default_factory=dict)
-    max_norm: float = float("inf")
+    max_norm: float = math.inf
     trace: Trace | None = None
     fit: SmoothnessFit | None = None
     advice: Advice | None = None
@@ -77,7 +79,7 @@ class RunView:
     header: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    final_loss: float = float("nan")
+    final_loss: float = math.nan
     calibration: Calibration | None = None
 
     @property
@@ -105,7 +107,9 @@ class RunView:
         """Share of the steps that were clipped, over the rows that say so; NaN if none does."""
         norms = self.rows.get("clip_norm", np.array([]))
         known = norms[~np.isnan(norms)]
-        return float(np.isfinite(known).mean()) if len(known) else float("nan")
+        if not len(known):
+            return math.nan
+        return float(np.isfinite(known).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +132,25 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
     groups: dict[str, list[RunView]] = {}
     for view in views:
         groups.setdefault(view.task or view.name, []).append(view)
-    tasks = []
-    for runs in groups.values():
-        fits = [view.fit or view.trace for view in runs if view.trace is not None and len(view.trace)]
-        advice = runs[0].advice if len(runs) == 1 else None
-        if advice is None and fits:
-            advice = advise(*(fit for fit in fits if fit is not None))
-        model = runs[0].header.get("model") if len(runs) > 1 else None
-        name = str(runs[0].fields.get("name") or model or runs[0].name)
-        tasks.append(Task(name=name, runs=tuple(runs), advice=advice))
+    tasks = [_task(runs) for runs in groups.values()]
     # Of one recipe or model, tasks are told apart by all that makes them differ.
-    names = [task.name for task in tasks]
-    return [replace(task, name=task.runs[0].task) if names.count(task.name) > 1 else task for task in tasks]
+    names = Counter(task.name for task in tasks)
+    for index, task in enumerate(tasks):
+        if names[task.name] > 1:
+            tasks[index] = replace(task, name=task.runs[0].task)
+    return tasks
+
+
+def _task(runs: Sequence[RunView]) -> Task:
+    first = runs[0]
+    name = first.fields.get("name") or first.name
+    if len(runs) == 1 and first.advice is not None:
+        return Task(name=str(name), runs=tuple(runs), advice=first.advice)
+    if len(runs) > 1 and not first.fields:
+        name = first.header.get("model") or name
+    measured = [view.fit or view.trace for view in runs if view.trace]
+    advice = advise(*measured) if measured else None
+    return Task(name=str(name), runs=tuple(runs), advice=advice)
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
@@ -158,12 +169,13 @@ def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = (
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
     files = [place_of(source) for source in sources]
     names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
-    return [
-        _run_view(known.get(source.folder.resolve(), source), name)
-        if isinstance(source, Run)
-        else _trace_view(source, name)
-        for source, name in zip(sources, names, strict=True)
-    ]
+    views = []
+    for source, name in zip(sources, names, strict=True):
+        if isinstance(source, Run):
+            views.append(_run_view(known.get(source.folder.resolve(), source), name))
+        else:
+            views.append(_trace_view(source, name))
+    return views
 
 
 def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]]:
@@ -175,12 +187,14 @@ def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]
     found: dict[str, list[Trace]] = {}
     sources = find_sources(paths)
     for source in sources:
-        if isinstance(source, Run) and source.lost_rows:
-            warnings.warn(source.lost_rows, stacklevel=2)
-        if isinstance(source, Run) and not source.trace_path.exists():
+        if not isinstance(source, Run):
+            trace = check_trace(source)
+            found.setdefault(task_of(trace), []).append(trace)
             continue
-        trace = source.trace if isinstance(source, Run) else check_trace(source)
-        found.setdefault(task_of(source if isinstance(source, Run) else trace), []).append(trace)
+        if source.lost_rows:
+            warnings.warn(source.lost_rows, stacklevel=2)
+        if source.trace_path.exists():
+            found.setdefault(task_of(source), []).append(source.trace)
     if not found:
         where = ", ".join(str(place_of(source)) for source in sources) or "these folders"
         raise ValueError(f"There is no trace in {where}: nothing was measured. Train with a probe.")
@@ -188,17 +202,19 @@ def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]
 
 
 def task_of(source: Run | Trace) -> str:
-    """What was trained on what: runs that agree in it can be compared."""
+    """Model and data in words: runs that agree in them can be compared."""
     if isinstance(source, Run):
         recipe = source.recipe
         return f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}"
     model, size, where = (source.header.get(key) for key in ("model", "num_parameters", "measured_on"))
-    facts = [
-        str(model or ""),
-        f"{size:,} parameters" if isinstance(size, int) else "",
-        f"measured on {where}" if where not in (None, "training batch") else "",
-    ]
-    return ", ".join(fact for fact in facts if fact)
+    facts = []
+    if model:
+        facts.append(str(model))
+    if isinstance(size, int):
+        facts.append(f"{size:,} parameters")
+    if where not in (None, "training batch"):
+        facts.append(f"measured on {where}")
+    return ", ".join(facts)
 
 
 def place_of(source: Run | Trace | Path) -> Path:
@@ -236,14 +252,19 @@ def _sources(path: Path | Trace) -> Sequence[Run | Path | Trace]:
     if (path / CONFIG).exists():
         return [Run.load(path)]
     runs = find_runs(path)
-    # ``run2`` comes before ``run10``.
-    parts = {run.folder: re.split(r"([0-9]+)", str(run.folder)) for run in runs}
-    runs.sort(key=lambda run: [int(part) if part.isdigit() else part for part in parts[run.folder]])
+    # ``run2`` comes before ``run10``: digits stand at every second place.
+    runs.sort(key=lambda run: _numbers_as_numbers(str(run.folder)))
     inside = {run.folder for run in runs}
     traces = [file for file in sorted(path.rglob("*.jsonl")) if file.parent not in inside and _is_trace(file)]
     if not (runs or traces) and not (path / CLAIMS).exists():
         raise ValueError(f"There is neither a run folder nor a trace in {path}.")
     return [*runs, *traces]
+
+
+def _numbers_as_numbers(text: str) -> list[str | int]:
+    parts: list[str | int] = list(re.split(r"([0-9]+)", text))
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def _is_trace(file: Path) -> bool:
@@ -261,7 +282,7 @@ def _run_view(run: Run, name: str) -> RunView:
         train["clip_norm"] = clip_norms({**train, "optimizer": OPTIMIZERS[run.recipe.optimizer]})
         del train["coefficient"]
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
-        steps, losses = next((found for found in evaluations if len(found[0])), evaluations[0])
+        steps, losses = next((one for one in evaluations if len(one[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
         measurement = _measurement(run, notes) if run.trace_path.exists() else {}
     if run.lost_rows:
@@ -270,6 +291,9 @@ def _run_view(run: Run, name: str) -> RunView:
         notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
     status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}
     facts = ("data", "num_parameters", "seconds", "message")
+    metrics = {}
+    for split, values in (status.get("metrics") or {}).items():
+        metrics |= {f"{split} {key}": float(value) for key, value in values.items() if key != "loss"}
     return RunView(
         name=name,
         setting=run.recipe.label,
@@ -279,16 +303,11 @@ def _run_view(run: Run, name: str) -> RunView:
         step=int(max(status.get("step") or 0, train["step"].max(initial=0))),
         train=train,
         held_out={"step": steps.astype(float), "loss": losses},
-        max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else float("inf"),
+        max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else math.inf,
         fields=to_dict(run.recipe),
         facts={key: status[key] for key in facts if status.get(key)},
-        metrics={
-            f"{split} {key}": float(value)
-            for split, found in (status.get("metrics") or {}).items()
-            for key, value in found.items()
-            if key != "loss"
-        },
-        final_loss=float(status.get("train_loss", float("nan"))),
+        metrics=metrics,
+        final_loss=float(status.get("train_loss", math.nan)),
         calibration=calibration,
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
@@ -303,25 +322,36 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         path = place_of(trace)
         measurement = _measurement(trace, notes)
         calibration = _calibration(path.parent, notes) if path.name == TRACE else None
-    beside, rows = path.parent / METRICS, []
-    if path.name == TRACE and beside.exists():
-        with beside.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rows written by hand have no checksum
-            rows = [row for chunk in read_rows(file, beside) for row in chunk]
-    held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
-    return RunView(
+    view = RunView(
         name=name,
         setting="a trace of your own loop",
         task=task_of(trace),
-        status="diverged" if len(trace) and trace[-1]["status"] == NONFINITE else "",
-        step=int(trace.column("step")[-1]) if len(trace) else 0,
         max_norm=common_threshold(measurement["measured"]["clip_norm"]),
-        held_out={key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")},
+        held_out=_held_out_beside(path),
         calibration=calibration,
-        final_loss=final_loss(trace.column("step"), trace.column("loss")) if len(trace) else float("nan"),
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
     )
+    if not len(trace):
+        return view
+    return replace(
+        view,
+        status="diverged" if trace[-1]["status"] == NONFINITE else "",
+        step=int(trace.column("step")[-1]),
+        final_loss=final_loss(trace.column("step"), trace.column("loss")),
+    )
+
+
+def _held_out_beside(trace: Path) -> Columns:
+    """Held-out losses in ``metrics.jsonl`` beside a ``trace.jsonl``."""
+    path = trace.parent / METRICS
+    rows = []
+    if trace.name == TRACE and path.exists():
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rows written by hand have no checksum
+            rows = [row for chunk in read_rows(file, path) for row in chunk]
+    rows = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
+    return {key: np.array([row[key] for row in rows], dtype=float) for key in ("step", "loss")}
 
 
 def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
