@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -65,10 +66,16 @@ def test_steps_and_theory_import_without_torch():
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(tmp_path):
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path), str(ROOT)]
+def test_wheel_made_from_the_archive_holds_the_package_and_nothing_else(tmp_path):
+    command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (archive,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    assert {"LICENSE", "README.md", "hatch_build.py", "src/curvestep/_kernel/kernel.c"} <= packed
+    assert not [
+        n for n in packed if n.startswith(("docs/", ".venv/", ".github/")) or n.endswith((".so", ".pt"))
+    ]
     names = zipfile.ZipFile(wheel).namelist()
     assert "curvestep/py.typed" in names
     assert all(n.startswith(("curvestep/", f"curvestep-{curvestep.__version__}.dist-info/")) for n in names)
