@@ -72,7 +72,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 
 def test_every_test_that_the_page_of_faults_names_is_there():
     named = re.findall(r"`(tests/[a-z_/]+\.py)::(\w+)`", (ROOT / "docs/results/faults.md").read_text())
-    assert len(named) > 50
+    assert len(named) > 40
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
 
