@@ -1,8 +1,8 @@
-"""False alarms, power and coverage of the within-step test: python benchmarks/within.py [--help].
+"""False alarms, power and size of the within-step test: python benchmarks/within.py [--help].
 
-Every run is SGD on a function whose smoothness is known to grow with the gradient norm, or known not to. Rows
-hold what the probe records. Runs are simulated many at once: arrays have shape (runs, dimension). Seeds below
-10,000 were for choosing the constants of the test; the printed table is of others.
+Every run takes steps on a function whose smoothness is known to grow with the gradient norm, or known not to.
+Rows hold what the probe records at the beginning of a step and at its end. Runs are simulated many at once.
+Seeds below 10,000 were for choosing the constants of the test; the printed tables are of others.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
-from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.within import Within, within_steps
-from curvestep.smoothness.trace import Trace
 
-FRACTIONS = (0.5, 1.0)
-STEPS = 900  # of every run; a run of n rows at stride s keeps every s-th of the first n·s
+FRACTIONS = (0.05, 0.15, 0.5, 1.0)
+STEPS = 240  # of every run; a run of n rows at stride s keeps every s-th of the first n·s
 BATCH = 100  # runs of one seed
+DIM = 20  # of the drifting Hessians
+KAPPAS, COSINES = (0.1, 0.3, 1.0, 2.0), (0.3, 0.6, 1.0)
+NULL, GROWTH, SIZE, FAMILIES = range(4)  # first number of each table's seeds
 Array = np.ndarray
 Gradient = Callable[[Array, Array], Array]
 
@@ -39,9 +39,7 @@ class Descent:
     rows: Array
     stride: Array
     decay: Array | bool = False  # whether lr falls along a cosine
-    heavy: Array | bool = (
-        False  # whether the noise has the tails of Student's t with three degrees of freedom
-    )
+    heavy: Array | bool = False  # whether the noise has the tails of Student's t, three degrees of freedom
     unequal: Array | float = 0.0  # standard deviation of the logarithm of a batch's scale
 
 
@@ -49,52 +47,150 @@ class Descent:
 class Run:
     """One run as the probe records it."""
 
-    kind: str
-    clipped: bool
-    eps: float
-    lr: Array
     step_norm: Array
     grad_norm: Array
     secants: Array
     grad_norms: Array
-
-    @property
-    def smoothness(self) -> Array:
-        """The largest secant of each row."""
-        return self.secants.max(axis=1)
+    fractions: tuple[float, ...]
 
     def within(self) -> Within:
         """The test."""
+        change = self.secants[:, -1] * self.fractions[-1] * self.step_norm
         return within_steps(
             secants=self.secants,
             grad_norm=self.grad_norm,
             grad_norms=self.grad_norms,
-            fractions=FRACTIONS,
-            kappa=self.secants[:, -1] * self.step_norm / self.grad_norm,
-            eps=self.eps,
+            fractions=self.fractions,
+            kappa=change / self.grad_norm,
+            eps=2.0**-52,
         )
 
-    def beyond_control(self) -> bool:
-        """Whether the rank correlation lies above what simulated quadratics show, the other control."""
-        trace = Trace()
-        columns = zip(self.grad_norm, self.smoothness, self.step_norm, self.lr, strict=True)
-        for step, values in enumerate(columns):
-            names = ("grad_norm", "smoothness", "step_norm", "lr")
-            trace.append({"step": step, **{k: float(v) for k, v in zip(names, values, strict=True)}})
-        fit = fit_smoothness(trace)
-        return fit.control is not None and fit.spearman_interval[0] > fit.control.spearman_interval[1]
 
-
-def descend(
-    gradient: Gradient, x: Array, how: Descent, kinds: list[str], rng: np.random.Generator
+def measured(
+    start: Array, changes: Sequence[Array], length: Array, fractions: tuple[float, ...]
 ) -> list[Run]:
+    """Runs from gradients of shape (runs, rows, dimension) and their changes up to each fraction."""
+    sizes = [np.linalg.norm(change, axis=-1) for change in changes]
+    secants = np.stack([size / (f * length) for size, f in zip(sizes, fractions, strict=True)], axis=-1)
+    norms = np.stack([np.linalg.norm(start + change, axis=-1) for change in changes], axis=-1)
+    columns = zip(length, np.linalg.norm(start, axis=-1), secants, norms, strict=True)
+    return [
+        Run(step_norm=a, grad_norm=b, secants=c, grad_norms=d, fractions=fractions) for a, b, c, d in columns
+    ]
+
+
+# Cells: steps of a given kappa and a given cosine to the gradient that is measured, as on an oracle
+
+
+def autoregression(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
+    """Gaussian series along the last axis, of unit variance, whose neighbours correlate by one half."""
+    values = rng.standard_normal(shape)
+    for t in range(1, shape[1]):
+        values[:, t] = 0.5 * values[:, t - 1] + math.sqrt(0.75) * values[:, t]
+    return values
+
+
+def directions(rng: np.random.Generator, g: Array, cosine: float) -> Array:
+    """Unit vectors whose cosine to −g is given, otherwise random."""
+    g = g / np.linalg.norm(g, axis=-1, keepdims=True)
+    if cosine == 1:
+        return -g
+    across = rng.standard_normal(g.shape)
+    across -= (across * g).sum(axis=-1, keepdims=True) * g
+    across /= np.linalg.norm(across, axis=-1, keepdims=True)
+    return -cosine * g + math.sqrt(1 - cosine**2) * across
+
+
+def drifting(
+    rng: np.random.Generator,
+    runs: int,
+    rows: int,
+    fractions: tuple[float, ...],
+    *,
+    kappa: float,
+    cosine: float,
+    each: bool,
+) -> list[Run]:
+    """A Hessian that changes along each step by −0.5 ± 0.5 of itself, whatever the gradient does.
+
+    ``each``: every direction by itself, without regard to the others; otherwise all alike.
+    """
+    curvature = rng.lognormal(size=(runs, 1, DIM))
+    g = rng.standard_normal((runs, rows, DIM)) * rng.lognormal(0, 0.5, (runs, 1, DIM))
+    g *= np.exp(0.4 * autoregression(rng, (runs, rows)))[..., None]
+    change = curvature * directions(rng, g, cosine)
+    size = kappa * np.exp(0.3 * autoregression(rng, (runs, rows)))
+    length = size * np.linalg.norm(g, axis=-1) / np.linalg.norm(change, axis=-1)
+    change *= length[..., None]
+    drift = rng.standard_normal(g.shape) if each else autoregression(rng, (runs, rows))[..., None]
+    changes = [f * (1 + (0.5 * drift - 0.5) * f / 2) * change for f in fractions]
+    return measured(g, changes, length, fractions)
+
+
+KINDS = ("exponential", "cosh", "quartic", "radial quartic", "deep linear")
+
+
+def places(rng: np.random.Generator, kind: str, runs: int, rows: int, dim: int) -> tuple[Array, Callable]:
+    """Points of a function whose smoothness grows with its gradient norm, and its gradient."""
+    shape = (runs, rows, dim)
+    a, b = 10 ** rng.uniform(-0.5, 0.5, (runs, 1, dim)), rng.uniform(0.7, 1.5, (runs, 1, dim))
+    signs = rng.choice([-1, 1], (runs, 1, dim))
+
+    def product(p: Array) -> Array:  # ½(x₁⋯x₆ − 1)²
+        whole = p.prod(axis=-1, keepdims=True)
+        return (whole - 1) * whole / p
+
+    return {
+        "constant": lambda: (rng.standard_normal(shape), lambda p: a * p),
+        "one exponential": lambda: (rng.uniform(0, 3, shape), np.exp),
+        "one quartic": lambda: (rng.uniform(1, 3, shape), lambda p: p**3),
+        "exponential": lambda: (rng.uniform(1, 3, shape), lambda p: a * np.exp(b * p)),
+        "cosh": lambda: (signs * rng.uniform(1, 3, shape), lambda p: a * np.sinh(b * p)),
+        "quartic": lambda: (signs * rng.uniform(1, 3, shape), lambda p: 0.1 * a * p + p**3),
+        "radial quartic": lambda: (
+            rng.standard_normal(shape) * 4 / math.sqrt(dim),
+            lambda p: 0.3 * p + p * (p * p).sum(axis=-1, keepdims=True),
+        ),
+        "deep linear": lambda: (rng.uniform(1.3, 2, shape), product),
+    }[kind]()
+
+
+def growing_cells(
+    rng: np.random.Generator,
+    runs: int,
+    rows: int,
+    fractions: tuple[float, ...],
+    *,
+    kind: str,
+    kappa: float,
+    cosine: float = 1.0,
+    noise: float = 0.0,
+    dim: int = 6,
+) -> list[Run]:
+    """Steps from random points; gradient noise is a share of the gradient norm there."""
+    x, gradient = places(rng, kind, runs, rows, dim)
+    g = gradient(x)
+    spread = noise * np.linalg.norm(g, axis=-1, keepdims=True) / math.sqrt(dim)
+    batch = g + spread * rng.standard_normal(g.shape)
+    way = directions(rng, batch, cosine)
+    short = 1e-5 * np.linalg.norm(x, axis=-1, keepdims=True)
+    smoothness = np.linalg.norm(gradient(x + short * way) - g, axis=-1) / short[..., 0]
+    size = kappa * np.exp(0.3 * autoregression(rng, (runs, rows)))
+    length = size * np.linalg.norm(batch, axis=-1) / smoothness
+    changes = [gradient(x + f * length[..., None] * way) - g for f in fractions]
+    return measured(batch, changes, length, fractions)
+
+
+# Descent with noise, clipping and batches of unequal scale
+
+
+def descend(gradient: Gradient, x: Array, how: Descent, rng: np.random.Generator) -> list[Run]:
     """SGD with gradient noise and batches of unequal scale, both the same all along a step.
 
     ``gradient`` takes positions and a standard normal draw that stands for the batch. Runs that diverge, end
     in a minimum to the last digit or meet a gradient that does not change are left out.
     """
-    names = ("lr", "step_norm", "grad_norm", "first", "second", "half", "end")
-    columns = {name: np.empty((STEPS, len(x))) for name in names}
+    starts, changes, lengths = [], [[] for _ in FRACTIONS], []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for t in range(STEPS):
             cosine = 0.505 + 0.495 * np.cos(np.pi * np.minimum(t / (how.rows * how.stride), 1))
@@ -107,41 +203,38 @@ def descend(
                 return scale * (gradient(point, batch) + noise)
 
             g = at(x)
-            norm = np.linalg.norm(g, axis=1)
-            d = -(lr * np.minimum(1.0, how.max_norm / norm))[:, None] * g
-            length, half, end = np.linalg.norm(d, axis=1), at(x + 0.5 * d), at(x + d)
-            secants = (
-                np.linalg.norm(half - g, axis=1) / (0.5 * length),
-                np.linalg.norm(end - g, axis=1) / length,
-            )
-            norms = np.linalg.norm(half, axis=1), np.linalg.norm(end, axis=1)
-            for name, values in zip(names, (lr, length, norm, *secants, *norms), strict=True):
-                columns[name][t] = values
+            d = -(lr * np.minimum(1.0, how.max_norm / np.linalg.norm(g, axis=1)))[:, None] * g
+            starts.append(g)
+            lengths.append(np.linalg.norm(d, axis=1))
+            for kept, f in zip(changes, FRACTIONS, strict=True):
+                kept.append(at(x + f * d) - g)
             x = x + d
-    runs = []
-    for i, kind in enumerate(kinds):
-        c = {name: v[: how.rows[i] * how.stride[i] : how.stride[i], i] for name, v in columns.items()}
-        alive = (
-            all(np.isfinite(v).all() for v in c.values()) and c["grad_norm"].max() < 1e6 * c["grad_norm"][0]
-        )
-        if (
-            alive
-            and min(c["first"].min(), c["second"].min(), c["grad_norm"].min() - 1e-9 * c["grad_norm"].max())
-            > 0
-        ):
-            runs.append(
-                Run(
-                    kind=kind,
-                    clipped=bool(np.isfinite(how.max_norm[i])),
-                    eps=2.0**-52,
-                    lr=c["lr"],
-                    step_norm=c["step_norm"],
-                    grad_norm=c["grad_norm"],
-                    secants=np.column_stack([c["first"], c["second"]]),
-                    grad_norms=np.column_stack([c["half"], c["end"]]),
-                )
-            )
-    return runs
+        stacked = [np.stack(kept, axis=1) for kept in (starts, *changes)]
+        found = measured(stacked[0], stacked[1:], np.stack(lengths, axis=1), FRACTIONS)
+    kept = (
+        shortened(run, rows, stride) for run, rows, stride in zip(found, how.rows, how.stride, strict=True)
+    )
+    return [run for run in kept if lives(run)]
+
+
+def shortened(run: Run, rows: int, stride: int) -> Run:
+    """The first ``rows`` rows at this stride."""
+    part = slice(0, rows * stride, stride)
+    return Run(
+        step_norm=run.step_norm[part],
+        grad_norm=run.grad_norm[part],
+        secants=run.secants[part],
+        grad_norms=run.grad_norms[part],
+        fractions=run.fractions,
+    )
+
+
+def lives(run: Run) -> bool:
+    """Whether a run neither diverges nor comes to rest."""
+    g = run.grad_norm
+    if not (np.isfinite(run.secants).all() and g.max() < 1e6 * g[0]):
+        return False
+    return bool(run.secants.min() > 0 and g.min() > 1e-9 * g.max())
 
 
 # Functions whose smoothness does not follow the gradient norm
@@ -173,7 +266,7 @@ def quadratics(
     """Noisy descent on random quadratics, with batches of unequal scale or a :func:`ripple <rippled>`."""
     drawn = []
     for _ in range(count):
-        dim = int(rng.choice([2, 3, 6, 12, 30, 100, 300] if ripple is None else [3, 10, 30, 100]))
+        dim = int(rng.choice([2, 3, 6, 12, 30, 100] if ripple is None else [3, 10, 30, 100]))
         kind, colour = str(rng.choice(SPECTRA)), str(rng.choice(NOISES))
         lam = spectrum(rng, dim, kind)
         x = rng.standard_normal(dim) * (3 if ripple else lam ** rng.uniform(-1, 0.5))
@@ -185,9 +278,8 @@ def quadratics(
         clip = bool(rng.random() < 0.5)
         reach = rng.choice([0.02, 0.1, 0.5, 1.5, 5, 20] if clip else [0.02, 0.1, 0.3, 1, 1.6, 1.9, 1.98])
         cap = first * rng.choice([0.02, 0.1, 0.3, 1.0]) if clip else np.inf
-        label = f"{kind}, {colour} noise, {dim} directions, lr·λ {reach:g}{', clipped' if clip else ''}"
-        drawn.append((lam, x, noise, height, reach / (lam.max() + height), cap, colour == "heavy", label))
-    lams, starts, noises, heights, lrs, caps, heavy, labels = zip(*drawn, strict=True)
+        drawn.append((lam, x, noise, height, reach / (lam.max() + height), cap, colour == "heavy"))
+    lams, starts, noises, heights, lrs, caps, heavy = zip(*drawn, strict=True)
     lam = padded(lams)
     extra = rippled(rng, ripple, np.array(heights), lam > 0) if ripple else None
 
@@ -201,10 +293,10 @@ def quadratics(
         noise=padded(noises),
         heavy=np.array(heavy),
         unequal=rng.uniform(0.1, 0.5, count) if unequal else 0.0,
-        rows=rng.integers(60, 180, count),
-        stride=rng.choice([1, 1, 2, 5], count),
+        rows=rng.integers(60, 120, count),
+        stride=rng.choice([1, 2], count),
     )
-    return descend(gradient, padded(starts), how, list(labels), rng)
+    return descend(gradient, padded(starts), how, rng)
 
 
 RIPPLES = ("sines", "batch sines", "kinks", "waves", "rough sines", "rough kinks")
@@ -300,16 +392,16 @@ def effects(rng: np.random.Generator, count: int, *, kind: str) -> list[Run]:
         lr=reach / start_smoothness(gradient, x) * np.where(clip, first / np.where(clip, cap, 1.0), 1.0),
         max_norm=cap,
         noise=(first * 10 ** rng.uniform(-2.5, -0.3, count) / np.sqrt(dims))[:, None] * (x != 0),
-        rows=rng.integers(80, 300, count),
-        stride=rng.choice([1, 1, 2], count),
+        rows=rng.integers(60, 120, count),
+        stride=rng.choice([1, 2], count),
     )
 
     def spread(values: Array) -> float:
         low, high = np.quantile(values, [0.05, 0.95])
         return high / low
 
-    runs = descend(gradient, x, how, [kind] * count, rng)
-    return [run for run in runs if spread(run.grad_norm) > 1.5 and spread(run.smoothness) > 1.3]
+    runs = descend(gradient, x, how, rng)
+    return [run for run in runs if spread(run.grad_norm) > 1.5 and spread(run.secants.max(axis=1)) > 1.3]
 
 
 def start_smoothness(gradient: Gradient, x: Array) -> Array:
@@ -318,85 +410,33 @@ def start_smoothness(gradient: Gradient, x: Array) -> Array:
     return np.linalg.norm(change, axis=1) / (1e-5 * np.linalg.norm(x, axis=1))
 
 
-# How often the interval covers the elasticity
+# The tables
 
 
-def coverage(
-    rng: np.random.Generator, count: int, *, kind: str, noise: float, clip: float
-) -> tuple[float, float]:
-    """The elasticity of many runs on one function taken together, and how many of their intervals cover it.
-
-    Args:
-        rng: Draws the function and the noise.
-        count: Number of runs.
-        kind: One of ``EFFECTS``.
-        noise: Norm of the gradient noise, as a share of the first gradient.
-        clip: Threshold, likewise.
-    """
-    dims = np.full(count, 6)
-    x, gradient = growing(rng, kind, dims[:1])
-    first = float(np.linalg.norm(gradient(x, x)))
-    lr = 0.2 / float(start_smoothness(gradient, x)[0]) / min(clip, 1.0)
-    how = Descent(
-        lr=np.full(count, lr),
-        max_norm=np.full(count, clip * first),
-        noise=np.full((count, 6), noise * first / math.sqrt(6)),
-        rows=np.full(count, 150),
-        stride=np.full(count, 1),
-    )
-    runs = descend(gradient, np.repeat(x, count, axis=0), how, [kind] * count, rng)
-    together = Run(
-        kind=kind,
-        clipped=False,
-        eps=runs[0].eps,
-        **{
-            name: np.concatenate([getattr(run, name) for run in runs])
-            for name in ("lr", "step_norm", "grad_norm", "secants", "grad_norms")
-        },
-    )
-    truth = together.within().elasticity
-    found = [fit.elasticity_interval for run in runs if not (fit := run.within()).missing]
-    return truth, float(np.mean([low - 1e-6 <= truth <= high + 1e-6 for low, high in found]))
+def counted(runs: list[Run]) -> tuple[Counter[str], list[Within]]:
+    """How often each answer is given, and what was found where something could be tested."""
+    found = [run.within() for run in runs]
+    return Counter(fit.answer for fit in found), [fit for fit in found if fit.missing is None]
 
 
-# Single precision, with torch
+def shares(answers: Counter[str]) -> str:
+    """Share of runs with each answer."""
+    names = ("grows", "not-shown", "does-not-grow", "cannot-tell")
+    return " | ".join(f"{answers[name] / answers.total():.0%}" for name in names)
 
 
-def regression(seed: int, *, kappa: float, logistic: bool, rows: int = 60) -> Run:
-    """Linear or logistic regression in float32, 32 of 256 points a batch, from a first step of this kappa."""
-    draws = torch.Generator().manual_seed(seed)
-    x = torch.randn(256, 10, generator=draws)
-    y = x @ torch.randn(10, generator=draws) + torch.randn(256, generator=draws)
-    y = (y > 0).float() if logistic else y
-    w = torch.zeros(10)
-
-    def gradient(at: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        at = at.clone().requires_grad_()
-        out = x[chosen] @ at
-        loss = F.binary_cross_entropy_with_logits(out, y[chosen]) if logistic else F.mse_loss(out, y[chosen])
-        return torch.autograd.grad(loss, at)[0]
-
-    everything = torch.arange(256)
-    g = gradient(w, everything)
-    lr = kappa * float(g.norm() / (gradient(w + 1e-2 * g / g.norm(), everything) - g).norm()) * 1e-2
-    kept: dict[str, list] = {name: [] for name in ("lr", "step_norm", "grad_norm", "secants", "grad_norms")}
-    for _ in range(rows):
-        chosen = torch.randint(256, (32,), generator=draws)
-        g, before = gradient(w, chosen), w
-        w = w - lr * g
-        d = w - before
-        ends = [gradient(before + fraction * d, chosen) for fraction in FRACTIONS]
-        kept["secants"].append(
-            [float((e - g).norm() / (f * d.norm())) for e, f in zip(ends, FRACTIONS, strict=True)]
-        )
-        kept["grad_norms"].append([float(end.norm()) for end in ends])
-        for name, value in (("lr", lr), ("step_norm", float(d.norm())), ("grad_norm", float(g.norm()))):
-            kept[name].append(value)
-    columns = {name: np.array(values) for name, values in kept.items()}
-    return Run(kind="logistic" if logistic else "linear", clipped=False, eps=2.0**-23, **columns)
+def middles(found: list[Within]) -> str:
+    """Median elasticity and zero."""
+    if not found:
+        return "unknown | "
+    numbers = (np.median([getattr(fit, name) for fit in found]) for name in ("elasticity", "zero"))
+    return " | ".join(f"{number + 0.0:.2f}" for number in numbers)
 
 
-# The table
+def line(runs: list[Run], *names: object) -> str:
+    """A row of a table."""
+    answers, found = counted(runs)
+    return f"| {' | '.join(map(str, names))} | {answers.total()} | {shares(answers)} | {middles(found)} |"
 
 
 def several(
@@ -405,60 +445,62 @@ def several(
     """The first ``runs`` runs of a family, 100 from each seed."""
     found: list[Run] = []
     while len(found) < runs:
-        found += make(np.random.default_rng([seed, family]), BATCH)
+        found += make(np.random.default_rng([seed, FAMILIES, family]), BATCH)
         seed += 1
     return found[:runs]
 
 
-def line(name: str, runs: list[Run], compared: int) -> str:
-    """A row of the table: share of runs with an alarm, clipped and plain apart, and the other control's."""
-    alarms = np.array([run.within().grows for run in runs])
-    clipped = np.array([run.clipped for run in runs])
-    other = (
-        f"{np.mean([run.beyond_control() for run in runs[:compared]]):.1%} of {compared}" if compared else ""
-    )
-    shares = f"{alarms.mean():.1%} | {alarms[clipped].mean():.1%} | {alarms[~clipped].mean():.1%}"
-    return f"| {name} | {len(runs)} | {shares} | {other} |"
+def heading(*names: str) -> str:
+    """The first two lines of a table."""
+    columns = (*names, "runs", "grows", "not shown", "does not grow", "cannot tell", "elasticity", "zero")
+    return f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=10_000, help="the first seed")
-    parser.add_argument("--runs", type=int, default=300, help="of each family")
-    parser.add_argument(
-        "--compared", type=int, default=0, help="runs of each family for the other control (slow)"
-    )
+    parser.add_argument("--runs", type=int, default=300, help="of each null cell and family")
+    parser.add_argument("--power", type=int, default=100, help="runs of each cell for power and for size")
+    parser.add_argument("--rows", type=int, default=100, help="of each run in a cell")
+    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="of a step in a cell")
+    parser.add_argument("--cells", action="store_true", help="leave the families out")
     asked = parser.parse_args()
+    settings = (asked.rows, tuple(asked.fractions))
+    began = time.perf_counter()
+    print(heading("Hessian drifts", "κ", "cosine"))
+    for i, kappa in enumerate(KAPPAS):
+        for j, cosine in enumerate(COSINES):
+            for each in (False, True):
+                rng = np.random.default_rng([asked.seed, NULL, i, j, each])
+                runs = drifting(rng, asked.runs, *settings, kappa=kappa, cosine=cosine, each=each)
+                print(line(runs, "each direction" if each else "as a whole", kappa, cosine), flush=True)
+    print(heading("growth", "κ", "cosine"))
+    for k, kind in enumerate(KINDS):
+        for i, kappa in enumerate(KAPPAS):
+            for j, cosine in enumerate(COSINES):
+                rng = np.random.default_rng([asked.seed, GROWTH, k, i, j])
+                runs = growing_cells(rng, asked.power, *settings, kind=kind, kappa=kappa, cosine=cosine)
+                print(line(runs, kind, kappa, cosine), flush=True)
+    print(heading("size", "truth", "directions", "noise", "κ"))
+    for k, (kind, truth) in enumerate((("constant", "0"), ("one quartic", "0.67"), ("one exponential", "1"))):
+        for n, noise in enumerate((0.0, 0.1, 0.3)):
+            for i, kappa in enumerate((0.1, 0.3, 1.0)):
+                for dim in (1, 6):
+                    rng = np.random.default_rng([asked.seed, SIZE, k, n, i, dim])
+                    runs = growing_cells(
+                        rng, asked.power, *settings, kind=kind, kappa=kappa, noise=noise, dim=dim
+                    )
+                    print(line(runs, kind, truth, dim, noise, kappa), flush=True)
     families: dict[str, Callable[[np.random.Generator, int], list[Run]]] = {
         "constant Hessians": quadratics,
         "batches of unequal scale": partial(quadratics, unequal=True),
         **{f"changing Hessian: {kind}": partial(quadratics, ripple=kind) for kind in RIPPLES},
         **{f"growing: {kind}": partial(effects, kind=kind) for kind in EFFECTS},
     }
-    began = time.perf_counter()
-    print("| family | runs | alarms | clipped | plain | quadratics control |\n|---|---|---|---|---|---|")
-    for family, (name, make) in enumerate(families.items()):
-        found = several(make, asked.seed, asked.runs, family)
-        print(line(name, found, asked.compared), flush=True)
-    print("\n| intervals on | noise | max_norm | elasticity | covered |\n|---|---|---|---|---|")
-    for i, kind in enumerate(EFFECTS):
-        for j, (noise, clip) in enumerate(((0.0, np.inf), (0.03, np.inf), (0.3, np.inf), (0.03, 0.1))):
-            rng = np.random.default_rng([asked.seed, 100, i, j])
-            truth, covered = coverage(rng, asked.runs, kind=kind, noise=noise, clip=clip)
-            print(f"| {kind} | {noise:g} | {clip:g} | {truth:.2f} | {covered:.1%} |", flush=True)
-    print("\n| float32 | kappa | runs | alarms | not testable | elasticity |\n|---|---|---|---|---|---|")
-    for logistic in (False, True):
-        for kappa in (1.0, 0.3, 0.1, 0.03, 0.01, 0.001):
-            seeds = range(asked.seed, asked.seed + 40)
-            found = [regression(seed, kappa=kappa, logistic=logistic).within() for seed in seeds]
-            shown = [fit.elasticity for fit in found if not fit.missing]
-            name, missing = (
-                "logistic" if logistic else "linear",
-                np.mean([bool(fit.missing) for fit in found]),
-            )
-            elasticity = f"{np.median(shown):.2f}" if shown else ""
-            alarms = np.mean([fit.grows for fit in found])
-            print(f"| {name} | {kappa:g} | 40 | {alarms:.0%} | {missing:.0%} | {elasticity} |", flush=True)
+    if not asked.cells:
+        print(heading("SGD on"))
+        for family, (name, make) in enumerate(families.items()):
+            print(line(several(make, asked.seed, asked.runs, family), name), flush=True)
     print(f"\n{time.perf_counter() - began:.0f} s")
 
 

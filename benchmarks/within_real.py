@@ -32,7 +32,7 @@ from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
 
 ROWS = Path(__file__).parents[1] / "docs/results/within.jsonl"
-FRACTIONS = (0.5, 1.0)
+FRACTIONS = (0.05, 0.15, 0.5, 1.0)
 STEPS, EVERY = {"LSTM": 200, "transformer": 200, "ResNet20": 160}, 4
 TOKENS = 350_000  # of the training text: about its first 16,000 lines
 WORDS = 2_000  # the most frequent; all others are <unk>
@@ -193,7 +193,7 @@ def over_seeds(values: list[float]) -> str:
 
 def report(runs: list[dict]) -> None:
     """Markdown: every setting over its seeds, and what clipping changes at the same lr, seed by seed."""
-    print("| model | lr | max_norm | seeds | last loss | κ | elasticity, 90 % over seeds | grows in | fall |")
+    print("| model | lr | max_norm | seeds | last loss | κ | elasticity, 90 % over seeds | grows in | zero |")
     print("|---|---|---|---|---|---|---|---|---|")
     found = {(run["model"], run["lr"], run["max_norm"], run["seed"]): within(run) for run in runs}
     losses = {
@@ -209,7 +209,7 @@ def report(runs: list[dict]) -> None:
             print(
                 f"| {name} | {lr:g} | {threshold} | {len(keys)} | {loss:.2f} | {kappa:.2f} "
                 f"| {over_seeds([fit.elasticity for fit in fits])} | {sum(fit.grows for fit in fits)} "
-                f"| {np.mean([fit.fall for fit in fits]):.2f} |"
+                f"| {np.mean([fit.zero for fit in fits]):.2f} |"
             )
     for name, ((lr, plain), (_, cap), *_) in SETTINGS.items():
         pairs = [

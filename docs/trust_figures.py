@@ -25,7 +25,7 @@ from curvestep.fit.correlation import spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import mean_norms
 
-FRACTIONS = (0.5, 1.0)
+FRACTIONS = (0.05, 0.15, 0.5, 1.0)
 LINE, FRONTIER = COLOURS[1], COLOURS[6]
 RATES = tuple(float(f"{rate:.0e}") for rate in np.geomspace(0.1, 3e-6, 7))
 Numbers = dict[str, float | str]
@@ -177,15 +177,13 @@ def note(axes: Axes, text: str) -> None:
 
 
 def changes(axes: Axes, trace: Trace, title: str, *, reach: float) -> None:
-    """Draw u against v of every step, with the two laws."""
-    v = np.diff(
-        np.log(mean_norms(trace.column("grad_norm"), trace.column("grad_norms"), np.array(FRACTIONS)))
-    )
-    u = np.diff(np.log(trace.column("secants")))
+    """Draw u against v of every step, from its first fraction to the third, with the two laws."""
+    norms = mean_norms(trace.column("grad_norm"), trace.column("grad_norms"), np.array(FRACTIONS))
+    u, v = (np.log(values[:, 2] / values[:, 0]) for values in (trace.column("secants"), norms))
     ends = np.array([-reach, reach / 4])
     axes.plot(ends, 0 * ends, color=FRONTIER, label="u = 0: constant Hessian")
     axes.plot(ends, ends, "--", color=LINE, label="u = v: smoothness L1‖g‖")
-    axes.scatter(v[:, 0], u[:, 0], s=9, color=COLOURS[0], alpha=0.6, linewidths=0, zorder=3)
+    axes.scatter(v, u, s=9, color=COLOURS[0], alpha=0.6, linewidths=0, zorder=3)
     axes.set(title=title, xlim=ends, ylim=ends)
     axes.set(xlabel="v, change of log gradient norm (no unit)", ylabel="u, of log smoothness (no unit)")
     axes.legend(loc="lower right")
@@ -210,7 +208,7 @@ def unpaired_figure() -> tuple[Figure, Numbers]:
     note(left, f"L1 = {fit.L1:.0f}, rank corr. {fit.spearman:.2f}")
     numbers: Numbers = {
         "L1_of_two_batches": fit.L1,
-        "warning_of_two_batches": warning(fit, "Within steps"),
+        "warning_of_two_batches": warning(fit, "Inside steps"),
     }
     fit = points(right, clipped_sgd_on_a_quadratic(**run), "the same batch at both points")
     right.set_ylim(0, 2)

@@ -53,10 +53,10 @@ def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3, 
     return np.array(rows).T
 
 
-def inside_steps(g, ell, *, elasticity=0.8, kappa=0.5):
+def inside_steps(g, ell, *, elasticity=0.8, kappa=0.3):
     """Columns of steps that shorten the gradient by ``kappa`` at most, inside which smoothness grows as told.
 
-    No two steps are alike: the within-step test compares them with each other.
+    No two steps are alike, and none overshoots: the within-step test compares them with each other.
     """
     kappa = kappa * (0.5 + 0.5 * (0.618 * np.arange(len(g)) % 1))
     half, full = 1 - kappa / 2, 1 - kappa

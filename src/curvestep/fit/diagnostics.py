@@ -11,10 +11,11 @@ from curvestep.fit.correlation import correlation, slope, spearman
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import block_length
 from curvestep.fit.samples import Samples
-from curvestep.fit.within import LEAST_ELASTICITY, SHORT, Within
+from curvestep.fit.within import Within
 
 _WINDOWS = 8
 _FEW = 5  # rows that make a pattern
+_SHORT = 0.1  # kappa of steps over which a smooth gradient hardly changes
 
 
 def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[str, ...]:
@@ -68,9 +69,7 @@ def hardly_varies(samples: Samples) -> bool:
 
 def silent_steps(within: Within) -> str | None:
     """Where the steps by themselves cannot say whether smoothness follows the gradient norm."""
-    low, high = within.elasticity_interval
-    short = within.kappa < SHORT and low <= LEAST_ELASTICITY < high
-    return str(within) if within.missing or short else None
+    return str(within) if within.missing else None
 
 
 def few_points(samples: Samples, effective: float) -> str | None:
@@ -203,7 +202,9 @@ def kinks(samples: Samples) -> str | None:
     kink lies in the first half of the step, by more if in the second; on smooth functions by about κ/2. Or
     the product of smoothness and step length is the same for steps of different length.
     """
-    short = (samples.kappa < SHORT) & (samples.kappa > 1000 * samples.eps)  # not those that rounding disturbs
+    short = (samples.kappa < _SHORT) & (
+        samples.kappa > 1000 * samples.eps
+    )  # not those that rounding disturbs
     if short.sum() < _FEW or short.mean() < 0.5:
         return None
     advice = "The estimate is the jump over the step length, and no curvature. Look at local smoothness."

@@ -15,6 +15,33 @@ _WARM_UP = 3
 _TIMED = 5
 
 
+# Change of the gradient over its norm up to the longer of the short fractions: less than the third that the
+# test inside steps bears, since the next steps may be longer than the last.
+_SHORT_CHANGE = 0.25
+
+
+def short_fractions(grad_norm: float, first_secant: float, step_norm: float) -> tuple[float, float]:
+    r"""Two fractions of a step before it overshoots, the first a third of the second.
+
+    Up to the second the gradient changes by a quarter of its norm, if it goes on changing as it did:
+    :math:`\gamma = \tfrac14 \lVert g\rVert/(s\lVert d\rVert)`, at most a half. Give medians over the last
+    rows, so that the fractions follow the run.
+
+    Args:
+        grad_norm: :math:`\lVert g\rVert` at the start of the step.
+        first_secant: Smoothness s over the shortest fraction that was measured.
+        step_norm: Length :math:`\lVert d\rVert` of the step.
+
+    Example:
+        >>> short_fractions(1.0, 2.0, 0.5)      # κ = 1
+        (0.08333333333333333, 0.25)
+        >>> short_fractions(1.0, 2.0, 0.01)
+        (0.16666666666666666, 0.5)
+    """
+    longer = min(0.5, _SHORT_CHANGE * grad_norm / (first_secant * step_norm))
+    return longer / 3, longer
+
+
 class Schedule:
     r"""The next step to measure.
 

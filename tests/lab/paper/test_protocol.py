@@ -28,6 +28,7 @@ from curvestep.lab.paper.fig1_scatter import (
 from curvestep.lab.paper.fig6_data_fraction import SHARES, judge_shares
 from curvestep.lab.paper.plan import ALWAYS_CLIPPED, BY_HAND, FIVE, FRACTIONS, MEASURED_IMAGES, THREE, Results
 from curvestep.lab.paper.reproduction import make_claims, make_plan
+from curvestep.notes import Note
 from curvestep.smoothness.trace import Trace
 from tests.lab.paper.test_reproduction import fake_runs
 
@@ -146,7 +147,9 @@ def test_exponents_beyond_their_controls_decide_where_all_steps_are_clipped(tmp_
         assert found.measured.endswith("(cannot tell by that)")
     for run in results.of(ALWAYS_CLIPPED):
         set_control(run, 0.9, (0.0, 1.0))
-        monkeypatch.setitem(vars(run), "fit", replace(run.fit, within=Within(level=0.9, missing="too short")))
+        monkeypatch.setitem(
+            vars(run), "fit", replace(run.fit, within=Within(level=0.9, missing=Note("alike", "too short")))
+        )
     found = contrast(results, ALWAYS_CLIPPED, BY_HAND)
     assert found.verdict == CANNOT_TELL
     assert "no number of seeds helps" in found.settle

@@ -223,7 +223,7 @@ def control_exponents(runs: Sequence[Run]) -> Spread:
 def elasticity(run: Run) -> float:
     """How smoothness follows the gradient norm inside single steps, where a constant Hessian shows 0."""
     if run.fit.within.missing:
-        raise MissingRuns(run.fit.within.missing)
+        raise MissingRuns(str(run.fit.within.missing))
     return run.fit.within.elasticity
 
 

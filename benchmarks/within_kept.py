@@ -1,0 +1,65 @@
+"""The within-step test on kept runs, beside its shuffled zero: python benchmarks/within_kept.py FOLDER...
+
+Unpack docs/results/*/runs.tar.xz first and name the folders. Of every setting: the answers of the test, and
+what whole steps show if the overshoot is not minded, to see what the older numbers were worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from curvestep.fit.samples import Samples, usable_samples
+from curvestep.fit.within import LEAST_ROWS, Within, within_steps
+from curvestep.smoothness.trace import Trace
+
+
+def tested(samples: Samples, **settings: float) -> Within:
+    """The test on the rows of a trace."""
+    return within_steps(
+        secants=samples.secants,
+        grad_norm=samples.grad_norm,
+        grad_norms=samples.grad_norms,
+        fractions=samples.fractions,
+        kappa=samples.kappa,
+        eps=samples.eps,
+        **settings,
+    )
+
+
+def settings_below(folders: list[Path]) -> dict[str, list[Samples]]:
+    """Usable rows of every run with two fractions or more, by setting."""
+    found = defaultdict(list)
+    for folder in folders:
+        for path in sorted(folder.rglob("trace.jsonl")):
+            trace = Trace.load(path)
+            if len(trace.fractions) > 1 and len(trace) >= LEAST_ROWS:
+                found[path.parent.name.split("-seed")[0] + " " + folder.name].append(usable_samples(trace))
+    return found
+
+
+def line(name: str, runs: list[Samples]) -> str:
+    """A row of the table."""
+    answers = Counter(
+        f"cannot tell ({fit.missing.kind})" if fit.missing else fit.answer for fit in map(tested, runs)
+    )
+    whole = [fit for fit in (tested(samples, most_kappa=np.inf) for samples in runs) if not fit.missing]
+    said = ", ".join(f"{count} {answer}" for answer, count in answers.items())
+    middle = " | ".join(
+        f"{np.mean([getattr(fit, key) for fit in whole]) + 0.0:.2f}" for key in ("elasticity", "zero")
+    )
+    kappa = np.median([np.median(samples.kappa) for samples in runs])
+    beyond = sum(fit.grows for fit in whole)
+    return f"| {name} | {len(runs)} | {kappa:.2f} | {said} | {middle} | {beyond} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+")
+    columns = ("setting", "runs", "κ", "the test says", "whole steps", "shuffled zero", "beyond it")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for name, runs in settings_below(parser.parse_args().folders).items():
+        print(line(name, runs), flush=True)

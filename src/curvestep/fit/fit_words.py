@@ -1,0 +1,78 @@
+"""The sentences of a fit: every word that a user reads about the smoothness of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from curvestep.notes import Note
+
+if TYPE_CHECKING:
+    from curvestep.fit.within import Within
+
+WAY_OUT = "Measure with fractions=(0.05, 0.15, 0.5, 1.0)"
+
+
+def no_secants() -> Note:
+    """Rows without secants."""
+    return Note(
+        "no-secants",
+        "The rows hold no secants and gradient norms at fractions of the step. Measure again with the "
+        "estimator `smoothness`, which records both.",
+    )
+
+
+def one_fraction() -> Note:
+    """A single secant a step."""
+    return Note(
+        "one-fraction",
+        f"Only one fraction of each step was measured: there is nothing to compare it with. {WAY_OUT}.",
+    )
+
+
+def few_rows(readable: int, rows: int, least: int) -> Note:
+    """Too few rows for a test inside steps."""
+    return Note(
+        "few-rows",
+        f"{readable} of {rows} rows hold positive, finite secants and gradient norms at every fraction, and "
+        f"{least} are needed. Measure more steps.",
+    )
+
+
+def overshoot(kappa: float, short: tuple[float, float]) -> Note:
+    """Steps that overshoot before their second fraction."""
+    return Note(
+        "overshoot",
+        f"Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of that before "
+        f"the second fraction. Beyond it a steeper stretch makes a larger gradient. Measure with "
+        f"fractions=({short[0]:.2g}, {short[1]:.2g}, 0.5, 1.0).",
+    )
+
+
+def alike(resolved: int, rows: int, kappa: float) -> Note:
+    """Steps that are too short for the precision, or all alike."""
+    return Note(
+        "alike",
+        f"Steps are too short or too much alike: in {rows - resolved} of {rows} the gradient norm changes "
+        f"too little for the precision, or as in all others (by {kappa:.2g} of the norm over a step). "
+        "Measure with a larger lr or max_norm, earlier in training, or in a higher precision.",
+    )
+
+
+def within_words(within: Within) -> str:
+    """The answer of the test inside steps, in a sentence or two."""
+    if within.missing is not None:
+        return f"Inside steps: cannot tell. {within.missing}"
+    said = {
+        "grows": "sharpness grows with the gradient norm",
+        "does-not-grow": "sharpness does not grow with the gradient norm",
+        "not-shown": "no growth of sharpness with the gradient norm is shown",
+    }[within.answer]
+    # Adding zero turns -0.0 into 0.0.
+    centre, low, high, zero = (
+        round(number, 2) + 0.0 for number in (within.elasticity, *within.elasticity_interval, within.zero)
+    )
+    numbers = (
+        f"elasticity {centre:.2f} [{low:.2f}, {high:.2f}], shuffled steps show {zero:.2f}, "
+        f"p {within.p_value:.1g}, {within.num_rows} rows"
+    )
+    return f"Inside steps: {said} ({numbers})."
