@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.calibrate_data import Batch
-from benchmarks.calibrate_tasks import TASKS
+from benchmarks.calibrate.data import Batch
+from benchmarks.calibrate.tiny import TASKS
 from torch import nn
 
 import curvestep as cs
@@ -80,7 +80,7 @@ class Bench:
         if key not in self.known:
             made = TASKS[task]
             model = made.start(seed).train()
-            batches = list(islice(made.stream(seed, "measuring"), 8))
+            batches = islice(made.stream(seed, "measuring"), 48)
             found = cs.calibrate(
                 model,
                 lambda batch: made.loss(model, batch),

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from benchmarks.calibrate_data import (
+from benchmarks.calibrate.data import (
     LENGTH,
     Task,
     characters,
@@ -27,7 +27,7 @@ from benchmarks.calibrate_data import (
     text,
     words,
 )
-from benchmarks.calibrate_held_out import HELD_OUT
+from benchmarks.calibrate.other import HELD_OUT
 from torch import Tensor, nn
 
 from curvestep.lab.models.lstm import LSTMModel

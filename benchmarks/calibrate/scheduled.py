@@ -1,8 +1,6 @@
-"""The tasks of the benchmark of schedules: what people train, small enough for a minute of one core.
+"""Development recipes of transformers and residual networks, small enough for a minute of one core.
 
-A recipe is a task, batches that its training never sees, and the settings that the optimizers share. The
-development recipes are tiny tasks of the calibration benchmark and a small GPT; every constant was chosen on
-them. The held-out ones are other architectures, other texts and a fine-tuning, opened once.
+A recipe is a task, batches that its training never sees, and the settings that the optimizers share.
 """
 
 from __future__ import annotations
@@ -17,27 +15,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate_data import (
+from benchmarks.calibrate.data import (
     Batch,
     Draw,
     Task,
     classify,
     next_token,
-    next_word,
     samples,
     small_cifar,
     text,
 )
-from benchmarks.calibrate_tasks import TASKS as TINY
+from benchmarks.calibrate.tiny import TASKS as TINY
 from torch import Tensor, nn
 
 from curvestep.lab.data.cifar10 import load_cifar10
 from curvestep.lab.data.corpus import load_topics
 from curvestep.lab.data.images import normalise
 from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import LSTMModel
 
-STEPS = 1000  # of every held-out recipe
+STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -258,19 +254,11 @@ def _letters(split: str) -> Tensor:
     return ptb_characters(split)[0]
 
 
-def _lstm() -> Recipe:
-    task = Task(
-        "word LSTM, 2 layers", STEPS, lambda: LSTMModel(1500, embedding=48, hidden=64),
-        text(lambda: _words("train"), 8), next_word,
-    )  # fmt: skip
-    return Recipe(task, text(lambda: _words("valid"), 64), ("adamw", "momentum"), 1e-4)
-
-
 def _tiny(name: str, *optimizers: str) -> Recipe:
     return Recipe(TINY[name], optimizers=optimizers, weight_decay=0.0)
 
 
-DEVELOPMENT = (
+SMALL = (
     *(_tiny(name, "adamw", "momentum", "plain") for name in ("MLP, digits", "char LSTM", "CNN, BatchNorm",
                                                              "autoencoder", "deep MLP, poor start")),
     _tiny("char transformer", "adamw"),
@@ -279,14 +267,13 @@ DEVELOPMENT = (
           steps=500, betas=(0.9, 0.95)),
 )  # fmt: skip
 
-HELD_OUT = (
+TRANSFORMERS = (
     _text("char GPT, 4 layers", _letters, lambda: GPT(ptb_characters("train")[1], width=48, layers=4), 8,
           betas=(0.9, 0.95)),
     _text("word GPT", _words, lambda: GPT(1500, width=48, layers=2), 8),
     _images("ViT", lambda: ViT(width=64, layers=2), 16, weight_decay=0.05),
     _images("ResNet8, BatchNorm", lambda: resnet(8), 16, weight_decay=5e-4, optimizers=("adamw", "momentum")),
     _images("ResNet20, BatchNorm", lambda: resnet(20), 16, weight_decay=5e-4, optimizers=("momentum",)),
-    _lstm(),
     _text("fine-tuned GPT", lambda split: manual_characters(split)[0], _fine_tuned, 8),
 )  # fmt: skip
 
@@ -298,5 +285,3 @@ BATCHES = (
     *(_images(f"ViT, 3 layers, batch {batch}", lambda: ViT(width=48, layers=3), batch, steps=500,
               weight_decay=0.05) for batch in (8, 32, 128)),
 )  # fmt: skip
-
-RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *HELD_OUT, *BATCHES)}

@@ -1,0 +1,1 @@
+"""What calibrate is worth: tasks, methods, cached runs and the table, shared with the benchmark of advise."""

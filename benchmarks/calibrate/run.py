@@ -1,0 +1,246 @@
+"""Runs of the benchmark, each once: a line of JSON in the rows' folder, safe to kill at any time.
+
+    python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | smoke [--tasks ...] [--probe]
+
+``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones. The
+order is: for each task, grid and calibrate on the first seed, then both on the others, then the rivals. With
+``--probe`` every run of a grid also keeps a trace of about 25 rows, for the benchmark of advise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from benchmarks.calibrate.data import Batch
+from benchmarks.calibrate.judged import JUDGED
+from benchmarks.calibrate.methods import FIRST_RATE, FIXED, RIVALS, NotInstalled, Prepared, prepare, step
+from benchmarks.calibrate.scheduled import Recipe
+from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_parameters, trivial_loss
+from torch import nn
+
+from curvestep import SmoothnessProbe
+from curvestep.calibration import line, pilots
+
+SEEDS = (1, 2, 3)
+NUM_JUDGES = 12  # batches that the final loss is read from
+MOST_RATES = 9  # of a grid
+NUM_POINTS = 100  # of a loss curve that is kept
+NUM_PROBED = 25
+FROZEN = Path(__file__).with_name("constants.json")
+
+Job = dict[str, Any]
+
+
+def constants() -> dict[str, Any]:
+    """The numbers of the rule that this benchmark judges."""
+    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "FACTOR", "NOISY_FACTOR", "CLEAR", "BLIND",
+             "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
+    return {**{name: getattr(pilots, name) for name in names}, "CLIP_AT": list(line.CLIP_AT)}
+
+
+def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:
+    """Mean loss of data that training never sees."""
+    model.eval()
+    with torch.no_grad():
+        return mean(recipe.task.loss(model, batch).item() for batch in judges)
+
+
+def train(job: Job, *, steps: int | None = None, trace: Path | None = None) -> Job:
+    """Run one job; its row."""
+    torch.set_num_threads(1)
+    recipe, started = RECIPES[job["task"]], time.process_time()
+    model, judges = recipe.task.start(job["seed"]), recipe.judging(NUM_JUDGES)
+    first = judged(recipe, model, judges)
+    model.train()
+    row = {**job, "first": first, "trivial": trivial_loss(recipe, judges), "steps": recipe.task.steps,
+           "parameters": num_parameters(recipe)}  # fmt: skip
+    try:
+        prepared = prepare(recipe, job, model)
+    except ValueError as error:  # a refusal is a result, too
+        return {**row, "loss": None, "problem": str(error)}
+    curve = _losses(recipe, prepared, model, job["seed"], steps or recipe.task.steps, trace)
+    last = math.nan
+    if math.isfinite(curve[-1]):
+        _deploy(recipe, prepared, model, job["seed"])
+        last = judged(recipe, model, judges)
+    stride = max(1, len(curve) // NUM_POINTS)
+    kept = [round(loss, 5) if math.isfinite(loss) else None for loss in curve[::stride]]
+    ending = {"loss": last if math.isfinite(last) else None, "spent": prepared.spent, "curve": kept}
+    return {**row, **ending, "found": prepared.found, "seconds": round(time.process_time() - started, 2)}
+
+
+def _losses(
+    recipe: Recipe, prepared: Prepared, model: nn.Module, seed: int, steps: int, trace: Path | None
+) -> list[float]:
+    """The training losses; the last is not finite if the run was lost."""
+    optimizer, losses = prepared.optimizer, list[float]()
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    probe = None
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.unlink(missing_ok=True)
+        probe = SmoothnessProbe(model, every=max(1, steps // NUM_PROBED), trace=trace)
+        probe.watch(optimizer)
+    if prepared.shape is None:
+        optimizer.train()  # type: ignore[attr-defined]
+    for k, batch in enumerate(islice(recipe.task.stream(seed, "training"), steps)):
+        if prepared.shape is not None:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * prepared.shape[k]
+        optimizer.zero_grad()
+        closure = lambda batch=batch: recipe.task.loss(model, batch)  # noqa: E731
+        loss = closure() if probe is None else probe.record(closure)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()
+        step(prepared, model, loss)
+    return losses
+
+
+def _deploy(recipe: Recipe, prepared: Prepared, model: nn.Module, seed: int) -> None:
+    """Schedule-free's README: its average, and BatchNorm's statistics for it."""
+    if prepared.shape is None:
+        prepared.optimizer.eval()  # type: ignore[attr-defined]
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            with torch.no_grad():
+                for batch in islice(recipe.task.stream(seed, "measuring"), 50):
+                    recipe.task.loss(model, batch)
+
+
+# Rows
+
+
+def key(job: Job) -> str:
+    """What makes two runs the same."""
+    return json.dumps([job.get(name) for name in ("task", "kind", "method", "seed", "lr")])
+
+
+def read(folder: Path) -> dict[str, Job]:
+    """The finished runs; torn lines are left out."""
+    rows = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(text)
+            except ValueError:
+                continue
+            rows[key(row)] = row
+    return rows
+
+
+class Rows:
+    """The cache: every run once."""
+
+    def __init__(self, folder: Path, *, probe: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.probe, self.rows = folder, probe, read(folder)
+
+    def run(self, **job: Any) -> Job:
+        """The row of a job, trained if it is not there."""
+        if key(job) not in self.rows:
+            name = "".join(c if c.isalnum() else "-" for c in f"{job['task']}-{job['kind']}-{job.get('lr')}")
+            traced = self.folder / "traces" / f"{name}-{job['seed']}.jsonl"
+            wants_trace = self.probe and job["method"] == "grid"
+            row = train(job, trace=traced if wants_trace else None)
+            self.rows[key(job)] = row
+            with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps(row) + "\n")  # the first ends a line that was torn
+            shown = {name: row.get(name) for name in (*job, "first", "loss", "seconds")}
+            print(len(self.rows), shown, flush=True)
+        return self.rows[key(job)]
+
+
+def loss_of(row: Job) -> float:
+    """The final loss, that of the start if the run diverged or was refused."""
+    return row["first"] if row["loss"] is None else row["loss"]
+
+
+def widen(run: Callable[[float], float], start: float, most: int = MOST_RATES) -> dict[float, float]:
+    """Losses at rates a factor of two apart from ``start``, until the best has worse neighbours."""
+    losses = {0: run(start)}
+    while len(losses) < most:
+        best = min(losses, key=lambda k: losses[k])
+        missing = [k for k in (best - 1, best + 1) if k not in losses]
+        if not missing:
+            break
+        losses[missing[0]] = run(start * 2.0 ** missing[0])
+    return {start * 2.0**k: losses[k] for k in sorted(losses)}
+
+
+def tune(rows: Rows, task: str, kind: str, seeds: tuple[int, ...]) -> None:
+    """The grid: widened on the first seed, its best and the neighbours on the others."""
+    run = lambda lr, seed: loss_of(rows.run(task=task, kind=kind, method="grid", seed=seed, lr=lr))  # noqa: E731
+    found = widen(lambda lr: run(lr, seeds[0]), FIRST_RATE[kind], 4 if task in FEW_PEAKS else MOST_RATES)
+    best = min(found, key=lambda lr: found[lr])
+    for seed in seeds[1:]:
+        for lr in (best, best / 2, best * 2):
+            run(lr, seed)
+
+
+def run_task(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list[str]) -> None:
+    """Grid and calibrate first, then rivals of AdamW."""
+    task = recipe.task.name
+    seeds = seeds[:1] if task in FEW_PEAKS else seeds
+    for kind in recipe.optimizers:
+        for count in (1, len(seeds)):
+            if "grid" in methods:
+                tune(rows, task, kind, seeds[:count])
+            for seed in seeds[:count] if "calibrate" in methods else ():
+                rows.run(task=task, kind=kind, method="calibrate", seed=seed)
+    for method in RIVALS if "adamw" in recipe.optimizers else ():
+        for seed in seeds if method in methods else ():
+            rate = {"lr": FIXED[method]} if method in FIXED else {}
+            try:
+                rows.run(task=task, kind="adamw", method=method, seed=seed, **rate)
+            except NotInstalled as reason:
+                print(reason, flush=True)
+                break
+
+
+def smoke(recipe: Recipe) -> float:
+    """Two steps of a task, forgotten: the seconds of one."""
+    started = time.process_time()
+    job = {"task": recipe.task.name, "kind": recipe.optimizers[0], "method": "grid", "seed": 0, "lr": 1e-4}
+    row = train(job, steps=2)
+    assert row["loss"] is not None, row
+    return (time.process_time() - started) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
+    parser.add_argument("--part", choices=("develop", "judge", "smoke"), required=True)
+    parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), metavar="TASK")
+    parser.add_argument("--methods", nargs="+", default=["calibrate", "grid", *RIVALS], metavar="METHOD")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--probe", action="store_true", help="keep traces of the grid's runs")
+    options = parser.parse_args()
+    recipes = JUDGED if options.part == "judge" else DEVELOPMENT
+    if options.part == "smoke":
+        recipes = (*DEVELOPMENT, *JUDGED)
+    chosen = [recipe for recipe in recipes if not options.tasks or recipe.task.name in options.tasks]
+    if options.part == "smoke":
+        for recipe in chosen:
+            print(f"{recipe.task.name}: {num_parameters(recipe):,} parameters, {smoke(recipe):.3f} s a step")
+        return
+    if options.part == "judge" and json.loads(FROZEN.read_text()) != constants():
+        raise SystemExit(f"The constants are {constants()}, and {FROZEN.name} has others.")
+    rows = Rows(options.rows, probe=options.probe)
+    for recipe in chosen:
+        run_task(rows, recipe, tuple(options.seeds), options.methods)
+
+
+if __name__ == "__main__":
+    main()
