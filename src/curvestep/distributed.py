@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
@@ -49,6 +50,18 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: of a DTensor its shard, else the tensor itself. It shares memory."""
     tensor = tensor.detach()
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def in_zero_redundancy_optimizer() -> bool:
+    """Whether a ZeroRedundancyOptimizer makes the caller, for this rank's part of the parameters."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame = sys._getframe() if module is not None else None
+    while frame is not None:
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, module.ZeroRedundancyOptimizer) and maker.world_size > 1:  # pyright: ignore[reportOptionalMemberAccess]
+            return True
+        frame = frame.f_back
+    return False
 
 
 def communicates(model: nn.Module) -> bool:

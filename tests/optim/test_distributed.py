@@ -122,9 +122,24 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(on_two):
     assert on_two["skip"] == [(True, 1), (True, 1)]
 
 
+def zero_redundancy(rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net, _ = problem()
+    try:
+        ZeroRedundancyOptimizer(net.parameters(), optimizer_class=ClippedSGD, lr=0.1, max_norm=1.0)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_an_optimizer_of_a_part_of_the_gradients_is_refused(on_two):
+    for message in on_two["zero"]:
+        assert "ZeroRedundancyOptimizer gives each rank a part of the gradients" in message
+
+
 def everything(rank):
     """All that runs on two processes, in one go: starting them is what takes time."""
-    results = {"norms": sharded_norms(rank), "skip": skip_on_all_ranks(rank)}
+    results = {"norms": sharded_norms(rank), "skip": skip_on_all_ranks(rank), "zero": zero_redundancy(rank)}
     for k, options in enumerate(OPTIONS):
         results["ddp", k] = train_ddp(rank, options)
         results["fsdp", k] = train_fsdp(rank, options)

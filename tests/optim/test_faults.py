@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+import curvestep as cs
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep._kernel import native
 from curvestep.optim import adamw, sgd
@@ -297,3 +298,88 @@ def test_norm_that_overflows_though_every_gradient_is_finite_is_said_to(scope):
     with pytest.raises(FloatingPointError, match="All gradients are finite, but their norm overflows"):
         optimizer.step()
     assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
+
+
+# --- states and settings that torch takes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize(
+    "step", [torch.empty(0), torch.zeros(0, 3), torch.ones(2)], ids=["none", "no row", "two"]
+)
+def test_step_that_is_not_one_number_is_one_line_and_no_signal(step, path):
+    params = [parameter(50), parameter(3)]
+    optimizer = ClippedAdamW(params, lr=0.1, max_norm=1.0, **path)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][1]["step"] = step
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"^`step` must be one number, got shape [^\n]*$"):
+        optimizer.step()
+
+
+EVERYWHERE = {
+    "ClippedSGD": partial(ClippedSGD, momentum=0.9),
+    "by tensor": partial(ClippedSGD, norm_scope="tensor", skip_above="10x"),
+    "NormalizedSGD": NormalizedSGD,
+    "differentiable": partial(ClippedSGD, differentiable=True),
+    "ClippedAdamW": ClippedAdamW,
+    "ClippedAdamW loop": partial(ClippedAdamW, foreach=False),
+}
+
+
+@pytest.mark.parametrize("make", EVERYWHERE.values(), ids=EVERYWHERE)
+def test_steps_do_not_depend_on_the_default_device(make):
+    one, other = torch.ones(3), torch.ones(3)
+    for p, place in ((one, "cpu"), (other, "meta")):
+        optimizer = make([p], 0.1, 1.0)
+        for _ in range(2):
+            p.grad = torch.full((3,), 2.0)
+            with torch.device(place):
+                optimizer.step()
+                stats = optimizer.clip_stats()
+    assert torch.equal(one, other)
+    assert (stats["steps"], stats["clipped_fraction"]) == (2, 1.0)
+
+
+def test_clip_does_not_depend_on_the_default_device():
+    p = parameter(3)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    cs.clip(optimizer, max_norm=1.0)
+    with torch.device("meta"):
+        optimizer.step()
+    assert optimizer.clip_stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_flow_to_a_weight_decay(momentum):
+    def after(start, weight_decay):
+        p = start.clone()
+        optimizer = ClippedSGD(
+            [p], lr=0.1, max_norm=1.0, momentum=momentum, weight_decay=weight_decay, differentiable=True
+        )
+        for scale in (2.0, 0.1):
+            p.grad = scale * start**2
+            optimizer.step()
+        return p
+
+    start, decay = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor(0.1, requires_grad=True)
+    assert torch.autograd.gradcheck(after, (start, decay))
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_gradients_flow_to_betas_and_weight_decay(amsgrad):
+    def after(start, beta1, beta2, weight_decay):
+        p = start.clone()
+        optimizer = ClippedAdamW(
+            [p], lr=0.1, max_norm=1.0, betas=(beta1, beta2), eps=0.1, weight_decay=weight_decay,
+            amsgrad=amsgrad, differentiable=True,
+        )  # fmt: skip
+        for scale in (2.0, 0.1):
+            p.grad = scale * start**2
+            optimizer.step()
+        return p
+
+    start = torch.tensor([3.0, 4.0], requires_grad=True)
+    constants = [torch.tensor(value, requires_grad=True) for value in (0.8, 0.9, 0.1)]
+    assert torch.autograd.gradcheck(after, (start, *constants))

@@ -80,7 +80,7 @@ class Rule(Protocol):
         ...
 
     def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
-        """Update by torch's fused kernel, which leaves all as it is where ``skip`` is 1."""
+        """Update by torch's fused kernel, which leaves parameters and buffers alone where ``skip`` is 1."""
         ...
 
     def by_foreach(self, part: Part, scale: Number) -> None:
@@ -164,7 +164,7 @@ def _bundle(decision: Decision, rule: Rule, state: State, by_kernel: bool) -> Bu
         check_memory("a parameter", params)
         check_memory("a gradient", grads)
         check_memory("a buffer", list(chain(*buffers)))
-    if bundle.view is None and rule.sparse_error and {torch.strided} != set(map(_layout, grads)):
+    if bundle.view is None and rule.sparse_error and any(g.layout != torch.strided for g in grads):
         raise RuntimeError(rule.sparse_error)
     return bundle
 
@@ -289,8 +289,10 @@ def update(part: Part, scale: float) -> None:
 
 def _views(steps: list[Any], *lists: list[Any]) -> tuple[View | None, View | None]:
     """Where the tensors and their steps lie, if our kernel can walk through all of them."""
+    if torch.compiler.is_compiling():  # no call of the kernel can be part of a graph
+        return None, None
     kernel = native()
-    if kernel is None or torch.compiler.is_compiling():  # none of its calls can be part of a graph
+    if kernel is None:
         return None, None
     view = kernel.view(*lists)
     if view is None or not steps:

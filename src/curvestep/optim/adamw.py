@@ -171,11 +171,9 @@ class AdamWRule(NamedTuple):
         self._by_fused(part, _scaled(part.grads, scale), self.lr, None)
 
     def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
-        """The same where numbers are tensors; steps that are left out do not count."""
+        """The same where numbers are tensors; it counts the step even if ``skip`` is 1."""
         lr = self.lr.to(torch.float32) if isinstance(self.lr, Tensor) else self.lr
         self._by_fused(part, _scaled(part.grads, scale), lr, skip)
-        if skip is not None:
-            torch._foreach_sub_(part.steps, [skip] * len(part.steps))
 
     def _by_fused(self, part: Part, grads: list[Tensor], lr: Number, skip: Tensor | None) -> None:
         kernel = fused_adamw()
@@ -220,7 +218,7 @@ class AdamWRule(NamedTuple):
             d = g * self._signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
-            exp_avg_sq.mul_(beta2).addcmul_(d, d, value=1 - beta2)
+            _average_squares_(exp_avg_sq, d, beta2)
             second = keep(exp_avg_sq)
             for maximum in largest:
                 second = torch.maximum(keep(maximum), second)
@@ -252,6 +250,13 @@ def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
     if not isinstance(scale, Tensor) and scale == 1:
         return grads
     return list(torch._foreach_mul(grads, scale))
+
+
+def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:
+    if isinstance(beta, Tensor):
+        average.mul_(beta).add_((1 - beta) * d * d)
+    else:
+        average.mul_(beta).addcmul_(d, d, value=1 - beta)
 
 
 def _copied(t: Tensor) -> Tensor:

@@ -241,18 +241,26 @@ def update_on_device(part: Part, scale: Tensor, skip: Tensor | None) -> None:
         if skip is None or skip.item() == 0:
             update(part, scale.item())
         return
-    scale = scale.to(device)
+    scale, skip = scale.to(device), None if skip is None else skip.to(device)
     if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
-        part.rule.by_fused_on_device(part, scale, None if skip is None else skip.to(device))
-        return
-    changed = [*part.params, *chain(*part.buffers), *part.steps]
-    before = [] if skip is None else [t.clone() for t in changed]
+        part.rule.by_fused_on_device(part, scale, skip)
+    elif skip is None:
+        _by_functions(part, scale)
+    else:
+        changed = [*part.params, *chain(*part.buffers)]
+        before = [t.clone() for t in changed]
+        _by_functions(part, scale)
+        _restore_(changed, before, skip)
+    if skip is not None and part.steps:
+        # As a list: torch.compile loses what is taken from a float64 scalar by itself.
+        torch._foreach_sub_(part.steps, [skip] * len(part.steps))
+
+
+def _by_functions(part: Part, scale: Tensor) -> None:
     if part.path == "foreach":
         part.rule.by_foreach(part, scale)
     else:
         part.rule.by_loop(part, scale)
-    if skip is not None:
-        _restore_(changed, before, skip)
 
 
 def _lr_on(device: torch.device, lr: Number) -> Number:

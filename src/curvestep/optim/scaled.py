@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.torch_version import TorchVersion
 
+from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import step_on_device
@@ -81,6 +82,11 @@ class ScaledOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(known)}."
             )
         settings = known | dict(options)
+        if in_zero_redundancy_optimizer():
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer gives each rank a part of the gradients, and {type(self).__name__} "
+                "would clip by the norm of that part. Use fully_shard (FSDP2), whose shards it adds up."
+            )
         self._policy = _policy_of(settings)
         self._record = StepRecord(type(self).__name__)
         for option in ("fused", "foreach", "capturable"):

@@ -222,8 +222,9 @@ def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scal
     """The formula for one parameter; the gradient may be sparse."""
     d = g * (-scale if rule.maximize else scale)
     if rule.weight_decay:
-        # In this order: dense + sparse works, sparse + dense does not.
-        d = torch.add(rule.weight_decay * p, d)
+        # A copy, so that a gradient to the weight decay finds p as it was. In this order: dense + sparse
+        # works, sparse + dense does not.
+        d = torch.add(rule.weight_decay * p.clone(), d)
     if buffer is not None:
         buffer.mul_(rule.momentum).add_(d, alpha=1 - rule.dampening)
         d = torch.add(rule.momentum * buffer, d) if rule.nesterov else buffer
