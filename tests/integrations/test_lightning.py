@@ -401,6 +401,27 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("module", "threshold"),
+    [
+        ({"optimizer": "ClippedSGD"}, "gradients of trials; it clips at 0.5."),
+        ({"optimizer": "SGD"}, "clipped: use Trainer(gradient_clip_val={max_norm:.4g})."),
+    ],
+)
+def test_calibrate_prints_one_line_of_what_it_set(module, threshold, tmp_path, monkeypatch):
+    lines, callback = [], Calibrate()
+    monkeypatch.setattr("curvestep.integrations.lightning.rank_zero_info", lines.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*`cal`|.*apply")
+        run(tmp_path, [callback], module=module)
+    cal = callback.calibration
+    assert len(lines) == 1
+    assert f"lr {cal.lr:.4g}" in lines[0]
+    assert f"{cal.num_gradients} gradients" in lines[0]
+    assert threshold.format(max_norm=cal.max_norm) in lines[0]
+
+
 @pytest.mark.parametrize(("max_steps", "told"), [(7, 7), (-1, None)])
 def test_calibrate_is_told_the_number_of_steps(max_steps, told, monkeypatch, tmp_path):
     asked = []

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
 
 import curvestep as cs
 from curvestep.integrations.transformers import calibrate, watch
+from curvestep.optimizer_family import check_optimizer
 from tests.integrations.runs import digest, state_of
 
 ROOT = Path(__file__).parents[2]
@@ -203,10 +204,9 @@ def tokenizer():
 def test_two_clippings_are_said_and_measured(tmp_path):
     trainer = trainer_of(tmp_path, optimizer="ClippedSGD", max_grad_norm=0.2)
     callback = watch(trainer, every=2, on_error="raise")
-    with warned(
-        r"max_grad_norm=0.2\) clips before ClippedSGD.*max_grad_norm=0\.", unsaid="different gradients"
-    ):
+    with warned(r"max_grad_norm=0.2\) clips before ClippedSGD.*max_grad_norm=0\.", unsaid="already clipped"):
         trainer.train()
+        check_optimizer(trainer.optimizer).clip_stats()
     for row in callback.probe.trace:
         assert row["coefficient"] == pytest.approx(0.2 / row["grad_norm"], rel=1e-3)
 
@@ -215,8 +215,10 @@ def test_two_clippings_are_said_and_measured(tmp_path):
     "optimizer", ["ClippedSGD", "clip", (cs.ClippedAdamW, {"lr": 1e-3, "max_norm": 0.4})]
 )
 def test_two_clippings_are_said_without_our_callback(optimizer, tmp_path):
-    with warned(r"had the norm 0\.5 and none a larger.*max_grad_norm=0 in TrainingArguments"):
-        trainer_of(tmp_path, optimizer=optimizer, max_grad_norm=0.5).train()
+    trainer = trainer_of(tmp_path, optimizer=optimizer, max_grad_norm=0.5)
+    trainer.train()
+    with warned(r"already clipped \(several had norm 0\.5.*max_grad_norm=0"):
+        check_optimizer(trainer.optimizer).clip_stats()
 
 
 class Listener(TrainerCallback):
@@ -238,6 +240,17 @@ def test_rows_and_clip_share_go_to_every_reporting_callback(tmp_path):
     for (_, logs), row in zip(rows, callback.probe.trace, strict=True):
         assert logs["curvestep/grad_norm"] == row["grad_norm"]
         assert 0 < logs["curvestep/clipped_fraction"] <= 1
+
+
+def test_rows_are_printed_only_where_that_is_asked(tmp_path, capsys):
+    for options, printed in (({}, 0), ({"console": True}, 4)):
+        capsys.readouterr()
+        trainer = trainer_of(tmp_path / str(printed))
+        watch(trainer, every=2, **options)
+        trainer.train()
+        out = capsys.readouterr().out
+        assert out.count("'loss'") == 8  # the Trainer's own
+        assert out.count("curvestep/smoothness") == printed
 
 
 @pytest.mark.parametrize("beside_the_checkpoint", [True, False])

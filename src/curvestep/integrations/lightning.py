@@ -11,18 +11,25 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from curvestep.calibration.calibrate import calibrate
 from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration
 from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
+    Options,
+    State,
     can_be_read_once,
+    clips,
     groups_of,
     log_to,
     need,
@@ -37,6 +44,10 @@ need("lightning", "2.5", "lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+from lightning.pytorch.utilities.types import STEP_OUTPUT  # noqa: E402
+from lightning_utilities.core.rank_zero import rank_zero_info  # noqa: E402
+
+Step = Callable[..., STEP_OUTPUT]
 
 
 class SmoothnessCallback(Callback):
@@ -76,18 +87,18 @@ class SmoothnessCallback(Callback):
         log: bool = True,
     ) -> None:
         super().__init__()
-        self.options: dict[str, Any] = {
+        self.options: Options = {
             "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
             "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
             "on_error": on_error,
         }  # fmt: skip
         self.log = log
         self.probe: SmoothnessProbe | None = None
-        self._saved: dict[str, Any] = {}
+        self._saved: State = {}
         self._begins = self._begun = False
-        self._parts: list[None] = []
+        self._num_parts = 0  # micro-batches of this step so far
         self._batch_size: int | None = None
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the probe: by now the model is on its device and wrapped, and there are optimizers."""
@@ -123,7 +134,9 @@ class SmoothnessCallback(Callback):
             strategy.training_step = self._recorded(strategy.training_step, trainer, pl_module)
             self._undo.append(lambda: vars(strategy).pop("training_step", None))
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         """Measure before the step: gradients are complete here, and not yet clipped."""
         if self.probe is not None and self._begins:
             self._begun = True
@@ -131,12 +144,12 @@ class SmoothnessCallback(Callback):
                 self.probe._begin(optimizer)  # else training_step left this batch out
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Keep the size of the batch, for :func:`record`."""
         self._batch_size = round(batch_length(batch))
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, *_: object, **__: object) -> None:
         """End a step that the optimizer did not take."""
         self._end()
 
@@ -148,11 +161,11 @@ class SmoothnessCallback(Callback):
         if self.probe is not None:
             self.probe.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to measure the same steps."""
+    def state_dict(self) -> State:
+        """The state that a resumed run needs to measure the same steps."""
         return self._saved if self.probe is None else self.probe.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Kept until the probe is made."""
         self._saved = state_dict
 
@@ -161,28 +174,28 @@ class SmoothnessCallback(Callback):
             self._begun = False
             self.probe._end()
 
-    def _recorded(self, training_step: Any, trainer: Trainer, pl_module: LightningModule) -> Any:
+    def _recorded(self, training_step: Step, trainer: Trainer, pl_module: LightningModule) -> Step:
         """The strategy's ``training_step``, its loss recorded at steps that are due."""
         probe = self.probe
         assert probe is not None
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> STEP_OUTPUT:
             if not probe.due:
                 return training_step(*args, **kwargs)
             if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-                self._parts = []
-            parts, outputs = self._parts, []
-            parts.append(None)
+                self._num_parts = 0
+            self._num_parts += 1
+            outputs: list[STEP_OUTPUT] = []
             kept = [copy.copy(value) for value in args]  # a training step may pop from its batch
 
-            def loss_fn() -> Any:
+            def loss_fn() -> Tensor:
                 if not outputs:
                     outputs.append(training_step(*args, **kwargs))
                     return _loss_of(outputs[0])
                 with _without_logging(pl_module):
                     loss = _loss_of(training_step(*map(copy.copy, kept), **kwargs))
                 # Lightning divides by the number it was given, also where an epoch ends with fewer batches.
-                share = len(parts) / trainer.accumulate_grad_batches
+                share = self._num_parts / trainer.accumulate_grad_batches
                 return loss if share == 1 else loss * share
 
             probe.record(loss_fn, batch_size=round(batch_length(args)))
@@ -191,7 +204,7 @@ class SmoothnessCallback(Callback):
         return step
 
 
-def record(pl_module: LightningModule, loss_fn: Callable[[], Any], weight: float = 1.0) -> Any:
+def record(pl_module: LightningModule, loss_fn: Callable[[], Tensor], weight: float = 1.0) -> Tensor:
     """``loss_fn()``, remembered for the step that comes: for ``training_step`` with manual optimization.
 
     .. code-block:: python
@@ -212,18 +225,16 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Any], weight: float
     callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
     if not callbacks or callbacks[0].probe is None:
         return loss_fn()
-    first = True
+    calls = itertools.count()
 
-    def quiet_after_the_first() -> Any:
-        nonlocal first
-        if first:
-            first = False
+    def logged_once() -> Tensor:
+        if next(calls) == 0:
             return loss_fn()
         with _without_logging(pl_module):
             return loss_fn()
 
     size, callbacks[0]._batch_size = callbacks[0]._batch_size, None  # a batch counts once
-    return callbacks[0].probe.record(quiet_after_the_first, weight, batch_size=size)
+    return callbacks[0].probe.record(logged_once, weight, batch_size=size)
 
 
 class Calibrate(Callback):
@@ -240,7 +251,7 @@ class Calibrate(Callback):
         budget: Gradients that the trials may take, or, below one, their share of the steps of training.
 
     Attributes:
-        calibration: What was found; None on a resumed run.
+        calibration: The result; None on a resumed run.
     """
 
     def __init__(self, schedule: str | None = None, budget: float | None = None) -> None:
@@ -255,29 +266,41 @@ class Calibrate(Callback):
         optimizer = _only_optimizer(trainer, "Calibrate")
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         schedule = self.schedule or ("warmup-decay" if schedulers else "constant")
-        # Lightning clips at a norm unless told otherwise.
-        by_value = trainer.gradient_clip_algorithm == "value"
-        max_norm = None if by_value else trainer.gradient_clip_val or None
-        self.calibration = _calibration(
-            trainer, pl_module, optimizer, schedule=schedule, budget=self.budget, max_norm=max_norm
-        )
+        options: Options = {"schedule": schedule, "budget": self.budget, "max_norm": _clip_norm(trainer)}
+        _check_batches_can_be_replayed(trainer, pl_module)
+        self.calibration = calibration = _calibration(trainer, pl_module, optimizer, options)
         with warnings.catch_warnings():  # of a threshold that is left to the Trainer, said below
             warnings.simplefilter("ignore")
-            self.calibration.apply(optimizer, *schedulers)
-        clips = max_norm is not None or hasattr(optimizer, "clip_stats")
-        if not clips and math.isfinite(self.calibration.max_norm):
-            warnings.warn(
-                f"Calibrate tried lr {self.calibration.lr:.3g} with gradients clipped at "
-                f"{self.calibration.max_norm:.3g}: give the Trainer that as `gradient_clip_val`.",
-                stacklevel=2,
-            )
+            calibration.apply(optimizer, *schedulers)
+        rank_zero_info(_summary(calibration, optimizer, options["max_norm"]))
 
 
-def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, **options: Any) -> Calibration:
-    """Calibrate on the batches that training will see, micro-batches and all."""
-    strategy: Any = trainer.strategy
-    loaders: Any = trainer.train_dataloader
-    for loader in loaders.values() if isinstance(loaders, Mapping) else (loaders,):
+def _summary(calibration: Calibration, optimizer: Optimizer, clip_norm: float | None) -> str:
+    """The numbers that were set, in one line."""
+    name, trials = type(optimizer).__name__, f"after {calibration.num_gradients} gradients of trials"
+    line = f"Calibrate set lr {calibration.lr:.4g} of {name} {trials}"
+    if clips(optimizer):
+        return f"{line}; it clips at {optimizer.param_groups[0].get('max_norm', math.inf):.4g}."
+    if clip_norm is None and math.isfinite(calibration.max_norm):
+        return f"{line}, with gradients clipped: use Trainer(gradient_clip_val={calibration.max_norm:.4g})."
+    return f"{line}."
+
+
+def _clip_norm(trainer: Trainer) -> float | None:
+    """The gradient norm at which the Trainer clips, which it does at a norm unless told otherwise."""
+    if trainer.gradient_clip_algorithm == "value":
+        return None
+    return trainer.gradient_clip_val or None
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    loaders = trainer.train_dataloader
+    return list(loaders.values()) if isinstance(loaders, Mapping) else [loaders]
+
+
+def _check_batches_can_be_replayed(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Refuse data that measuring would use up, and training steps that give no loss of a batch."""
+    for loader in _loaders(trainer):
         if can_be_read_once(loader) or can_be_read_once(getattr(loader, "dataset", None)):
             raise ValueError(
                 "Calibrate would use up batches of the training data, which is an iterator. Give the Trainer "
@@ -292,19 +315,25 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
             "Calibrate needs the loss of a batch, and with manual optimization training_step also steps. "
             "Call `curvestep.calibrate(model, loss_of_batch, loader, optimizer=optimizer)` before training."
         )
+
+
+def _calibration(
+    trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, options: Options
+) -> Calibration:
+    """Calibrate on the batches that training will see, micro-batches and all."""
+    strategy: Any = trainer.strategy
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     # Of the class: the strategy's own may be the one that a SmoothnessCallback records.
     training_step = type(strategy).training_step
 
-    def batches() -> Iterator[
-        Any
-    ]:  # not a generator expression: that would call iter(), which draws, too early
-        for batch, *_ in CombinedLoader(loaders, "max_size_cycle"):
+    # Not a generator expression: that would call iter(), which draws, too early.
+    def batches() -> Iterator[object]:
+        for batch, *_ in CombinedLoader(trainer.train_dataloader, "max_size_cycle"):
             batch = trainer.precision_plugin.convert_input(batch)
             batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
             yield strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def loss_of_batch(parts: list[Any]) -> Any:
+    def loss_of_batch(parts: list[object]) -> Tensor | float:
         total = 0.0
         for index, batch in enumerate(parts):
             args = (copy.copy(batch), index) if takes_index else (copy.copy(batch),)
@@ -319,14 +348,22 @@ def _calibration(trainer: Trainer, pl_module: LightningModule, optimizer: Any, *
 
     parts = groups_of(batches(), trainer.accumulate_grad_batches)
     steps = trainer.estimated_stepping_batches
-    options["num_steps"] = int(steps) if 0 < steps < math.inf else None
+    num_steps = int(steps) if 0 < steps < math.inf else None
     with ExitStack() as stack:
-        for loader in loaders.values() if isinstance(loaders, Mapping) else (loaders,):
+        for loader in _loaders(trainer):
             stack.enter_context(unmoved(loader))
-        return calibrate(strategy.model, loss_of_batch, parts, optimizer=optimizer, progress=False, **options)
+        return calibrate(
+            strategy.model,
+            loss_of_batch,
+            parts,
+            optimizer=optimizer,
+            num_steps=num_steps,
+            progress=False,
+            **options,
+        )
 
 
-def _only_optimizer(trainer: Trainer, who: str) -> Any:
+def _only_optimizer(trainer: Trainer, who: str) -> Optimizer:
     # Lightning puts a stand-in where configure_optimizers returned None.
     optimizers = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
     if len(optimizers) != 1:
@@ -337,7 +374,7 @@ def _only_optimizer(trainer: Trainer, who: str) -> Any:
     return optimizers[0]
 
 
-def _loss_of(output: Any) -> Any:
+def _loss_of(output: STEP_OUTPUT) -> Any:
     return output["loss"] if isinstance(output, Mapping) else output
 
 

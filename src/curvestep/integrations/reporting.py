@@ -1,14 +1,15 @@
-"""What the integrations share: the versions they need, probes that go on, what they log, who clips twice."""
+"""Shared by the integrations: needed versions, probes that are resumed, logging, double clipping."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -16,6 +17,10 @@ from torch.utils.data import IterableDataset
 from curvestep.loggers import Logger
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import RandomState
+
+State = dict[str, Any]  # of a checkpoint
+Options = dict[str, Any]  # of a probe or a calibration
+Item = TypeVar("Item")
 
 
 def need(package: str, least: str, extra: str) -> None:
@@ -35,9 +40,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-def probe_at(
-    step: int, model: nn.Module, state: dict[str, Any], options: dict[str, Any], **others: Any
-) -> SmoothnessProbe:
+def probe_at(step: int, model: nn.Module, state: State, options: Options, **others: Any) -> SmoothnessProbe:
     """A probe for a run that goes on after ``step`` steps, from a checkpoint's ``state`` if that has one.
 
     A run from the start is not written to a file that holds a run: its rows go to a new one beside it.
@@ -59,7 +62,7 @@ def probe_at(
     return probe
 
 
-def can_be_read_once(data: Any) -> bool:
+def can_be_read_once(data: object) -> bool:
     """Whether reading a data set uses it up: an iterator, or what hands out the same one every time."""
     if isinstance(data, Iterator):
         return True
@@ -70,13 +73,17 @@ def can_be_read_once(data: Any) -> bool:
         random.restore()
 
 
-def log_to(optimizer: Any, write: Callable[[dict[str, float], int], Any]) -> Logger:
+def clips(optimizer: Any) -> bool:
+    """Whether an optimizer, or the class of one, clips by itself."""
+    return callable(getattr(optimizer, "clip_stats", None))
+
+
+def log_to(optimizer: Any, write: Callable[[dict[str, float], int], object]) -> Logger:
     """A listener for rows; the share of clipped steps is the optimizer's own, where it counts them."""
 
     def with_stats(numbers: dict[str, float], step: int) -> None:
-        clip_stats = getattr(optimizer, "clip_stats", None)
-        if callable(clip_stats):
-            stats: Any = clip_stats()
+        if clips(optimizer):
+            stats = optimizer.clip_stats()
             numbers["curvestep/clipped_fraction"] = stats["recent_clipped_fraction"]
             numbers["curvestep/skipped"] = float(stats["skipped"])
         write(numbers, step)
@@ -95,11 +102,8 @@ def warn_if_clipped_twice(optimizer: Any, setting: str, way_out: str) -> None:
         )
 
 
-def groups_of(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def groups_of(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
     """The items in lists of ``size``; what is left over at the end is dropped."""
-    group: list[Any] = []
-    for item in items:
-        group.append(item)
-        if len(group) == size:
-            yield group
-            group = []
+    source = iter(items)
+    while len(group := list(itertools.islice(source, size))) == size:
+        yield group

@@ -21,13 +21,23 @@ from numbers import Number
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvestep._files import write_atomically
 from curvestep.calibration import calibrate as trials
 from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.integrations.reporting import can_be_read_once, log_to, need, probe_at, warn_if_clipped_twice
+from curvestep.integrations.reporting import (
+    Options,
+    can_be_read_once,
+    clips,
+    log_to,
+    need,
+    probe_at,
+    warn_if_clipped_twice,
+)
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
@@ -36,10 +46,12 @@ from curvestep.smoothness.trace import Trace
 need("transformers", "5.0", "transformers")
 need("accelerate", "1.1", "transformers")
 
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 STATE = "curvestep.json"  # in a checkpoint's folder
+PRINTERS = (PrinterCallback, ProgressCallback)
 
 
 def watch(
@@ -54,6 +66,7 @@ def watch(
     layers: bool = False,
     on_error: str = "off",
     log: bool = True,
+    console: bool = False,
 ) -> SmoothnessCallback:
     """Measure smoothness along ``trainer.train()``; training stays bit for bit. One line before it.
 
@@ -74,6 +87,7 @@ def watch(
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
             ``"raise"`` stops training.
         log: Whether rows go where ``report_to`` says, as ``curvestep/…``.
+        console: Whether they are also printed where the Trainer prints its own logs.
 
     Returns:
         The callback; ``callback.probe.trace`` has the rows once training has begun.
@@ -85,32 +99,35 @@ def watch(
         "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"], "trace": trace,
         "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers, "on_error": on_error,
     }  # fmt: skip
-    callback = SmoothnessCallback(trainer, options, log=log)
+    callback = SmoothnessCallback(trainer, options, log=log, console=console)
     trainer.add_callback(callback)
     return callback
 
 
 class SmoothnessCallback(TrainerCallback):
-    """What :func:`watch` adds: a callback alone sees neither batch nor loss, and only clipped gradients.
+    """Added by :func:`watch`: a callback alone sees neither batch nor loss, and only clipped gradients.
 
     Args:
         trainer: The Trainer.
         options: Those of :class:`~curvestep.smoothness.probe.SmoothnessProbe`.
         log: Whether rows go where ``report_to`` says.
+        console: Whether they are printed, too.
 
     Attributes:
         probe: The probe, from the first training step on.
     """
 
-    def __init__(self, trainer: Trainer, options: dict[str, Any], *, log: bool) -> None:
+    def __init__(self, trainer: Trainer, options: Options, *, log: bool, console: bool) -> None:
         self.probe: SmoothnessProbe | None = None
-        self._trainer, self._options, self._log = trainer, options, log
+        self._trainer, self._options, self._log, self._console = trainer, options, log, console
         self._begun = False
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._training_step: Callable[..., Tensor] = trainer.training_step
         trainer.training_step = self._recorded_step
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Warn where the Trainer clips before an optimizer that clips as well."""
         self.on_train_end(args, state, control)
         self.probe = None
@@ -119,17 +136,23 @@ class SmoothnessCallback(TrainerCallback):
             setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
             warn_if_clipped_twice(check_optimizer(optimizer), setting, "Set max_grad_norm=0.")
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """End a step that the optimizer did not take."""
         self._end()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Keep beside the checkpoint what a resumed run needs to measure the same steps."""
         folder = _checkpoint_of(args, state)
         if self.probe is not None and state.is_world_process_zero and folder.is_dir():
             write_atomically(folder / STATE, json.dumps(self.probe.state_dict()))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Close the trace; ``callback.probe`` keeps the rows."""
         for hook in self._hooks:
             hook.remove()
@@ -137,7 +160,7 @@ class SmoothnessCallback(TrainerCallback):
         if self.probe is not None:
             self.probe.close()
 
-    def _start(self, model: Any) -> SmoothnessProbe:
+    def _start(self, model: nn.Module) -> SmoothnessProbe:
         """Make the probe: only now are model and optimizer prepared and wrapped."""
         trainer = self._trainer
         optimizer, scaler = check_optimizer(trainer.optimizer), trainer.accelerator.scaler
@@ -155,7 +178,7 @@ class SmoothnessCallback(TrainerCallback):
             probe.watch(optimizer)
         return probe
 
-    def _recorded_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def _recorded_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
         """The Trainer's ``training_step``, its loss recorded at steps that are due."""
         trainer = self._trainer
         probe = self._start(model) if self.probe is None else self.probe
@@ -165,7 +188,7 @@ class SmoothnessCallback(TrainerCallback):
             num_parts = trainer.current_gradient_accumulation_steps
             kept, outputs = copy.copy(inputs), []  # a training step may pop from its inputs
 
-            def loss_fn() -> Any:
+            def loss_fn() -> Tensor | float:
                 # Each loss is this batch's share of a sum, and the probe takes means.
                 if not outputs:
                     outputs.append(self._training_step(model, inputs, num_items_in_batch))
@@ -188,10 +211,14 @@ class SmoothnessCallback(TrainerCallback):
 
     def _report(self, numbers: dict[str, float], _: int) -> None:
         """To the callbacks at once: one more call of ``trainer.log`` would empty the metrics of TRL."""
-        trainer = self._trainer
-        trainer.callback_handler.call_event(
-            "on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers)
-        )
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        callbacks = handler.callbacks
+        if not self._console:
+            handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
+        try:
+            handler.call_event("on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers))
+        finally:
+            handler.callbacks = callbacks
 
 
 def calibrate(
@@ -217,28 +244,34 @@ def calibrate(
     """
     _check_trainer(trainer)
     if resume_from_checkpoint:
-        found = _kept_calibration(trainer, resume_from_checkpoint)
+        calibration = _kept_calibration(trainer, resume_from_checkpoint)
     else:
-        found = _measured(trainer, schedule, budget)
+        calibration = _measured(trainer, schedule, budget)
     trainer.remove_callback(_KeepCalibration)  # of a call before
-    trainer.add_callback(_KeepCalibration(found))
-    args, own = trainer.args, trainer.optimizer_cls_and_kwargs
+    trainer.add_callback(_KeepCalibration(calibration))
+    trainer.args.learning_rate = calibration.lr
+    _set_in_optimizer(trainer, calibration)
+    return calibration
+
+
+def _set_in_optimizer(trainer: Trainer, calibration: Calibration) -> None:
+    """Set the numbers in an optimizer that the Trainer was given."""
+    own = trainer.optimizer_cls_and_kwargs
     if trainer.optimizer is not None:
         optimizer = check_optimizer(trainer.optimizer)
         schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
         with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips
             warnings.simplefilter("ignore")
-            found.apply(optimizer, *schedulers)
+            calibration.apply(optimizer, *schedulers)
     elif own is not None:
         kind, values = own
-        name = "offset" if "offset" in values else "max_norm"
-        threshold = {name: found.max_norm} if name in values else {}
-        trainer.optimizer_cls_and_kwargs = (kind, {**values, "lr": found.lr, **threshold})
-    args.learning_rate = found.lr
-    return found
+        settings = {**values, "lr": calibration.lr}
+        for name in values.keys() & {"max_norm", "offset"}:
+            settings[name] = calibration.max_norm
+        trainer.optimizer_cls_and_kwargs = (kind, settings)
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: object) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
 
@@ -246,25 +279,27 @@ def _check_trainer(trainer: Any) -> None:
 class _KeepCalibration(TrainerCallback):
     """Writes a calibration beside every checkpoint: a resumed Trainer reads no ``max_grad_norm`` there."""
 
-    def __init__(self, found: Calibration) -> None:
-        self.found = found
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         folder = _checkpoint_of(args, state)
         if state.is_world_process_zero and folder.is_dir():
-            write_calibration(folder, self.found)
+            write_calibration(folder, self.calibration)
 
 
 def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibration:
     folder = get_last_checkpoint(str(trainer.args.output_dir)) if checkpoint is True else str(checkpoint)
-    found = None if folder is None else read_calibration(folder)
-    if found is None:
+    calibration = None if folder is None else read_calibration(folder)
+    if calibration is None:
         raise ValueError(
             f"`resume_from_checkpoint`: {folder or trainer.args.output_dir} holds no calibration. The run "
             "that wrote it was not calibrated, or was killed while it wrote. Leave out `calibrate`, or "
             "resume from the checkpoint before."
         )
-    return found
+    return calibration
 
 
 def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> Calibration:
@@ -288,13 +323,13 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         kind_of_schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
     optimizer = _optimizer_of(trainer, model)
-    max_norm = None if hasattr(optimizer, "clip_stats") else args.max_grad_norm or None
+    max_norm = None if clips(optimizer) else args.max_grad_norm or None
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[object]:
         source = iter(loader)
-        while (found := trainer.get_batch_samples(source, steps, args.device))[0]:
-            yield found
+        while (batch := trainer.get_batch_samples(source, steps, args.device))[0]:
+            yield batch
 
     def loss_of_batch(batch: Any) -> float:
         samples, count = batch
@@ -327,20 +362,20 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
             loader.end()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _optimizer_of(trainer: Trainer, model: Any) -> Any:
+def _optimizer_of(trainer: Trainer, model: nn.Module) -> Optimizer:
     """The optimizer that the Trainer has, or one as it will make."""
     if trainer.optimizer is not None:
         return check_optimizer(trainer.optimizer)
     own = trainer.optimizer_cls_and_kwargs
-    kind, settings = own or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    group: dict[str, Any] = {"params": [p for p in model.parameters() if p.requires_grad]}
+    kind, settings = own or trainer.get_optimizer_cls_and_kwargs(trainer.args, cast(Any, model))
+    group: dict[str, object] = {"params": [p for p in model.parameters() if p.requires_grad]}
     if own is None:
         group["weight_decay"] = trainer.args.weight_decay
     return kind([group], **settings)
 
 
-def _checkpoint_of(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
 @contextmanager
@@ -368,7 +403,7 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
         vars(trainer).update(kept)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a value is a number, or nested lists and dicts of numbers."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
