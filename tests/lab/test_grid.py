@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
-from curvestep.lab.jobs import Outcome
+from curvestep.lab.jobs import JobResult
 from curvestep.lab.recipes import to_dict, with_fields
 from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
 from curvestep.lab.run.loop import train
@@ -257,7 +257,7 @@ def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatc
     def jobs(jobs, **_):
         for job in jobs:
             started.append(job.name)
-            yield Outcome(name=job.name, value=SimpleNamespace(status="interrupted"))
+            yield JobResult(name=job.name, value=SimpleNamespace(status="interrupted"))
 
     monkeypatch.setattr("curvestep.lab.grid.run_jobs", jobs)
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from curvestep.lab.jobs import Job, Outcome, run_jobs, threads_of_each
+from curvestep.lab.jobs import Job, JobResult, run_jobs, threads_of_each
 
 
 def threads_given(*, threads):
@@ -99,7 +99,7 @@ def test_ray_says_whether_a_process_or_the_node_was_lost(tmp_path, monkeypatch, 
         def get(name):
             if name == "job0":
                 raise kind("lost") if error == "NodeDiedError" else kind()
-            return Outcome(name=name)
+            return JobResult(name=name)
 
     fake = FakeRay("ray")
     monkeypatch.setitem(sys.modules, "ray", fake)

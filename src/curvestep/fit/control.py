@@ -59,7 +59,7 @@ def control_of(
     samples = samples.rows(known)
     # At most so many rows and steps that the control takes about a second.
     kept = samples.rows(evenly_spaced(len(samples), most=_MOST_ROWS))
-    run = Run(
+    run = _Run(
         grad_norm=kept.grad_norm,
         smoothness=kept.smoothness,
         step_size=np.where(kept.clipped & np.isfinite(kept.lr), kept.lr, kept.step_size),
@@ -87,7 +87,7 @@ def control_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class _Run:
     """What the control takes from a measured run: one value a row, in the order of the steps."""
 
     grad_norm: np.ndarray
@@ -106,7 +106,7 @@ class _Quadratics:
     noise: np.ndarray  # root mean square share of each direction in gradient noise of norm one
 
     @classmethod
-    def like(cls, run: Run, rng: np.random.Generator) -> _Quadratics:
+    def like(cls, run: _Run, rng: np.random.Generator) -> _Quadratics:
         """Quadratics whose gradients have the smoothness of the run's first and last parts.
 
         The spectrum is not known from the run: the estimates bound it from inside. So each quadratic draws
@@ -128,7 +128,7 @@ class _Quadratics:
         noise = np.array([np.sqrt(_shares(row, last, rng)) for row in curvature])
         return cls(curvature, float(np.median(run.grad_norm[:part])) * start, noise)
 
-    def noise_level(self, run: Run, rng: np.random.Generator) -> np.ndarray:
+    def noise_level(self, run: _Run, rng: np.random.Generator) -> np.ndarray:
         """Noise that makes the gradient norm of the second half as large as the run's, for each quadratic."""
         half = len(run.grad_norm) // 2
         target = float(np.median(run.grad_norm[half:]))
@@ -142,7 +142,7 @@ class _Quadratics:
         return 0.5 * (low + high)
 
     def descend(
-        self, run: Run, *, noise: np.ndarray, rng: np.random.Generator
+        self, run: _Run, *, noise: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         """Noisy descent with the run's own step rule; only every ``stride``-th step is recorded."""
         slope = self.start.copy()  # H x

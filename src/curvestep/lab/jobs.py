@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobResult:
     """Result of a job: its value, or the error in one line."""
 
     name: str
@@ -50,7 +50,7 @@ class Outcome:
     error: str = ""
 
 
-def stop_if_interrupted(outcome: Outcome) -> None:
+def stop_if_interrupted(outcome: JobResult) -> None:
     """Raise ``KeyboardInterrupt`` again if a run in this very process caught it to write a checkpoint."""
     if getattr(outcome.value, "status", "") == "interrupted":
         raise KeyboardInterrupt
@@ -63,7 +63,7 @@ def run_jobs(
     workers: int = 2,
     address: str | None = None,
     watch: Callable[[], None] | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[JobResult]:
     """Run ``jobs`` on ``workers`` processes and yield each outcome as it comes.
 
     A job that raises is an outcome with an error, and the rest go on. If its process dies, it is run again in
@@ -99,12 +99,12 @@ def threads_of_each(workers: int) -> int:
     return min(threads, int(limit)) if limit.isdecimal() and int(limit) else threads
 
 
-def _call(job: Job, threads: int, parent: int | None = None) -> Outcome:
+def _call(job: Job, threads: int, parent: int | None = None) -> JobResult:
     try:
         with _end_with_parent(parent):
-            return Outcome(name=job.name, value=job.function(**job.arguments, threads=threads))
+            return JobResult(name=job.name, value=job.function(**job.arguments, threads=threads))
     except Exception as error:
-        return Outcome(name=job.name, error=error_line(error))
+        return JobResult(name=job.name, error=error_line(error))
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _end_with_parent(parent: int | None) -> Iterator[None]:
         os._exit(1)  # else this process would wait for another job for ever
 
 
-def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outcome]:
+def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[JobResult]:
     """One executor of joblib's loky for each worker, so that a process that dies takes one job with it."""
     if workers == 1:
         yield from (_call(job, threads) for job in jobs)
@@ -136,7 +136,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
     # With a time after which idle processes end, should we be killed.
     start = partial(ProcessPoolExecutor, max_workers=1, timeout=60, env=variables)
     idle = [start() for _ in range(min(workers, len(jobs)))]
-    running: dict[Future[Outcome], tuple[Job, ProcessPoolExecutor]] = {}
+    running: dict[Future[JobResult], tuple[Job, ProcessPoolExecutor]] = {}
     try:
         while waiting or running:
             while waiting and idle:
@@ -155,7 +155,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
                 if attempts[job.name] < ATTEMPTS:
                     waiting.append(job)
                     continue
-                yield Outcome(
+                yield JobResult(
                     name=job.name,
                     error=f"its process died {ATTEMPTS} times, perhaps for lack of memory. Free some, run "
                     "the same command again",
@@ -165,7 +165,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[Outc
             executor.shutdown(kill_workers=True)
 
 
-def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None) -> Iterator[Outcome]:
+def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None) -> Iterator[JobResult]:
     try:
         import ray
         from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
@@ -184,7 +184,7 @@ def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None
                 outcome = ray.get(done)
             except (OutOfMemoryError, WorkerCrashedError) as error:
                 name = running[done].name
-                outcome = Outcome(
+                outcome = JobResult(
                     name=name, error=f"{type(error).__name__}: its process died {ATTEMPTS} times"
                 )
             except RayError as error:
