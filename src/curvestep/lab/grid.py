@@ -17,7 +17,7 @@ from rich.table import Table
 from curvestep.advice.settings import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
-from curvestep.lab.recipes import Recipe, with_fields
+from curvestep.lab.recipes import Fields, Recipe, with_fields
 from curvestep.lab.run.folder import FAILED, RUNNING, STATUS, Run, RunResult, has_ended
 from curvestep.lab.run.loop import train
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 TABLE = "sweep.csv"
 HEATMAP = "heatmap.png"
+Grid = Mapping[str, Sequence[Any]]  # values to try, by field
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One point of the grid and what became of it."""
 
-    fields: dict[str, Any]
+    fields: Fields
     folder: Path
     status: str
     result: RunResult | None = None
@@ -54,7 +55,7 @@ class SweepResult:
     @property
     def best(self) -> Trial:
         """The trial with the lowest training loss of the best setting, which is judged over all its seeds."""
-        settings: dict[Any, list[Trial]] = {}
+        settings: dict[tuple[object, ...], list[Trial]] = {}
         for trial in self.trials:
             setting = tuple(value for name, value in trial.fields.items() if name != "seed")
             settings.setdefault(setting, []).append(trial)
@@ -85,7 +86,7 @@ class SweepResult:
 
 def sweep(
     recipe: Recipe,
-    grid: Mapping[str, Sequence[Any]],
+    grid: Grid,
     folder: str | Path,
     *,
     engine: str = "joblib",
@@ -157,14 +158,14 @@ def sweep(
     return result
 
 
-def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
     """The points of the grid by name, each a valid recipe."""
     if not grid:
         raise ValueError("`grid` must name at least one field and its values.")
     for name, values in grid.items():
         if isinstance(values, (str, bytes)) or not len(values):
             raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
-    points: dict[str, dict[str, Any]] = {}
+    points: dict[str, Fields] = {}
     for values in itertools.product(*grid.values()):
         trial = with_fields(recipe, **dict(zip(grid, values, strict=True)))
         fields = {name: getattr(trial, name) for name in grid}
@@ -175,7 +176,7 @@ def _points(recipe: Recipe, grid: Mapping[str, Sequence[Any]]) -> dict[str, dict
     return points
 
 
-def trial_in(fields: dict[str, Any], folder: Path, error: str = "") -> Trial:
+def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
     """The trial of these fields, as its run folder says it stands."""
     if not (folder / STATUS).exists():
         return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)
@@ -212,7 +213,7 @@ def _write_csv(result: SweepResult, path: Path) -> None:
     units = sorted({key for trial in result.trials for key in _held_out(trial)})
     held_out = [f"held_out_{unit}" for unit in units]
     header = [*result.trials[0].fields, "status", "steps", "train_loss", *held_out]
-    rows: list[list[Any]] = [[*header, "seconds", "folder", "message"]]
+    rows: list[list[object]] = [[*header, "seconds", "folder", "message"]]
     for trial in result.trials:
         step, seconds = (trial.result.step, round(trial.result.seconds, 1)) if trial.result else (0, "")
         numbers = [step, trial.train_loss, *(_held_out(trial).get(unit, "") for unit in units), seconds]
@@ -221,7 +222,7 @@ def _write_csv(result: SweepResult, path: Path) -> None:
         csv.writer(file).writerows(rows)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A field's value as names of trials and tables show it."""
     if isinstance(value, tuple):
         return "+".join(short(item) for item in value)

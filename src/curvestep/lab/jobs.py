@@ -25,6 +25,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from curvestep._checks import check_choice, check_count
 from curvestep.lab.progress import error_line
+from curvestep.lab.recipes import Fields
 
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
@@ -37,7 +38,7 @@ class Job:
     name: str  # unlike that of any other
     folder: Path  # where the result is, for displays of progress
     function: Callable[..., Any]  # takes ``threads`` besides ``arguments``
-    arguments: dict[str, Any]  # by keyword
+    arguments: Fields  # by keyword
     total: int = 0  # steps that it takes, for displays of progress
 
 

@@ -21,10 +21,11 @@ from curvestep.steps import check_threshold
 
 Scale = Literal["laptop", "longer", "epoch", "paper"]
 SCALES: tuple[str, ...] = get_args(Scale)
+Fields = dict[str, Any]  # plain values by name, as in a JSON object
 OPTIMIZERS = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}  # their classes
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
+def choices_of(hint: object) -> tuple[str, ...]:
     """The choices of a ``Literal`` type; none of any other type."""
     return get_args(hint) if get_origin(hint) is Literal else ()
 
@@ -341,7 +342,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 }
 """Every recipe by name and scale."""
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+RecipeT = TypeVar("RecipeT", bound=Recipe)
 
 
 def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
@@ -364,7 +365,7 @@ def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
     return with_fields(RECIPES[name, scale], **overrides)
 
 
-def with_fields(recipe: AnyRecipe, **overrides: Any) -> AnyRecipe:
+def with_fields(recipe: RecipeT, **overrides: Any) -> RecipeT:
     """``recipe`` with some fields changed; numbers given as text are read, lists become tuples.
 
     Setting ``steps`` clears ``epochs`` and the other way round, unless both are given.
@@ -387,14 +388,14 @@ def with_fields(recipe: AnyRecipe, **overrides: Any) -> AnyRecipe:
     return replace(recipe, **changes)
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> Fields:
     """The recipe as plain values, lists for tuples: what is read back from its file."""
     values = dataclasses.asdict(recipe)
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return {"task": _TASKS[type(recipe)], **plain}
 
 
-def from_dict(values: dict[str, Any]) -> Recipe:
+def from_dict(values: Fields) -> Recipe:
     """The recipe that :func:`to_dict` wrote.
 
     Example:
@@ -418,7 +419,7 @@ _TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "ima
 _DROPPED = {"start_from": ""}
 
 
-def _coerce(name: str, value: Any, hint: Any) -> Any:
+def _coerce(name: str, value: Any, hint: object) -> object:
     """``value`` as the field's type, if that loses nothing."""
     try:
         if hint is bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from curvestep.advice.settings import rate_name
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import stability, usable
-from curvestep.lab.recipes import OPTIMIZERS
+from curvestep.lab.recipes import OPTIMIZERS, Fields
 from curvestep.lab.report.views import NOT_JUDGED, NOT_MEASURED, RunView, Task
 
 NOT_RUN = "not run"  # in a cell of a map
@@ -232,10 +231,10 @@ def heat(grid: Grid, rows: str, columns: str) -> str:
     return " ".join(words)
 
 
-def verdict(task: Task, *, title: str = "") -> dict[str, Any]:
+def verdict(task: Task, *, title: str = "") -> Fields:
     """Verdict of a task's runs together: numbers, reasons, and what to know before relying on them."""
     so_far, missing = _missing_from(task)
-    group: dict[str, Any] = {"title": title, "more": missing[_MOST_SHOWN:]}
+    group: Fields = {"title": title, "more": missing[_MOST_SHOWN:]}
     missing = missing[:_MOST_SHOWN]
     advice = task.advice
     if advice is None or advice.refused:
@@ -338,7 +337,7 @@ def _next_setting(advice: Advice) -> str:
     return ", ".join(words)
 
 
-def findings(claims: Sequence[Mapping[str, Any]]) -> str:
+def findings(claims: Sequence[Mapping[str, object]]) -> str:
     """A reproduction in up to three sentences: the tally, what holds, what does not."""
     verdicts = [str(claim.get("verdict")) for claim in claims]
     tally = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
@@ -350,7 +349,7 @@ def findings(claims: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(sentences)
 
 
-def _finding(verdict: str, claims: Sequence[Mapping[str, Any]]) -> str:
+def _finding(verdict: str, claims: Sequence[Mapping[str, object]]) -> str:
     """The paper's own claim among those of one verdict, and how many others there are."""
     own = [claim for claim in claims if not str(claim.get("paper")).startswith("Not in the paper")]
     shown = (own or claims)[0]
@@ -377,7 +376,7 @@ def subtitle(views: Sequence[RunView], *, reproduction: bool) -> str:
     return "; ".join([f"{len(views)} run{'s' if len(views) > 1 else ''} ({counts})", *data])
 
 
-def setup(views: Sequence[RunView]) -> dict[str, Any]:
+def setup(views: Sequence[RunView]) -> Fields:
     """Recipe, status and header of the trace: ``shared`` by all runs, and a row a run of what differs."""
     told = [{**view.fields, **view.facts, **view.header} for view in views]
     names = dict.fromkeys(name for one in told for name in one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from curvestep.calibration.result import Calibration
 from curvestep.display import results
 from curvestep.display.chart import DASHES, GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Grid, Series
 from curvestep.display.markup import plain
+from curvestep.lab.recipes import Fields
 from curvestep.lab.report import captions
 from curvestep.lab.report.views import RunView
 
+Spec = dict[str, Any]  # an object of plotly's
 _MOST_COMPARED = 500  # points of a curve among others
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
 _NOT_SETTINGS = (
@@ -26,7 +28,7 @@ _NOT_SETTINGS = (
 
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
 _AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
-TEMPLATE: dict[str, Any] = {
+TEMPLATE: Spec = {
     "layout": {
         "margin": {"l": 56, "r": 14, "t": 12, "b": 44}, "hovermode": "closest", "dragmode": False,
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
@@ -99,7 +101,7 @@ def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
 
     Settings of one name are told apart by the fields in which they differ, such as the number of steps.
     """
-    groups: dict[str, dict[tuple[tuple[str, Any], ...], list[RunView]]] = {}
+    groups: dict[str, dict[tuple[tuple[str, Hashable], ...], list[RunView]]] = {}
     for view in views:
         fields = tuple((name, _value(view.fields, name)) for name in view.fields if name not in _NOT_SETTINGS)
         own = groups.setdefault(view.setting if view.fields else view.name, {})
@@ -113,7 +115,7 @@ def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
     return settings
 
 
-TrialRow = tuple[Mapping[str, Any], float, str]  # of one run: fields, final training loss, status
+TrialRow = tuple[Fields, float, str]  # of one run: fields, final training loss, status
 
 
 def fills_grid(trials: Sequence[TrialRow]) -> bool:
@@ -161,14 +163,14 @@ def _values(trials: Sequence[TrialRow]) -> dict[str, list[Any]]:
     return values
 
 
-def _value(fields: Mapping[str, Any], name: str) -> Any:
+def _value(fields: Fields, name: str) -> Any:
     found = fields.get(name)
     return tuple(found) if isinstance(found, list) else found
 
 
 def _curve(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
     """One column over the steps: the mean over the seeds of a setting, and their range."""
-    look: dict[str, Any] = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % 4]}
+    look: Spec = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % 4]}
     found = []
     for run in runs:
         rows = run.measured if kind == "smoothness" else run.rows
@@ -242,7 +244,7 @@ def _note(cell: Sequence[tuple[float, str]]) -> str:
     return ", ".join(f"{count} of {len(cell)} {status}" for status, count in lost.items())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -252,12 +254,12 @@ def _short(value: Any) -> str:
     return "no clipping" if math.isinf(value) else f"{value:g}"
 
 
-def to_plotly(chart: Chart) -> dict[str, Any]:
+def to_plotly(chart: Chart) -> Spec:
     """The chart as plotly's ``data`` and ``layout``; under ``scales`` what changes with the kind of axis."""
-    layout: dict[str, Any] = {
+    layout: Spec = {
         f"{name}axis": {"title": {"text": plain(getattr(chart, name).label), "standoff": 8}} for name in "xy"
     }
-    data: list[dict[str, Any]] = []
+    data: list[Spec] = []
     if chart.grid is None:
         layout["xaxis"] |= _scale(chart, "x", log=chart.x.log)
         layout["yaxis"] |= _scale(chart, "y", log=chart.y.log)
@@ -283,7 +285,7 @@ def to_plotly(chart: Chart) -> dict[str, Any]:
     return drawn
 
 
-def _cells(names: Sequence[Any]) -> dict[str, Any]:
+def _cells(names: Sequence[object]) -> Spec:
     """An axis of a grid: steps, or names; a grid line would cross out an empty cell."""
     kind = "category" if names and isinstance(names[0], str) else "linear"
     return {"type": kind, "showgrid": False}
@@ -309,7 +311,7 @@ def rounded(values: Iterable[Any]) -> list[Any]:
     return [one(value) for value in values]
 
 
-def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
+def _scale(chart: Chart, name: str, *, log: bool) -> Spec:
     """Kind, range and ticks of an axis, logarithmic or linear."""
     axis = getattr(chart, name)
     values = np.concatenate([np.array([]), *(getattr(series, name) for series in chart.series)])
@@ -330,9 +332,9 @@ def _scale(chart: Chart, name: str, *, log: bool) -> dict[str, Any]:
     }
 
 
-def _linear_scale(axis: Axis, values: np.ndarray) -> dict[str, Any]:
+def _linear_scale(axis: Axis, values: np.ndarray) -> Spec:
     low, high = axis.range or _ends(values)
-    scale: dict[str, Any] = {"type": "linear", "range": axis.range and list(axis.range), "tickmode": "auto"}
+    scale: Spec = {"type": "linear", "range": axis.range and list(axis.range), "tickmode": "auto"}
     if axis.label == "iteration" and high - low <= 8:  # a tick at each step
         scale |= {"tickmode": "linear", "dtick": 1}
     return scale
@@ -374,7 +376,7 @@ def _power(value: float) -> str:
     return ten if float(digits) == 1 else f"{float(digits):g}·{ten}"
 
 
-def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
+def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
     shade = f"s{series.colour}" if isinstance(series.colour, int) else series.colour
     colour = f"var(--{shade})"
     name, common = plain(series.name), {"type": "scatter", "legendgroup": str(number)}
@@ -387,7 +389,7 @@ def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
             "mode": "lines", "fill": "toself", "fillcolor": colour, "opacity": 0.2, "line": {"width": 0},
             "hoverinfo": "skip", "showlegend": False,
         }  # fmt: skip
-    trace: dict[str, Any] = {**common, "name": name, "x": rounded(series.x), "y": rounded(series.y)}
+    trace: Spec = {**common, "name": name, "x": rounded(series.x), "y": rounded(series.y)}
     modes = []
     if series.dash:
         modes.append("lines")
@@ -405,9 +407,9 @@ def _plotly_series(series: Series, number: int) -> Iterator[dict[str, Any]]:
     yield trace
 
 
-def _marker(series: Series, colour: str) -> dict[str, Any]:
+def _marker(series: Series, colour: str) -> Spec:
     symbol = {"triangle": "triangle-up", "": "circle"}.get(series.mark, series.mark)
-    marker: dict[str, Any] = {"color": colour, "symbol": symbol, "size": 4 if series.thin else 6}
+    marker: Spec = {"color": colour, "symbol": symbol, "size": 4 if series.thin else 6}
     if series.hollow is not None:
         marker["symbol"] = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow]
     if series.shade is not None:
@@ -418,12 +420,12 @@ def _marker(series: Series, colour: str) -> dict[str, Any]:
     return marker
 
 
-def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
+def _plotly_grid(grid: Grid, chart: Chart) -> Spec:
     shown, label = grid.values, grid.label
     if grid.log:
         with np.errstate(divide="ignore", invalid="ignore"):
             shown, label = np.log10(grid.values), f"log10 {grid.label}"
-    trace: dict[str, Any] = {
+    trace: Spec = {
         "type": "heatmap",
         "x": rounded(grid.across),
         "y": rounded(grid.down),
@@ -443,7 +445,7 @@ def _plotly_grid(grid: Grid, chart: Chart) -> dict[str, Any]:
     return trace
 
 
-def _notes(grid: Grid) -> list[dict[str, Any]]:
+def _notes(grid: Grid) -> list[Spec]:
     """Text of the cells without a number: plotly would write it as if they were white."""
     if not grid.text:
         return []

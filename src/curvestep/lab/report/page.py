@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
@@ -26,6 +25,7 @@ from curvestep._files import write_atomically
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
+from curvestep.lab.recipes import Fields
 from curvestep.lab.report import captions
 from curvestep.lab.report.charts import TEMPLATE, comparison, fills_grid, heat_map, run_charts, to_plotly
 from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, place_of, tasks_of
@@ -46,7 +46,7 @@ class Page:
     """
 
     path: Path
-    verdicts: tuple[dict[str, Any], ...]
+    verdicts: tuple[Fields, ...]
     runs: tuple[RunView, ...]
 
     def __repr__(self) -> str:
@@ -101,9 +101,9 @@ def write_page(
 
 def render_page(
     tasks: Sequence[Task],
-    verdicts: Sequence[Mapping[str, Any]],
+    verdicts: Sequence[Fields],
     *,
-    claims: Mapping[str, Any] | None = None,
+    claims: Fields | None = None,
     figures: Sequence[Mapping[str, str]] = (),
     title: str = "",
     subject: str = "",
@@ -178,7 +178,7 @@ def pack(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
-def claims_of(paths: Sequence[Path]) -> dict[str, Any] | None:
+def claims_of(paths: Sequence[Path]) -> Fields | None:
     """The claims of the first reproduction among ``paths``, and what was found in a few sentences."""
     for path in paths:
         if (path / CLAIMS).is_file():

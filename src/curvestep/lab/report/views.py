@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import check_trace, final_loss
-from curvestep.lab.recipes import OPTIMIZERS, to_dict
+from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
 from curvestep.notes import Note
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
@@ -75,9 +74,9 @@ class RunView:
     fit: SmoothnessFit | None = None
     advice: Advice | None = None
     notes: tuple[Note, ...] = ()
-    fields: dict[str, Any] = field(default_factory=dict)
-    header: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
+    header: Fields = field(default_factory=dict)
+    facts: Fields = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     final_loss: float = math.nan
     calibration: Calibration | None = None
@@ -362,7 +361,7 @@ def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
         return None
 
 
-def _measurement(source: Run | Trace, notes: list[Note]) -> dict[str, Any]:
+def _measurement(source: Run | Trace, notes: list[Note]) -> Fields:
     """Columns, fit and advice of a trace; a run's own fit is shared with all that show it."""
     fit = None
     try:

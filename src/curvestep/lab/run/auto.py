@@ -25,12 +25,12 @@ from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import make_optimizer
 from curvestep.lab.tasks import ImageTask, LanguageTask, make_task, seed_of
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+RecipeT = TypeVar("RecipeT", bound=Recipe)
 
 
 def calibrate_recipe(
-    recipe: AnyRecipe, *, budget: float | None = None, offline: bool = False
-) -> tuple[AnyRecipe, Calibration]:
+    recipe: RecipeT, *, budget: float | None = None, offline: bool = False
+) -> tuple[RecipeT, Calibration]:
     """The recipe with measured ``lr`` and ``max_norm`` (or ``offset``), and the calibration.
 
     The model is the one that a run of the recipe starts from, the batches are its first ones, each with a
@@ -67,13 +67,13 @@ def calibrate_recipe(
 
 
 def calibrate_run(
-    recipe: AnyRecipe,
+    recipe: RecipeT,
     folder: str | Path,
     names: Sequence[str] = ("lr", "max_norm"),
     *,
     resume: bool = False,
     offline: bool = False,
-) -> tuple[AnyRecipe, Calibration | None]:
+) -> tuple[RecipeT, Calibration | None]:
     """The recipe with the fields ``names`` measured, and the calibration, for a run in ``folder``.
 
     ``calibration.json`` is written into it. With ``resume``, a run that is there goes on with the numbers

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count
-from curvestep.lab.recipes import Recipe
+from curvestep.lab.recipes import Fields, Recipe
 from curvestep.lab.tasks import part_of_batch
 
 # At import: workers log before our code runs.
@@ -42,7 +42,7 @@ def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") 
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator)
-    options: dict[str, Any] = {"precision": recipe.precision}
+    options: Fields = {"precision": recipe.precision}
     if recipe.precision == "bf16-mixed":
         device = "cpu" if accelerator == "cpu" else "cuda"
         options = {"plugins": UnscaledPrecision("bf16-mixed", device)}
@@ -160,7 +160,7 @@ def run_context(recipe: Recipe, *, threads: int | None = None) -> Iterator[None]
 
 
 @contextmanager
-def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
     """Handle these signals while the block runs; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
@@ -177,7 +177,7 @@ def stop_signal() -> Iterator[threading.Event]:
     """An event that SIGINT (Ctrl-C) or SIGTERM sets; a second signal raises ``KeyboardInterrupt``."""
     stop = threading.Event()
 
-    def ask(number: int, frame: Any) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()

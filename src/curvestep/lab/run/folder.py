@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from curvestep._files import (
     write_atomically,
 )
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.lab.recipes import Recipe, from_dict, to_dict
+from curvestep.lab.recipes import Fields, Recipe, from_dict, to_dict
 from curvestep.smoothness.trace import Trace
 
 CONFIG = "config.json"
@@ -55,7 +54,7 @@ class Run:
 
     folder: Path
     recipe: Recipe
-    status: dict[str, Any]
+    status: Fields
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
@@ -79,7 +78,7 @@ class Run:
         return self.folder / TRACE
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Fields]:
         """All rows of ``metrics.jsonl``; a torn last line is left out with a warning."""
         path = self.folder / METRICS
         if not path.exists():
@@ -126,7 +125,7 @@ class Run:
             f"{path} ends at step {last:,}, {STATUS} counts {counted:,} steps: rows were lost. Train again."
         )
 
-    def rows(self, split: str = "train") -> list[dict[str, Any]]:
+    def rows(self, split: str = "train") -> list[Fields]:
         """The rows of one split (``train``, ``valid`` or ``test``), in the order of steps."""
         return [row for row in self.metrics if row["split"] == split]
 
@@ -164,7 +163,7 @@ class RunResult:
     message: str = ""
 
 
-def _check_numbers(path: Path, status: Mapping[str, Any]) -> None:
+def _check_numbers(path: Path, status: Fields) -> None:
     """An error in one line if a status has something else where a number belongs."""
     for name in NUMBERS:
         for leaf, value in _leaves(name, status.get(name, 0)):
@@ -281,17 +280,17 @@ def synced_length(path: Path) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def write_status(folder: Path, **values: Any) -> None:
+def write_status(folder: Path, **values: object) -> None:
     """Replace ``status.json``."""
     write_json(folder / STATUS, values)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Replace ``path`` atomically: it holds the old values or the new ones, never half of them."""
     write_atomically(path, dump_json(values, indent=2) + "\n")
 
 
-def read_json(path: Path, *, needed: str = "") -> dict[str, Any]:
+def read_json(path: Path, *, needed: str = "") -> Fields:
     """The object in ``path``; an error in one line if it is missing or is none."""
     try:
         values = load_json(path.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from curvestep._checks import check_count
 from curvestep._files import replace_atomically
-from curvestep.lab.recipes import LanguageRecipe, Recipe
+from curvestep.lab.recipes import Fields, LanguageRecipe, Recipe
 from curvestep.lab.run.devices import all_gather
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import LanguageTask, Task, seed_of
@@ -118,7 +118,7 @@ class Session:
         }
         save_checkpoint(self.run.folder / CHECKPOINT, content)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Fields) -> None:
         """Append a row to the metrics, on the first process."""
         if self.metrics is not None:
             self.metrics.append(row)
@@ -130,7 +130,7 @@ class Session:
         if self.probe is not None:
             self.probe.close()
 
-    def _restore(self, saved: dict[str, Any]) -> None:
+    def _restore(self, saved: Fields) -> None:
         self.module.load_state_dict(saved["model"])
         self.raw_optimizer.load_state_dict(saved["optimizer"])
         if self.probe:
@@ -148,7 +148,7 @@ class Session:
 
 def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
     """The optimizer of ``recipe``. A gradient that is not finite goes through: the loop calls it diverged."""
-    common: dict[str, Any] = {
+    common: Fields = {
         "momentum": recipe.momentum,
         "weight_decay": recipe.weight_decay,
         "nonfinite": "propagate",
@@ -192,7 +192,7 @@ def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) ->
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, state: Fields) -> None:
     """Replace the checkpoint at ``path`` by ``state``; the old one stays if the disk is full."""
     content = {"format": _FORMAT, "version": VERSION, **state}
     try:
@@ -203,7 +203,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path) -> Fields:
     """The state in ``path``, on the CPU; an error in one line if it is damaged, foreign or newer."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch itself does not look at its checksums
@@ -299,12 +299,12 @@ class NonMonotoneAveraging:
             return self._model
         return self.average.module
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Fields:
         """All that a resumed run needs."""
         average = None if self.average is None else self.average.state_dict()
         return {"losses": list(self.losses), "average": average}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Fields) -> None:
         """Continue from `state_dict`."""
         self.losses = [float(loss) for loss in state["losses"]]
         self.average = None
