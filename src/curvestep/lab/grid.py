@@ -18,7 +18,7 @@ from curvestep.advice.settings import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Fields, Recipe, with_fields
-from curvestep.lab.run.folder import FAILED, RUNNING, STATUS, Run, RunResult, has_ended
+from curvestep.lab.run.folder import FAILED, FINISHED, RUNNING, STATUS, Run, RunResult, has_ended
 from curvestep.lab.run.loop import train
 
 if TYPE_CHECKING:
@@ -42,7 +42,16 @@ class Trial:
     @property
     def train_loss(self) -> float:
         """Final training loss, as in ``status.json``; NaN if the trial did not finish."""
-        return self.result.train_loss if self.result and self.status == "finished" else math.nan
+        if self.result is None or self.status != FINISHED:
+            return math.nan
+        return self.result.train_loss
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """Last evaluation on held-out data; empty if there was none."""
+        if self.result is None:
+            return {}
+        return self.result.metrics.get("valid") or self.result.metrics.get("test") or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +80,10 @@ class SweepResult:
         from curvestep.lab.report.charts import heat_map
 
         cells = []
-        for trial in self.trials:  # of a path only its name
-            fields = {k: short(v) if isinstance(v, str) else v for k, v in trial.fields.items()}
-            cells.append((fields, trial.train_loss, trial.status))
-        chart = heat_map(cells)
-        return figure_of([chart], title=title)
+        for trial in self.trials:
+            names = {name: short(value) for name, value in trial.fields.items() if isinstance(value, str)}
+            cells.append(({**trial.fields, **names}, trial.train_loss, trial.status))
+        return figure_of([heat_map(cells)], title=title)
 
     def __str__(self) -> str:
         console = Console(width=110)
@@ -147,15 +155,21 @@ def sweep(
             errors[outcome.name] = outcome.error
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
             if progress and watch is None:
-                loss = f", training loss {trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else ""
-                said = loss or (f": {trial.message}" if trial.message else "")
-                print(f"[{number}/{len(jobs)}] {outcome.name}: {trial.status}{said}", flush=True)
+                print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
     from curvestep.display.drawing import save
 
     result = SweepResult(folder=folder, trials=trials())
     _write_csv(result, folder / TABLE)
     save(result.figure(), folder / HEATMAP)
     return result
+
+
+def _ending(trial: Trial) -> str:
+    if math.isfinite(trial.train_loss):
+        return f"{trial.status}, training loss {trial.train_loss:.4f}"
+    if trial.message:
+        return f"{trial.status}: {trial.message}"
+    return trial.status
 
 
 def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
@@ -179,51 +193,51 @@ def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
 def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
     """The trial of these fields, as its run folder says it stands."""
     if not (folder / STATUS).exists():
-        return Trial(fields=fields, folder=folder, status=FAILED if error else "waiting", message=error)
+        status = FAILED if error else "waiting"
+        return Trial(fields=fields, folder=folder, status=status, message=error)
     run = Run.load(folder)
-    return Trial(
-        fields=fields,
-        folder=folder,
-        # A process that was killed could not write that its run is over.
-        status=FAILED if error and run.status["status"] == RUNNING else run.status["status"],
-        result=run.result if "train_loss" in run.status else None,
-        message=error or run.status.get("message", ""),
-    )
+    status = run.status["status"]
+    if error and status == RUNNING:  # a process that was killed could not write that its run is over
+        status = FAILED
+    result = run.result if "train_loss" in run.status else None
+    message = error or run.status.get("message", "")
+    return Trial(fields=fields, folder=folder, status=status, result=result, message=message)
 
 
 def _table(trials: Sequence[Trial]) -> Table:
-    table = Table(*(trials[0].fields if trials else ()), "status", "step", "train loss", "held out")
+    table = Table(*trials[0].fields, "status", "step", "train loss", "held out")
     for trial in trials:
-        table.add_row(
-            *(short(value) for value in trial.fields.values()),
-            trial.status,
-            str(trial.result.step) if trial.result else "",
-            f"{trial.train_loss:.4f}" if math.isfinite(trial.train_loss) else "",
-            ", ".join(f"{k} {v:.4g}" for k, v in _held_out(trial).items() if k != "loss"),
+        step, loss = "", ""
+        if trial.result:
+            step = str(trial.result.step)
+        if math.isfinite(trial.train_loss):
+            loss = f"{trial.train_loss:.4f}"
+        held_out = ", ".join(
+            f"{name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"
         )
+        table.add_row(*map(short, trial.fields.values()), trial.status, step, loss, held_out)
     return table
 
 
-def _held_out(trial: Trial) -> dict[str, float]:
-    metrics = trial.result.metrics if trial.result else {}
-    return metrics.get("valid") or metrics.get("test") or {}
-
-
 def _write_csv(result: SweepResult, path: Path) -> None:
-    units = sorted({key for trial in result.trials for key in _held_out(trial)})
+    units = sorted({key for trial in result.trials for key in trial.held_out})
     held_out = [f"held_out_{unit}" for unit in units]
     header = [*result.trials[0].fields, "status", "steps", "train_loss", *held_out]
     rows: list[list[object]] = [[*header, "seconds", "folder", "message"]]
     for trial in result.trials:
-        step, seconds = (trial.result.step, round(trial.result.seconds, 1)) if trial.result else (0, "")
-        numbers = [step, trial.train_loss, *(_held_out(trial).get(unit, "") for unit in units), seconds]
+        step, seconds = 0, ""
+        if trial.result:
+            step, seconds = trial.result.step, str(round(trial.result.seconds, 1))
+        numbers = [step, trial.train_loss, *(trial.held_out.get(unit, "") for unit in units), seconds]
         rows.append([*trial.fields.values(), trial.status, *numbers, trial.folder.name, trial.message])
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
 
 def short(value: object) -> str:
-    """A field's value as names of trials and tables show it."""
+    """A field's value as names of trials and tables show it; of a path its last part."""
     if isinstance(value, tuple):
         return "+".join(short(item) for item in value)
-    return f"{value:g}" if isinstance(value, float) else str(value).rsplit("/", 1)[-1]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).rpartition("/")[2]

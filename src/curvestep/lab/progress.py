@@ -92,20 +92,19 @@ class Progress:
         if not self._shown or self._ended or not is_due:
             return
         self._last, self._ended = now, ended
-        words = [text] if text else []
-        words += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
-        text = "  ".join(words)
+        words = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
+        text = "  ".join(filter(None, [text, *words]))
         if self._bar:
             self._bar.update(
                 self._bar.task_ids[0], total=self.total or None, completed=done, text=text, refresh=True
             )
         else:
-            ending = "" if ended else f", {self.time_left(done)} left"
+            line = f"{self.title}: {self._count(done)} {text}".rstrip()
+            if not ended:
+                line += f", {self.time_left(done)} left"
             # Downloads happen on the way to a result that standard output may be kept for.
             out = sys.stderr if self.unit == "bytes" else sys.stdout
-            print(
-                f"{self.title}: {self._count(done)}{f' {text}' if text else ''}{ending}", file=out, flush=True
-            )
+            print(line, file=out, flush=True)
 
     def print(self, line: str) -> None:
         """Write a line now, above the bar if there is one."""
@@ -117,8 +116,10 @@ class Progress:
 
     def time_left(self, done: float) -> str:
         """Time that the rest will take at the speed so far."""
-        rate = (done - self._first) / max(time.monotonic() - self._start, 1e-9)
-        return duration((self.total - done) / rate if rate > 0 else math.inf)
+        if done <= self._first:
+            return duration(math.inf)
+        seconds_each = (time.monotonic() - self._start) / (done - self._first)
+        return duration((self.total - done) * seconds_each)
 
     def _count(self, done: float) -> str:
         if self.unit == "share":
@@ -132,7 +133,7 @@ class Progress:
 def show_live(
     render: Callable[[], RenderableType], *, shown: bool = True
 ) -> Iterator[Callable[[], None] | None]:
-    """What ``render`` returns, redrawn in place at each call of the result; None without a terminal."""
+    """Redraw the result of ``render`` in place at each call of what is yielded; None without a terminal."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield None
@@ -160,7 +161,9 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def error_line(error: BaseException) -> str:

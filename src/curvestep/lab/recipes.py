@@ -11,8 +11,9 @@ import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,7 +33,7 @@ def choices_of(hint: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    r"""What every training run has, whatever the task.
+    r"""Fields that every training run has, whatever the task.
 
     Args:
         name: Name of the recipe, as on the command line.
@@ -119,7 +120,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def problem(self) -> str:
-        """What decides the start and the batches, with the seed: the data and the model."""
+        """The data and the model, which with the seed decide the start and the batches."""
 
     @property
     def label(self) -> str:
@@ -215,7 +216,9 @@ class LanguageRecipe(Recipe):
     @property
     def problem(self) -> str:
         """The corpus, the model and its sizes; of a text only its name, so that folders do not matter."""
-        corpus = Path(self.corpus).name + (f"-{self.vocabulary}" if self.vocabulary else "")
+        corpus = Path(self.corpus).name
+        if self.vocabulary:
+            corpus += f"-{self.vocabulary}"
         return f"{corpus}/{self.model}/{self.embedding}/{self.hidden}/{self.layers}"
 
 
@@ -246,7 +249,8 @@ class ImageRecipe(Recipe):
     @property
     def problem(self) -> str:
         """The images and the model."""
-        return f"{self.images}{f'-{self.pooling}' if self.pooling > 1 else ''}/{self.model}"
+        images = self.images if self.pooling == 1 else f"{self.images}-{self.pooling}"
+        return f"{images}/{self.model}"
 
 
 _PTB_LSTM = LanguageRecipe(
@@ -422,24 +426,45 @@ _DROPPED = {"start_from": ""}
 def _coerce(name: str, value: Any, hint: object) -> object:
     """``value`` as the field's type, if that loses nothing."""
     try:
-        if hint is bool:
-            return value if isinstance(value, bool) else {"true": True, "false": False}[value.lower()]
-        if hint is int:
-            number = float(value) if isinstance(value, str) else value
-            if isinstance(value, bool) or int(number) != number:
-                raise ValueError
-            return int(number)
-        if hint is float:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)
-        if hint is str or choices_of(hint):
-            return str(value)
-        inner = float if hint == tuple[float, ...] else str
-        return tuple(inner(item) for item in ([value] if isinstance(value, (str, float, int)) else value))
+        return _converter(hint)(value)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        needed = getattr(hint, "__name__", str(hint)) if hint in (bool, int, float, str) else str(hint)
+        needed = hint.__name__ if hint in (bool, int, float, str) else str(hint)  # pyright: ignore[reportAttributeAccessIssue] (types)
         raise ValueError(f"`{name}` must be of type {needed}, got {value!r}.") from None
+
+
+def _converter(hint: object) -> Callable[[Any], object]:
+    kinds: dict[object, Callable[[Any], object]] = {
+        bool: _to_bool,
+        int: _to_int,
+        float: _to_float,
+        tuple[float, ...]: partial(_to_tuple, float),
+        tuple[str, ...]: partial(_to_tuple, str),
+    }
+    return kinds.get(hint, str)
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False}[value.lower()]
+
+
+def _to_int(value: Any) -> int:
+    number = float(value) if isinstance(value, str) else value
+    if isinstance(value, bool) or int(number) != number:
+        raise ValueError
+    return int(number)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _to_tuple(kind: Callable[[Any], object], value: Any) -> tuple[object, ...]:
+    items = [value] if isinstance(value, (str, float, int)) else value
+    return tuple(kind(item) for item in items)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -450,7 +475,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
         ' Did you mean max_norm?'
     """
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else ""
+    return "".join(f" Did you mean {one}?" for one in close)
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -38,7 +38,11 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     # The probe warns before; the command itself has one line to say.
     assert full.stderr.count("curvestep: ") == 1, full.stderr
     assert "Traceback" not in full.stderr
-    assert re.search(r"^curvestep: .*run has no room: .*make room, resume", full.stderr, re.MULTILINE)
+    assert re.search(
+        r"^curvestep: No space left in .*run\. The run so far is kept: free space, then `--resume`",
+        full.stderr,
+        re.MULTILINE,
+    )
     left = Run.load(tmp_path / "run")
     assert left.status["status"] == "failed"
     assert LIMIT - 1000 < (tmp_path / "run" / fills).stat().st_size <= LIMIT
@@ -60,6 +64,6 @@ def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path)
     full = run_command(*command, largest_file=9_000)  # below the checkpoint
     assert full.returncode == 1
     assert full.stderr.count("\n") == 1, full.stderr
-    assert "run has no room" in full.stderr
+    assert "No space left in" in full.stderr
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
     assert run_command(*command).returncode == 0

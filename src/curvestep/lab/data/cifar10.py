@@ -190,8 +190,10 @@ def _unpack_sheets(
     found = dict(members(archive, (*sheets, *labels), title=title))
     train, test = (np.array(json.loads(found[name]), dtype=np.uint8) for name in labels)
     for sheet, name in sheets.items():
-        batch = None if name == "test_batch.bin" else int(name.removesuffix(".bin")[-1]) - 1
-        classes = test if batch is None else train[10_000 * batch : 10_000 * (batch + 1)]
+        classes = test
+        if name != "test_batch.bin":
+            batch = int(name.removesuffix(".bin")[-1])
+            classes = train[10_000 * (batch - 1) : 10_000 * batch]
         yield name, _records_of_sheet(found[sheet], classes, title=f"{sheet} in {title}")
 
 

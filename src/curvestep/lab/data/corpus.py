@@ -142,13 +142,17 @@ def encode(
 
 
 def _split_files(path: Path) -> dict[str, Path]:
-    files = sorted(path.iterdir()) if path.is_dir() else []
+    """The file of each split in a folder, by the words in its name; empty unless there is one of each."""
+    if not path.is_dir():
+        return {}
+    files = [file for file in sorted(path.iterdir()) if file.is_file()]
     found = {}
     for split in SPLITS:
-        named = [file for file in files if file.is_file() and split in re.split(r"[\W_]+", file.name.lower())]
-        if len(named) == 1:
-            found[split] = named[0]
-    return found if len(found) == len(SPLITS) else {}
+        named = [file for file in files if split in re.split(r"[\W_]+", file.name.lower())]
+        if len(named) != 1:
+            return {}
+        found[split] = named[0]
+    return found
 
 
 def _text_files(path: Path) -> list[Path]:

@@ -155,7 +155,7 @@ def fetch(
 
     found = cached()
     if found is None and offline:
-        raise Unreachable(f"{name} is not in the cache {folder}, and the network is not to be used.")
+        raise Unreachable(f"{name} is not in the cache {folder}, and `offline` is set.")
     if found is None:
         with _locked(folder):
             found = cached()
@@ -316,7 +316,7 @@ def _fetch_with_client(
                         size, since = now, time.monotonic()
                         shown.update(min(archive.size, size))
                     if time.monotonic() - since > STALL:
-                        raise Unreachable(f"{client} waited {STALL:g} s for {archive.file} in vain.")
+                        raise Unreachable(f"{client} received no data for {STALL:g} s ({archive.file}).")
             finally:
                 process.kill()
                 process.wait()

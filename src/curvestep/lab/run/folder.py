@@ -50,7 +50,7 @@ PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder says: its recipe, how it stands, and its rows, each file read once."""
+    """A run folder: its recipe, its status and its rows, each file read once."""
 
     folder: Path
     recipe: Recipe
@@ -60,13 +60,13 @@ class Run:
     def load(cls, folder: str | Path) -> Run:
         """The run in ``folder``, as it stands now."""
         folder = Path(folder)
-        config = read_json(folder / CONFIG, needed="a run folder has one")
+        config = read_json(folder / CONFIG, needed="; a run folder has one")
         try:
             recipe = from_dict(config)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
         path = folder / STATUS
-        status = read_json(path) if path.exists() else {"status": RUNNING, "step": 0}
+        status = read_status(folder, {"status": RUNNING, "step": 0})
         if status.get("status") not in (RUNNING, INTERRUPTED, FAILED, *ENDED):
             raise ValueError(f"{path} has no valid status: it is damaged. Delete it, then resume.")
         _check_numbers(path, status)
@@ -95,7 +95,7 @@ class Run:
 
     @cached_property
     def trace(self) -> Trace:
-        """What the probe measured."""
+        """The measurements of the probe."""
         return Trace.load(self.trace_path)
 
     @cached_property
@@ -172,7 +172,7 @@ def _check_numbers(path: Path, status: Fields) -> None:
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """What nested objects hold at last, with the names on the way: ``metrics.valid.loss``."""
+    """The innermost values of nested objects, with the names on the way: ``metrics.valid.loss``."""
     if not isinstance(value, Mapping):
         yield name, value
         return
@@ -195,7 +195,7 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     """
     folder = Path(folder)
     rows = [name for name in (METRICS, TRACE, CHECKPOINT) if (folder / name).exists()]
-    status = read_json(folder / STATUS) if (folder / STATUS).exists() else {}
+    status = read_status(folder, {})
     failed_at_the_start = status.get("status") == FAILED and not status.get("step") and not rows
     if (folder / CONFIG).exists() and not failed_at_the_start:
         run = Run.load(folder)
@@ -203,9 +203,10 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
             raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
         check_recipe(run, recipe)
         return run
-    others = rows or ([STATUS] if status else [])
-    if others and not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} has {others[0]} but no {CONFIG}: it is no run folder. Choose another.")
+    if status:
+        rows.append(STATUS)
+    if rows and not (folder / CONFIG).exists():
+        raise ValueError(f"{folder} has {rows[0]} but no {CONFIG}: it is no run folder. Choose another.")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, to_dict(recipe))
     return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
@@ -227,8 +228,7 @@ def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequenc
 
     One of another ``recipe``, ``apart_from`` these fields, is an error.
     """
-    path = folder / STATUS
-    if not path.exists() or read_json(path).get("status") not in ENDED:
+    if read_status(folder, {}).get("status") not in ENDED:
         return False
     if recipe is not None:
         check_recipe(Run.load(folder), recipe, apart_from=apart_from)
@@ -280,6 +280,12 @@ def synced_length(path: Path) -> int:
         return file.seek(0, os.SEEK_END)
 
 
+def read_status(folder: Path, default: Fields) -> Fields:
+    """The values in ``status.json``, or ``default`` if there is none."""
+    path = folder / STATUS
+    return read_json(path) if path.exists() else default
+
+
 def write_status(folder: Path, **values: object) -> None:
     """Replace ``status.json``."""
     write_json(folder / STATUS, values)
@@ -295,7 +301,7 @@ def read_json(path: Path, *, needed: str = "") -> Fields:
     try:
         values = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"There is no {path}{f'; {needed}' if needed else ''}.") from None
+        raise ValueError(f"There is no {path}{needed}.") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
     if not isinstance(values, dict):

@@ -34,14 +34,13 @@ from curvestep.lab.run.folder import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
-    STATUS,
     Run,
     RunResult,
     has_ended,
     last_step,
     locked,
     open_run,
-    read_json,
+    read_status,
     write_status,
 )
 from curvestep.lab.run.session import Session
@@ -50,7 +49,7 @@ from curvestep.lab.tasks import make_task
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +103,10 @@ def train(
         with locked(folder), ignore_sigint(fabric):
             _launch(fabric, open_run(folder, recipe, resume=resume), options)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NO_SPACE:
             raise
         raise OSError(
-            f"{folder} has no room: {error.strerror}. What is there is kept: make room, resume."
+            f"No space left in {folder}. The run so far is kept: free space, then `--resume`."
         ) from error
     return Run.load(folder).result
 
@@ -121,15 +120,14 @@ def _launch(fabric: Fabric, run: Run, options: _Options) -> None:
         except ProcessRaisedException as error:
             raise raised_by_process(error) from error
     except BaseException as error:
-        path = run.folder / STATUS
         values = {
-            **(read_json(path) if path.exists() else run.status),
+            **read_status(run.folder, run.status),
             "status": FAILED,
             "step": last_step(run.folder),
             "seconds": run.status.get("seconds", 0.0) + time.monotonic() - start,
             "message": error_line(error),
         }
-        with suppress(OSError):  # a full disk has no room for this either
+        with suppress(OSError):  # a full disk has no space for this either
             write_status(run.folder, **values)
         raise
 
@@ -218,7 +216,7 @@ def _loop(
 def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
     """Write the row of this step; the reason if the run has diverged."""
     recipe, fabric = session.run.recipe, session.fabric
-    reduced = fabric.all_reduce(loss, reduce_op="mean") if fabric.world_size > 1 else loss
+    reduced = fabric.all_reduce(loss, reduce_op="mean")
     assert isinstance(reduced, torch.Tensor)
     value = float(reduced)
     stats = session.raw_optimizer.clip_stats()
@@ -233,9 +231,11 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
         "lr": session.raw_optimizer.param_groups[0]["lr"],
     }
     session.write(row)
-    unit = {"perplexity": math.exp(min(value, 700.0))} if session.task.metric == "perplexity" else {}
-    clipped = 100 * stats["clipped_fraction"]
-    progress.update(session.step, loss=value, **unit, grad_norm=stats["grad_norm"], clipped_percent=clipped)
+    numbers = {"loss": value}
+    if session.task.metric == "perplexity":
+        numbers["perplexity"] = math.exp(min(value, 700.0))
+    numbers |= {"grad_norm": stats["grad_norm"], "clipped_percent": 100 * stats["clipped_fraction"]}
+    progress.update(session.step, **numbers)
     if not math.isfinite(value) or not math.isfinite(stats["grad_norm"]):
         return f"the loss or the gradient is not finite at step {session.step}"
     if value > recipe.diverged_above * session.first_loss:
@@ -246,8 +246,9 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
 def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
     """Write a row for each split, of the average where there is one."""
     task, averaging = session.task, session.averaging
-    averaged = averaging is not None and averaging.evaluated is not session.module
-    model = averaging.evaluated if averaging and averaged else session.model
+    model = session.model
+    if averaging and averaging.evaluated is not session.module:
+        model = averaging.evaluated
     model.eval()
     for split in splits:
         values = task.evaluate(model, split, session.fabric.device)
