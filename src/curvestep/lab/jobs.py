@@ -25,7 +25,6 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from curvestep._checks import check_choice, check_count
 from curvestep.lab.progress import error_line
-from curvestep.lab.recipes import Fields
 
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
@@ -38,7 +37,7 @@ class Job:
     name: str  # unlike that of any other
     folder: Path  # where the result is, for displays of progress
     function: Callable[..., Any]  # takes ``threads`` besides ``arguments``
-    arguments: Fields  # by keyword
+    arguments: dict[str, Any]  # by keyword
     total: int = 0  # steps that it takes, for displays of progress
 
 
