@@ -2,11 +2,12 @@
 
     --laptop FOLDER    first take over the runs that ``curvestep reproduce`` left in FOLDER
     --longer FOLDER    likewise those of ``curvestep reproduce --scale longer``, as far as they have ended
+    --epoch FOLDER     likewise those of ``--scale epoch``
 
 Nothing is trained. The runs are kept without their checkpoints in ``docs/results/<page>/runs.tar.xz``, from
 which every figure and every number is drawn anew: the pictures in ``docs/results/images``, the tables between
-``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages, the claims beside the runs as ``claims.json``, and the
-longer ones in the package, so that ``curvestep reproduce`` can print them beside its own.
+``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages, and the claims of the larger scales in the package, so
+that ``curvestep reproduce`` can print them beside its own.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from curvestep.lab.paper.claims import Claim, Spread, claims_table
-from curvestep.lab.paper.fig1_scatter import clipped_share, control_exponents, elasticity, exponent, spread
+from curvestep.lab.paper.claims import Claim, Spread, claims_tables, decided, numbers_behind, table, tally
 from curvestep.lab.paper.plan import Plan, Results
-from curvestep.lab.paper.reproduction import LONGER_CLAIMS, draw_all, make_claims, make_plan
-from curvestep.lab.report.captions import findings
+from curvestep.lab.paper.reproduction import KEPT_CLAIMS, draw_all, make_plan
+from curvestep.lab.paper.statements import make_claims
+from curvestep.lab.paper.statistics import clipped_share, correlation, exponent, spread
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json, write_json
 
 DOCS = Path(__file__).parent
 KEPT = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
-NOT_RUN = "not run yet"
+IMAGES = DOCS / "results" / "images"
+NUMBERS = "results/claims.md"
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,15 @@ class Page:
         """The runs, packed."""
         return DOCS / "results" / self.name / "runs.tar.xz"
 
-    @property
-    def claims(self) -> Path:
-        """The claims that were judged from them."""
-        return self.archive.with_name("claims.json")
-
 
 PAGES = (
     Page(
         "laptop",
         "reproduction",
-        ("fig2", "fig3", "fig4", "fig6", "fig7_growth", "fig8", "equivalence"),
+        ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig7_growth", "fig8", "equivalence"),
     ),
-    Page("longer", "longer", ("fig2", "fig3", "fig4", "fig6", "fig8")),
+    Page("longer", "longer", ("fig1", "fig2", "fig3", "fig4", "fig6", "fig8")),
+    Page("epoch", "epoch", ("fig1", "fig2", "fig4", "fig5", "fig6")),
 )
 
 
@@ -89,46 +86,38 @@ def unpack(page: Page, folder: Path) -> tuple[Results, Plan]:
     return Results(replace(plan, runs=found), folder), plan
 
 
-def judged(results: Results, plan: Plan) -> list[Claim]:
-    """Every claim of the plan; while runs are missing, one without any of its own is "not run yet"."""
-    found = {(claim.figure, claim.paper): claim for claim in make_claims(results)}
-    if len(results.plan.runs) == len(plan.runs):
-        return list(found.values())
-    planned = make_claims(Results(plan, results.folder / "nothing"))
-    return [
-        found.get((claim.figure, claim.paper), replace(claim, measured="", verdict=NOT_RUN, settle=""))
-        for claim in planned
-    ]
-
-
 def runs_table(results: Results) -> str:
     """What every setting showed: means over its seeds with 90 % intervals."""
     head = [
-        "setting", "seeds", "steps", "training loss at end", "held out", "clipped", "rows", "exponent",
-        "its control", "elasticity", "minutes a run",
+        "setting", "seeds", "steps", "training loss at end", "held out", "clipped", "rows",
+        "correlation of logs", "exponent", "hours a run",
     ]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for setting in dict.fromkeys(run.setting for run in results.plan.runs):
         runs = results.of(setting)
         lost = sum(run.status["status"] == "diverged" for run in runs)
         ends = [run.status["step"] for run in runs]
-        steps = " to ".join(str(step) for step in sorted({min(ends), max(ends)}))
+        losses = Spread(values=tuple(float(run.status["train_loss"]) for run in runs))
         cells = [
-            f"`{setting}`: {runs[0].recipe.label}" + f" ({lost} diverged)" * bool(lost),
+            f"`{setting}`: {runs[0].recipe.label}",
             ", ".join(str(run.recipe.seed) for run in runs),
-            steps,
-            str(Spread(values=tuple(float(run.status["train_loss"]) for run in runs))) if not lost else "",
-            _held_out(runs) if not lost else "",
+            " to ".join(str(step) for step in sorted({min(ends), max(ends)})),
+            f"{lost} of {len(runs)} diverged" if lost else str(losses),
+            "" if lost else _held_out(runs),
             f"{spread(runs, clipped_share).mean:.0%}",
+            *_measured_cells(runs),
+            f"{sum(run.status['seconds'] for run in runs) / len(runs) / 3600:.2f}",
         ]
-        measured = ["", "", "", ""]
-        with suppress(ValueError, FileNotFoundError):  # too few rows, or a run that was not to be measured
-            measured = [str(len(runs[0].trace)), str(spread(runs, exponent)), "", ""]
-            measured[2] = str(control_exponents(runs))
-            measured[3] = str(spread(runs, elasticity))
-        minutes = f"{sum(run.status['seconds'] for run in runs) / len(runs) / 60:.1f}"
-        lines.append([*cells, *measured, minutes])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        lines.append(cells)
+    return table(lines)
+
+
+def _measured_cells(runs: list[Run]) -> list[str]:
+    """Rows, correlation and exponent of runs; empty where they were not measured or are too short."""
+    try:
+        return [str(len(runs[0].trace)), str(spread(runs, correlation)), str(spread(runs, exponent))]
+    except (ValueError, FileNotFoundError):
+        return ["", "", ""]
 
 
 def _held_out(runs: list[Run]) -> str:
@@ -150,8 +139,8 @@ def filled(text: str, parts: dict[str, str]) -> str:
     return text
 
 
-def write_results(page: Page) -> None:
-    """Draw the figures of a page anew, judge its claims, and put both into it."""
+def write_results(page: Page) -> list[Claim]:
+    """Draw the figures of a page anew and fill its tables; its claims."""
     with tempfile.TemporaryDirectory() as folder:
         results, plan = unpack(page, Path(folder))
         for figure in results.plan.figures:
@@ -161,49 +150,39 @@ def write_results(page: Page) -> None:
         _, undrawn = draw_all(results, progress=False)
         for line in undrawn:
             print(line)
-        images, shown = DOCS / "results" / "images", []
-        for old in images.glob(f"{page.name}-*.png"):
+        shown = []
+        for old in IMAGES.glob(f"{page.name}-*.png"):
             old.unlink()
         for picture in read_json(results.folder / "figures.json")["figures"]:
             if picture["name"] in page.pictures:
                 name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
-                shutil.copy(results.folder / picture["png"], images / name)
+                shutil.copy(results.folder / picture["png"], IMAGES / name)
                 shown.append(f"![{picture['title']}](images/{name})\n\n{picture['caption']}")
-        claims = judged(results, plan)
         there = {run.name for run in results.plan.runs}
-        missing = [run.name for run in plan.runs if run.name not in there]
-        note = f"{len(there)} of {len(plan.runs)} runs."
-        if missing:
-            note += f" Not run yet: {', '.join(sorted(missing))}."
-        kept = {"notes": [note], "claims": [asdict(claim) for claim in claims]}
-        write_json(page.claims, kept)
-        if page.scale == "longer":
-            write_json(LONGER_CLAIMS, kept)
+        missing = sorted(run.name for run in plan.runs if run.name not in there)
         hours = sum(run.status["seconds"] for run in results.runs) / 3600
-        found = f"{note} {hours:.1f} hours of training, one core each.\n\n{findings(kept['claims'])}"
+        found = f"{len(there)} of {len(plan.runs)} runs, {hours:.1f} hours of training on one core each."
+        if missing:
+            found += f" Not run yet: {', '.join(missing)}."
+        parts = {"found": found, "runs": runs_table(results), "figures": "\n\n".join(shown)}
         file = DOCS / "results" / f"{page.name}.md"
-        parts = {"found": found, "runs": runs_table(results), "claims": claims_table(claims)}
-        parts["figures"] = "\n\n".join(shown)
         file.write_text(filled(file.read_text(encoding="utf-8"), parts), encoding="utf-8")
+        return make_claims(results)
 
 
-def comparison() -> str:
-    """Claim by claim: the paper, the laptop, the longer runs."""
-    laptop, longer = (
-        {(one["figure"], one["paper"]): one for one in read_json(page.claims)["claims"]} for page in PAGES
+def write_claims_pages(by_scale: dict[str, list[Claim]]) -> None:
+    """The table of claims over all scales, the page with the numbers behind it, and the package's copy."""
+    larger = {scale: rows for scale, rows in by_scale.items() if scale != "laptop"}
+    write_json(KEPT_CLAIMS, {scale: [asdict(claim) for claim in rows] for scale, rows in larger.items()})
+    claims = decided(by_scale)
+    overview = DOCS / "reproduction.md"
+    parts = {"found": tally(claims), "claims": claims_tables(claims, link=NUMBERS)}
+    overview.write_text(filled(overview.read_text(encoding="utf-8"), parts), encoding="utf-8")
+    head = (
+        "# Numbers behind the claims\n\nWritten by `python docs/reproduction_figures.py` from kept runs.\n\n"
     )
-    lines = [["figure", "the paper says", "laptop", "longer runs"], ["---"] * 4]
-    for key in dict.fromkeys([*laptop, *longer]):
-        lines.append([*key, *(_said(found.get(key)) for found in (laptop, longer))])
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _said(claim: dict[str, str] | None) -> str:
-    """The verdict, and the number that decided it."""
-    if claim is None:
-        return "not in the plan"
-    decided = claim["measured"].partition("; ")[0]
-    return f"**{claim['verdict']}**" + (f": {decided}" if decided else "")
+    text = numbers_behind(claims).removeprefix("## Numbers behind the claims").lstrip()
+    (DOCS / NUMBERS).write_text(f"{head}{text}\n", encoding="utf-8")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -212,17 +191,14 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
+    claims: dict[str, list[Claim]] = {}
     for page in PAGES:
         if given[page.scale]:
             print(f"{page.name}: packed {len(pack(given[page.scale], page.archive))} runs")
         if page.archive.exists():
-            write_results(page)
+            claims[page.scale] = write_results(page)
             print(f"{page.name}: drawn anew")
-    if all(page.claims.exists() for page in PAGES):
-        overview = DOCS / "reproduction.md"
-        overview.write_text(
-            filled(overview.read_text(encoding="utf-8"), {"claims": comparison()}), encoding="utf-8"
-        )
+    write_claims_pages(claims)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def make_run(
     return run.folder
 
 
+def made_up_claim(paper="p"):
+    """One row of the table."""
+    about = {"name": "one", "kind": "paper", "source": "Figure 4", "paper": paper, "scale": "laptop"}
+    return Claim(**about, verdict="reproduced", sentence="It is 2.", numbers={"ratio": "2 [1, 3]"})
+
+
 def make_reproduction(folder):
     """A reproduction of two runs: their charts as its figures, and one claim."""
     for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
@@ -62,8 +68,7 @@ def make_reproduction(folder):
         for path in pictures
     ]
     write_json(folder / "figures.json", {"figures": entries})
-    claim = Claim(figure="fig4", paper="clipping <helps>", measured="ratio 2", verdict="supported")
-    write_claims([claim], folder, data=["walls"], notes=["Scale: laptop."])
+    write_claims([made_up_claim("clipping <helps>")], folder, data=["walls"], notes=["Scale: laptop."])
 
 
 def _descend(*, lr, max_norm, steps, seed):

@@ -16,13 +16,13 @@ from curvestep.advice.advice import advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
 from curvestep.display.results import SHOWN_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
-from curvestep.lab.paper.claims import Claim, write_claims
+from curvestep.lab.paper.claims import write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
 from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.smoothness.trace import NONFINITE, Trace
 from tests.lab.report.calibrations import make_calibration
-from tests.lab.report.pages import make_reproduction, make_run
+from tests.lab.report.pages import made_up_claim, make_reproduction, make_run
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -247,7 +247,7 @@ def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
     page = write_page([tmp_path], tmp_path / "page.html")
     text = page.path.read_text()
     assert "clipping &lt;helps&gt;" in text
-    assert '<span class="badge supported">supported</span>' in text
+    assert '<span class="badge supported">reproduced</span>' in text
     figures = packed(tmp_path / "page.html", "figures")
     assert len(figures) == text.count("<img data-figure=") == len(list((tmp_path / "figures").glob("*.svg")))
     assert all(figure.startswith("<?xml") and "</svg>" in figure for figure in figures)
@@ -261,7 +261,7 @@ def test_a_reproduction_shows_its_claims_and_figures(tmp_path):
 
 
 def test_figures_have_the_titles_and_captions_that_the_reproduction_wrote(tmp_path):
-    write_claims([Claim(figure="fig1", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
+    write_claims([made_up_claim()], tmp_path, data=[])
     figures, rng = tmp_path / "figures", np.random.default_rng(0)
     figures.mkdir()
     Image.fromarray(rng.integers(255, size=(64, 64, 3), dtype=np.uint8)).save(figures / "fig1.png")
@@ -283,10 +283,10 @@ def test_figures_have_the_titles_and_captions_that_the_reproduction_wrote(tmp_pa
 
 
 def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):
-    write_claims([Claim(figure="fig7", paper="p", measured="m", verdict="supported")], tmp_path, data=[])
+    write_claims([made_up_claim()], tmp_path, data=[])
     page = write_page([tmp_path], tmp_path / "page.html")
     assert page.runs == ()
-    assert page.verdicts[0]["verdict"] == "Of 1 claim: 1 supported. Supported: “p” (figure 7)."
+    assert page.verdicts[0]["verdict"] == "Of the 1 claim of the paper 1 is reproduced."
     assert 'id="claims"' in page.path.read_text()
     assert 'id="runs"' not in page.path.read_text()
 

@@ -1,21 +1,28 @@
-"""Claims of the paper: four verdicts, the rule that decides between them, and the table.
+"""Claims of the paper: five verdicts, the one rule that decides between them, and the table.
 
-The rule, for a claim that says that something is positive, such as a difference of two settings:
+THE PROTOCOL, fixed before a run at the scale ``epoch`` was looked at. One statistic a claim, in the paper's
+own word, the same at every scale; it stands beside its claim in :mod:`curvestep.lab.paper.statements`.
 
-1. Take it seed by seed, both settings with the same start and the same batches, and form the mean over the
+1. Take the statistic seed by seed, two settings with the same start and batches, and form the mean over the
    seeds with its 90 % interval (Student's t).
-2. Where a control was subtracted that is itself known only within limits, widen the interval by those.
-3. Supported if the interval lies above zero, contradicted if below, cannot tell if across. Not testable at
-   this scale if the runs are missing.
+2. A claim is put as margins that it says are positive: first its plain form ("weaker"), then what makes it
+   strong ("much weaker"). *Reproduced*: every interval lies above zero. *In part*: the first one does.
+   *Not reproduced*: the first lies below zero, or reaches across it while a strong one lies below. *Open*:
+   anything else; one seed decides nothing.
+3. *Not reproduced* needs the paper's model, data and length, or a claim about any network: at a smaller scale
+   it is *open*, not seen there. Where nothing was run it is *not tested here*.
+4. The largest scale whose runs decide, decides; the others stand beside it.
 
-What is compared in figures 2 and 3 is said in :mod:`curvestep.lab.paper.fig1_scatter`.
+Apart from the paper's claims stand *errata*, where its arithmetic or a printed theorem is wrong, and *our
+additions*. The count at the top is over the paper's claims alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +30,13 @@ from scipy import stats
 
 from curvestep.lab.run.folder import write_json
 
-SUPPORTED, CONTRADICTED, CANNOT_TELL = "supported", "contradicted", "cannot tell"
-NOT_TESTABLE = "not testable at this scale"
-VERDICTS = (SUPPORTED, CONTRADICTED, CANNOT_TELL, NOT_TESTABLE)
+REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "in part", "not reproduced"
+OPEN, NOT_TESTED = "open", "not tested here"
+VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, OPEN, NOT_TESTED)
+HOLDS, DOES_NOT_HOLD, CORRECTED = "holds", "does not hold", "corrected"  # of additions and errata
+PAPER, ERRATUM, ADDITION = "paper", "erratum", "addition"
+HEADINGS = {PAPER: "The paper's claims", ERRATUM: "Errata", ADDITION: "Our additions"}
 CONFIDENCE = 0.9
-MANY = 50  # more seeds than this are needed only where the mean lies next to what decides
 CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
 
 
@@ -40,33 +49,39 @@ class NotPlanned(MissingRuns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What was measured for a claim, and what follows.
+class Finding:
+    """What was found for a claim at one scale.
 
     Args:
-        measured: The numbers, with intervals over the seeds: up to the first semicolon those that decide.
-        verdict: One of ``VERDICTS``.
-        settle: What would settle it, where it is not settled.
+        verdict: One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.
+        sentence: The answer in one sentence, with three numbers at most and no brackets.
+        numbers: Everything behind it by name: intervals, controls, other statistics.
     """
 
-    measured: str
     verdict: str
-    settle: str = ""
+    sentence: str
+    numbers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim(Evidence):
-    """One row of the table: what the paper says, and the evidence.
+class Claim(Finding):
+    """One row of the table.
 
     Args:
-        figure: Figure of the paper.
-        paper: What the paper says.
-        longer: The verdict of the longer runs on the same claim, where they have one.
+        name: Short name, for links.
+        kind: ``paper``, ``erratum`` or ``addition``.
+        source: Figure, section or theorem.
+        paper: What the paper says; of an addition, what was asked.
+        scale: Scale of the runs that decide; empty where nothing is trained.
+        beside: Findings at other scales: verdict and sentence by scale.
     """
 
-    figure: str
+    name: str
+    kind: str
+    source: str
     paper: str
-    longer: str = ""
+    scale: str = ""
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +119,8 @@ class Spread:
             return -math.inf, math.inf
         if not all(map(math.isfinite, self.values)):
             return math.nan, math.nan
-        half = float(_half_width(float(np.std(self.values, ddof=1)), np.array(count)))
+        quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1))
+        half = quantile * float(np.std(self.values, ddof=1)) / math.sqrt(count)
         return self.mean - half - self.doubt[0], self.mean + half + self.doubt[1]
 
     def __sub__(self, other: Spread) -> Spread:
@@ -113,6 +129,16 @@ class Spread:
             values=tuple(a - b for a, b in zip(self.values, other.values, strict=True)),
             doubt=(self.doubt[0] + other.doubt[1], self.doubt[1] + other.doubt[0]),
         )
+
+    def less(self, number: float) -> Spread:
+        """This less a number."""
+        return replace(self, values=tuple(value - number for value in self.values))
+
+    def times(self, factor: float) -> Spread:
+        """This times a number; a negative one swaps the limits of the doubt."""
+        low, high = (abs(factor) * end for end in self.doubt)
+        doubt = (low, high) if factor >= 0 else (high, low)
+        return Spread(values=tuple(factor * value for value in self.values), doubt=doubt)
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
@@ -123,95 +149,111 @@ class Spread:
         return f"{self.mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
-def decide(measured: str, *margins: Spread) -> Evidence:
-    """The verdict on a claim that holds if every margin is positive.
-
-    Supported if the interval of every margin lies above zero, contradicted if that of one lies below;
-    between the two it cannot be told, and the evidence says how many seeds would tell, or that none would.
+def decide(plain: Spread, *strong: Spread, at_size: bool) -> str:
+    """The verdict on a claim from the margins that it says are positive: plain form first, then the strong.
 
     Args:
-        measured: The numbers in words.
-        margins: Quantities that the claim says are positive, seed by seed.
+        plain: What holds if the claim holds at all.
+        strong: What must hold, too, for all of it.
+        at_size: Whether model, data and length are the paper's, or the claim is about any network.
 
     Example:
-        >>> decide("", Spread(values=(1.0, 1.1, 0.9))).verdict
-        'supported'
-        >>> print(decide("", Spread(values=(1.0, 2.0, -0.5))).settle)
-        about 9 seeds, if mean and spread stay
+        >>> clear, none = Spread(values=(1.0, 1.1, 0.9)), Spread(values=(-0.1, 0.1, 0.0))
+        >>> decide(clear, at_size=True), decide(clear, none, at_size=True)
+        ('reproduced', 'in part')
+        >>> decide(none, clear.times(-1), at_size=True), decide(none, clear.times(-1), at_size=False)
+        ('not reproduced', 'open')
     """
-    intervals = [margin.interval for margin in margins]
-    if all(low > 0 for low, _ in intervals):
-        return Evidence(measured=measured, verdict=SUPPORTED)
-    if any(high < 0 for _, high in intervals):
-        return Evidence(measured=measured, verdict=CONTRADICTED)
-    unsure = [margin for margin, (low, _) in zip(margins, intervals, strict=True) if not low > 0]
-    count = max(map(seeds_to_tell, unsure))
-    settle = "more seeds, longer runs"
-    if any(math.isnan(margin.mean) and len(margin.values) > 1 for margin in unsure):
-        settle = "a control that does not diverge with the steps of the run"
-    elif count < math.inf:
-        settle = f"about {count} seeds, if mean and spread stay"
-        settle += ": the mean lies on the line between the verdicts" * (count > MANY)
-    elif any(any(margin.doubt) and _distance(margin) <= 0 for margin in unsure):
-        settle = "a closer control: the spectrum of the run is not known, and no number of seeds helps"
-    return Evidence(measured=measured, verdict=CANNOT_TELL, settle=settle)
+    low, high = plain.interval
+    if low > 0:
+        return REPRODUCED if all(margin.interval[0] > 0 for margin in strong) else IN_PART
+    refuted = high < 0 or any(margin.interval[1] < 0 for margin in strong)
+    return NOT_REPRODUCED if refuted and at_size else OPEN
 
 
-def seeds_to_tell(margin: Spread) -> float:
-    """Seeds after which the interval would leave out zero, if mean and deviation stay; inf beyond 10,000.
+def decided(by_scale: Mapping[str, Sequence[Claim]]) -> list[Claim]:
+    """One claim for each statement: that of the last scale whose runs tested it, with the others beside it.
+
+    Args:
+        by_scale: The claims of each scale, the largest scale last.
+    """
+    rows: dict[str, list[Claim]] = {}
+    for claims in by_scale.values():
+        for claim in claims:
+            rows.setdefault(claim.name, []).append(claim)
+    chosen = []
+    for found in rows.values():
+        tested = [claim for claim in found if claim.verdict != NOT_TESTED] or found[:1]
+        others = {c.scale: f"{c.verdict}: {c.sentence}" for c in tested[:-1] if c.scale}
+        chosen.append(replace(tested[-1], beside=others))
+    return chosen
+
+
+def tally(claims: Sequence[Claim]) -> str:
+    """How many of the paper's claims have which verdict, in words.
 
     Example:
-        >>> seeds_to_tell(Spread(values=(1.0, 2.0, -0.5))), seeds_to_tell(Spread(values=(1.0, 1.2, -2.0)))
-        (9, 1958)
+        >>> row = {"name": "", "kind": PAPER, "source": "", "paper": "", "sentence": ""}
+        >>> tally([Claim(verdict=OPEN, **row), Claim(verdict=REPRODUCED, **row)])
+        'Of the 2 claims of the paper 1 is reproduced, 1 is open.'
     """
-    if len(margin.values) < 2 or not all(map(math.isfinite, margin.values)) or margin.mean == 0:
-        return math.inf
-    deviation, distance = float(np.std(margin.values, ddof=1)), _distance(margin)
-    counts = np.arange(2, 10_001)
-    enough = counts[_half_width(deviation, counts) < distance]
-    return int(enough[0]) if len(enough) else math.inf
-
-
-def _distance(margin: Spread) -> float:
-    """How far the mean lies from zero beyond its doubt."""
-    return abs(margin.mean) - margin.doubt[0 if margin.mean > 0 else 1]
-
-
-def _half_width(deviation: float, count: np.ndarray) -> np.ndarray:
-    return stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1) * deviation / np.sqrt(count)
+    counts = Counter(claim.verdict for claim in claims if claim.kind == PAPER)
+    total = counts.total()
+    parts = [f"{counts[v]} {'is' if counts[v] == 1 else 'are'} {v}" for v in VERDICTS if counts[v]]
+    return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
 
 
 def write_claims(
-    claims: Sequence[Claim], folder: Path, *, data: Sequence[str], notes: Sequence[str] = ()
+    claims: Sequence[Claim], folder: Path, *, data: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> None:
     """Write ``claims.json`` and ``claims.md`` into ``folder``."""
-    write_json(
-        folder / CLAIMS_JSON,
-        {"data": list(data), "notes": list(notes), "claims": [asdict(claim) for claim in claims]},
-    )
-    (folder / CLAIMS_TABLE).write_text(as_markdown(claims, data=data, notes=notes), encoding="utf-8")
+    rows = [asdict(claim) for claim in claims]
+    about = {"found": tally(claims), "data": list(data), "notes": list(notes)}
+    write_json(folder / CLAIMS_JSON, {**about, "claims": rows})
+    text = as_markdown(claims, data=data, notes=notes)
+    (folder / CLAIMS_TABLE).write_text(text, encoding="utf-8")
 
 
-def as_markdown(claims: Sequence[Claim], *, data: Sequence[str], notes: Sequence[str] = ()) -> str:
-    """The table for people, in Markdown."""
-    lines = ["# The paper's claims, measured", "", *(f"- Data: {source}." for source in data)]
+def as_markdown(claims: Sequence[Claim], *, data: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Count, tables and a section of numbers for each claim, in Markdown."""
+    lines = ["# The paper's claims, measured", "", tally(claims), ""]
+    lines += [f"- Data: {source}." for source in data]
     lines += [f"- {note}" for note in notes]
-    lines += [
-        f"- Numbers are means over seeds with {CONFIDENCE:.0%} intervals of the mean (Student's t). "
-        "Supported: the interval lies on the claim's side; contradicted: on the other; cannot tell: across. "
-        "Intervals of exponents beyond a control include how far the control itself is known.",
-        "",
-    ]
-    return "\n".join([*lines, claims_table(claims)]) + "\n"
+    return "\n".join([*lines, "", claims_tables(claims), "", numbers_behind(claims)]) + "\n"
 
 
-def claims_table(claims: Sequence[Claim]) -> str:
-    """The rows, with the longer runs' verdicts beside where there are any."""
-    head = ["figure", "the paper says", "measured here", "verdict", "what would settle it"]
-    rows = [[c.figure, c.paper, c.measured, f"**{c.verdict}**", c.settle] for c in claims]
-    if any(claim.longer for claim in claims):
-        head.insert(4, "longer runs")
-        for row, claim in zip(rows, claims, strict=True):
-            row.insert(4, claim.longer)
-    lines = [head, ["---"] * len(head), *rows]
+def claims_tables(claims: Sequence[Claim], *, link: str = "") -> str:
+    """A table for the paper's claims, one for errata, one for additions; each row links to its numbers.
+
+    Args:
+        claims: The rows.
+        link: Page that holds the numbers; default this one.
+    """
+    parts = []
+    for kind, heading in HEADINGS.items():
+        rows = [
+            [c.source, c.paper, c.sentence, f"**{c.verdict}**", c.scale, f"[numbers]({link}#{c.name})"]
+            for c in claims
+            if c.kind == kind
+        ]
+        if rows:
+            asked = "asked" if kind == ADDITION else "the paper says"
+            head = ["where", asked, "what we found", "verdict", "scale", ""]
+            parts += [f"### {heading}", "", table([head, ["---"] * len(head), *rows]), ""]
+    return "\n".join(parts).rstrip()
+
+
+def numbers_behind(claims: Sequence[Claim]) -> str:
+    """A section for each claim: its numbers, and what the other scales found."""
+    parts = ["## Numbers behind the claims", ""]
+    for claim in claims:
+        parts += [f'<a id="{claim.name}"></a>', f"**{claim.source}.** {claim.paper}", ""]
+        parts += [f"- {name}: {value}" for name, value in claim.numbers.items()]
+        parts += [f"- at the scale `{scale}`, {said}" for scale, said in claim.beside.items()]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a Markdown table."""
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.advice.settings import best_setting
-from curvestep.calibration.result import read_calibration
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
-from curvestep.lab.paper.claims import (
-    CONTRADICTED,
-    NOT_TESTABLE,
-    SUPPORTED,
-    Evidence,
-    Spread,
-    decide,
-)
 from curvestep.lab.paper.plan import (
     BY_HAND,
+    CALIBRATED,
     IMAGES,
     IMAGES_WITH_DROPS,
     LANGUAGE,
+    NORMALIZED,
     UNCLIPPED_EPOCH,
     PaperFigure,
     Picture,
@@ -37,9 +28,11 @@ from curvestep.lab.paper.plan import (
     run_again,
 )
 from curvestep.lab.paper.style import described, loaded
-from curvestep.lab.recipes import LanguageRecipe
-from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
+from curvestep.lab.recipes import LanguageRecipe, with_fields
+from curvestep.lab.run.folder import DIVERGED, Run
+from curvestep.steps import normalized_from_clipped
 
+TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
 SMOOTHING = 20  # steps in the running mean of the training loss
 
 
@@ -155,135 +148,6 @@ def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = F
     return Chart("curves", title, Axis("iteration"), Axis(label, log=log, range=limits), tuple(series))
 
 
-# What the runs show, claim by claim
-
-CLIPPED = tuple(name for name, found in LANGUAGE.items() if found.max_norm < math.inf)
-UNCLIPPED = tuple(name for name, found in LANGUAGE.items() if found.max_norm == math.inf)
-CALIBRATED = "lm-calibrated"
-MISSED = 0.05  # share of the way down that a calibrated run may miss
-MATCHES = 2.0  # points of accuracy that count as the same
-_CONSTANT = ("cifar-momentum", "cifar-lr5clip0.25")
-_DROPS = tuple(IMAGES_WITH_DROPS)
-
-
-def final_loss(run: Run) -> float:
-    """The training loss at the end; infinity for a run that diverged."""
-    return float(run.status["train_loss"]) if run.status["status"] == FINISHED else math.inf
-
-
-def steps_to(run: Run, loss: float) -> float:
-    """First step at which the mean over as many steps as a final loss has is at most ``loss``; or NaN."""
-    steps, losses = run.column("loss")
-    window = round(min(max(steps[-1] / 20, 1), 50))
-    steps, means = running_mean(steps, losses, window)
-    reached = steps[(means <= loss) & (steps >= window)]
-    return float(reached[0]) if len(reached) else math.nan
-
-
-def best_of(results: Results, settings: Sequence[str], *, score: Callable[[Run], float] = final_loss) -> str:
-    """The setting with the lowest mean score among those of the plan that no seed lost."""
-    planned = [setting for setting in settings if results.plan.of(setting)]
-    return best_setting(
-        {
-            setting: [score(run) if run.status["status"] == FINISHED else math.inf for run in runs]
-            for setting, runs in ((setting, results.of(setting)) for setting in planned)
-        }
-    )
-
-
-def allows_large_lr(results: Results) -> Evidence:
-    """Where runs diverge without clipping, and whether they do with it."""
-    words, held = [], []
-    for lr in ("10", "30"):
-        plain, clipped = results.of(f"lm-lr{lr}"), results.of(f"lm-lr{lr}clip0.25")
-        lost = [run.status["step"] for run in plain if run.status["status"] == DIVERGED]
-        kept = sum(run.status["status"] == FINISHED for run in clipped)
-        at = f" (at step {', '.join(map(str, lost))})" if lost else ""
-        words.append(
-            f"lr {lr}: {len(lost)} of {len(plain)} diverged without clipping{at}, "
-            f"{len(clipped) - kept} of {len(clipped)} with it"
-        )
-        held.append(len(lost) == len(plain) and kept == len(clipped))
-    return Evidence(measured=", and ".join(words), verdict=SUPPORTED if all(held) else CONTRADICTED)
-
-
-def accelerates(results: Results) -> Evidence:
-    """Steps that the best clipped setting needs to the best unclipped one's final training loss."""
-    plain, clipped = best_of(results, UNCLIPPED), best_of(results, CLIPPED)
-    pairs = list(zip(*results.paired(plain, clipped), strict=True))
-    ratio = Spread(values=tuple(a.status["step"] / steps_to(b, final_loss(a)) for a, b in pairs))
-    gain = Spread(values=tuple(final_loss(a) - final_loss(b) for a, b in pairs))
-    words = (
-        f"best without clipping {results.label(plain)}, best with {results.label(clipped)}: the clipped "
-        f"run needs {ratio} times fewer steps to the other's final loss, and ends {gain} below it"
-    )
-    return decide(words, Spread(values=tuple(math.log(value) for value in ratio.values)), gain)
-
-
-def validation(results: Results) -> Evidence:
-    """Validation loss of the best clipped setting against the best unclipped one, both by validation loss."""
-
-    def loss(run: Run) -> float:
-        return float(run.rows("valid")[-1]["loss"])
-
-    plain, clipped = (best_of(results, settings, score=loss) for settings in (UNCLIPPED, CLIPPED))
-    ends = [Spread(values=tuple(map(loss, runs))) for runs in results.paired(plain, clipped)]
-    gain = ends[0] - ends[1]
-    words = f"validation loss of {results.label(clipped)} is {gain} below that of {results.label(plain)}"
-    return decide(words, gain)
-
-
-def calibrated(results: Results) -> Evidence | None:
-    """Training with numbers measured before it, against the paper's, from the same start and batches."""
-    if not results.plan.of(CALIBRATED):
-        return None
-    (mine,) = results.of(CALIBRATED)
-    by_hand = next(run for run in results.all_finished(BY_HAND) if run.recipe.seed == mine.recipe.seed)
-    found = read_calibration(mine.folder)
-    source = f"from {found.num_gradients} gradients before training" if found else "before training"
-    words = f"lr {mine.recipe.lr:.3g} and max_norm {mine.recipe.max_norm:.3g} {source}"
-    if mine.status["status"] == DIVERGED:
-        return Evidence(measured=f"{words}: diverged at step {mine.status['step']}", verdict=CONTRADICTED)
-    first, ends = by_hand.column("loss")[1][0], (final_loss(mine), final_loss(by_hand))
-    missed = (ends[0] - ends[1]) / (first - ends[1])
-    words += (
-        f": final training loss {ends[0]:.3f}, with {by_hand.recipe.label} {ends[1]:.3f}, from {first:.3f} "
-        f"at the start, so that {missed:.1%} of the way down is missed (one seed, up to {MISSED:.0%} counts "
-        "as the same)"
-    )
-    return Evidence(measured=words, verdict=SUPPORTED if missed <= MISSED else CONTRADICTED)
-
-
-def fastest_on_images(results: Results, settings: Sequence[str]) -> Evidence:
-    """The final training loss of clipped descent against SGD with momentum."""
-    one, other = results.paired(*settings)
-    ends = [Spread(values=tuple(map(final_loss, runs))) for runs in (one, other)]
-    gain = ends[0] - ends[1]
-    words = (
-        f"after {one[0].status['step']} steps the training loss is {ends[1]} with "
-        f"{other[0].recipe.label}, {ends[0]} with {one[0].recipe.label}: {gain} lower with clipping"
-    )
-    return decide(words, gain)
-
-
-def images_accuracy(results: Results) -> Evidence:
-    """Test accuracy of clipped descent against SGD with momentum, at the end of a schedule."""
-    one, other = results.paired(*(_DROPS if results.plan.of(_DROPS[0]) else _CONSTANT))
-    ends = [Spread(values=tuple(run.rows("test")[-1]["accuracy"] for run in runs)) for runs in (one, other)]
-    gain = ends[1] - ends[0]
-    words = (
-        f"test accuracy {ends[1]} % with {other[0].recipe.label}, {ends[0]} % with {one[0].recipe.label}: "
-        f"{gain} points higher with clipping (up to {MATCHES:g} points lower counts as the same)"
-    )
-    return decide(words, Spread(values=tuple(value + MATCHES for value in gain.values)))
-
-
-def _beyond_a_laptop(measured: str) -> Callable[[Results], Evidence | None]:
-    """For what no laptop can test; at paper scale the figure itself shows it."""
-    evidence = Evidence(measured=measured, verdict=NOT_TESTABLE, settle="curvestep reproduce --scale paper")
-    return lambda results: evidence if results.plan.scale != "paper" else None
-
-
 # The runs and the pictures
 
 
@@ -313,22 +177,39 @@ FIG4 = PaperFigure(
             draw=_draw_curves,
         ),
     ),
-    claims={
-        "Large learning rates diverge without clipping; it allows them.": allows_large_lr,
-        "Clipping accelerates training of the language model.": accelerates,
-        "lr 30 and max_norm 0.25 are set by hand. Not in the paper: measured before training, they "
-        "do as well.": calibrated,
-        "Models trained with clipping have the best validation loss.": validation,
-        "On images clipped descent converges fastest.": partial(fastest_on_images, settings=_CONSTANT),
-        "On images clipped descent converges fastest, under a schedule too.": partial(
-            fastest_on_images, settings=_DROPS
+)
+
+
+# Section 3 as runs: with η_n = γη_c and β = γ the steps agree up to a factor of two at every gradient norm.
+
+
+def equivalence_runs(scale: str) -> list[Planned]:
+    """Clipped settings, and the normalized one that corresponds to the first, at laptop scale."""
+    if scale != "laptop":
+        return []
+    runs = legend_runs(scale, [BY_HAND, TUNED])
+    for run in legend_runs(scale, [BY_HAND]):
+        steps = normalized_from_clipped(lr=run.recipe.lr, max_norm=run.recipe.max_norm)
+        recipe = with_fields(run.recipe, optimizer="normalized", probe_every=0, **steps)
+        runs.append(Planned(NORMALIZED, recipe))
+    return runs
+
+
+def _draw_equivalence(results: Results, title: str) -> Figure:
+    """Training losses of clipped descent at two learning rates and of normalized descent."""
+    runs = [run for name in (BY_HAND, TUNED, NORMALIZED) for run in results.shown(name)]
+    return described([loss_chart(runs)], runs, title=title, size=(5.2, 3.6))
+
+
+EQUIVALENCE = PaperFigure(
+    name="equivalence",
+    runs=equivalence_runs,
+    pictures=(
+        Picture(
+            name="equivalence",
+            title="Clipped and normalized descent from the same start",
+            caption="Training losses on the same batches. The paper shows no such run.",
+            draw=_draw_equivalence,
         ),
-        "On images clipped descent matches the test accuracy of momentum.": images_accuracy,
-        "AWD-LSTM with clipped SGD reaches a test perplexity of 56.5 after 500 epochs.": _beyond_a_laptop(
-            "not run; the public recipe reports 58.8, and 56.5 only after fine-tuning"
-        ),
-        "ResNet20 reaches 95.0 % test accuracy with SGD + momentum, 95.2 % with clipping.": _beyond_a_laptop(
-            "not run; 95 % fits a ResNet18 of 11 million parameters, not ResNet20 (about 91 %)"
-        ),
-    },
+    ),
 )

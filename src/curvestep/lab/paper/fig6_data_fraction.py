@@ -10,8 +10,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.lab.paper.claims import CANNOT_TELL, CONTRADICTED, SUPPORTED, Evidence
-from curvestep.lab.paper.fig1_scatter import measured
 from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
@@ -21,8 +19,8 @@ from curvestep.lab.paper.plan import (
     PaperFigure,
     Picture,
     Planned,
-    Results,
 )
+from curvestep.lab.paper.statistics import measured
 from curvestep.lab.paper.style import described, loaded
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
@@ -114,9 +112,6 @@ def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreemen
     )
 
 
-ACCURATE = 0.2  # relative error that nine of ten estimates may have
-
-
 def share_runs(scale: str) -> list[Planned]:
     """The same run twice, measured on a tenth of its text and on all of it, at half of each step.
 
@@ -138,26 +133,6 @@ def share_runs(scale: str) -> list[Planned]:
     return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in SHARES.items()]
 
 
-def judge_shares(results: Results) -> Evidence:
-    """How well a tenth of the data agrees with all of it, iterate by iterate."""
-    part, whole = (results.of(setting)[0] for setting in SHARES)
-    found = dict(zip(("gradient norm", "smoothness"), agreement(part, whole), strict=True))
-    words = ", and ".join(
-        f"{name}: median error {one.errors[0]:.1%}, nine of ten below {one.errors[1]:.1%}, median ratio "
-        f"{one.ratio:.3f}, correlation of logs {one.correlation:.3f}"
-        for name, one in found.items()
-    )
-    words += (
-        f" over {len(found['smoothness'].steps)} iterates (up to {ACCURATE:.0%} counts as accurate); trained "
-        f"and measured on {whole.status['data']}"
-    )
-    if all(one.errors[1] <= ACCURATE for one in found.values()):
-        return Evidence(measured=words, verdict=SUPPORTED)
-    if any(one.errors[0] > ACCURATE for one in found.values()):
-        return Evidence(measured=words, verdict=CONTRADICTED)
-    return Evidence(measured=words, verdict=CANNOT_TELL, settle="more iterates, a longer text")
-
-
 FIG6 = PaperFigure(
     name="fig6",
     runs=share_runs,
@@ -172,7 +147,4 @@ FIG6 = PaperFigure(
             ),
         ),
     ),
-    claims={
-        "A tenth of the data gives an accurate estimate of both quantities.": judge_shares,
-    },
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.display.drawing import figure_of, save, styled
 from curvestep.display.results import level
-from curvestep.lab.paper.claims import CONTRADICTED, SUPPORTED, Evidence, MissingRuns
+from curvestep.lab.paper.claims import MissingRuns
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.style import CLIPPED, GD
 from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
@@ -221,29 +221,8 @@ def run_once(folder: Path, progress: bool) -> None:
         run_synthetic(folder / FOLDER, progress=progress)
 
 
-def judge_descent(results: Results) -> Evidence:
-    """Final gradients on x⁴."""
-    found = _summary(results)
-    low, high = found.jittered_range
-    words = (
-        f"|f'| after {found.config.num_steps} steps: {found.gd_grad_norm:.2g} for gradient descent, "
-        f"{found.clipped_grad_norm:.2g} with clipping, a ratio of {found.ratio:.2g}, over "
-        f"{found.config.num_starts} jittered starts the median is {found.jittered_ratio:.2g}, "
-        f"from {low:.2g} to {high:.2g}"
-    )
-    return Evidence(measured=words, verdict=SUPPORTED if low > 1 else CONTRADICTED)
-
-
-def judge_theory(results: Results) -> Evidence:
-    """What theory predicts on x⁴, as printed and corrected."""
-    (row,) = (row for row in _summary(results).table if "by the bounds" in row.quantity)
-    words = f"with the square root of the theorems' bounds {row.corrected}, measured {row.measured}"
-    claimed, predicted = float(row.printed), float(row.corrected.rpartition(" ")[2])
-    right = claimed / 2 < predicted < claimed * 2
-    return Evidence(measured=words, verdict=SUPPORTED if right else CONTRADICTED)
-
-
-def _summary(results: Results) -> SyntheticResult:
+def summary_of(results: Results) -> SyntheticResult:
+    """The numbers of the experiment."""
     if not (results.folder / FOLDER).exists():
         raise MissingRuns("the synthetic experiment has not been run")
     return load_synthetic(results.folder / FOLDER)[0]
@@ -253,9 +232,5 @@ FIG7 = PaperFigure(
     name="fig7",
     runs=lambda scale: (),
     pictures=tuple(_picture(name) for name in _DRAW),
-    claims={
-        "On x⁴ clipped descent converges much faster than gradient descent.": judge_descent,
-        "There theory predicts gradients 1e5 times smaller.": judge_theory,
-    },
     experiment=run_once,
 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from curvestep._checks import check_choice
-from curvestep.lab.paper.claims import Evidence, MissingRuns, NotPlanned
+from curvestep.lab.paper.claims import MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
 from curvestep.lab.tasks import PIECE_WORDS
@@ -71,14 +71,12 @@ class PaperFigure:
         name: Such as ``fig2``.
         runs: The runs that it needs at a scale. Figures share a run by giving it the same name.
         pictures: What is drawn from them.
-        claims: Sentences of the paper, each with what judges it from the runs; None leaves it out.
         experiment: What it computes without training: into the reproduction's folder, with progress or not.
     """
 
     name: str
     runs: Callable[[str], Iterable[Planned]]
     pictures: tuple[Picture, ...]
-    claims: Mapping[str, Callable[[Results], Evidence | None]] = field(default_factory=dict)
     experiment: Callable[[Path, bool], None] | None = None
 
 
@@ -268,6 +266,7 @@ LANGUAGE = {
     "lm-lr30": Setting(lr=30.0),
 }
 BY_HAND = "lm-lr30clip0.25"
+CALIBRATED, NORMALIZED, LONG = "lm-calibrated", "lm-normalized", "lm-long"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
 _EXTRA = {
     ALWAYS_CLIPPED: Setting(lr=30.0, max_norm=0.05, paper=(), probe_every=10),
@@ -291,6 +290,8 @@ IMAGES_WITH_DROPS = {
     )
     for name in ("cifar-momentum", "cifar-lr5clip0.25")
 }
+CLIPPED = tuple(name for name, found in LANGUAGE.items() if found.max_norm < math.inf)
+UNCLIPPED = (*(name for name, found in LANGUAGE.items() if found.max_norm == math.inf), *UNCLIPPED_EPOCH)
 _SETTINGS = LANGUAGE | _EXTRA | IMAGES | IMAGES_WITH_DROPS
 
 

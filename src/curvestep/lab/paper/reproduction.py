@@ -21,16 +21,16 @@ from typing import Any
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.paper.claims import NOT_TESTABLE, Claim, Evidence, NotPlanned, as_markdown, write_claims
-from curvestep.lab.paper.equivalence import EQUIVALENCE
+from curvestep.lab.paper.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.fig1_scatter import FIG1, FIG2, FIG3, FIG5
-from curvestep.lab.paper.fig4_curves import FIG4
+from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
+from curvestep.lab.paper.statements import make_claims
 from curvestep.lab.progress import Progress, duration
-from curvestep.lab.recipes import Recipe
+from curvestep.lab.recipes import SCALES, Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
 from curvestep.lab.run.folder import FINISHED, Run, has_ended, last_step, read_json, write_json
@@ -39,7 +39,9 @@ from curvestep.lab.tasks import load_data
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
 SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
-LONGER_CLAIMS = Path(__file__).with_name("longer.json")  # written by docs/reproduction_figures.py
+KEPT_CLAIMS = Path(__file__).with_name(
+    "kept.json"
+)  # of larger scales, written by docs/reproduction_figures.py
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -66,11 +68,9 @@ class Reproduction:
     seconds: float
 
     def __str__(self) -> str:
-        verdicts = [claim.verdict for claim in self.claims]
-        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
         lines = [
-            f"figures: {len(self.figures)}, claims: {len(self.claims)} ({counts}) in {self.folder}, "
-            f"after {duration(self.seconds)}",
+            tally(self.claims),
+            f"figures: {len(self.figures)} in {self.folder}, after {duration(self.seconds)}",
             *(f"data: {source}" for source in self.data),
             *(f"failed: {failure}" for failure in self.failures),
             f"report: {self.page}",
@@ -124,12 +124,11 @@ def reproduce(
     results = Results(plan, folder)
     drawn, undrawn = draw_all(results, progress=progress)
     claims = make_claims(results)
-    notes = [f"Scale: {plan.scale}."]
-    if plan.scale == "laptop" and LONGER_CLAIMS.exists():
-        longer = read_json(LONGER_CLAIMS)
-        verdicts = {(one["figure"], one["paper"]): one["verdict"] for one in longer["claims"]}
-        claims = [replace(claim, longer=verdicts.get((claim.figure, claim.paper), "")) for claim in claims]
-        notes.append(f"Beside them, the verdicts of the longer runs: {longer['notes'][0]}")
+    notes = [f"Trained here: scale {plan.scale}."]
+    if plan.scale == "laptop":
+        kept = kept_claims()
+        claims = decided({"laptop": claims, **kept})
+        notes.append(f"Kept runs of other scales decide where they are larger: {', '.join(kept) or 'none'}.")
     write_claims(claims, folder, data=sources, notes=notes)
     page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
     result = Reproduction(
@@ -148,29 +147,19 @@ def reproduce(
     return result
 
 
+def kept_claims() -> dict[str, list[Claim]]:
+    """Claims that were judged on kept runs of the larger scales, the largest scale last."""
+    if not KEPT_CLAIMS.exists():
+        return {}
+    kept = read_json(KEPT_CLAIMS)
+    return {scale: [Claim(**row) for row in kept[scale]] for scale in SCALES if scale in kept}
+
+
 def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fields: Any) -> Plan:
     """The runs that ``figures`` (default: all) need at ``scale``; ``fields`` as in :func:`plan_runs`."""
     for name in figures or ():
         check_choice("figures", name, tuple(FIGURES))
     return plan_runs(scale, [FIGURES[name] for name in FIGURES if not figures or name in figures], **fields)
-
-
-def make_claims(results: Results) -> list[Claim]:
-    """Every claim of the plan's figures, judged; one whose runs are missing says so."""
-    claims = []
-    for figure in results.plan.figures:
-        for sentence, judge in figure.claims.items():
-            try:
-                evidence = judge(results)
-            except NotPlanned:
-                continue
-            except ValueError as error:  # runs are missing, or too short to fit
-                evidence = Evidence(
-                    measured=f"not measured: {error}", verdict=NOT_TESTABLE, settle="the missing runs"
-                )
-            if evidence is not None:
-                claims.append(Claim(figure=figure.name, paper=sentence, **asdict(evidence)))
-    return claims
 
 
 def draw_all(results: Results, *, progress: bool) -> tuple[dict[str, Path], list[str]]:

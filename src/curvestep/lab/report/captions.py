@@ -337,26 +337,27 @@ def _next_setting(advice: Advice) -> str:
     return ", ".join(words)
 
 
-def findings(claims: Sequence[Mapping[str, object]]) -> str:
-    """A reproduction in up to three sentences: the tally, what holds, what does not."""
-    verdicts = [str(claim.get("verdict")) for claim in claims]
-    tally = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-    sentences = [f"Of {len(claims)} claim{'s' * (len(claims) != 1)}: {tally}."]
-    for verdict in ("supported", "contradicted"):
-        rows = [claim for claim in claims if claim.get("verdict") == verdict]
+# Headings of the kinds of claims of a reproduction, what their second column holds, and colours of verdicts.
+CLAIM_PARTS = {
+    "paper": ("The paper's claims", "the paper says"),
+    "erratum": ("Errata", "the paper says"),
+    "addition": ("Our additions", "asked"),
+}
+BADGES = {"reproduced": "supported", "holds": "supported", "not reproduced": "not", "does not hold": "not"}
+
+
+def claim_parts(claims: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The claims of a reproduction kind by kind, each with the class of its badge."""
+    parts = []
+    for kind, (heading, asked) in CLAIM_PARTS.items():
+        rows = [
+            {**claim, "badge": BADGES.get(str(claim.get("verdict")), "")}
+            for claim in claims
+            if claim.get("kind") == kind
+        ]
         if rows:
-            sentences.append(_finding(verdict, rows))
-    return " ".join(sentences)
-
-
-def _finding(verdict: str, claims: Sequence[Mapping[str, object]]) -> str:
-    """The paper's own claim among those of one verdict, and how many others there are."""
-    own = [claim for claim in claims if not str(claim.get("paper")).startswith("Not in the paper")]
-    shown = (own or claims)[0]
-    figure = str(shown.get("figure", "")).removeprefix("fig")
-    words = str(shown.get("paper", "")).rstrip(".")
-    more = f", and {len(claims) - 1} more" if len(claims) > 1 else ""
-    return f"{verdict.capitalize()}: “{words}” (figure {figure}){more}."
+            parts.append({"heading": heading, "asked": asked, "rows": rows})
+    return parts
 
 
 def page_title(views: Sequence[RunView], *, reproduction: bool) -> str:

@@ -183,10 +183,10 @@ def claims_of(paths: Sequence[Path]) -> Fields | None:
     for path in paths:
         if (path / CLAIMS).is_file():
             found = read_json(path / CLAIMS)
-            rows = found.get("claims", ())
             notes = [f"Data: {source}." for source in found.get("data", ())]
             notes += found.get("notes", ())
-            return {"rows": rows, "notes": notes, "found": captions.findings(rows)}
+            parts = captions.claim_parts(found.get("claims", ()))
+            return {"parts": parts, "notes": notes, "found": str(found.get("found", ""))}
     return None
 
 

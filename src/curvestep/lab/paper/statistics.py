@@ -1,0 +1,160 @@
+r"""Numbers of a run that the paper's claims are about: correlation, exponent, losses, steps to a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from curvestep.advice.settings import best_setting
+from curvestep.display.results import running_mean
+from curvestep.fit.correlation import slope
+from curvestep.fit.samples import LEAST_ROWS
+from curvestep.lab.paper.claims import MissingRuns, Spread
+from curvestep.lab.paper.plan import Results
+from curvestep.lab.recipes import OPTIMIZERS
+from curvestep.lab.run.folder import FINISHED, Run
+from curvestep.steps import clip_norms
+
+LEAST_WINDOW, MOST_WINDOW = 1, 50  # steps in the running mean that reaches a loss, a twentieth of the run
+
+
+def measured(run: Run, fraction: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis.
+
+    Smoothness is the secant up to ``fraction`` of the step, or the paper's estimate, the largest secant.
+    """
+    if not run.trace_path.exists():
+        return np.array([]), np.array([]), np.array([])
+    trace = run.trace
+    steps, norms = trace.column("step"), trace.column("grad_norm")
+    if fraction is None:
+        smoothness = trace.column("smoothness")
+    else:
+        smoothness = trace.column("secants")[:, fractions_of(run).index(fraction)]
+    usable = trace.ok & np.isfinite(norms) & np.isfinite(smoothness) & (norms > 0) & (smoothness > 0)
+    return steps[usable], norms[usable], smoothness[usable]
+
+
+def fractions_of(run: Run) -> tuple[float, ...]:
+    """Fractions of the step that the trace keeps apart; none in one that has only the largest secant."""
+    return tuple(sorted(run.recipe.fractions)) if "secants" in run.trace.names else ()
+
+
+def log_rows(run: Run, *, past: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of gradient norm and smoothness, each less its mean over its stretch of constant lr.
+
+    Rows of the first part of the run (``past``, a share) are left out.
+    """
+    steps, norms, smoothness = measured(run)
+    total = run.status["step"]
+    kept = steps >= past * total
+    if kept.sum() < LEAST_ROWS:
+        raise MissingRuns(f"{run.folder.name} has {kept.sum()} usable rows, {LEAST_ROWS} are needed")
+    stretch = np.searchsorted(total * np.array(run.recipe.lr_drops), steps[kept], side="right")
+    return _centred(np.log(norms[kept]), stretch), _centred(np.log(smoothness[kept]), stretch)
+
+
+def _centred(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Values less the mean of their group."""
+    return values - (np.bincount(groups, values) / np.bincount(groups))[groups]
+
+
+def correlation(run: Run, *, past: float = 0.0) -> float:
+    r"""Pearson's correlation of :math:`\log\lVert g\rVert` and :math:`\log\hat L`.
+
+    Within stretches of constant lr: between them all of it changes at once, whatever the landscape.
+    """
+    x, y = log_rows(run, past=past)
+    return float(x @ y / math.sqrt((x @ x) * (y @ y)))
+
+
+def exponent(run: Run) -> float:
+    r"""Slope of :math:`\log\hat L` on :math:`\log\lVert g\rVert`, within stretches of constant lr."""
+    x, y = log_rows(run)
+    return float(slope(x[None], y[None])[0])
+
+
+def variation(run: Run) -> float:
+    """The 95 % quantile of smoothness along the run over the 5 % quantile."""
+    low, high = np.quantile(measured(run)[2], [0.05, 0.95])
+    return float(high / low)
+
+
+def typical_smoothness(run: Run) -> float:
+    """Median of smoothness along the run."""
+    return float(np.median(measured(run)[2]))
+
+
+def clipped_share(run: Run) -> float:
+    """Share of the training steps that were clipped."""
+    columns: dict[str, Any] = {name: run.column(name)[1] for name in ("coefficient", "grad_norm")}
+    columns["optimizer"] = OPTIMIZERS[run.recipe.optimizer]
+    return float(np.isfinite(clip_norms(columns)).mean())
+
+
+def control_exponents(runs: Sequence[Run]) -> Spread:
+    """The exponents that constant Hessians show with the runs' own steps and noise, and their limits."""
+    controls = [run.fit.control for run in runs]
+    for run, control in zip(runs, controls, strict=True):
+        if control is None:
+            raise MissingRuns(f"{run.folder.name} has no control: a step length is unknown")
+    known = [control for control in controls if control is not None]
+    below, above = (
+        float(np.mean([abs(control.exponent_interval[end] - control.exponent) for control in known]))
+        for end in (0, 1)
+    )
+    return Spread(values=tuple(control.exponent for control in known), doubt=(below, above))
+
+
+def elasticity_beyond_zero(run: Run) -> float:
+    """How smoothness follows the gradient norm inside single steps, less its shuffled zero."""
+    within = run.fit.within
+    if within.missing:
+        raise MissingRuns(str(within.missing))
+    return within.elasticity - within.zero
+
+
+def spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
+    """A statistic over the seeds."""
+    return Spread(values=tuple(statistic(run) for run in runs))
+
+
+def log_spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
+    """The logarithm of a positive statistic over the seeds."""
+    return Spread(values=tuple(math.log(statistic(run)) for run in runs))
+
+
+def final_loss(run: Run) -> float:
+    """The training loss at the end; infinity for a run that diverged."""
+    return float(run.status["train_loss"]) if run.status["status"] == FINISHED else math.inf
+
+
+def validation_loss(run: Run) -> float:
+    """The last validation loss; infinity for a run that diverged."""
+    return float(run.rows("valid")[-1]["loss"]) if run.status["status"] == FINISHED else math.inf
+
+
+def steps_to(run: Run, loss: float) -> float:
+    """First step at which the mean over as many steps as a final loss has is at most ``loss``; or NaN."""
+    steps, losses = run.column("loss")
+    window = round(min(max(steps[-1] / 20, LEAST_WINDOW), MOST_WINDOW))
+    steps, means = running_mean(steps, losses, window)
+    reached = steps[(means <= loss) & (steps >= window)]
+    return float(reached[0]) if len(reached) else math.nan
+
+
+def speed_up(plain: Run, clipped: Run) -> float:
+    """How many times fewer steps the clipped run needs to the other's final loss; below 1 if it is slower."""
+    steps = steps_to(clipped, final_loss(plain))
+    if math.isfinite(steps):
+        return plain.status["step"] / steps
+    return steps_to(plain, final_loss(clipped)) / clipped.status["step"]
+
+
+def best_of(results: Results, settings: Sequence[str], score: Callable[[Run], float] = final_loss) -> str:
+    """The setting with the lowest mean score among those of the plan that no seed lost."""
+    planned = [setting for setting in settings if results.plan.of(setting)]
+    return best_setting({setting: [score(run) for run in results.of(setting)] for setting in planned})

@@ -1,0 +1,351 @@
+"""The statistics and verdicts of the paper's statements, on runs written by hand."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from curvestep.lab.paper import statements
+from curvestep.lab.paper.claims import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    IN_PART,
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    OPEN,
+    REPRODUCED,
+    NotPlanned,
+)
+from curvestep.lab.paper.fig6_data_fraction import SHARES
+from curvestep.lab.paper.plan import (
+    BY_HAND,
+    CALIBRATED,
+    FIVE,
+    FRACTIONS,
+    MEASURED_IMAGES,
+    NORMALIZED,
+    THREE,
+    Results,
+)
+from curvestep.lab.paper.reproduction import make_plan
+from curvestep.lab.paper.statements import make_claims
+from curvestep.lab.paper.statistics import clipped_share, correlation, exponent, speed_up, steps_to
+from curvestep.lab.run.folder import Run
+from curvestep.smoothness.trace import Trace
+from tests.lab.paper.test_reproduction import fake_runs
+
+
+def planned(figure, *settings, seeds=THREE):
+    plan = make_plan("laptop", (figure,))
+    chosen = [run for run in plan.runs if run.setting in settings and run.recipe.seed in seeds]
+    return replace(plan, runs=tuple(chosen))
+
+
+def write_trace(path, alpha, *, seed, fractions=FRACTIONS, factor=1.0, rows=40, noise=0.0):
+    """Rows with smoothness ``2 g**alpha`` at every fraction, times noise of this size in the logarithm."""
+    rng = np.random.default_rng(seed)
+    trace = Trace(path, header={"fractions": list(fractions)})
+    for row, g in enumerate(rng.lognormal(sigma=0.5, size=rows)):
+        fall = 0.2 + 0.05 * (row % 5)  # no two neighbours alike: the within-step test compares steps
+        ends = [float(g * (1 - fall * fraction)) for fraction in fractions]
+        means = [(g + end) / 2 for end in ends]
+        level = 2 * factor * math.exp(noise * rng.standard_normal())
+        secants = [float(level * mean**alpha) for mean in means]
+        trace.append(
+            {
+                "step": 10 * row,
+                "loss": 5.0,
+                "grad_norm": float(g),
+                "smoothness": max(secants),
+                "secants": secants,
+                "grad_norms": ends,
+                "step_norm": 0.1,
+                "kappa": fall,
+                "lr": 1.0,
+                "coefficient": 1.0,
+            }
+        )
+    trace.close()
+
+
+def results_with(tmp_path, plan, alpha_of, *, noise=0.3):
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 400))
+    for run in plan.runs:
+        seed = run.recipe.seed
+        write_trace(
+            tmp_path / "runs" / run.name / "trace.jsonl", alpha_of(run.setting, seed), seed=seed, noise=noise
+        )
+    return Results(plan, tmp_path)
+
+
+def verdicts_of(plan, folder):
+    return {claim.name: claim for claim in make_claims(Results(plan, folder))}
+
+
+def at_scale(results, scale):
+    """The same runs, as if they were of another scale."""
+    results.plan = replace(results.plan, scale=scale)
+    return results
+
+
+def test_correlation_and_exponent_are_those_of_the_logs(tmp_path):
+    plan = planned("fig2", BY_HAND)
+    results = results_with(tmp_path, plan, lambda setting, seed: 0.8, noise=0.0)
+    for run in results.of(BY_HAND):
+        assert exponent(run) == pytest.approx(0.8, abs=0.05)
+        assert correlation(run) > 0.99
+    assert results_with(tmp_path / "noisy", plan, lambda *_: 0.0, noise=1.0) is not None
+    noisy = Results(plan, tmp_path / "noisy").of(BY_HAND)
+    assert abs(np.mean([correlation(run) for run in noisy])) < 0.3
+
+
+def test_correlations_are_within_stretches_of_constant_lr(tmp_path):
+    """Gradient norm and smoothness both jump where lr drops, and have nothing to do with each other else."""
+    plan = planned("fig3", "cifar-momentum", seeds=MEASURED_IMAGES[:1])
+    fake_runs(plan, tmp_path, loss_of=lambda *_: np.full(400, 5.0))
+    rng = np.random.default_rng(0)
+    path = tmp_path / "runs" / plan.runs[0].name / "trace.jsonl"
+    trace = Trace(path, header={"fractions": [1.0]})
+    for row in range(80):
+        jump = 10.0 if row >= 40 else 1.0
+        g, ell = jump * np.exp(0.1 * rng.standard_normal(2))
+        trace.append({"step": 5 * row, "loss": 5.0, "grad_norm": float(g), "smoothness": float(ell)})
+    trace.close()
+    (run,) = Results(plan, tmp_path).of("cifar-momentum")
+    assert correlation(run) > 0.9
+    dropped = replace(run, recipe=replace(run.recipe, lr_drops=(0.5,)))
+    assert abs(correlation(dropped)) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("small", "at_paper_size", "elsewhere"),
+    [(0.0, REPRODUCED, REPRODUCED), (0.35, IN_PART, IN_PART), (1.0, NOT_REPRODUCED, OPEN)],
+)
+def test_much_weaker_is_at_most_half_and_refuted_only_at_the_papers_size(
+    tmp_path, small, at_paper_size, elsewhere
+):
+    plan = planned("fig2", BY_HAND, "lm-lr2", seeds=FIVE)
+    results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if setting == BY_HAND else small)
+    options = {"large": BY_HAND, "small": "lm-lr2", "scales": statements.AWD_LSTM}
+    found = statements.much_weaker(results, **options)
+    assert found.verdict == elsewhere
+    assert found.sentence.startswith("The correlation of logs is ")
+    assert statements.much_weaker(at_scale(results, "epoch"), **options).verdict == at_paper_size
+
+
+def test_smoothness_follows_from_a_correlation_of_one_half(tmp_path):
+    plan = planned("fig2", BY_HAND)
+    for alpha, noise, verdict in ((1.0, 0.1, REPRODUCED), (1.0, 2.0, IN_PART), (-1.0, 0.1, OPEN)):
+        results = results_with(tmp_path / verdict, plan, lambda *_, alpha=alpha: alpha, noise=noise)
+        found = statements.follows(results, setting=BY_HAND, scales=statements.AWD_LSTM)
+        assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(("alpha", "verdict"), [(1.0, NOT_REPRODUCED), (-1.0, NOT_REPRODUCED), (0.0, OPEN)])
+def test_no_correlation_is_told_both_ways(tmp_path, alpha, verdict):
+    plan = planned("fig3", "cifar-momentum", seeds=MEASURED_IMAGES)
+    results = at_scale(results_with(tmp_path, plan, lambda *_: alpha), "paper")
+    options = {"setting": "cifar-momentum", "scales": statements.PAPER_ONLY}
+    found = statements.no_correlation(results, **options)
+    assert found.verdict in ((verdict, REPRODUCED) if alpha == 0 else (verdict,))
+
+
+def test_the_papers_explanation_needs_rougher_ground_with_clipping(tmp_path):
+    plan = planned("fig2", BY_HAND, "lm-lr2")
+    fake_runs(plan, tmp_path, loss_of=lambda *_: np.linspace(9, 5, 400))
+    for run in plan.runs:
+        path = tmp_path / "runs" / run.name / "trace.jsonl"
+        write_trace(path, 1.0, seed=run.recipe.seed, factor=0.05 if run.setting == BY_HAND else 1.0)
+    results = Results(plan, tmp_path)
+    assert statements.explanation(results).verdict == OPEN
+    assert statements.explanation(at_scale(results, "epoch")).verdict == NOT_REPRODUCED
+
+
+@pytest.mark.parametrize(("alpha", "verdict"), [(1.0, REPRODUCED), (1.4, IN_PART), (2.0, NOT_REPRODUCED)])
+def test_growth_is_at_most_linear_up_to_an_exponent_near_one(tmp_path, alpha, verdict):
+    plan = planned("fig2", BY_HAND)
+    results = results_with(tmp_path, plan, lambda setting, seed: alpha + 0.01 * (seed - 11), noise=0.05)
+    assert statements.at_most_linear(at_scale(results, "epoch")).verdict == verdict
+
+
+def test_verdicts_on_training_follow_the_losses(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    speeds = {"lm-lr30clip0.25": 4.0, "lm-lr10clip0.25": 2.0}
+
+    def loss_of(setting, seed):
+        return 9.0 - 0.02 * np.minimum(np.arange(1, 101) * speeds.get(setting, 1.0), 300) - 0.001 * seed
+
+    fake_runs(plan, tmp_path, loss_of=loss_of, diverged=("lm-lr10", "lm-lr30"))
+    claims = verdicts_of(plan, tmp_path)
+    assert claims["large-lr-diverges"].verdict == REPRODUCED
+    assert claims["large-lr-diverges"].numbers["lr 30"] == "3 of 3 runs diverge without clipping, 0 of 5 with"
+    assert claims["clipping-accelerates"].verdict == REPRODUCED
+    # Means over 5 steps lag 2 behind: 98 of 100 plain steps are 24.5 of the fast run's, seen at 27.
+    assert "needs 3.7 times fewer steps" in claims["clipping-accelerates"].sentence
+    assert claims["best-validation"].verdict == REPRODUCED
+    assert claims["images-fastest"].verdict == NOT_TESTED
+
+
+def test_slower_clipping_is_not_reproduced_at_the_papers_length_alone(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+
+    def loss_of(setting, seed):
+        return 9.0 - (0.01 if "clip" in setting else 0.02) * np.arange(1, 101) - 0.0001 * seed
+
+    fake_runs(plan, tmp_path, loss_of=loss_of)
+    results = Results(plan, tmp_path)
+    assert statements.allows_large_lr(results).verdict == OPEN
+    assert statements.accelerates(results).verdict == OPEN
+    assert statements.accelerates(at_scale(results, "paper")).verdict == NOT_REPRODUCED
+    plain, clipped = results.of("lm-lr2")[0], results.of(BY_HAND)[0]
+    assert speed_up(plain, clipped) == pytest.approx(0.5, abs=0.05)
+    assert speed_up(clipped, plain) == pytest.approx(1 / speed_up(plain, clipped), rel=0.1)
+
+
+def test_one_learning_rate_without_clipping_is_no_choice(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    plan = replace(plan, runs=tuple(run for run in plan.runs if run.setting in (BY_HAND, "lm-lr2")))
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
+    claims = verdicts_of(plan, tmp_path)
+    assert claims["clipping-accelerates"].verdict == NOT_TESTED
+    assert "only one learning rate" in claims["clipping-accelerates"].numbers["why"]
+
+
+def test_one_seed_decides_nothing(tmp_path):
+    plan = planned("fig2", BY_HAND, "lm-lr2", seeds=THREE[:1])
+    results = at_scale(results_with(tmp_path, plan, lambda *_: 1.0), "epoch")
+    verdicts = {claim.name: claim.verdict for claim in make_claims(results)}
+    assert verdicts["follows-gradient"] == OPEN
+    assert verdicts["less-without-clipping"] == OPEN
+
+
+def test_statements_without_runs_are_not_tested(tmp_path):
+    for claim in make_claims(Results(make_plan(), tmp_path)):
+        if claim.scale and claim.name != "perplexity":
+            assert claim.verdict == NOT_TESTED, claim
+            assert claim.sentence
+
+
+def test_seeds_that_both_settings_have_are_compared(tmp_path):
+    plan = planned("fig2", BY_HAND, "lm-lr2clip0.25", seeds=FIVE)
+    results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if seed in THREE else 9.0)
+    one, other = results.paired(BY_HAND, "lm-lr2clip0.25")
+    assert [run.recipe.seed for run in one] == [run.recipe.seed for run in other] == list(THREE)
+
+
+@pytest.mark.slow
+def test_growth_beyond_the_control_is_told_from_none(tmp_path):
+    plan = planned("fig2", BY_HAND)
+    assert statements.beyond_control(results_with(tmp_path / "one", plan, lambda *_: 1.0)).verdict == HOLDS
+    none = results_with(tmp_path / "none", plan, lambda *_: 0.0)
+    assert statements.beyond_control(none).verdict != HOLDS
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.05, REPRODUCED), (1.5, OPEN), ("mixed", IN_PART)])
+def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_path, factor, verdict):
+    plan = planned("fig6", *SHARES, seeds=THREE[:1])
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 120))
+    for run in plan.runs:
+        path = tmp_path / "runs" / run.name / "trace.jsonl"
+        own = 1.05 if factor == "mixed" else factor
+        write_trace(path, 1.0, seed=0, fractions=(0.5,), factor=own if run.setting == "lm-share0.1" else 1.0)
+    if factor == "mixed":
+        path = tmp_path / "runs" / f"lm-share0.1-seed{THREE[0]}" / "trace.jsonl"
+        rows = list(Trace.load(path))
+        path.unlink()
+        trace = Trace(path, header={"fractions": [0.5]})
+        for index, row in enumerate(rows):
+            scale = 2.0 if index % 5 == 0 else 1.0
+            kept = {key: value for key, value in row.items() if value is not None}
+            trace.append(kept | {"smoothness": scale * row["smoothness"]})
+        trace.close()
+    found = statements.accurate_share(Results(plan, tmp_path), quantity=1, name="smoothness")
+    assert found.verdict == verdict
+    assert "nine of ten are below" in found.sentence
+
+
+def test_normalized_descent_is_compared_with_the_best_clipped_setting(tmp_path):
+    plan = make_plan("laptop", ("fig4", "equivalence"), language={"steps": 400, "eval_every": 0})
+    twin = plan.of(NORMALIZED)[0].recipe
+    assert (twin.optimizer, twin.lr, twin.offset) == ("normalized", 7.5, 0.25)
+    ends = {"lm-lr10clip0.25": 5.0, NORMALIZED: 5.05}
+
+    def loss_of(setting, seed):
+        return np.r_[9.0, np.full(399, ends.get(setting, 7.0))]
+
+    fake_runs(plan, tmp_path, loss_of=loss_of)
+    results = Results(plan, tmp_path)
+    found = statements.same_up_to_a_factor(results)
+    assert found.verdict == REPRODUCED
+    assert found.numbers["best clipped setting"] == "lr 10, clip 0.25"
+    ends[NORMALIZED] = 6.0
+    fake_runs(plan, tmp_path / "other", loss_of=loss_of)
+    assert statements.same_up_to_a_factor(Results(plan, tmp_path / "other")).verdict == NOT_REPRODUCED
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(0.0, HOLDS), (0.1, HOLDS), (0.5, DOES_NOT_HOLD)])
+def test_a_calibrated_run_may_miss_a_twentieth_of_the_way(tmp_path, gain, verdict):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
+
+    def loss_of(setting, seed):
+        return [9.0, *np.full(49, 6.0 + (gain if setting == CALIBRATED else 0.0))]
+
+    fake_runs(plan, tmp_path, loss_of=loss_of)
+    assert statements.calibrated_as_good(Results(plan, tmp_path)).verdict == verdict
+
+
+def test_a_calibrated_run_that_diverged_does_not_hold(tmp_path):
+    plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
+    fake_runs(plan, tmp_path, loss_of=lambda *_: np.linspace(9, 5, 50), diverged=(CALIBRATED,))
+    assert statements.calibrated_as_good(Results(plan, tmp_path)).verdict == DOES_NOT_HOLD
+
+
+def test_what_a_scale_does_not_plan_is_not_tested_there(tmp_path):
+    plan = make_plan("longer")
+    with pytest.raises(NotPlanned):
+        Results(plan, tmp_path).of("lm-lr10")
+    claims = {claim.name: claim for claim in make_claims(Results(plan, tmp_path))}
+    assert claims["large-lr-diverges"].sentence == "This scale has no such runs."
+
+
+def test_the_share_of_clipped_steps_counts_training_steps(tmp_path):
+    plan = planned("fig2", BY_HAND, seeds=THREE[:1])
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0), coefficients=[0.5, 1.0] * 4)
+    (run,) = Results(plan, tmp_path).of(BY_HAND)
+    assert clipped_share(run) == 0.5
+    normalized = replace(run, recipe=replace(run.recipe, optimizer="normalized"))
+    assert clipped_share(normalized) == 0.0  # only below one half is the gradient above the offset
+
+
+def test_a_run_with_few_rows_decides_nothing(tmp_path):
+    plan = planned("fig3", "cifar-momentum", "cifar-lr5clip0.25", seeds=MEASURED_IMAGES[:1])
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(8, 5.0))
+    for run in plan.runs:
+        write_trace(tmp_path / "runs" / run.name / "trace.jsonl", 1.0, seed=0, rows=4)
+    claims = {claim.name: claim for claim in make_claims(Results(plan, tmp_path))}
+    for name in ("momentum-none", "images-clipped"):
+        assert claims[name].verdict == NOT_TESTED
+        assert "has 4 usable rows, 10 are needed" in claims[name].numbers["why"]
+
+
+def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
+    plan = make_plan("laptop", ("fig8",), language={"steps": 100})
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(100) < 50, 2.0, 1.0))
+    run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
+    assert steps_to(run, 2.0) == 5  # a mean over a twentieth of the steps
+    assert steps_to(run, 1.0) == 55
+    assert math.isnan(steps_to(run, 0.5))
+
+
+def test_steps_are_counted_where_not_every_one_is_a_row(tmp_path):
+    plan = make_plan("laptop", ("fig8",), language={"steps": 200, "log_every": 10})
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(20) < 10, 2.0, 1.0), every=10)
+    run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
+    assert (steps_to(run, 2.0), steps_to(run, 1.0)) == (10, 110)
+
+
+def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
+    names = [one.name for one in statements.STATEMENTS]
+    assert len(set(names)) == len(names)
+    assert all(len(one.says.split()) <= 20 for one in statements.STATEMENTS)
