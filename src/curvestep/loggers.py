@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ COLUMNS = (
 WINDOW = 100  # rows that the share of clipped steps and the elasticity are taken over
 
 
+Row = Mapping[str, Any]
+
+
 class Logger:
     """A listener for rows that hands numbers with names to ``write(numbers, step)``.
 
@@ -44,7 +47,7 @@ class Logger:
 
     Args:
         write: Called with ``{name: number}`` and the step. Only finite numbers are handed over.
-        prefix: What the names begin with.
+        prefix: Beginning of the names.
 
     Example:
         >>> log = Logger(lambda numbers, step: print(step, numbers))
@@ -54,13 +57,15 @@ class Logger:
         >>> log({"step": 5, "grad_norm": 3.0})
     """
 
-    def __init__(self, write: Callable[[dict[str, float], int], Any], *, prefix: str = "curvestep") -> None:
+    def __init__(
+        self, write: Callable[[dict[str, float], int], object], *, prefix: str = "curvestep"
+    ) -> None:
         self._write = write
         self._prefix = prefix
-        self._rows: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._rows: deque[Row] = deque(maxlen=WINDOW)
         self._last_step = -1
 
-    def __call__(self, row: Mapping[str, Any]) -> None:
+    def __call__(self, row: Row) -> None:
         """Write one row."""
         step = int(row["step"])
         if step <= self._last_step:
@@ -70,13 +75,13 @@ class Logger:
         numbers = {name: row.get(name) for name in COLUMNS}
         numbers["clipped_fraction"] = self._clipped_fraction()
         numbers["elasticity"] = self._elasticity()
-        found = {
+        finite = {
             f"{self._prefix}/{name}": float(value)
             for name, value in numbers.items()
             if value is not None and math.isfinite(value)
         }
-        if found:
-            self._write(found, step)
+        if finite:
+            self._write(finite, step)
 
     def _clipped_fraction(self) -> float:
         names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
@@ -100,9 +105,9 @@ class Logger:
             eps=self._column("eps", rows),
         ).elasticity
 
-    def _column(self, name: str, rows: Any = None) -> np.ndarray:
-        values = [row.get(name) for row in (self._rows if rows is None else rows)]
-        return np.array([math.nan if value is None else value for value in values], dtype=float)
+    def _column(self, name: str, rows: Iterable[Row] = ()) -> np.ndarray:
+        """A column of these rows, or of all; float turns None into NaN."""
+        return np.array([row.get(name) for row in rows or self._rows], dtype=float)
 
 
 def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
@@ -114,7 +119,7 @@ def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         writer: A ``SummaryWriter``, or what has its ``add_scalar(name, value, step)``.
-        prefix: What the names begin with.
+        prefix: Beginning of the names.
     """
     _check_has(writer, "add_scalar", "`writer` must be a SummaryWriter")
 
@@ -138,7 +143,7 @@ def wandb(run: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         run: What ``wandb.init()`` returns.
-        prefix: What the names begin with.
+        prefix: Beginning of the names.
     """
     _check_has(run, "define_metric", "`run` must be what `wandb.init()` returns")
     axis = f"{prefix}/step"
@@ -163,7 +168,7 @@ def mlflow(*, prefix: str = "curvestep") -> Logger:
             probe.listen(cs.loggers.mlflow())
 
     Args:
-        prefix: What the names begin with.
+        prefix: Beginning of the names.
     """
     import mlflow
 
@@ -188,7 +193,7 @@ def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         accelerator: An ``Accelerator`` whose ``init_trackers`` was called.
-        prefix: What the names begin with.
+        prefix: Beginning of the names.
     """
     _check_has(accelerator, "init_trackers", "`accelerator` must be an Accelerator")
     if accelerator.is_main_process and not accelerator.trackers:
@@ -203,6 +208,6 @@ def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
     return Logger(write, prefix=prefix)
 
 
-def _check_has(value: Any, method: str, words: str) -> None:
+def _check_has(value: object, method: str, needed: str) -> None:
     if not callable(getattr(value, method, None)):
-        raise TypeError(f"{words}, with a method `{method}`, got {type(value).__name__}.")
+        raise TypeError(f"{needed}, with a method `{method}`, got {type(value).__name__}.")

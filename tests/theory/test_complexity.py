@@ -19,7 +19,7 @@ from curvestep.theory import (
     first_hit,
     hitting_time,
 )
-from curvestep.theory.complexity import BLOCK, FIRST_BLOCK, walk
+from curvestep.theory.complexity import FIRST_BLOCK, LARGEST_BLOCK, walk
 from tests.theory.draws import RotatedWalls
 
 
@@ -66,7 +66,9 @@ def slow_twin(problem, rule, x0, num_steps):
     return np.array(path)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, FIRST_BLOCK - 1, FIRST_BLOCK, FIRST_BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize(
+    "num_steps", [0, 1, FIRST_BLOCK - 1, FIRST_BLOCK, FIRST_BLOCK + 1, 3 * LARGEST_BLOCK + 5]
+)
 def test_descent_on_many_runs_is_each_run_by_itself(num_steps):
     lrs, starts = np.array([[1.0], [5.0]]), np.array([3.0, -2.0, 0.1])
     runs = descend(Quartic(), ClippedStep(lr=lrs, max_norm=0.01), starts, num_steps, eps=1e-3)
@@ -147,7 +149,7 @@ def test_every_noise_value_is_used_once_across_blocks():
         def draw(self, rng, batch, event):
             return np.ones(batch)
 
-    num_steps = 2 * BLOCK + 3
+    num_steps = 2 * LARGEST_BLOCK + 3
     blocks = walk(Quadratic.isotropic(1e-300, dim=1), FixedStep(lr=1.0), np.zeros((1, 1)), 0)
     assert [start for start, _ in blocks] == [0]
     flat = descend(Quartic(), FixedStep(lr=1e-12), np.zeros(2), num_steps, noise=Ones(1.0))

@@ -72,9 +72,12 @@ class Parser(argparse.ArgumentParser):
         text: One sentence about it.
         example: Words after the command, and after its recipe if it has one.
         names: Placeholder of the words that are no options.
+        add_help: Whether ``--help`` prints these options and ends.
     """
 
-    def __init__(self, command: str, text: str = "", *, example: str = "", names: str = "") -> None:
+    def __init__(
+        self, command: str, text: str = "", *, example: str = "", names: str = "", add_help: bool = True
+    ) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(
             prog=command,
@@ -82,6 +85,7 @@ class Parser(argparse.ArgumentParser):
             description=f"{text}\n\nExample: %(prog)s {example}",
             formatter_class=formatter,
             allow_abbrev=False,
+            add_help=add_help,
         )
 
     def option(
@@ -165,10 +169,9 @@ def with_given(parser: Parser, recipe: Recipe, given: dict[str, Any]) -> Recipe:
 
 def _scale_of(args: Sequence[str], command: str) -> str:
     """The scale that a command line names, which decides the other defaults."""
-    parser = Parser(command)
+    parser = Parser(command, add_help=False)
     add_scale(parser)
-    known = [word for word in args if word not in ("-h", "--help")]
-    return parser.parse_known_args(known)[0].scale
+    return parser.parse_known_args(args)[0].scale
 
 
 def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") -> None:

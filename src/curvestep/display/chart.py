@@ -84,7 +84,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows.
+    """Axes, curves or a map, and the words for them.
 
     Args:
         kind: ``scatter``, ``norm``, ``loss``, …: part of its name on the page and on disk.

@@ -259,6 +259,8 @@ class _Ticks(LogLocator):
     """1, 2 and 5 in each decade; over more than two decades only 1."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
-        long = vmin > 0 and vmax / vmin > 200
-        self.set_params(subs=(1.0,) if long else (1.0, 2.0, 5.0), numticks=8 if long else 15)
+        if vmin > 0 and vmax / vmin > 200:
+            self.set_params(subs=(1.0,), numticks=8)
+        else:
+            self.set_params(subs=(1.0, 2.0, 5.0), numticks=15)
         return super().tick_values(vmin, vmax)

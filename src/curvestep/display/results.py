@@ -192,7 +192,7 @@ def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
 
 
 def calibration(found: Calibration) -> list[Chart]:
-    """What each trial gained against its learning rate, one line for each length, and the choice."""
+    """The gain of each trial against its learning rate, one line for each length, and the choice."""
     series = []
     for number, length in enumerate(sorted({arm.num_steps for arm in found.arms})):
         arms = [arm for arm in found.arms if arm.num_steps == length and math.isfinite(arm.gain)]

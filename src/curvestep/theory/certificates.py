@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_count
+from curvestep.notes import Note
 from curvestep.theory.complexity import descend, first_hit, hitting_time, walk
 from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.noise import BoundedNoise, Noise
@@ -22,7 +23,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What a run shows about a guarantee.
+    """A guarantee held against a run.
 
     Attributes:
         guarantee: The guarantee that was tried.
@@ -34,7 +35,8 @@ class Certificate:
             values compared; at most 0 up to rounding if the descent inequality held. ``None`` without a
             promise.
         num_steps: Iterations that were run.
-        reasons: What was violated, in words; empty if nothing was.
+        reasons: Violations: ``outside-class``, ``gap``, ``gradient-norm``, ``decrease``, ``slower`` or
+            ``faster`` than promised; empty if there is none.
     """
 
     guarantee: Guarantee
@@ -44,7 +46,7 @@ class Certificate:
     bound: float
     descent_excess: float | None
     num_steps: int
-    reasons: tuple[str, ...]
+    reasons: tuple[Note, ...]
 
 
 def certify(
@@ -82,8 +84,8 @@ def certify(
 
         A false claim about the function is caught before anything runs:
 
-        >>> certify(quartic, theorem3(L0=0.1, L1=10.0, gap=30.0**4, eps=1e-4), 30.0).reasons
-        ('quartic is not in the class: L1 = 10 needs L0 = 0.16, and L0 = 0.1 is claimed',)
+        >>> certify(quartic, theorem3(L0=0.1, L1=10.0, gap=30.0**4, eps=1e-4), 30.0).reasons[0].text
+        'quartic is not in the class: L1 = 10 needs L0 = 0.16, and L0 = 0.1 is claimed'
     """
     if guarantee.kind != "upper" or guarantee.rule is None:
         raise ValueError(
@@ -91,10 +93,7 @@ def certify(
         )
     check_count("max_steps", max_steps)
     starts = problem.check_start(x0)
-    reasons = _class_reasons(problem, guarantee)
-    gap = float(np.max(problem.gap(starts)))
-    if gap > guarantee.gap * (1 + TOLERANCE):
-        reasons.append(f"f(x0) − f* = {gap:g} is more than the gap {guarantee.gap:g} claimed")
+    reasons = _class_reasons(problem, starts, guarantee)
     if reasons:
         return _certificate(problem, guarantee, math.inf, None, 0, reasons)
     if guarantee.tau is not None:
@@ -115,7 +114,7 @@ def _run(
     level = guarantee.gap * (1 + TOLERANCE)
     floor = max(1e-4 * (guarantee.gap + abs(problem.minimum)), np.finfo(float).tiny)  # where rounding rules
     last: Array | None = None
-    reasons: list[str] = []
+    reasons: list[Note] = []
     for start, block in walk(problem, guarantee.rule, starts, limit, noise=noise, seed=seed):
         with np.errstate(over="ignore", invalid="ignore"):
             joined = block if last is None else np.concatenate([last, block])
@@ -130,9 +129,11 @@ def _run(
         last, num_steps = block[-1:].copy(), start + len(block) - 1
         reasons = []
         if guarantee.M is not None and steepest > guarantee.M * (1 + TOLERANCE):
-            reasons.append(f"a gradient norm of {steepest:g} was met, and M = {guarantee.M:g} is claimed")
+            text = f"a gradient norm of {steepest:g} was met, and M = {guarantee.M:g} is claimed"
+            reasons.append(Note("gradient-norm", text))
         if guarantee.decrease is not None and excess > TOLERANCE:
-            reasons.append(f"a step fell short of the promised decrease by {excess:.2g} of f − f*")
+            text = f"a step fell short of the promised decrease by {excess:.2g} of f − f*"
+            reasons.append(Note("decrease", text))
         if reasons or np.isfinite(hits).mean() > (1 - 1e-9 if guarantee.tau is None else 0.75):
             break
     measured, late = float(np.max(hits)), float(np.max(hits))
@@ -142,9 +143,8 @@ def _run(
     undecided = math.isinf(late) and num_steps <= guarantee.bound and not reasons
     if late > guarantee.bound and num_steps > guarantee.bound:
         many = "in all of them" if guarantee.tau is None else "in most runs"
-        reasons.append(
-            f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
-        )
+        text = f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
+        reasons.append(Note("slower", text))
     descent = excess if guarantee.decrease is not None and math.isfinite(excess) else None
     return _certificate(problem, guarantee, measured, descent, num_steps, reasons, undecided=undecided)
 
@@ -167,8 +167,8 @@ def certify_lower_bound(
         >>> numbers = dict(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
         >>> certify_lower_bound(theorem4(**numbers)).status
         'holds'
-        >>> certify_lower_bound(theorem4(**numbers, version="printed")).reasons
-        ('exponential wall as printed is not in the class: L1 = 5 needs L0 = 5, and L0 = 1 is claimed',)
+        >>> certify_lower_bound(theorem4(**numbers, version="printed")).reasons[0].text
+        'exponential wall as printed is not in the class: L1 = 5 needs L0 = 5, and L0 = 1 is claimed'
     """
     if guarantee.kind != "lower" or guarantee.up_to_constant or guarantee.M is None:
         raise ValueError(f"`guarantee` must be what `theorem4` returns, got {guarantee.theorem}.")
@@ -180,26 +180,22 @@ def certify_lower_bound(
         eps=guarantee.eps,
         version=guarantee.version,
     )
-    reasons = [reason for p in (pair.wall, pair.valley) for reason in _class_reasons(p, guarantee)]
-    for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
-        gap = float(p.gap(np.array(start)))
-        if gap > guarantee.gap * (1 + TOLERANCE):
-            reasons.append(
-                f"{p.name} starts {gap:g} above its minimum, more than the gap {guarantee.gap:g} claimed"
-            )
+    reasons = _class_reasons(pair.wall, np.array(pair.wall_start), guarantee)
+    reasons += _class_reasons(pair.valley, np.array(pair.valley_start), guarantee)
     if reasons:
         return _certificate(pair.valley, guarantee, math.inf, None, 0, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
     too_long = FixedStep(lr=pair.largest_step * 1.001)
     if math.isfinite(_first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
-        reasons.append("a step above the limit of the wall reached its minimum")
+        reasons.append(Note("faster", "a step above the limit of the wall reached its minimum"))
     hits, num_steps = np.zeros(steps.shape), min(max_steps, math.ceil(guarantee.bound) * 4 + 100)
     for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
         starts = np.full(steps.shape, start)
         hits = np.maximum(hits, _first_hits(p, FixedStep(lr=steps), starts, guarantee.eps, num_steps))
     measured = float(hits.min())
     if measured < guarantee.bound * (1 - TOLERANCE):
-        reasons.append(f"a fixed step needed only {measured:g} iterations, fewer than {guarantee.bound:.6g}")
+        text = f"a fixed step needed only {measured:g} iterations, fewer than {guarantee.bound:.6g}"
+        reasons.append(Note("faster", text))
     return _certificate(pair.valley, guarantee, measured, None, num_steps, reasons)
 
 
@@ -208,14 +204,17 @@ def _first_hits(problem: Problem, rule: FixedStep, starts: Array, eps: float, nu
     return np.asarray(runs.hits)
 
 
-def _class_reasons(problem: Problem, guarantee: Guarantee) -> list[str]:
-    needed = problem.frontier(guarantee.L1)
-    if needed <= guarantee.L0 * (1 + TOLERANCE):
-        return []
-    return [
-        f"{problem.name} is not in the class: L1 = {guarantee.L1:g} needs L0 = {needed:g}, "
-        f"and L0 = {guarantee.L0:g} is claimed"
-    ]
+def _class_reasons(problem: Problem, starts: Array, guarantee: Guarantee) -> list[Note]:
+    """Why a problem and its starts are not of the class that a guarantee is about; empty if they are."""
+    reasons = []
+    needed, gap = problem.frontier(guarantee.L1), float(np.max(problem.gap(starts)))
+    if needed > guarantee.L0 * (1 + TOLERANCE):
+        claim = f"L1 = {guarantee.L1:g} needs L0 = {needed:g}, and L0 = {guarantee.L0:g} is claimed"
+        reasons.append(Note("outside-class", f"{problem.name} is not in the class: {claim}"))
+    if gap > guarantee.gap * (1 + TOLERANCE):
+        claim = f"more than the gap {guarantee.gap:g} claimed"
+        reasons.append(Note("gap", f"{problem.name} starts {gap:g} above its minimum, {claim}"))
+    return reasons
 
 
 def _noise_within(noise: Noise | None, guarantee: Guarantee) -> Noise | None:
@@ -235,14 +234,17 @@ def _certificate(
     measured: float,
     descent_excess: float | None,
     num_steps: int,
-    reasons: list[str],
+    reasons: list[Note],
     *,
     undecided: bool = False,
 ) -> Certificate:
+    status = "undecided" if undecided else "holds"
+    if reasons:
+        status = "violated"
     return Certificate(
         guarantee=guarantee,
         problem=problem.name,
-        status="violated" if reasons else "undecided" if undecided else "holds",
+        status=status,
         measured=measured,
         bound=guarantee.bound,
         descent_excess=descent_excess,

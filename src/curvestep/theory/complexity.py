@@ -16,7 +16,7 @@ from curvestep.theory.problems.noise import Noise
 from curvestep.theory.rules import StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
-FIRST_BLOCK, BLOCK = 64, 1024
+FIRST_BLOCK, LARGEST_BLOCK = 64, 1024
 
 
 def first_hit(grad_norms: ArrayLike, eps: float) -> Array:
@@ -87,10 +87,13 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
     # The true median lies below the k-th smallest with probability P(Binomial(n, ½) < k).
     below = int(binom.ppf((1 - confidence) / 2, n, 0.5))
+    low, high = 0.0, math.inf
+    if below > 0:
+        low, high = float(times[below - 1]), float(times[n - below])
     return HittingTime(
         median=float(times[math.ceil(n / 2) - 1]),
-        low=float(times[below - 1]) if below > 0 else 0.0,
-        high=float(times[n - below]) if below > 0 else math.inf,
+        low=low,
+        high=high,
         confidence=confidence,
         num_runs=n,
         num_censored=int(np.isinf(times).sum()),
@@ -220,7 +223,7 @@ def walk(
             yield done, block[:, 0]
         return
     step, rng = rule.stepper(batch), np.random.default_rng(seed)
-    buffer = np.empty((min(BLOCK, num_steps + 1), *starts.shape))
+    buffer = np.empty((min(LARGEST_BLOCK, num_steps + 1), *starts.shape))
     # Views made once: indexing costs as much as arithmetic on few points.
     rows = [buffer[i, ...] for i in range(len(buffer))]
     gradient, subtract = problem.gradient, np.subtract

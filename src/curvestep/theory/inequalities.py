@@ -17,7 +17,7 @@ from curvestep.theory.problems.walls import phi
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothnessCheck:
-    """What a sample of points says about a claimed pair (L0, L1).
+    """A claimed pair (L0, L1) held against a sample of points.
 
     Attributes:
         L0: The claimed L0.

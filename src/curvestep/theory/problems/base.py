@@ -1,4 +1,4 @@
-r"""What every test function offers: value, gradient, Hessian norm, minimum, and its (L0, L1) frontier.
+r"""Test functions: value, gradient, Hessian norm, minimum, and its (L0, L1) frontier.
 
 A function of one real variable takes points of any shape, each entry a point. A function on
 :math:`\mathbb R^d` takes points of shape ``(..., d)``. ``event_shape`` is ``()`` or ``(d,)`` and says which.

@@ -18,7 +18,7 @@ from curvestep.theory.theorems.guarantee import (
 
 
 def noise_term(*, L0: float, L1: float, tau: float) -> float:
-    r"""What noise of radius τ costs, :math:`V = (5L_0 + 2L_1\tau)\tau^2`.
+    r"""The cost of noise of radius τ, :math:`V = (5L_0 + 2L_1\tau)\tau^2`.
 
     Example:
         >>> noise_term(L0=1.0, L1=2.0, tau=0.5)

@@ -83,14 +83,12 @@ def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> 
         [inf, 4.449, 2.968]
     """
     check_version(version)
-    free = version != "printed"
-    return Bound(
-        statement="Assumption 4",
-        version=version,
-        row=14,
-        value=gradient_bound(gap, L0=L0, L1=L1, version=version) if free else math.inf,
-        assumptions=smooth_on("everywhere") if free else (Assumption("M < ∞"),),
-    )
+    if version == "printed":
+        value, assumptions = math.inf, (Assumption("M < ∞"),)
+    else:
+        value = gradient_bound(gap, L0=L0, L1=L1, version=version)
+        assumptions = smooth_on("everywhere")
+    return Bound(statement="Assumption 4", version=version, row=14, value=value, assumptions=assumptions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a theorem returns: the recipe, the bound, and what it needs."""
+"""Guarantees, which theorems return: the recipe, the bound, and its assumptions."""
 
 from __future__ import annotations
 
