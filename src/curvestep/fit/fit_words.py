@@ -76,3 +76,25 @@ def within_words(within: Within) -> str:
         f"p {within.p_value:.1g}, {within.num_rows} rows"
     )
     return f"Inside steps: {said} ({numbers})."
+
+
+def no_losses(floor: float) -> Note:
+    """Rows that cannot be held against the loss."""
+    return Note(
+        "no-losses",
+        f"Not every row has a loss above `loss_floor` ({floor:g}), so the law of the loss cannot be "
+        "compared. Record losses (the probe does), or give the least loss that can be reached.",
+    )
+
+
+def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note:
+    """Laws that predict equally well."""
+    if gain[0] <= 0 <= gain[1]:
+        reason = "gradient norm and loss predict it equally well"
+    else:
+        reason = f"its exponent lies between {exponent[0]:.2g} and {exponent[1]:.2g}"
+    return Note(
+        "laws-alike",
+        f"Which law sharpness follows cannot be told: {reason}. Measure more rows, or a longer part of the "
+        "run, over which gradient norms vary more.",
+    )
