@@ -218,7 +218,7 @@ def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
     assert fit.within.grows
     assert fit.grows
     assert fit.supports_slope
-    assert "within steps" in str(fit)
+    assert "within steps" in fit.details()
     assert f"{fit.within.elasticity:.2f}" in str(fit)
     flat = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell, elasticity=0.0)))
     assert not flat.grows  # whatever the control says
@@ -230,7 +230,7 @@ def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
     assert any("no secants" in warning and "Measure again" in warning for warning in fit.warnings)
     assert fit.grows == (not fit.explained) is True
-    assert "within steps" not in str(fit)
+    assert "within steps" not in fit.details()
 
 
 def test_one_fraction_alone_is_named():
@@ -280,7 +280,7 @@ def test_noise_scale_is_the_quotient_of_means():
     columns = {"grad_variance": [8.0, 72.0] * 20, "grad_signal": [-1.0, 11.0] * 20}
     fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
     assert fit.noise_scale == pytest.approx(40 / 5)
-    assert "noise scale" in str(fit)
+    assert "noise scale" in fit.details()
     assert fit_smoothness(make_trace(g, ell), control=False).noise_scale is None
     columns["grad_signal"] = [-1.0, 0.5] * 20
     assert fit_smoothness(make_trace(g, ell, **columns), control=False).noise_scale == math.inf
@@ -371,7 +371,7 @@ def test_constant_columns_give_a_marked_result():
     assert still.L1_interval[0] == 0
     assert still.L1_interval[1] > 0.5 * float(np.max(ell)) / 2
     for fit in (flat, still):
-        assert "nan" in str(fit)
+        assert "nan" in fit.details()
     assert fit_smoothness(make_trace(g, np.zeros(60), step_norm=0.1, lr=0.1)).L1 == 0
     partly = fit_smoothness(make_trace(g, np.where(np.arange(60) < 5, 0.0, ell), step_norm=0.1, lr=0.1))
     assert partly.control is not None
@@ -419,7 +419,7 @@ def test_local_estimates_that_two_difference_steps_dispute_are_left_out_with_a_w
 def test_words_and_html_name_every_number_and_escape_them():
     g, ell = simulated(np.random.default_rng(0), num=40)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1, spectral_smoothness=2 * ell))
-    text = str(fit)
+    text = fit.details()
     for word in (
         "along this trajectory",
         "L0",
@@ -483,3 +483,15 @@ def test_steps_that_no_quadratic_carries_leave_the_control_without_numbers_and_w
     step_size = np.resize([100.0, 0.3], 60) / np.median(ell)
     fit = fit_smoothness(make_trace(g, ell, every=13, step_norm=step_size * g))
     assert math.isnan(fit.control.spearman)
+
+
+def test_short_form_gives_the_answer_first_in_at_most_eight_lines():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    fit = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell), step_norm=0.1, lr=0.1), law="best")
+    lines = str(fit).splitlines()
+    assert len(lines) <= 8
+    assert lines[0].startswith("Does sharpness grow with the gradient norm?  GROWS")
+    assert "fit.details()" in lines[-1]
+    bare = str(fit_smoothness(make_trace(g, ell), control=False))
+    assert "CANNOT TELL  (inside steps: no-secants)" in bare
+    assert len(bare.splitlines()) <= 8

@@ -17,11 +17,13 @@ import numpy as np
 
 from curvestep._checks import check_count
 from curvestep.display.markup import html_table
+from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
 from curvestep.fit.correlation import Correlations, correlations_of, slope
 from curvestep.fit.diagnostics import fit_warnings, hardly_varies
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
+from curvestep.fit.laws import LawComparison, check_law, compare_laws
 from curvestep.fit.samples import (
     LEAST_ROWS,
     Samples,
@@ -45,7 +47,7 @@ _MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced row
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SmoothnessFit(Correlations):
-    """What :func:`fit_smoothness` found; ``print`` it for words.
+    """Result of :func:`fit_smoothness`; ``print`` it for the answer, ``print(fit.details())`` for the rest.
 
     ``L0`` and ``L1`` are the quantile line's; ``frontier(L1)`` is the line above every point. ``spearman``
     and ``pearson`` (of logarithms) relate gradient norm and smoothness. ``control`` is what a constant
@@ -53,7 +55,8 @@ class SmoothnessFit(Correlations):
     single steps, where a constant Hessian shows nothing: the evidence that counts where it was measured.
     ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``local``
     and ``spectral`` are fits of the other estimates where they were measured. ``samples`` are the rows
-    themselves: :func:`~curvestep.advice.advice.advise` works on them.
+    themselves: :func:`~curvestep.advice.advice.advise` works on them. ``law`` is the law that was asked for;
+    of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares them.
     """
 
     L0: float
@@ -75,6 +78,8 @@ class SmoothnessFit(Correlations):
     frontier_points: tuple[tuple[float, float], ...]
     warnings: tuple[str, ...]
     samples: Samples = field(repr=False, compare=False)
+    law: str = "affine"
+    laws: LawComparison | None = None
 
     @property
     def explained(self) -> bool:
@@ -132,6 +137,10 @@ class SmoothnessFit(Correlations):
         return f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}{skipped}"
 
     def __str__(self) -> str:
+        return words.fit_words(self)
+
+    def details(self) -> str:
+        """Every number of the fit, and every warning in full."""
         rows = (f"  {name:<18}{value:<9}{note}" for name, value, note in self._table())
         return "\n".join([self._headline, *rows, *(f"  ! {warning}" for warning in self.warnings)])
 
@@ -197,6 +206,8 @@ def fit_smoothness(
     resamples: int = 400,
     seed: int = 0,
     control: bool = True,
+    law: str = "affine",
+    loss_floor: float = 0.0,
 ) -> SmoothnessFit:
     r"""(L0, L1) of a measured run, with intervals, a control and warnings.
 
@@ -221,6 +232,9 @@ def fit_smoothness(
         resamples: Bootstrap samples at each block length.
         seed: Of the bootstrap and the control: the same trace gives the same fit.
         control: Whether to simulate the control (about a second).
+        law: ``"affine"`` (the paper's), ``"power"``, ``"loss"``, or ``"best"``: the one that best predicts
+            held-out parts of the run (:mod:`curvestep.fit.laws`). L0 and L1 are always the affine law's.
+        loss_floor: Least loss that can be reached, for the law of the loss.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -236,8 +250,11 @@ def fit_smoothness(
     check_share("quantile", quantile)
     check_share("level", level)
     check_count("resamples", resamples, least=50)
+    check_law(law)
     settings = {"quantile": quantile, "level": level, "resamples": resamples, "seed": seed}
     fit = fit_samples(usable_samples(trace, estimator=estimator), control=control, **settings)
+    if law != "affine":
+        fit = _with_laws(fit, law, loss_floor=loss_floor)
     if estimator == "local_smoothness":
         return fit
     others = {
@@ -251,6 +268,16 @@ def fit_smoothness(
         spectral=others.get("spectral_smoothness"),
         warnings=fit.warnings + unconverged_words(trace),
     )
+
+
+def _with_laws(fit: SmoothnessFit, law: str, *, loss_floor: float) -> SmoothnessFit:
+    """The fit with its laws compared; a law that cannot be fitted to these rows is refused."""
+    laws = compare_laws(fit.samples, level=fit.level, loss_floor=loss_floor)
+    if law == "best":
+        return replace(fit, law=laws.best, laws=laws)
+    if law not in laws.laws:
+        raise ValueError(f'`law="{law}"` cannot be fitted. {laws.doubt}')
+    return replace(fit, law=law, laws=laws)
 
 
 def fit_samples(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from curvestep.notes import Note
 
 if TYPE_CHECKING:
+    from curvestep.fit.fit import SmoothnessFit
     from curvestep.fit.within import Within
 
 WAY_OUT = "Measure with fractions=(0.05, 0.15, 0.5, 1.0)"
@@ -98,3 +100,61 @@ def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note
         f"Which law sharpness follows cannot be told: {reason}. Measure more rows, or a longer part of the "
         "run, over which gradient norms vary more.",
     )
+
+
+_QUESTION = "Does sharpness grow with the gradient norm?"
+_MOST_SHOWN = 3  # warnings that are named in the short form
+
+
+def fit_words(fit: SmoothnessFit) -> str:
+    """The fit in at most eight lines, the answer first."""
+    within = fit.within
+    lines = [f"{_QUESTION}  {within.answer.replace('-', ' ').upper()}  ({_inside(within)})"]
+    numbers = f"L0 {fit.L0:.3g} {_span(fit.L0_interval)}   L1 {fit.L1:.3g} {_span(fit.L1_interval)}"
+    meaning = f"({fit.quantile:.0%} of {fit.num_points} points, {fit.level:.0%} intervals)"
+    lines.append(f"  sharpness <= L0 + L1 * grad_norm   {numbers}   {meaning}")
+    lines.append(f"  along the run   {_along(fit)}")
+    if fit.laws is not None:
+        lines.append(f"  law             {_law(fit)}")
+    lines.append(f"  reliable?       {_reliable(fit.warnings)}")
+    lines.append("More: print(fit.details()), fit.plot()")
+    return "\n".join(lines)
+
+
+def _inside(within: Within) -> str:
+    if within.missing is not None:
+        return f"inside steps: {within.missing.kind}"
+    return (
+        f"inside steps: {within.elasticity:.2f} {_span(within.elasticity_interval)}, shuffled "
+        f"{within.zero:.2f}, p {within.p_value:.1g}; 0 = no, 1 = proportionally"
+    )
+
+
+def _along(fit: SmoothnessFit) -> str:
+    said = f"rank correlation {fit.spearman:.2f} {_span(fit.spearman_interval)}"
+    if fit.control is None:
+        return said
+    verdict = "no evidence" if fit.explained else "more than that"
+    return f"{said}; constant curvature shows up to {fit.control.spearman_interval[1]:.2f}: {verdict}"
+
+
+def _law(fit: SmoothnessFit) -> str:
+    assert fit.laws is not None
+    if not fit.law:
+        return f"cannot tell: {fit.laws.doubt}"
+    law = fit.laws.laws[fit.law]
+    return f"{law.name}, exponent {law.exponent:.2g}, typical error on held-out rows {law.error:.0%}"
+
+
+def _reliable(warnings: tuple[str, ...]) -> str:
+    """The beginnings of the first warnings; what the first line says already is left out."""
+    told = [re.split(r"[:(,]", warning)[0].strip() for warning in warnings]
+    told = [words for words in told if words != "Inside steps"]
+    if not told:
+        return "no warning"
+    more = f"; and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
+    return "; ".join(told[:_MOST_SHOWN]) + more
+
+
+def _span(interval: tuple[float, float]) -> str:
+    return f"[{interval[0]:.3g}, {interval[1]:.3g}]"
