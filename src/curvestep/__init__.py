@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
         UntrackedParametersError as UntrackedParametersError,
     )
     from curvestep.smoothness.estimators import (
+        critical_lr as critical_lr,
         local_smoothness as local_smoothness,
         segment_smoothness as segment_smoothness,
         spectral_smoothness as spectral_smoothness,
@@ -71,7 +72,7 @@ _PUBLIC = {
     "smoothness.oracle": ("GradientOracle", "representative_batches"),
     "smoothness.replay": ("Replay",),
     "smoothness.determinism": ("NonDeterministicError", "UntrackedParametersError"),
-    "smoothness.estimators": ("segment_smoothness", "local_smoothness", "spectral_smoothness"),
+    "smoothness.estimators": ("segment_smoothness", "local_smoothness", "spectral_smoothness", "critical_lr"),
     "fit.fit": ("fit_smoothness", "SmoothnessFit"),
     "advice.advice": ("advise", "Advice"),
     "": ("loggers", "steps", "theory"),

@@ -95,6 +95,67 @@ def segment_smoothness(
     return best[""] if groups is None else best
 
 
+def critical_lr(
+    loss: Callable[[Any], Any], start: Point, end: Point, *, lr: float = 1.0, num_passes: int = 6
+) -> tuple[float, float]:
+    r"""Bracket of the learning rate at which the optimizer's own step first raises the loss.
+
+    .. math::
+        \eta_c = \eta \cdot \inf\{c > 0 : f(x + c\,d) > f(x)\}, \qquad d = x' - x
+
+    by forward passes alone, for any optimizer. The multiple c is doubled or halved from 1 until the loss has
+    been seen to rise and not to, then bisected on a logarithmic scale. On a quadratic a gradient step has
+    :math:`\eta_c = 2/\lambda` along its direction.
+
+    Args:
+        loss: :math:`f` at a point, on the same data at every call: of the step's batch, or of others.
+        start: :math:`x`.
+        end: :math:`x'`, after the step at ``lr``.
+        lr: Learning rate of the step.
+        num_passes: Evaluations of the loss, the one at the start included; at least 3.
+
+    Returns:
+        The largest lr below it that was seen not to raise the loss, and the least seen to raise it; 0 and inf
+        where none was seen.
+
+    Example:
+        >>> x = torch.tensor([1.0])
+        >>> low, high = critical_lr(lambda x: 2 * x.square().sum(), x, x - 0.1 * 4 * x, lr=0.1)
+        >>> low < 0.5 < high      # 2/λ, λ = 4
+        True
+    """
+    check_positive("lr", lr)
+    check_count("num_passes", num_passes, least=3)
+    x, end_listed = listed(start), listed(end)
+    d = [b.detach() - a.detach() for a, b in zip(x, end_listed, strict=True)]
+    if not global_norm(d) > 0:
+        raise ValueError(
+            "`start` and `end` coincide, so there is no step to lengthen. "
+            "Skip steps that did not move the parameters."
+        )
+    here = float(loss(start))
+
+    def rises(multiple: float) -> bool:
+        there = [a.detach() + multiple * b for a, b in zip(x, d, strict=True)]
+        return not float(loss(shaped_like(start, there))) <= here  # a loss that is not finite has risen
+
+    low, high, multiple = 0.0, math.inf, 1.0
+    for _ in range(num_passes - 1):
+        if rises(multiple):
+            high = multiple
+        else:
+            low = multiple
+        multiple = _next_multiple(low, high)
+    return lr * low, lr * high
+
+
+def _next_multiple(low: float, high: float) -> float:
+    """Twice, half, or between."""
+    if math.isinf(high):
+        return 2 * low
+    return math.sqrt(low * high) if low > 0 else high / 2
+
+
 def local_smoothness(
     gradient: Gradient,
     point: Point,
