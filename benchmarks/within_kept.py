@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from curvestep.fit.samples import Samples, usable_samples
-from curvestep.fit.within import LEAST_ROWS, Within, within_steps
+from curvestep.fit.within import LEAST_ROWS, MOST_KAPPA, Within, within_steps
 from curvestep.smoothness.trace import Trace
 
 
-def tested(samples: Samples, **settings: float) -> Within:
+def elasticity_of(samples: Samples, most_kappa: float = MOST_KAPPA) -> Within:
     """The test on the rows of a trace."""
     return within_steps(
         secants=samples.secants,
@@ -26,7 +26,7 @@ def tested(samples: Samples, **settings: float) -> Within:
         fractions=samples.fractions,
         kappa=samples.kappa,
         eps=samples.eps,
-        **settings,
+        most_kappa=most_kappa,
     )
 
 
@@ -44,9 +44,11 @@ def settings_below(folders: list[Path]) -> dict[str, list[Samples]]:
 def line(name: str, runs: list[Samples]) -> str:
     """A row of the table."""
     answers = Counter(
-        f"cannot tell ({fit.missing.kind})" if fit.missing else fit.answer for fit in map(tested, runs)
+        f"cannot tell ({fit.missing.kind})" if fit.missing else fit.answer for fit in map(elasticity_of, runs)
     )
-    whole = [fit for fit in (tested(samples, most_kappa=np.inf) for samples in runs) if not fit.missing]
+    whole = [
+        fit for fit in (elasticity_of(samples, most_kappa=np.inf) for samples in runs) if not fit.missing
+    ]
     said = ", ".join(f"{count} {answer}" for answer, count in answers.items())
     middle = " | ".join(
         f"{np.mean([getattr(fit, key) for fit in whole]) + 0.0:.2f}" for key in ("elasticity", "zero")

@@ -19,6 +19,7 @@ from scipy import stats
 
 from curvestep._checks import check_choice
 from curvestep.fit import fit_words as words
+from curvestep.fit.correlation import UNKNOWN
 from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import Samples
 from curvestep.notes import Note
@@ -93,7 +94,7 @@ def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.
     if not np.all(excess > 0):  # NaN where the loss was not recorded
         doubt = words.no_losses(loss_floor)
         return LawComparison(
-            laws=laws, best="", exponent_interval=interval, loss_gain_interval=(math.nan,) * 2, doubt=doubt
+            laws=laws, best="", exponent_interval=interval, loss_gain_interval=UNKNOWN, doubt=doubt
         )
     loss = _Family(np.log(excess), log_ell, np.ones(1))
     laws["loss"] = loss.law("loss")
