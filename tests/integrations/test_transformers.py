@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     )
 
 import curvestep as cs
-from curvestep.integrations.transformers import calibrate, watch
+from curvestep.integrations.transformers import SmoothnessCallback, calibrate, watch
 from curvestep.optimizer_family import check_optimizer
 from tests.integrations.runs import digest, state_of
 
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 }
 
 
-def trainer_of(folder, optimizer=None, kind=Trainer, model=None, data=None, **options):
+def trainer_of(folder, optimizer=None, kind=Trainer, model=None, data=None, callbacks=None, **options):
     set_seed(0)
     model = gpt2() if model is None else model()
     settings = {
@@ -87,7 +87,8 @@ def trainer_of(folder, optimizer=None, kind=Trainer, model=None, data=None, **op
         own = {"optimizers": (OPTIMIZERS[optimizer](model.parameters()), None)}
     else:
         own = {} if optimizer is None else {"optimizer_cls_and_kwargs": optimizer}
-    return kind(model, args, train_dataset=Tokens() if data is None else data, **own)
+    data = Tokens() if data is None else data
+    return kind(model, args, train_dataset=data, callbacks=callbacks, **own)
 
 
 def finish(trainer):
@@ -165,6 +166,35 @@ def test_a_watched_run_is_the_run_without(mode, tmp_path):
             assert row["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-3)
         expected = min(1.0, limit / row["grad_norm"])
         assert row["coefficient"] == pytest.approx(expected, rel=2e-2 if mode == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("way", ["callbacks", "add_callback"])
+def test_a_callback_given_to_the_trainer_measures_what_watch_does(way, tmp_path):
+    watched = trainer_of(tmp_path, max_grad_norm=0.5)
+    rows = watch(watched, every=3, on_error="raise")
+    expected = finish(watched)
+    callback = SmoothnessCallback(every=3, on_error="raise")
+    trainer = trainer_of(tmp_path, max_grad_norm=0.5, callbacks=[callback] if way == "callbacks" else None)
+    if way == "add_callback":
+        trainer.add_callback(callback)
+    assert finish(trainer) == expected
+    for row, other in zip(callback.probe.trace, rows.probe.trace, strict=True):
+        assert row["smoothness"] == other["smoothness"]
+        assert row["coefficient"] == other["coefficient"]
+
+
+def test_the_class_of_the_callback_is_a_callback_too(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2, callbacks=[SmoothnessCallback])
+    trainer.train()
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SmoothnessCallback))
+    assert [row["step"] for row in callback.probe.trace] == [0]
+    with pytest.raises(ValueError, match="watched already"):
+        watch(trainer)
+
+
+def test_a_callback_outside_a_trainer_says_where_it_belongs():
+    with pytest.raises(RuntimeError, match="`callbacks` of a transformers Trainer"):
+        SmoothnessCallback().on_init_end(None, None, None)
 
 
 def test_sft_of_trl_keeps_its_counts(tmp_path):

@@ -8,18 +8,21 @@
     calibrate(trainer)  # sets args.learning_rate and args.max_grad_norm
     watch(trainer, trace="trace.jsonl")
     trainer.train()
+
+``Trainer(..., callbacks=[SmoothnessCallback(trace="trace.jsonl")])`` does what ``watch`` does.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,27 +57,45 @@ STATE = "curvestep.json"  # in a checkpoint's folder
 PRINTERS = (PrinterCallback, ProgressCallback)
 
 
-def watch(
-    trainer: Trainer,
-    *,
-    every: int = 100,
-    fractions: tuple[float, ...] = (0.5, 1.0),
-    estimators: list[str] | dict[str, int] | None = None,
-    trace: Trace | str | Path | None = None,
-    if_exists: str = "resume",
-    max_overhead: float | None = None,
-    layers: bool = False,
-    on_error: str = "off",
-    log: bool = True,
-    console: bool = False,
-) -> SmoothnessCallback:
+class SmoothnessOptions(TypedDict, total=False):
+    """The options of :class:`SmoothnessCallback`, as it describes them."""
+
+    every: int
+    fractions: tuple[float, ...]
+    estimators: list[str] | dict[str, int] | None
+    trace: Trace | str | Path | None
+    if_exists: str
+    max_overhead: float | None
+    layers: bool
+    on_error: str
+    log: bool
+    console: bool
+
+
+def watch(trainer: Trainer, **options: Unpack[SmoothnessOptions]) -> SmoothnessCallback:
     """Measure smoothness along ``trainer.train()``; training stays bit for bit. One line before it.
+
+    Args:
+        trainer: A ``Trainer``, or one of TRL's.
+        options: Those of :class:`SmoothnessCallback`.
+
+    Returns:
+        The callback; ``callback.probe.trace`` has the rows once training has begun.
+    """
+    _check_trainer(trainer)
+    callback = SmoothnessCallback(**options)
+    callback._attach(trainer)
+    trainer.add_callback(callback)
+    return callback
+
+
+class SmoothnessCallback(TrainerCallback):
+    """Measures smoothness along ``trainer.train()``: one of ``Trainer(callbacks=[...])``, or :func:`watch`.
 
     Gradient accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and
     resuming from a checkpoint are taken care of.
 
     Args:
-        trainer: A ``Trainer``, or one of TRL's.
         every: Optimizer steps between measurements.
         fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
             batch of a measured step: with both defaults 2 to 2.5 % of a run.
@@ -89,46 +110,58 @@ def watch(
         log: Whether rows go where ``report_to`` says, as ``curvestep/…``.
         console: Whether they are also printed where the Trainer prints its own logs.
 
-    Returns:
-        The callback; ``callback.probe.trace`` has the rows once training has begun.
-    """
-    _check_trainer(trainer)
-    if any(isinstance(c, SmoothnessCallback) for c in trainer.callback_handler.callbacks):
-        raise ValueError("This trainer is watched already: call `watch` once.")
-    options = {
-        "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"], "trace": trace,
-        "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers, "on_error": on_error,
-    }  # fmt: skip
-    callback = SmoothnessCallback(trainer, options, log=log, console=console)
-    trainer.add_callback(callback)
-    return callback
-
-
-class SmoothnessCallback(TrainerCallback):
-    """Added by :func:`watch`: a callback alone sees neither batch nor loss, and only clipped gradients.
-
-    Args:
-        trainer: The Trainer.
-        options: Those of :class:`~curvestep.smoothness.probe.SmoothnessProbe`.
-        log: Whether rows go where ``report_to`` says.
-        console: Whether they are printed, too.
-
     Attributes:
         probe: The probe, from the first training step on.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, *, log: bool, console: bool) -> None:
+    _trainer: Trainer  # once it is attached
+    _training_step: Callable[..., Tensor]
+
+    def __init__(
+        self,
+        *,
+        every: int = 100,
+        fractions: tuple[float, ...] = (0.5, 1.0),
+        estimators: list[str] | dict[str, int] | None = None,
+        trace: Trace | str | Path | None = None,
+        if_exists: str = "resume",
+        max_overhead: float | None = None,
+        layers: bool = False,
+        on_error: str = "off",
+        log: bool = True,
+        console: bool = False,
+    ) -> None:
         self.probe: SmoothnessProbe | None = None
-        self._trainer, self._options, self._log, self._console = trainer, options, log, console
+        self._options: Options = {
+            "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
+            "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
+            "on_error": on_error,
+        }  # fmt: skip
+        self._log, self._console = log, console
         self._begun = False
         self._hooks: list[RemovableHandle] = []
-        self._training_step: Callable[..., Tensor] = trainer.training_step
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the Trainer in whose ``callbacks`` this is."""
+        self._attach(_calling_trainer())
+
+    def _attach(self, trainer: Trainer) -> None:
+        """Record the loss of every due step: a callback alone sees neither batch nor loss."""
+        if isinstance(getattr(trainer.training_step, "__self__", None), SmoothnessCallback):
+            raise ValueError(
+                "This trainer is watched already: one `SmoothnessCallback` or `watch` is enough."
+            )
+        self._trainer, self._training_step = trainer, trainer.training_step
         trainer.training_step = self._recorded_step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Warn where the Trainer clips before an optimizer that clips as well."""
+        if not hasattr(self, "_trainer"):  # by trainer.add_callback
+            self._attach(_calling_trainer())
         self.on_train_end(args, state, control)
         self.probe = None
         optimizer = kwargs.get("optimizer")
@@ -376,6 +409,17 @@ def _optimizer_of(trainer: Trainer, model: nn.Module) -> Optimizer:
 
 def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _calling_trainer() -> Trainer:
+    """The Trainer that calls its callbacks, which hands them everything but itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise RuntimeError("SmoothnessCallback is for the `callbacks` of a transformers Trainer.")
 
 
 @contextmanager
