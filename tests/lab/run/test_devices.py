@@ -67,16 +67,6 @@ def _assert_same(two, one):
     torch.testing.assert_close(*(content["optimizer"]["state"] for content in saved), rtol=1e-7, atol=1e-7)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_torchmetrics(tmp_path_factory):
-    """Processes that Fabric starts import it before us, and with it torchmetrics: most of their time."""
-    folder = tmp_path_factory.mktemp("path")
-    (folder / "torchmetrics.py").write_text("raise ImportError\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(folder), *sys.path])
-        yield
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """By kind of model: the recipe, and the folder of a run on one device."""
