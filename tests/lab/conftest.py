@@ -1,4 +1,4 @@
-"""Processes that tests of the lab start are spared torchmetrics, which Fabric imports only for its version."""
+"""Processes that tests of the lab start do without torchmetrics: Fabric imports it only for its version."""
 
 import os
 import sys

@@ -187,7 +187,7 @@ OF_RUN: dict[str, Callable[[RunView], str]] = {
 
 
 def calibration(found: Calibration) -> str:
-    """What the trials gained, and what was made of it."""
+    """Gains of the trials, and the setting that follows."""
     arms = found.last_arms
     best = max(arms, key=lambda arm: arm.gain)
     return (

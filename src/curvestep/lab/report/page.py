@@ -76,7 +76,7 @@ def write_page(
         ValueError: there is no run and no trace in ``paths``, or ``output`` is a file to keep.
     """
     sources = list(paths)
-    places = [place_of(path if isinstance(path, Trace) else Path(path)) for path in sources]
+    places = [place_of(source) for source in sources]
     subject = hashlib.sha256("\n".join(sorted(str(place.resolve()) for place in places)).encode()).hexdigest()
     output = Path(output)
     if output.is_dir():
@@ -91,12 +91,16 @@ def write_page(
     views = find_views(sources, loaded=loaded)
     tasks = tasks_of(views)
     claims = claims_of(places)
-    said = [captions.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
-    page = render_page(tasks, said, claims=claims, figures=figures_of(places), title=title, subject=subject)
+    titles = [task.name for task in tasks] if len(tasks) > 1 else [""]
+    verdicts = [captions.verdict(task, title=title) for task, title in zip(tasks, titles, strict=False)]
+    page = render_page(
+        tasks, verdicts, claims=claims, figures=figures_of(places), title=title, subject=subject
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
-    found = [{"title": "", "verdict": claims["found"], "warnings": []}] if claims else []
-    return Page(path=output, verdicts=(*found, *said), runs=tuple(views))
+    if claims:
+        verdicts.insert(0, {"title": "", "verdict": claims["found"], "warnings": []})
+    return Page(path=output, verdicts=tuple(verdicts), runs=tuple(views))
 
 
 def render_page(
@@ -194,13 +198,17 @@ def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
     """The figures that the reproductions among ``paths`` drew, as images for a page; a lost one says so."""
     pictures = []
     for path in paths:
-        for about in read_json(path / FIGURES).get("figures", ()) if (path / FIGURES).is_file() else ():
-            file = path / str(about.get("png"))
-            there = file.is_file() and file.with_suffix(".svg").is_file()
-            caption = str(about.get("caption", "")) if there else f"There is no {about.get('png')}."
-            title = str(about.get("title", file.stem))
-            pictures.append({"title": title, "caption": caption, "image": _image(file) if there else ""})
+        if (path / FIGURES).is_file():
+            pictures += [_picture(path, about) for about in read_json(path / FIGURES).get("figures", ())]
     return pictures
+
+
+def _picture(folder: Path, about: Fields) -> dict[str, str]:
+    file = folder / str(about.get("png"))
+    title = str(about.get("title", file.stem))
+    if not file.is_file() or not file.with_suffix(".svg").is_file():
+        return {"title": title, "caption": f"There is no {about.get('png')}.", "image": ""}
+    return {"title": title, "caption": str(about.get("caption", "")), "image": _image(file)}
 
 
 def _image(file: Path) -> str:

@@ -7,9 +7,10 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import check_trace, final_loss
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
-from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, find_runs
+from curvestep.lab.run.folder import CONFIG, METRICS, TRACE, Run, find_runs
 from curvestep.notes import Note
 from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
 from curvestep.steps import clip_norms
@@ -216,11 +217,13 @@ def task_of(source: Run | Trace) -> str:
     return ", ".join(facts)
 
 
-def place_of(source: Run | Trace | Path) -> Path:
+def place_of(source: Run | Trace | Path | str) -> Path:
     """The folder of a run or the file of a trace; of a trace in memory a name for it."""
     if isinstance(source, Trace):
         return source.path or Path(str(source.header.get("model", "a trace in memory")))
-    return source.folder if isinstance(source, Run) else source
+    if isinstance(source, Run):
+        return source.folder
+    return Path(source)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -283,13 +286,12 @@ def _run_view(run: Run, name: str) -> RunView:
         evaluations = [run.column("loss", split) for split in ("valid", "test")]
         steps, losses = next((one for one in evaluations if len(one[0])), evaluations[0])
         calibration = _calibration(run.folder, notes)
-        measurement = _measurement(run, notes) if run.trace_path.exists() else {}
+        measurement = _measurement_of(run, notes)
     if run.lost_rows:
         notes.append(Note(DAMAGED, run.lost_rows))
     if not measurement and not notes:
         notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
-    status = run.status if (run.folder / STATUS).exists() else {"status": "running", "step": 0}
-    facts = ("data", "num_parameters", "seconds", "message")
+    status, facts = run.status, ("data", "num_parameters", "seconds", "message")
     metrics = {}
     for split, values in (status.get("metrics") or {}).items():
         metrics |= {f"{split} {key}": float(value) for key, value in values.items() if key != "loss"}
@@ -319,7 +321,7 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
     with _noted(notes):
         trace = source if isinstance(source, Trace) else Trace.load(source)
         path = place_of(trace)
-        measurement = _measurement(trace, notes)
+        measurement = _measurement(trace, partial(fit_smoothness, trace), notes)
         calibration = _calibration(path.parent, notes) if path.name == TRACE else None
     view = RunView(
         name=name,
@@ -361,17 +363,23 @@ def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
         return None
 
 
-def _measurement(source: Run | Trace, notes: list[Note]) -> Fields:
-    """Columns, fit and advice of a trace; a run's own fit is shared with all that show it."""
-    fit = None
+def _measurement_of(run: Run, notes: list[Note]) -> Fields:
+    """The measurement of a run; its fit is shared with all that show it."""
+    if not run.trace_path.exists():
+        return {}
     try:
-        trace = source if isinstance(source, Trace) else source.trace
+        trace = run.trace
     except ValueError as error:
         notes.append(Note(DAMAGED, str(error)))
         return {}
-    refusal = ""
+    return _measurement(trace, lambda: run.fit, notes)
+
+
+def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[Note]) -> Fields:
+    """Columns, fit and advice of a trace."""
+    fit, refusal = None, ""
     try:
-        fit = fit_smoothness(source) if isinstance(source, Trace) else source.fit
+        fit = fitted()
     except ValueError as error:
         refusal = str(error)
     advice = advise(fit or trace)

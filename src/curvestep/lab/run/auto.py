@@ -1,4 +1,4 @@
-"""What can be measured before a run trains: its learning rate and threshold, and what it would cost."""
+"""Measurements before a run trains: its learning rate and threshold, and its cost."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _threshold(recipe: Recipe) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What would run, and how long it would take on this machine.
+    """A run that was not begun, and how long it would take on this machine.
 
     Args:
         recipe: The recipe.
@@ -128,11 +128,9 @@ class DryRun:
     def __str__(self) -> str:
         recipe = self.recipe
         data = recipe.corpus if isinstance(recipe, LanguageRecipe) else getattr(recipe, "images", "")
-        probe = (
-            f"every {recipe.probe_every} steps, {self.seconds_per_probe:.3g} s each"
-            if recipe.probe_every
-            else "off"
-        )
+        probe = "off"
+        if recipe.probe_every:
+            probe = f"every {recipe.probe_every} steps, {self.seconds_per_probe:.3g} s each"
         threads = torch.get_num_threads()
         return "\n".join(
             [
@@ -183,14 +181,15 @@ def dry_run(recipe: Recipe, *, measured_steps: int = 2) -> DryRun:
         if recipe.probe_data:
             gradients = (gradients + 1) * len(task.oracle_batches(recipe.probe_data))
         of_probe = gradients * of_gradient
-        num_probes = len(range(recipe.probe_from, steps, recipe.probe_every)) if recipe.probe_every else 0
+        num_probes = 0
+        if recipe.probe_every:
+            num_probes = len(range(recipe.probe_from, steps, recipe.probe_every))
         if isinstance(task, LanguageTask):
             batches = (recipe.eval_size or len(task.corpus.valid)) / (task.recipe.bptt * recipe.batch_size)
         else:
             batches = (recipe.eval_size or len(task.images.test_y)) / recipe.batch_size
         # On the first split now and then and at the end, on the others, of about that size, once.
-        evaluations = math.ceil(steps / recipe.eval_every) if recipe.eval_every else 1
-        evaluations += len(task.splits) - 1
+        evaluations = math.ceil(steps / (recipe.eval_every or steps)) + len(task.splits) - 1
         return DryRun(
             recipe=recipe,
             num_parameters=sum(p.numel() for p in model.parameters()),

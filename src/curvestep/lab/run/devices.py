@@ -57,7 +57,7 @@ def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") 
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:
-    r"""What a process that we started raised, in its own words: torch hands on a traceback as text.
+    r"""The error of a process that we started, in its own words: torch hands on a traceback as text.
 
     Example:
         >>> text = "Process 0:\nTraceback (most recent call last):\n  File ...\nValueError: There is no text."

@@ -246,10 +246,10 @@ def set_random_state(states: dict[str, Tensor]) -> None:
 
 def truncate_rows(path: Path, length: int) -> None:
     """Cut a row file to the length that a checkpoint recorded: what came later is written again."""
-    size = path.stat().st_size if path.exists() else 0
+    size = synced_length(path)
     if size < length:
         raise ValueError(f"{path} has {size} bytes, its checkpoint was written at {length}: rows were lost.")
-    if path.exists():
+    if size > length:
         os.truncate(path, length)
 
 
