@@ -12,9 +12,11 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration import pilots
+from curvestep.calibration.calibration_words import confidence
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
 from curvestep.calibration.pilots import Arm, Pilots, answer, clarity, is_bracketed, next_octave
+from curvestep.optimizer_family import Family
 from tests.calibration.models import Noisy, kinds, network, targets
 
 # A slow twin, written from the rule
@@ -446,3 +448,31 @@ def test_constants_are_the_frozen_ones():
     )
     values = [getattr(pilots, name) for name in names.split()]
     assert values == [16, 8, 5, 0.96, 1.1, 0.7, 5.0, 2.0, 0.004, 1.0]
+
+
+def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_schedule():
+    def said(arms, family=Family.ADAM, schedule="warmup-decay"):
+        return confidence(arms, family, schedule)
+
+    clear = arms_of(0.1, 1.0, 0.5)
+    assert said(clear) == "high"
+    assert said(clear, Family.MOMENTUM) == "high"
+    assert said(clear, schedule="constant") == "medium"
+    assert said(clear, Family.UNKNOWN) == said(clear, Family.NORMALIZED) == "medium"
+    assert said(arms_of(0.1, 1.0, 0.5, num_steps=32)) == "medium"
+    assert said(arms_of(0.1, 1.0, 0.5, error=0.3)) == "medium"
+    assert said(arms_of(0.1, 0.5, 1.0)) == "medium"
+    assert said(arms_of(0.1, 1.0, 0.5, error=0.6)) == "cannot tell"
+
+
+def test_answer_is_printed_in_at_most_eight_lines():
+    model, loss, batches = network(count=9)
+    model.eval()
+    opt = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+    cal = calibrate(model, lambda b: 1e4 * loss(b), batches, optimizer=opt)
+    assert len(cal.warnings) >= 3
+    assert len(str(cal).splitlines()) <= 8
+    assert f"(and {len(cal.warnings) - 1} more)" in str(cal)
+    for note in cal.warnings:
+        assert note.text in cal.details()
+    assert all(f"{arm.lr:<9.3g}" in cal.details() for arm in cal.arms)

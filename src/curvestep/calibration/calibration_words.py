@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from curvestep.calibration.method import Method
 from curvestep.calibration.pilots import (
     BLIND,
+    CLEAR,
     FIRST_OCTAVES,
     NUM_JUDGES,
     NUM_STEPS,
@@ -49,8 +50,8 @@ def confidence(arms: Sequence[Arm], family: Family, schedule: str) -> str:
     if clarity(arms) < BLIND:
         return "cannot tell"
     is_tested = schedule != "constant" and (family, schedule) in EVIDENCE
-    is_short = arms[0].num_steps == NUM_STEPS
-    return "high" if is_tested and is_short and is_bracketed(arms) else "medium"
+    is_clear = clarity(arms) >= CLEAR and arms[0].num_steps == NUM_STEPS
+    return "high" if is_tested and is_clear and is_bracketed(arms) else "medium"
 
 
 # What is printed
@@ -173,34 +174,31 @@ def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
 
 def of_start(model: nn.Module, method: Method, grad_norm: float) -> list[Note]:
     """What is unusual about the model, the optimizer and the loss."""
-    notes = []
-    if (method.family, "constant") not in EVIDENCE:
-        text = (
-            f"{method.name} is less tested than Adam and SGD: half of this lr and twice it are worth a try."
-        )
-        notes.append(Note("less-tested", text))
-    if not 0.01 <= grad_norm <= 100:
-        text = (
-            f"The gradient norm at the start is {grad_norm:.2g}. Is the loss a sum, or scaled? Use the mean: "
-            "a max_norm near 1 means little at other scales."
-        )
-        notes.append(Note("scaled-loss", text))
-    if method.has_stepped:
-        text = "The optimizer has stepped before: the trials went on from its state, not from a fresh one."
-        notes.append(Note("stepped", text))
     still = [m for m in model.modules() if isinstance(m, (_BatchNorm, _DropoutNd)) and not m.training]
-    if still:
-        text = (
+    halves = [p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    said = {
+        Note(
+            "less-tested",
+            f"{method.name} is less tested than Adam and SGD: half of this lr and twice it are worth a try.",
+        ): (method.family, "constant") not in EVIDENCE,
+        Note(
+            "scaled-loss",
+            f"The gradient norm at the start is {grad_norm:.2g}. Is the loss a sum, or scaled? Use the mean: "
+            "a max_norm near 1 means little at other scales.",
+        ): not 0.01 <= grad_norm <= 100,
+        Note(
+            "stepped", "The optimizer has stepped before: the trials went on from its state."
+        ): method.has_stepped,
+        Note(
+            "eval-mode",
             f"{len(still)} BatchNorm or dropout layers are in eval mode. If they will train, call "
-            "`model.train()` first: the answer may differ many times over."
-        )
-        notes.append(Note("eval-mode", text))
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        text = (
-            "The parameters are in half precision, where small steps are lost in rounding. float32 is surer."
-        )
-        notes.append(Note("half-precision", text))
-    return notes
+            "`model.train()` first: the answer may differ many times over.",
+        ): bool(still),
+        Note("half-precision", "In half precision small steps are lost in rounding: float32 is surer."): bool(
+            halves
+        ),
+    }
+    return [note for note, holds in said.items() if holds]
 
 
 def of_untrained(num_outside: int, num_idle: int) -> list[Note]:
