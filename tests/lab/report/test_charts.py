@@ -254,3 +254,15 @@ def test_figure_shows_every_trial_and_the_choice(tmp_path):
 def test_figure_names_the_threshold_of_this_optimizer(optimizer, threshold):
     words = make_calibration(optimizer=optimizer).plot().get_supxlabel()
     assert [name for name in ("max_norm", "offset") if name in words] == [threshold] * bool(threshold)
+
+
+def test_marks_of_a_series_are_open_filled_or_there_for_a_lonely_point():
+    steps = np.arange(3.0)
+    plain = Series("", steps, steps, mark="triangle", hollow=np.array([True, False, True]))
+    lonely = Series("", steps, np.array([1.0, np.nan, np.nan]))
+    line = Series("", steps, steps)
+    drawn = to_plotly(Chart("test", "", Axis("x"), Axis("y"), (plain, lonely, line)))["data"]
+    opened = "triangle-up-open"
+    assert drawn[0]["marker"]["symbol"] == [opened, "triangle-up", opened]
+    assert drawn[1]["marker"]["symbol"] == "circle"
+    assert [one["mode"] for one in drawn[1:]] == ["lines+markers", "lines"]

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from torch import nn
 
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
+from curvestep.lab.run.session import NonMonotoneAveraging
 from tests.lab.small import interrupt_at, small_language
 
 
@@ -65,3 +67,15 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_status_ends_as_it_did(
     assert (again.status, again.message, again.step) == (result.status, result.message, result.step)
     assert (again.metrics, again.train_loss) == (result.metrics, result.train_loss)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_averaging_begins_once_and_counts_every_later_step():
+    model = nn.Linear(1, 1, bias=False)
+    averaging = NonMonotoneAveraging(model, window=1)
+    begun = [averaging.after_validation(loss) for loss in (2.0, 3.0, 3.0, 4.0)]
+    assert begun == [False, False, True, False]
+    for weight in (1.0, 3.0):
+        nn.init.constant_(model.weight, weight)
+        averaging.after_step()
+        averaging.after_validation(5.0)
+    assert averaging.evaluated.weight.item() == 2.0
