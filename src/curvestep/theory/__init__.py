@@ -11,6 +11,7 @@ from curvestep.theory.complexity import (
     descend as descend,
     first_hit as first_hit,
     hitting_time as hitting_time,
+    worst_case_complexity as worst_case_complexity,
 )
 from curvestep.theory.inequalities import (
     SmoothnessCheck as SmoothnessCheck,
@@ -61,6 +62,18 @@ from curvestep.theory.theorems.clipped_sgd import (
     noise_term as noise_term,
     theorem7 as theorem7,
     theorem8 as theorem8,
+)
+from curvestep.theory.theorems.clipping_floor import (
+    SkewedNoise as SkewedNoise,
+    clipping_floor as clipping_floor,
+    floor_noise as floor_noise,
+)
+from curvestep.theory.theorems.ell_smooth import (
+    EllGuarantee as EllGuarantee,
+    certify_ell as certify_ell,
+    ell_decrease as ell_decrease,
+    ell_smooth as ell_smooth,
+    ell_step as ell_step,
 )
 from curvestep.theory.theorems.fixed_gd import (
     LowerBoundPair as LowerBoundPair,

@@ -3,7 +3,7 @@ r"""How many iterations descent takes: many runs at once, and the first time the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -242,3 +242,50 @@ def walk(
                 x = subtract(x, scale(step(norm(g)), g), row)
             yield done, buffer[:num]
             begin, done, size = 0, done + num, 2 * size
+
+
+def worst_case_complexity(
+    rules: Iterable[StepRule],
+    starts: Iterable[tuple[Problem, ArrayLike]],
+    *,
+    gap: float,
+    eps: float,
+    max_steps: int = 100_000,
+) -> float:
+    r"""Complexity of a family of step rules on a family of functions, equation 9 of the paper.
+
+    .. math::
+        \mathcal N(\mathcal A, \mathcal F, \varepsilon)
+        = \inf_{\theta} \sup_{x_0, f \in \mathcal F} T_\varepsilon(\mathcal A_\theta[f, x_0], f)
+
+    over the rules and the functions with their starts that are given: from below over rules, from above over
+    functions. The paper's class leaves :math:`f(x_0) - f^*` unbounded, so that it is infinite for every
+    algorithm; here the class carries a budget ``gap``.
+
+    Args:
+        rules: The algorithm at each of its settings θ.
+        starts: Functions, each with a start.
+        gap: Largest :math:`f(x_0) - f^*` in the class.
+        eps: :math:`\varepsilon > 0`.
+        max_steps: A run that takes more counts as infinite.
+
+    Example:
+        >>> from curvestep.theory import FixedStep, Quadratic
+        >>> rules = [FixedStep(lr=lr) for lr in (0.1, 1.0, 1.9)]
+        >>> worst_case_complexity(rules, [(Quadratic([a]), [1.0]) for a in (1.0, 0.5)], gap=1.0, eps=0.01)
+        6.0
+    """
+    check_positive("gap", gap)
+    family = list(starts)
+    for problem, x0 in family:
+        if not problem.gap(problem.check_start(x0)) <= gap:
+            raise ValueError(f"{problem!r} starts more than `gap` = {gap:g} above its minimum.")
+
+    def slowest(rule: StepRule) -> float:
+        hits = (
+            descend(problem, rule, x0, max_steps, eps=eps, every=max_steps, until_hit=True).hits
+            for problem, x0 in family
+        )
+        return max(float(np.asarray(hit)) for hit in hits)
+
+    return min(map(slowest, rules))
