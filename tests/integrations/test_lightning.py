@@ -499,7 +499,9 @@ def test_an_old_version_is_refused_in_one_line(monkeypatch):
     from curvestep.integrations import reporting
 
     monkeypatch.setattr(reporting, "version", lambda package: "2.4.1")
-    with pytest.raises(ImportError, match=r"needs lightning 2.5 or newer, found 2.4.1.*pip install -U"):
+    with pytest.raises(
+        ImportError, match=r"needs lightning 2.5 or newer, found 2.4.1.*pip install -c constraints"
+    ):
         reporting.need("lightning", "2.5", "lightning")
 
 

@@ -181,7 +181,7 @@ def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") ->
 
 def add_fields(parser: Parser, recipe: Recipe, *, auto: Sequence[str] = ()) -> None:
     """Add an option for every field of a recipe; those in ``auto`` may be measured."""
-    for name, hint, words in _described(recipe):
+    for name, hint, words in _option_fields(recipe):
         option, default = _option_name(name), getattr(recipe, name)
         settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default)}
         if hint is bool and default:
@@ -199,7 +199,7 @@ def add_fields(parser: Parser, recipe: Recipe, *, auto: Sequence[str] = ()) -> N
 
 def add_grid(parser: Parser, recipe: Recipe) -> None:
     """Add an option with several values for every field of a recipe that has one."""
-    for name, hint, words in _described(recipe):
+    for name, hint, words in _option_fields(recipe):
         default, kind = getattr(recipe, name), kind_of(hint)
         settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default), "nargs": "+"}
         if isinstance(default, tuple):
@@ -231,7 +231,7 @@ def help_texts(recipe: type[Recipe]) -> dict[str, str]:
     return found
 
 
-def _described(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+def _option_fields(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
     """Name, type and help of each field that is an option."""
     hints, texts = get_type_hints(type(recipe)), help_texts(type(recipe))
     for field in fields(recipe):

@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 def need(package: str, least: str, extra: str) -> None:
     """Raise an ImportError with a way out unless ``package`` is installed and new enough."""
-    way_out = f"Install it with `pip install -U 'curvestep[{extra}]'`."
+    way_out = f"In the folder of curvestep: pip install -c constraints.txt '.[{extra}]'"
     try:
         installed = version(package)
     except PackageNotFoundError:
