@@ -2,6 +2,8 @@ import math
 import multiprocessing
 import subprocess
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -138,6 +140,25 @@ def test_a_lock_keeps_another_process_out_until_it_dies(tmp_path):
     assert path.stat().st_ino == inode
     with lock(path):
         pass
+
+
+@pytest.mark.parametrize("patience", [60.0, math.inf])
+def test_a_lock_is_waited_for_as_long_as_patience_lasts_and_said_once(tmp_path, patience):
+    path, held, waits = tmp_path / ".lock", threading.Event(), []
+
+    def hold():
+        with lock(path):
+            held.set()
+            time.sleep(1.2)
+            held.clear()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(60)
+    with lock(path, patience=patience, on_wait=lambda: waits.append(held.is_set())):
+        assert waits == [True]
+        assert not held.is_set()
+    other.join()
 
 
 def enter(path, start, entered):
