@@ -168,7 +168,7 @@ def print_traps(runs: int) -> None:
                 low, high = getattr(fit, f"{key}_interval")
                 covered[key] += low <= value <= high
             itself += effect is not None and fit.L1_interval[0] <= effect <= fit.L1_interval[1]
-            warned += any(not warning.startswith("Within") for warning in fit.warnings)
+            warned += any(warning.kind != "inside-steps" for warning in fit.warnings)
         cells = [name, *(f"{count / runs:.0%}" for count in covered.values())]
         cells += ["" if effect is None else f"{itself / runs:.0%}", f"{warned / runs:.0%}"]
         print("| " + " | ".join(cells) + " |", flush=True)

@@ -196,7 +196,7 @@ def elasticity(fit: SmoothnessFit) -> str:
 
 def warning(fit: SmoothnessFit, start: str) -> str:
     """The one warning that begins so."""
-    (found,) = (said for said in fit.warnings if said.startswith(start))
+    (found,) = (str(said) for said in fit.warnings if str(said).startswith(start))
     return found
 
 

@@ -13,6 +13,7 @@ from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import block_length, moving_blocks, slope_interval
+from curvestep.notes import Note
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.theory import ExponentialWall
 from tests.fit.traces import autoregression, inside_steps, make_trace, quadratic_run, simulated
@@ -187,7 +188,9 @@ def test_same_trace_and_seed_give_the_same_fit():
 
 
 def warned(trace, words, **kwargs):
-    return any(words in warning for warning in fit_smoothness(trace, control=False, **kwargs).warnings)
+    return any(
+        words in warning for warning in map(str, fit_smoothness(trace, control=False, **kwargs).warnings)
+    )
 
 
 def test_saturated_kappa_is_named_with_the_slope_that_the_step_length_sets():
@@ -197,7 +200,8 @@ def test_saturated_kappa_is_named_with_the_slope_that_the_step_length_sets():
     saturated = make_trace(g, kappa * g / 0.05, step_norm=0.05, lr=1.0, kappa=kappa)
     fit = fit_smoothness(saturated, control=False)
     assert any(
-        "slope is set by the step length" in warning and "slope of 32" in warning for warning in fit.warnings
+        "slope is set by the step length" in warning and "slope of 32" in warning
+        for warning in map(str, fit.warnings)
     )
     free = make_trace(g, 2 + g * rng.uniform(0, 3, 200), step_norm=0.05, lr=1.0)
     assert not warned(free, "κ is saturated")
@@ -228,7 +232,7 @@ def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
 def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
     g, ell = simulated(np.random.default_rng(1), phi=0.8, L0=0.2, noise=0.1)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
-    assert any("no secants" in warning and "Measure again" in warning for warning in fit.warnings)
+    assert any("no secants" in warning and "Measure again" in warning for warning in map(str, fit.warnings))
     assert fit.grows == (not fit.explained) is True
     assert "within steps" not in fit.details()
 
@@ -335,7 +339,7 @@ def test_one_row_far_beyond_the_others_is_fitted_and_named(far):
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.1 * g, lr=0.1))
     assert math.isfinite(fit.L0)
     assert fit.L1_interval[0] <= fit.L1 <= fit.L1_interval[1]
-    assert any("such rows alone set the slope" in warning for warning in fit.warnings) == (far > 1)
+    assert any("such rows alone set the slope" in warning for warning in map(str, fit.warnings)) == (far > 1)
 
 
 @pytest.mark.parametrize("size", [5e-324, 1e-200, 1e200])
@@ -367,7 +371,7 @@ def test_constant_columns_give_a_marked_result():
     assert math.isnan(flat.spearman)
     assert math.isnan(flat.spearman_interval[0])
     still = fit_smoothness(make_trace(np.full(60, 2.0), ell, step_norm=0.1, lr=0.1))
-    assert any("not identified" in warning for warning in still.warnings)
+    assert any("not identified" in warning for warning in map(str, still.warnings))
     assert still.L1_interval[0] == 0
     assert still.L1_interval[1] > 0.5 * float(np.max(ell)) / 2
     for fit in (flat, still):
@@ -397,10 +401,12 @@ def test_spectral_estimates_that_had_not_converged_are_left_out_and_counted():
     assert fit.spectral is not None
     assert (fit.spectral.num_points, fit.spectral.num_skipped) == (40, 20)
     for one in (fit, fit.spectral):
-        assert any("20 of 60 spectral estimates had not converged" in warning for warning in one.warnings)
+        assert any(
+            "20 of 60 spectral estimates had not converged" in warning for warning in map(str, one.warnings)
+        )
     never = fit_smoothness(make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), control=False)
     assert never.spectral is None
-    assert any("60 of 60 spectral estimates" in warning for warning in never.warnings)
+    assert any("60 of 60 spectral estimates" in warning for warning in map(str, never.warnings))
     with pytest.raises(ValueError, match="60 whose estimate had not converged"):
         fit_smoothness(
             make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0), estimator="spectral_smoothness"
@@ -413,7 +419,7 @@ def test_local_estimates_that_two_difference_steps_dispute_are_left_out_with_a_w
     fit = fit_smoothness(trace, control=False)
     assert fit.local is not None
     assert (fit.local.num_points, fit.local.num_skipped) == (40, 20)
-    assert any("20 of 60 local estimates had not converged" in warning for warning in fit.warnings)
+    assert any("20 of 60 local estimates had not converged" in warning for warning in map(str, fit.warnings))
 
 
 def test_words_and_html_name_every_number_and_escape_them():
@@ -432,7 +438,7 @@ def test_words_and_html_name_every_number_and_escape_them():
     ):
         assert word in text
     assert f"{fit.L1:.4g}" in text
-    hostile = dataclasses.replace(fit, warnings=("<script>alert(1)</script> & more",))
+    hostile = dataclasses.replace(fit, warnings=(Note("hostile", "<script>alert(1)</script> & more"),))
     page = ElementTree.fromstring(f"<div>{hostile._repr_html_()}</div>")
     assert page.find(".//script") is None
     assert "<script>" in page.find(".//li").text
@@ -494,4 +500,5 @@ def test_short_form_gives_the_answer_first_in_at_most_eight_lines():
     assert "fit.details()" in lines[-1]
     bare = str(fit_smoothness(make_trace(g, ell), control=False))
     assert "CANNOT TELL  (inside steps: no-secants)" in bare
+    assert "inside-steps" in {note.kind for note in fit_smoothness(make_trace(g, ell)).warnings}
     assert len(bare.splitlines()) <= 8

@@ -294,7 +294,7 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
             action=decision.action,
             verdict=first_line(decision, outcome),
             reasons=reasons_of_normalized(outcome, decision, *line, constant=options["constant"]),
-            warnings=(*doubts(outcome), *fit.warnings),
+            warnings=(*doubts(outcome), *map(str, fit.warnings)),
             fit=fit,
         )
     return Advice(
@@ -308,7 +308,7 @@ def _of_other_steps(fit: SmoothnessFit, outcome: Outcome, options: dict[str, Any
         verdict=first_line(decision, outcome),
         clipping=what_the_threshold_does(outcome),
         reasons=reasons_of_method(fit, outcome, decision),
-        warnings=(*doubts(outcome), *fit.warnings),
+        warnings=(*doubts(outcome), *map(str, fit.warnings)),
         fit=fit,
     )
 

@@ -124,7 +124,7 @@ def rule_for(
         lr_interval=spans[0],
         max_norm_interval=spans[1],
         step_cap_interval=spans[2],
-        warnings=fit.warnings + noise_bias(samples, max_norm, noise),
+        warnings=(*map(str, fit.warnings), *noise_bias(samples, max_norm, noise)),
     )
 
 

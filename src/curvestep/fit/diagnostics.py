@@ -12,13 +12,14 @@ from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import block_length
 from curvestep.fit.samples import Samples
 from curvestep.fit.within import Within
+from curvestep.notes import Note
 
 _WINDOWS = 8
 _FEW = 5  # rows that make a pattern
 _SHORT = 0.1  # kappa of steps over which a smooth gradient hardly changes
 
 
-def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[str, ...]:
+def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[Note, ...]:
     """Reasons to doubt a fit of these samples; empty if there is none.
 
     Args:
@@ -28,20 +29,20 @@ def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: floa
         effective: Number of rows over the block length: how many independent pieces of evidence there are.
             Fewer are counted where the gradient norm itself drifts slowly.
     """
-    found = (
-        few_points(samples, effective),
-        narrow_range(samples),
-        far_row(samples),
-        saturation(samples, L1),
-        edge_of_stability(samples),
-        noise_floor(samples),
-        silent_steps(within),
-        time_as_cause(samples),
-        kinks(samples),
-        noisy_norms(samples),
-        uneven_spread(samples),
-    )
-    return tuple(warning for warning in found if warning)
+    found = {
+        "few-points": few_points(samples, effective),
+        "narrow-range": narrow_range(samples),
+        "far-row": far_row(samples),
+        "kappa-saturated": saturation(samples, L1),
+        "edge-of-stability": edge_of_stability(samples),
+        "noise-floor": noise_floor(samples),
+        "inside-steps": silent_steps(within),
+        "time-as-cause": time_as_cause(samples),
+        "kinks": kinks(samples),
+        "noisy-norms": noisy_norms(samples),
+        "uneven-spread": uneven_spread(samples),
+    }
+    return tuple(Note(kind, text) for kind, text in found.items() if text)
 
 
 def kappa_saturated(samples: Samples) -> bool:

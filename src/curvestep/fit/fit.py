@@ -35,6 +35,7 @@ from curvestep.fit.samples import (
     usable_samples,
 )
 from curvestep.fit.within import Within, mean_norms, within_steps
+from curvestep.notes import Note
 from curvestep.smoothness.trace import ESTIMATORS, Trace
 from curvestep.theory.inequalities import sample_frontier
 
@@ -76,7 +77,7 @@ class SmoothnessFit(Correlations):
     quantile: float
     level: float
     frontier_points: tuple[tuple[float, float], ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     samples: Samples = field(repr=False, compare=False)
     law: str = "affine"
     laws: LawComparison | None = None
@@ -148,7 +149,7 @@ class SmoothnessFit(Correlations):
         return f"<SmoothnessFit: L0 {self.L0:.4g}, L1 {self.L1:.4g}, {self.num_points} rows>"
 
     def _repr_html_(self) -> str:
-        return html_table(self._headline, self._table(), self.warnings)
+        return html_table(self._headline, self._table(), tuple(map(str, self.warnings)))
 
     def plot(self) -> Figure:
         """Smoothness against gradient norm with the line, and inside single steps; needs matplotlib."""

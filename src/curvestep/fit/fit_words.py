@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from curvestep.notes import Note
@@ -103,7 +102,6 @@ def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note
 
 
 _QUESTION = "Does sharpness grow with the gradient norm?"
-_MOST_SHOWN = 3  # warnings that are named in the short form
 
 
 def fit_words(fit: SmoothnessFit) -> str:
@@ -146,14 +144,10 @@ def _law(fit: SmoothnessFit) -> str:
     return f"{law.name}, exponent {law.exponent:.2g}, typical error on held-out rows {law.error:.0%}"
 
 
-def _reliable(warnings: tuple[str, ...]) -> str:
-    """The beginnings of the first warnings; what the first line says already is left out."""
-    told = [re.split(r"[:(,]", warning)[0].strip() for warning in warnings]
-    told = [words for words in told if words != "Inside steps"]
-    if not told:
-        return "no warning"
-    more = f"; and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
-    return "; ".join(told[:_MOST_SHOWN]) + more
+def _reliable(warnings: tuple[Note, ...]) -> str:
+    """Kinds of the warnings; what the first line says already is left out."""
+    told = [warning.kind for warning in warnings if warning.kind != "inside-steps"]
+    return f"see details: {', '.join(told)}" if told else "no warning"
 
 
 def _span(interval: tuple[float, float]) -> str:

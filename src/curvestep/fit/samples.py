@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
+from curvestep.notes import Note
 from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
 
 LEAST_ROWS = 10
@@ -239,7 +240,7 @@ def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     return found & ~_unconverged(trace, estimator)
 
 
-def unconverged_words(trace: Trace) -> tuple[str, ...]:
+def unconverged_words(trace: Trace) -> tuple[Note, ...]:
     """A warning for each estimator of which estimates had to be left out."""
     warnings = []
     for estimator, reason in (
@@ -249,9 +250,8 @@ def unconverged_words(trace: Trace) -> tuple[str, ...]:
         if count := int((trace.ok & _unconverged(trace, estimator)).sum()):
             measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())
             kind = estimator.removesuffix("_smoothness")
-            warnings.append(
-                f"{count} of {measured} {kind} estimates had not converged and are left out: {reason}."
-            )
+            said = f"{count} of {measured} {kind} estimates had not converged and are left out: {reason}."
+            warnings.append(Note(f"{kind}-unconverged", said))
     return tuple(warnings)
 
 

@@ -47,7 +47,9 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
     for number in (advice.lr, advice.max_norm, advice.step_cap):
         assert f"<dd>{number:.3g}<small>" in text
     assert f"<dd>{advice.clipped_fraction:.0%}</dd>" in text
-    assert all(warning in text for warning in fit_smoothness(Trace.load(folder / "trace.jsonl")).warnings)
+    assert all(
+        str(warning) in text for warning in fit_smoothness(Trace.load(folder / "trace.jsonl")).warnings
+    )
 
 
 def test_packed_numbers_are_the_trace_to_five_digits(single):

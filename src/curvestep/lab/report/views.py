@@ -92,7 +92,7 @@ class RunView:
         """The warnings of the fit and of the advice, each once."""
         found: list[str] = []
         if self.fit:
-            found += self.fit.warnings
+            found += tuple(map(str, self.fit.warnings))
         if self.advice:
             found += self.advice.warnings
         return tuple(dict.fromkeys(found))
