@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from operator import gt
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from curvestep.optim.policy import Decision, Group, Policy, decisions_of, may_be
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer
 from curvestep.steps import clipped_step
+
+Norm = TypeVar("Norm", float, Tensor)
 
 
 def clip(
@@ -181,26 +184,26 @@ class Clipping:
             self._hide(decisions)
             counters.count_skipped(norm)
             return
-        bounds = [self._bound(decision) for decision in decisions]
-        coefficients = [clipped_step(n, lr=1.0, max_norm=b) for n, b in zip(norms, bounds, strict=True)]
+        bounds = list(map(self._bound, decisions))
+        coefficients = list(map(_coefficient, norms, bounds))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             if coefficient != 1.0:
                 _scale_(decision.grads, coefficient)
         if overflowed:
             counters.count_skipped(norm)
         else:
-            counters.count(norm, coefficients, [n > b for n, b in zip(norms, bounds, strict=True)])
+            counters.count(norm, coefficients, list(map(gt, norms, bounds)))
 
     def _clip_on_device(
         self, decisions: list[Decision], norms: list[Tensor], overflow: Tensor | None
     ) -> None:
         """Clip by norms that are device scalars, of which none is read."""
         norm = joint_norm_on_device(norms, self._policy.norm_scope)
-        bounds = [self._bound(decision) for decision in decisions]
-        coefficients = [clipped_step(n, lr=1.0, max_norm=b) for n, b in zip(norms, bounds, strict=True)]
+        bounds = list(map(self._bound, decisions))
+        coefficients = list(map(_coefficient, norms, bounds))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             _scale_(decision.grads, coefficient)
-        fired = [n > b for n, b in zip(norms, bounds, strict=True)]
+        fired = list(map(gt, norms, bounds))
         skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
         counts = norm != 0 if may_be_pretended(self.optimizer) else torch.ones_like(norm)
         self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
@@ -222,6 +225,10 @@ class Clipping:
         self._record.load(optimizer.param_groups)
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
+
+
+def _coefficient(norm: Norm, max_norm: float) -> Norm:
+    return clipped_step(norm, lr=1.0, max_norm=max_norm)
 
 
 def _scale_(grads: list[Tensor], coefficient: Number) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from operator import gt, truediv
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from curvestep.optim._update import Bundle, Number, Part, along, joined, parts_of, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
-from curvestep.optim.policy import Decision, Policy, may_be_pretended, nonfinite_gradient
+from curvestep.optim.policy import Decision, Group, Policy, may_be_pretended, nonfinite_gradient
 from curvestep.vectors import global_norm
 
 if TYPE_CHECKING:
@@ -155,17 +157,14 @@ def step_on_device(
         skip = None
     parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
     if options.get("clip") == "momentum":
-        parts = [
-            [_averaged_(part, unscale, skip, bundle) for part in of_bundle]
-            for of_bundle, bundle in zip(parts, bundles, strict=True)
-        ]
-        norms, unscale = device_norms([joined(of_bundle) for of_bundle in parts], scope, norm_of), None
-    coefficients = [optimizer.coefficient(n, group) for n, group in zip(norms, groups, strict=True)]
+        parts = list(map(partial(_averaged_, unscale, skip), parts, groups))
+        norms, unscale = device_norms(list(map(joined, parts)), scope, norm_of), None
+    coefficients = list(map(optimizer.coefficient, norms, groups))
     for of_bundle, coefficient in zip(parts, coefficients, strict=True):
         for part in of_bundle:
             update_on_device(part, _product(coefficient, unscale), skip)
-    relative = [c / optimizer.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
-    fired = [n > group[optimizer.threshold] for n, group in zip(norms, groups, strict=True)]
+    relative = list(map(truediv, coefficients, map(optimizer.coefficient_at_zero, groups)))
+    fired = list(map(gt, norms, optimizer.thresholds(groups)))
     counters.count(norm, relative, fired, torch.zeros_like(norm) if skip is None else skip, counts)
 
 
@@ -270,14 +269,16 @@ def _lr_on(device: torch.device, lr: Number) -> Number:
     return lr.item() if device.type == "cpu" else lr.to(device)
 
 
-def _averaged_(part: Part, unscale: Tensor | None, skip: Tensor | None, bundle: Bundle) -> Part:
+def _averaged_(unscale: Tensor | None, skip: Tensor | None, parts: list[Part], group: Group) -> list[Part]:
     """Take the gradients into the momentum buffers, unless ``skip`` is 1, and go along the average."""
-    buffers = list(chain(*part.buffers))
-    before = [] if skip is None else [t.clone() for t in buffers]
-    scale = 1.0 if unscale is None else unscale.to(part.params[0].device)
-    averaged = along(part, *part.rule.averaged_(part, scale), bundle.group)
-    if skip is not None:
-        _restore_(buffers, before, skip)
+    averaged: list[Part] = []
+    for part in parts:
+        buffers = list(chain(*part.buffers))
+        before = list(map(torch.clone, buffers))
+        scale = 1.0 if unscale is None else unscale.to(part.params[0].device)
+        averaged.append(along(part, *part.rule.averaged_(part, scale), group))
+        if skip is not None:
+            _restore_(buffers, before, skip)
     return averaged
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from operator import gt, truediv
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
@@ -122,6 +124,10 @@ class ScaledOptimizer(Optimizer, ABC):
             norm: A float, or on an accelerator a device scalar; reading it would synchronize.
             group: The parameter group.
         """
+
+    def thresholds(self, groups: list[Group]) -> list[float]:
+        """The gradient norm of each group beyond which a step counts as clipped."""
+        return [group[self.threshold] for group in groups]
 
     def coefficient_at_zero(self, group: Group) -> float:
         """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
@@ -250,16 +256,15 @@ class ScaledOptimizer(Optimizer, ABC):
             return
         parts = [parts_of(bundle, self.state) for bundle in bundles]
         if self.defaults.get("clip") == "momentum":
-            parts = [_averaged_(of_bundle, unscale, g) for of_bundle, g in zip(parts, groups, strict=True)]
-            norms, unscale = self._policy.norms([joined(of_bundle) for of_bundle in parts]), 1.0
-        coefficients = [self.coefficient(n, group) for n, group in zip(norms, groups, strict=True)]
+            parts = list(map(partial(_averaged_, unscale), parts, groups))
+            norms, unscale = self._policy.norms(list(map(joined, parts))), 1.0
+        coefficients = list(map(self.coefficient, norms, groups))
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
                 update(part, coefficient * unscale)
         if not pretended:
-            relative = [c / self.coefficient_at_zero(g) for c, g in zip(coefficients, groups, strict=True)]
-            fired = [n > group[self.threshold] for n, group in zip(norms, groups, strict=True)]
-            counters.count(norm, relative, fired)
+            relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
+            counters.count(norm, relative, list(map(gt, norms, self.thresholds(groups))))
 
     def _numbers_of_scaler(self) -> tuple[float, bool]:
         """What a GradScaler leaves to the step: 1 over its scale, and whether a gradient overflowed."""
@@ -273,7 +278,7 @@ def is_on_host(bundles: list[Bundle]) -> bool:
     return all(bundle.is_on_host for bundle in bundles)
 
 
-def _averaged_(parts: list[Part], unscale: float, group: Group) -> list[Part]:
+def _averaged_(unscale: float, parts: list[Part], group: Group) -> list[Part]:
     """Take the gradients into the momentum buffers, and go along the average."""
     return [along(part, *part.rule.averaged_(part, unscale), group) for part in parts]
 
