@@ -24,7 +24,7 @@ def without_fused(monkeypatch, without_native):
 @pytest.fixture
 def on_device(monkeypatch, without_native):
     """As on an accelerator: numbers are tensors that are not read."""
-    monkeypatch.setattr(scaled, "is_on_host", lambda bundles: False)
+    monkeypatch.setattr(scaled, "reads_numbers", lambda bundles: False)
     monkeypatch.setattr(device, "global_norm", device_norm)
 
 

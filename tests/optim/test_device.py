@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD, clip
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm
 from tests.support.strict import strict_device, waits
@@ -252,3 +252,27 @@ def test_a_scaler_unscales_first_where_the_step_is_not_fused(device):
     plain.step()
     assert_equal_to_rounding(ours, theirs)
     assert scaled.clip_stats()["grad_norm"] == pytest.approx(plain.clip_stats()["grad_norm"])
+
+
+# --- clipping in the steps of torch's optimizers ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "propagate"}, {}, {"skip_above": "10x", "nonfinite": "skip"}]
+)
+def test_clip_takes_the_steps_of_the_cpu_and_waits_as_documented(options, scope, device):
+    (away, here), (groups_away, groups_here) = parameters([device, "cpu"])
+    ours, theirs = (torch.optim.SGD(groups, lr=0.05, momentum=0.9) for groups in (groups_away, groups_here))
+    for optimizer in (ours, theirs):
+        clip(optimizer, 1.0, norm_scope=scope, **options)
+    for k in range(14):
+        set_gradients(k, away, here)
+        if k == 12 and options.get("nonfinite") == "skip":
+            away[0].grad[0, 0] = here[0].grad[0, 0] = math.nan
+        with waits(0 if options == {"nonfinite": "propagate"} else 1):
+            ours.step()
+        theirs.step()
+    assert_equal_to_rounding(away, here)
+    assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
+    assert ours.clip_stats()["skipped"] == (options.get("nonfinite") == "skip")

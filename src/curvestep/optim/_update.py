@@ -32,7 +32,7 @@ State: TypeAlias = MutableMapping[Tensor, Any]  # the state of torch's optimizer
 _LARGE = 1 << 19
 
 _dtype, _device, _layout = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
-_shape, _is_cpu = attrgetter("shape"), attrgetter("is_cpu")
+_shape = attrgetter("shape")
 
 
 class Rule(Protocol):
@@ -103,13 +103,6 @@ class Bundle(Decision):
     buffers: list[list[Any]] = field(kw_only=True)  # a list for each name; None where one is missing
     steps: list[Any] = field(kw_only=True)  # the step of each parameter, if the rule counts them
     steps_view: View | None = None
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether every number of a step can be read without waiting for a device."""
-        if torch.compiler.is_compiling() or self.group["differentiable"] or isinstance(self.rule.lr, Tensor):
-            return False
-        return self.view is not None or all(map(_is_cpu, self.grads))
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import device_norms, joint_norm_on_device, read_norms
-from curvestep.optim.policy import Decision, Group, Policy, decisions_of, may_be_pretended
+from curvestep.optim.policy import Decision, Group, Policy, decisions_of, is_on_host, may_be_pretended
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer
 from curvestep.steps import clipped_step
@@ -156,22 +156,22 @@ class Clipping:
         decisions = list(chain(*(decisions_of(group, self._policy.norm_scope) for group in groups)))
         if not decisions:
             return
-        norms = self._norms(decisions)
         # The optimizer leaves out by itself a step in which a GradScaler found an overflow.
         overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
-        may_skip = overflow is None and (self._policy.nonfinite != "propagate" or self._policy.limits_norm)
-        if may_skip or all(norm.is_cpu for norm in norms):
-            overflowed = overflow is not None and overflow.item() > 0
-            self._clip_on_host(decisions, read_norms(norms), may_skip, overflowed)
+        may_skip = overflow is None and self._policy.may_skip
+        if all(map(is_on_host, decisions)):
+            norms = self._policy.norms(decisions)
+        elif may_skip:
+            norms = read_norms(device_norms(decisions, self._policy.norm_scope))
         else:
-            self._clip_on_device(decisions, norms, overflow)
-
-    def _norms(self, decisions: list[Decision]) -> list[Tensor]:
-        """One norm for each decision, without a loss scale."""
-        norms = device_norms(decisions, self._policy.norm_scope)
+            self._clip_on_device(decisions, overflow)
+            return
         # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        return norms if scale is None else [norm / scale.to(norm.device) for norm in norms]
+        if scale is not None:
+            norms = [norm / scale.item() for norm in norms]
+        overflowed = overflow is not None and overflow.item() > 0
+        self._clip_on_host(decisions, norms, may_skip, overflowed)
 
     def _clip_on_host(
         self, decisions: list[Decision], norms: list[float], may_skip: bool, overflowed: bool
@@ -194,10 +194,12 @@ class Clipping:
         else:
             counters.count(norm, coefficients, list(map(gt, norms, bounds)))
 
-    def _clip_on_device(
-        self, decisions: list[Decision], norms: list[Tensor], overflow: Tensor | None
-    ) -> None:
+    def _clip_on_device(self, decisions: list[Decision], overflow: Tensor | None) -> None:
         """Clip by norms that are device scalars, of which none is read."""
+        norms = device_norms(decisions, self._policy.norm_scope)
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:
+            norms = [norm / scale.to(norm.device) for norm in norms]
         norm = joint_norm_on_device(norms, self._policy.norm_scope)
         bounds = list(map(self._bound, decisions))
         coefficients = list(map(_coefficient, norms, bounds))

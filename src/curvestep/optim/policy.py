@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from curvestep.optim.counters import HostCounters
 from curvestep.vectors import global_norm, host_norm, is_readable
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
+_is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(slots=True)
@@ -38,6 +40,11 @@ def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
     if norm_scope == "tensor":
         return [Decision(group, [p], [g]) for p, g in zip(params, grads, strict=True)]
     return [Decision(group, params, grads)] if params else []
+
+
+def is_on_host(decision: Decision) -> bool:
+    """Whether the gradients are in the host's memory."""
+    return decision.view is not None or all(map(_is_cpu, decision.grads))
 
 
 class Policy:
@@ -68,6 +75,11 @@ class Policy:
     def limits_norm(self) -> bool:
         """Whether a step may be left out because its gradient is large."""
         return self.largest_multiple is not None or self.largest_norm < math.inf
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be left out, or raise, for what its gradient is."""
+        return self.nonfinite != "propagate" or self.limits_norm
 
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""

@@ -20,7 +20,7 @@ from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import step_on_device
-from curvestep.optim.policy import Group, Policy, may_be_pretended
+from curvestep.optim.policy import Group, Policy, is_on_host, may_be_pretended
 from curvestep.optim.record import StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -230,7 +230,7 @@ class ScaledOptimizer(Optimizer, ABC):
             )  # fmt: skip
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
-            if bundles and is_on_host(bundles):
+            if bundles and reads_numbers(bundles):
                 self._step(bundles)
             elif bundles:
                 step_on_device(self, bundles, self._policy, self._record.on_device)
@@ -273,9 +273,11 @@ class ScaledOptimizer(Optimizer, ABC):
         return 1 / (1.0 if scale is None else scale.item()), overflow is not None and overflow.item() > 0
 
 
-def is_on_host(bundles: list[Bundle]) -> bool:
-    """Whether every number of a step can be read on the host without synchronizing."""
-    return all(bundle.is_on_host for bundle in bundles)
+def reads_numbers(bundles: list[Bundle]) -> bool:
+    """Whether every number of a step is read on the host: none has to be waited for, none has a gradient."""
+    if torch.compiler.is_compiling() or any(isinstance(bundle.rule.lr, Tensor) for bundle in bundles):
+        return False
+    return not bundles[0].group["differentiable"] and all(map(is_on_host, bundles))
 
 
 def _averaged_(unscale: float, parts: list[Part], group: Group) -> list[Part]:
