@@ -23,7 +23,7 @@ from curvestep.lab.report.charts import (
     seeds_by_setting,
     to_plotly,
 )
-from curvestep.lab.report.views import find_views
+from curvestep.lab.report.views import RunView, find_views
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_run
@@ -266,3 +266,17 @@ def test_marks_of_a_series_are_open_filled_or_there_for_a_lonely_point():
     assert drawn[0]["marker"]["symbol"] == [opened, "triangle-up", opened]
     assert drawn[1]["marker"]["symbol"] == "circle"
     assert [one["mode"] for one in drawn[1:]] == ["lines+markers", "lines"]
+
+
+def test_the_caption_of_the_edge_counts_the_steps_above_it():
+    ones = np.ones(4)
+    measured = {
+        "lr": ones,
+        "smoothness": np.array([1.0, 3.0, 4.0, 6.0]),
+        "grad_norm": ones,
+        "step_norm": ones,
+    }
+    view = RunView(name="run", setting="lr 1", measured={**measured, "step": np.arange(4.0)})
+    words = captions.edge(view)
+    assert words.startswith("Learning rate times smoothness over two: median 1.75, from 0.5 to 3; 75% of")
+    assert words.endswith("With the step as it was taken: median 1.75.")
