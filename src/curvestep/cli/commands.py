@@ -44,9 +44,14 @@ def reproduce(args: list[str]) -> int:
     add_engine(parser, "Runs at a time")
     parser.flag("--offline", "Use no network; stand-ins replace missing data")
     parser.flag("--quiet", "Show no progress")
+    parser.flag("--dry-run", "Only print which runs it would make, and their cost in core-hours")
     parser.flag("--no-open", "Do not show the report in a browser at the end")
     chosen = parser.read(args)
-    from curvestep.lab.paper.reproduction import reproduce as library
+    from curvestep.lab.paper.reproduction import cost_table, make_plan, reproduce as library
+
+    if chosen.dry_run:
+        say(cost_table(make_plan(chosen.scale, chosen.FIGURE or None)))
+        return OK
 
     names = ("scale", "offline", "engine", "workers", "address")
     result = library(chosen.folder, figures=chosen.FIGURE or None, **_arguments(chosen, *names))

@@ -297,18 +297,17 @@ _AWD_LSTM_PAPER = LanguageRecipe(
     max_norm=0.25,
     weight_decay=1.2e-6,
     epochs=500,
-    probe_data=0.1,
-    eval_every=664,
-    log_every=20,
+    probe_every=0,
+    eval_every=684,  # an epoch of random pieces
 )
 # Its first epoch, measured on five short pieces instead of a tenth of the text.
 _AWD_LSTM_EPOCH = replace(
-    _AWD_LSTM_PAPER, scale="epoch", epochs=1, averaging="never", probe_data=0.0, probe_pieces=5,
-    fractions=(0.05, 0.15, 0.5, 1.0), eval_every=0, log_every=1,
+    _AWD_LSTM_PAPER, scale="epoch", epochs=1, averaging="never", probe_every=5, probe_pieces=5,
+    fractions=(0.05, 0.15, 0.5, 1.0), eval_every=0,
 )  # fmt: skip
 _AWD_LSTM = replace(
     _AWD_LSTM_PAPER, scale="laptop", hidden=200, embedding=128, layers=3, bptt=35, epochs=0, steps=300,
-    probe_data=0.0, eval_every=0, eval_size=7_000, log_every=1,
+    probe_every=5, eval_every=0, eval_size=7_000,
 )  # fmt: skip
 _RESNET20 = ImageRecipe(
     name="cifar-resnet20",
@@ -321,8 +320,8 @@ _RESNET20 = ImageRecipe(
     diverged_above=20.0,  # batch norm recovers from a high loss
 )
 _RESNET20_PAPER = replace(
-    _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75), probe_data=0.1,
-    eval_every=391, log_every=20,
+    _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75),
+    probe_every=195, probe_data=0.01, eval_every=390, log_every=10,
 )  # fmt: skip
 # Ten epochs of the 10,000 images, measured past the first one.
 _RESNET20_LONGER = replace(

@@ -19,6 +19,7 @@ from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, Results
 from curvestep.lab.paper.reproduction import (
     FIGURES,
+    cost_table,
     draw_all,
     make_plan,
     prepare_data,
@@ -108,8 +109,26 @@ def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale():
         assert (gd.lr, gd.max_norm, clipped.lr, clipped.max_norm) == (2.0, math.inf, 10.0, 0.25)
         same = replace(gd, lr=10.0, max_norm=0.25, probe_every=clipped.probe_every)
         assert same == clipped
-    legend = [run.recipe.name for run in make_plan("paper", ("fig4",)).runs if run.setting in LANGUAGE]
-    assert legend == ["ptb-awd-lstm"] * len(LANGUAGE)
+
+
+def test_at_the_papers_scale_figure_2_is_one_measured_epoch_and_figure_4_is_long():
+    measured = make_plan("paper", ("fig2",)).runs
+    assert {(run.recipe.epochs, run.recipe.probe_data, run.recipe.fractions) for run in measured} == {
+        (1, 0.1, (0.5,))
+    }
+    curves = [run for run in make_plan("paper", ("fig4",)).runs if isinstance(run.recipe, LanguageRecipe)]
+    assert {run.setting.removeprefix("long-") for run in curves} == set(LANGUAGE)
+    assert {(run.recipe.epochs, run.recipe.probe_every) for run in curves} == {(500, 0)}
+    # Three settings on a tenth of the data, of 49 core-hours; an epoch with short pieces takes a tenth of it.
+    assert 30 < sum(run.cost for run in measured) / 3600 < 60
+    epoch = [run for run in make_plan("epoch", ("fig2",)).runs if run.recipe.seed == 0]
+    assert 4 < sum(run.cost for run in epoch) / 3600 < 8
+
+
+def test_a_dry_run_names_every_setting_with_its_core_hours():
+    table = cost_table(make_plan("epoch", ("fig2",)))
+    assert re.match(r"9 runs, about \d+(\.\d)? core-hours in all\n", table)
+    assert re.search(r"lm-lr2: lr 2, no clip, seeds 0, 1, 2: \d\.\d core-hours", table)
 
 
 @pytest.mark.slow

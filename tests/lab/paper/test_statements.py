@@ -187,7 +187,7 @@ def test_verdicts_on_training_follow_the_losses(tmp_path):
     assert claims["images-fastest"].verdict == NOT_TESTED
 
 
-def test_slower_clipping_is_not_reproduced_at_the_papers_length_alone(tmp_path):
+def test_slower_clipping_leaves_the_claim_open_below_the_papers_length(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
 
     def loss_of(setting, seed):
@@ -197,7 +197,6 @@ def test_slower_clipping_is_not_reproduced_at_the_papers_length_alone(tmp_path):
     results = Results(plan, tmp_path)
     assert statements.allows_large_lr(results).verdict == OPEN
     assert statements.accelerates(results).verdict == OPEN
-    assert statements.accelerates(at_scale(results, "paper")).verdict == NOT_REPRODUCED
     plain, clipped = results.of("lm-lr2")[0], results.of(BY_HAND)[0]
     assert speed_up(plain, clipped) == pytest.approx(0.5, abs=0.05)
     assert speed_up(clipped, plain) == pytest.approx(1 / speed_up(plain, clipped), rel=0.1)

@@ -25,7 +25,9 @@ from curvestep.lab.paper.plan import (
     Planned,
     Results,
     legend_runs,
+    long_runs,
     run_again,
+    trained_name,
 )
 from curvestep.lab.paper.style import described, loaded
 from curvestep.lab.recipes import LanguageRecipe, with_fields
@@ -152,16 +154,17 @@ def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = F
 
 
 def _all_runs(scale: str) -> list[Planned]:
+    short = () if scale == "paper" else (*LANGUAGE, *UNCLIPPED_EPOCH)
     return [
-        *legend_runs(scale, [*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS]),
+        *legend_runs(scale, [*short, *IMAGES, *IMAGES_WITH_DROPS]),
+        *long_runs(scale),
         *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 
 
 def _draw_curves(results: Results, title: str) -> Figure:
-    settings = [
-        name for name in (*LANGUAGE, *UNCLIPPED_EPOCH, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)
-    ]
+    language = [trained_name(results.plan.scale, name) for name in (*LANGUAGE, *UNCLIPPED_EPOCH)]
+    settings = [name for name in (*language, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)]
     return curves([run for setting in settings for run in results.of(setting)], title=title)
 
 

@@ -14,6 +14,7 @@ from curvestep.lab.paper.plan import (
     BY_HAND,
     LANGUAGE,
     LONGER,
+    PAPER_MEASURED,
     SHOWN_SEED,
     SMALL_LSTM,
     PaperFigure,
@@ -125,7 +126,7 @@ def share_runs(scale: str) -> list[Planned]:
         fields |= {"steps": 460, "probe_pieces": 0, "probe_every": 228, "fractions": (0.5,)}
         recipe = get_recipe("ptb-awd-lstm", scale, **fields)
     elif scale == "paper":
-        recipe = get_recipe("ptb-awd-lstm", scale, epochs=1, probe_every=60, **fields)
+        recipe = get_recipe("ptb-awd-lstm", scale, **{**PAPER_MEASURED, **fields, "probe_every": 60})
     else:
         fields |= {**SMALL_LSTM, "fractions": (0.5,), "eval_every": 0}
         length = {"num_words": 100_000, "steps": 120} if scale == "laptop" else {"steps": 300}

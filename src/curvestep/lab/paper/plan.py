@@ -202,6 +202,12 @@ FIVE, THREE = (10, 11, 12, 13, 14), (10, 11, 12)
 MEASURED_IMAGES = (15, 16, 17, 18, 19)
 LONGER, LONGER_IMAGES = (0, 1, 2), (0, 1)
 EPOCH = (0, 1, 2)
+# At the paper's scale figures 1, 2, 5(a) and 6 are one epoch, measured as the authors did; figure 4 is long.
+LONG_PREFIX = "long-"
+PAPER_MEASURED: dict[str, Any] = {
+    "epochs": 1, "averaging": "never", "eval_every": 0, "probe_every": 5, "probe_data": 0.1,
+    "fractions": (0.5,),
+}  # fmt: skip
 # On the first also the operator norm at every twentieth row, and the authors' estimate at four points.
 EPOCH_FIRST: dict[str, Any] = {"spectral_every": 20, "authors_at": (0.02, 0.3, 0.6, 0.9)}
 FRACTIONS = (0.1, 0.5, 1.0)
@@ -224,7 +230,7 @@ _IMAGES: dict[str, Any] = {
 }
 # CPU seconds, measured on one core of the machine that the plan was made on: of a step of training, and of a
 # gradient of one batch when measuring.
-_LANGUAGE_STEP, _LANGUAGE_GRADIENT = 0.033, 0.022
+_LANGUAGE_STEP, _LANGUAGE_OVERHEAD = 0.033, 0.011  # a gradient is a step less its overhead
 _IMAGE_STEP, _IMAGE_GRADIENT = 0.064, 0.066
 
 
@@ -323,8 +329,28 @@ def _recipe_of(name: str, scale: str, seed: int) -> Recipe:
         fields |= EPOCH_FIRST
     if not language:
         return get_recipe("cifar-resnet20", scale, **fields)
+    if scale == "paper":
+        fields |= PAPER_MEASURED
     model = {"epoch": "ptb-awd-lstm", "paper": "ptb-awd-lstm"}.get(scale, "ptb-lstm")
     return get_recipe(model, scale, **fields)
+
+
+def trained_name(scale: str, setting: str) -> str:
+    """Name of the runs that show how a setting trains: at the paper's scale the long ones."""
+    return f"{LONG_PREFIX}{setting}" if scale == "paper" else setting
+
+
+def long_runs(scale: str) -> list[Planned]:
+    """The paper's 500 epochs of the language model, not measured; at smaller scales there are none."""
+    if scale != "paper":
+        return []
+    return [
+        Planned(
+            trained_name(scale, name), get_recipe("ptb-awd-lstm", scale, lr=found.lr, max_norm=found.max_norm)
+        )
+        for name, found in LANGUAGE.items()
+        if found.paper
+    ]
 
 
 def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
@@ -343,25 +369,37 @@ def cost_of(recipe: Recipe) -> float:
         41
     """
     if isinstance(recipe, LanguageRecipe):
-        if recipe.max_norm == math.inf and recipe.lr >= 10:
+        if recipe.scale == "laptop" and recipe.max_norm == math.inf and recipe.lr >= 10:
             return 1.5  # diverges at once
         outputs = recipe.embedding * (recipe.vocabulary or 10_000)
+        inner = 8 * recipe.hidden * (recipe.embedding + recipe.hidden) * (recipe.layers - 1)
         # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
-        scale = ((outputs + 8 * recipe.hidden * (recipe.embedding + recipe.hidden)) / 259_000) ** 0.75
-        step, gradient = scale * _LANGUAGE_STEP, scale * _LANGUAGE_GRADIENT
+        scale = ((outputs + inner) / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
+        step = scale * _LANGUAGE_STEP
+        gradient = step - _LANGUAGE_OVERHEAD
     else:
         pooling = recipe.pooling if isinstance(recipe, ImageRecipe) else 1
         scale = 4 / pooling**2 * recipe.batch_size / 64
         step, gradient = scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
-    steps = steps_of(recipe)
-    rows = (steps - recipe.probe_from) // recipe.probe_every if recipe.probe_every else 0
+    return steps_of(recipe) * step + _rows_of(recipe) * _batches_of_a_row(recipe) * gradient
+
+
+def _rows_of(recipe: Recipe) -> int:
+    """Measurements of a run."""
+    if recipe.probe_every == 0:
+        return 0
+    return (steps_of(recipe) - recipe.probe_from) // recipe.probe_every
+
+
+def _batches_of_a_row(recipe: Recipe) -> float:
+    """Gradients of a measurement, in those of a training batch."""
     gradients = len(recipe.fractions)
-    if recipe.probe_data:
-        gradients = (gradients + 1) * max(1, round(recipe.probe_data * _epoch(recipe)))
     if isinstance(recipe, LanguageRecipe) and recipe.probe_pieces:
-        # Words before each piece, and the gradient without dropout.
-        gradients = (gradients + 2) * 1.3 * recipe.probe_pieces * PIECE_WORDS / recipe.bptt
-    return steps * step + rows * gradients * gradient
+        # At the start too, and without dropout; the words before each piece are a third more.
+        return (gradients + 2) * 1.3 * recipe.probe_pieces * PIECE_WORDS / recipe.bptt
+    if recipe.probe_data:
+        return (gradients + 1) * max(1, round(recipe.probe_data * _epoch(recipe)))
+    return gradients
 
 
 def steps_of(recipe: Recipe) -> int:

@@ -147,6 +147,18 @@ def reproduce(
     return result
 
 
+def cost_table(plan: Plan) -> str:
+    """The runs of a plan with their cost in core-hours, roughly, one line a setting."""
+    lines = []
+    for setting in dict.fromkeys(run.setting for run in plan.runs):
+        runs = plan.of(setting)
+        seeds = ", ".join(str(run.recipe.seed) for run in runs)
+        hours = sum(run.cost for run in runs) / 3600
+        lines.append(f"{setting}: {runs[0].recipe.label}, seeds {seeds}: {hours:.2g} core-hours")
+    total = sum(run.cost for run in plan.runs) / 3600
+    return "\n".join([f"{len(plan.runs)} runs, about {total:.3g} core-hours in all", *lines])
+
+
 def kept_claims() -> dict[str, list[Claim]]:
     """Claims that were judged on kept runs of the larger scales, the largest scale last."""
     if not KEPT_CLAIMS.exists():

@@ -43,6 +43,7 @@ from curvestep.lab.paper.plan import (
     NORMALIZED,
     UNCLIPPED,
     Results,
+    trained_name,
 )
 from curvestep.lab.paper.statistics import (
     best_of,
@@ -251,10 +252,11 @@ def best_validation(results: Results) -> Finding:
 
 def _tuned(results: Results, score: Callable[[Run], float]) -> tuple[str, str]:
     """The best setting without clipping and the best with it; an error where there is no choice."""
-    choices = [name for name in UNCLIPPED if results.plan.of(name)]
-    if len(choices) < 2:
+    scale = results.plan.scale
+    plain, clipped = ([trained_name(scale, name) for name in names] for names in (UNCLIPPED, CLIPPED))
+    if sum(bool(results.plan.of(name)) for name in plain) < 2:
         raise MissingRuns("only one learning rate was run without clipping")
-    return best_of(results, choices, score), best_of(results, CLIPPED, score)
+    return best_of(results, plain, score), best_of(results, clipped, score)
 
 
 def language_more(results: Results) -> Finding:
