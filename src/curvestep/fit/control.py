@@ -88,7 +88,7 @@ def control_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What the control takes from a measured run: one value a row, in the order of the steps."""
+    """Columns of a measured run that the control takes: one value a row, in the order of the steps."""
 
     grad_norm: np.ndarray
     smoothness: np.ndarray

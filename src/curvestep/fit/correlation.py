@@ -96,7 +96,7 @@ def slope(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _influence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """What each row adds to a correlation: the series whose autocorrelation sets the block length."""
+    """Share of each row in a correlation: the series whose autocorrelation sets the block length."""
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return np.zeros(len(x))
     x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()

@@ -53,7 +53,7 @@ class Law:
 
 @dataclass(frozen=True, kw_only=True)
 class LawComparison:
-    """What :func:`compare_laws` found.
+    """Result of :func:`compare_laws`.
 
     Attributes:
         laws: Every law that could be fitted, by name.

@@ -1,4 +1,4 @@
-"""What a trace says, as arrays: the usable rows, and what follows from them without any fitting."""
+"""Usable rows of a trace as arrays, and what follows from them without any fitting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class History:
 
     @classmethod
     def of(cls, trace: Trace) -> History:
-        """What ``trace`` holds now; rows appended to it later are not in here."""
+        """Copy of ``trace`` as it is now; rows appended to it later are not in here."""
         return trace.cached("history", lambda: cls._read(trace))
 
     @classmethod

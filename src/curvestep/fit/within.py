@@ -156,7 +156,7 @@ def within_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """What was measured along each step; arrays of shape (rows,) or (rows, fractions)."""
+    """Measurements along each step; arrays of shape (rows,) or (rows, fractions)."""
 
     secants: np.ndarray
     norms: np.ndarray
