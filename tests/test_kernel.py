@@ -288,6 +288,7 @@ def test_adamw_of_numbers_that_a_quick_root_would_get_wrong(size, amsgrad, threa
     assert torch.isfinite(lists[1][0]).all()
 
 
+@needs_kernel
 def test_no_decay_leaves_infinite_parameters_alone():
     p, g = torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0])
     for nesterov, buffers in [(False, []), (False, [[torch.zeros(2)]]), (True, [[torch.zeros(2)]])]:
