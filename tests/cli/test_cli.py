@@ -146,6 +146,7 @@ def test_a_wrong_command_line_gets_one_helpful_line_and_code_2(capsys, line):
     code, out, err = run(capsys, *line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert WRONG[line].lower() in err.lower()
+    assert ": argument " not in err  # argparse's own words
     assert err.startswith("curvestep")
     assert len(err.partition("Options:")[0]) < 300  # the list of valid ones is as long as it is
 
