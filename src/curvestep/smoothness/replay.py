@@ -8,6 +8,7 @@ by moving the parameters in place, and puts everything back bit for bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from curvestep.distributed import (
     local,
     spans_ranks,
 )
-from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.snapshot import PassState, UndoOnSignal
 from curvestep.vectors import PIECE, change, difference, dot_of_changes, global_norm
 
 Gradients = Sequence["Tensor | None"]
@@ -129,6 +130,8 @@ class Replay:
         self._start = state
         self._keep = keep
         self._home: list[Tensor] | None = None
+        self._swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
+        self._is_open = False
         self._aliased = gradients_live_in_buckets(model)
         self._runs_backward = False  # the closure itself, by what it did last
         # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
@@ -140,9 +143,20 @@ class Replay:
         # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
         values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
         self._values: list[Tensor | None] = values
+        self._is_open = True
+        UndoOnSignal.enter(self._put_back)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._put_back()
+        UndoOnSignal.leave(self._put_back)
+        self._is_open = False
+        del self._end, self._saved, self._values
+
+    def _put_back(self) -> None:
+        """Leave everything as the block found it."""
+        if not self._is_open:
+            return
         self.return_home()
         with torch.no_grad():
             for p, gradient, value in zip(self.parameters, self._saved, self._values, strict=True):
@@ -151,7 +165,6 @@ class Replay:
                     gradient.copy_(value)
         self._end.restore()
         torch.clear_autocast_cache()
-        del self._end, self._saved, self._values
 
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
@@ -278,9 +291,10 @@ class Replay:
         if self._home is None:
             return
         with torch.no_grad():
-            for p, home in zip(self.parameters, self._home, strict=True):
-                local(p).copy_(local(home))
-        self._home = None
+            pairs = itertools.chain.from_iterable(map(_pairs, self.parameters, self._home))
+            for piece, home in itertools.islice(pairs, self._swapped):
+                piece.copy_(home)
+        self._home = self._swapped = None
 
     def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
         r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
@@ -404,15 +418,15 @@ class Replay:
             p.grad = None
 
     def _swap_in(self, start: list[Tensor], fraction: float) -> None:
+        """Move to a fraction of the step, while ``start`` takes up the end of it piece by piece."""
+        self._home, self._swapped = start, 0
         for p, other in zip(self.parameters, start, strict=True):
-            ends, begins = _pieces(local(p)), _pieces(local(other))
-            inner = torch.empty_like(ends[0])
-            for end, begin in zip(ends, begins, strict=True):
-                part = inner if inner.shape == end.shape else inner[: len(end)]
-                torch.lerp(begin, end, fraction, out=part)
+            for end, begin in _pairs(p, other):
+                inner = torch.lerp(begin, end, fraction)
                 begin.copy_(end)
-                end.copy_(part)
-        self._home = start
+                self._swapped += 1  # in this order: an interrupt finds the end in one of both
+                end.copy_(inner)
+        self._swapped = None
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -446,6 +460,11 @@ def checked_loss(loss: Any) -> Tensor:
             "Reduce it with `.mean()`."
         )
     return loss
+
+
+def _pairs(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of two tensors of one form, side by side."""
+    return zip(_pieces(local(one)), _pieces(local(other)), strict=True)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

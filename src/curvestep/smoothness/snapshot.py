@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -149,6 +152,61 @@ def _same_form(one: Tensor, two: Tensor) -> bool:
         and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
         and one.stride() == two.stride()
     )
+
+
+class UndoOnSignal:
+    """Blocks that are undone before the exception of a signal, such as Ctrl-C's, leaves its handler.
+
+    A ``with`` statement alone cannot promise that: the signal may come while it puts things back, or before
+    its first line. So while a block is open, each handler of the process is called from here, and if it
+    raises, open blocks are undone at once, the innermost first. Handlers run in the main thread only, and so
+    do exceptions of theirs: blocks in other threads need no such care.
+    """
+
+    _open: ClassVar[list[Callable[[], None]]] = []
+    _handlers: ClassVar[dict[int, Any]] = {}
+
+    @classmethod
+    def enter(cls, undo: Callable[[], None]) -> None:
+        """Open a block; ``undo`` must bear being called twice, and while it runs."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not cls._open:
+            cls._take_over()
+        cls._open.append(undo)
+
+    @classmethod
+    def leave(cls, undo: Callable[[], None]) -> None:
+        """Close a block that was undone."""
+        if undo in cls._open:
+            cls._open.remove(undo)
+            if not cls._open:
+                cls._hand_back()
+
+    @classmethod
+    def _take_over(cls) -> None:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler) and handler != cls._handle:
+                cls._handlers[number] = handler
+                signal.signal(number, cls._handle)
+
+    @classmethod
+    def _hand_back(cls) -> None:
+        for number, handler in cls._handlers.items():
+            if signal.getsignal(number) == cls._handle:
+                signal.signal(number, handler)
+
+    @classmethod
+    def _handle(cls, number: int, frame: FrameType | None) -> None:
+        try:
+            cls._handlers[number](number, frame)
+        except BaseException:
+            while cls._open:
+                cls._open[-1]()
+                cls._open.pop()
+            cls._hand_back()
+            raise
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
