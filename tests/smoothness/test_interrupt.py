@@ -35,7 +35,7 @@ FILES = {replay.__file__, snapshot.__file__}
 
 
 def interrupted_at(count, act):
-    """Run ``act`` with a signal before the ``count``-th line of the modules that move; how many there were."""
+    """Run ``act`` with a signal before the ``count``-th line of the two modules; how many there were."""
     lines = 0
 
     def trace(frame, event, _):
@@ -74,7 +74,9 @@ def test_an_interrupt_before_any_line_of_a_measured_step_leaves_what_training_ha
         if not any(all(map(torch.equal, held(model), state)) for state in (start, end)):
             wrong.append(count)
         assert signal.getsignal(signal.SIGINT) is handler
+        assert not Replay.running
     assert wrong == []
+    torch.set_grad_enabled(True)
 
 
 def test_a_second_interrupt_while_the_first_is_put_back_changes_nothing():
@@ -90,10 +92,14 @@ def test_a_second_interrupt_while_the_first_is_put_back_changes_nothing():
                 signal.raise_signal(signal.SIGINT)
             return func(*args, **(kwargs or {}))
 
-    with pytest.raises(KeyboardInterrupt), open_ as moved:
-        moved.move([torch.ones(1, 3), torch.ones(1)], 1.0)
-        with Twice():
-            moved.return_home()
+    def interrupted_twice():
+        with open_ as moved:
+            moved.move([torch.ones(1, 3), torch.ones(1)], 1.0)
+            with Twice():
+                moved.return_home()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
     assert all(map(torch.equal, model.parameters(), before))
     assert signal.getsignal(signal.SIGINT) is handler
 

@@ -94,7 +94,7 @@ def test_failure_stops_the_run_after_the_step_if_asked():
     closure = Flaky(loss_fn, no_such_batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=2, on_error="raise")
-    for _ in range(2):
+    for _ in range(4):  # the first two measured steps are tested before they are taken
         optimizer.zero_grad()
         closure().backward()
         with probe(closure):
@@ -177,13 +177,13 @@ def steps(probe, model, loss_fn, count=2):
             optimizer.step()
 
 
-def test_second_run_into_the_same_trace_is_refused_before_its_first_step(tmp_path):
+def test_second_run_into_a_trace_that_was_given_is_refused_before_its_first_step(tmp_path):
     (model, loss_fn), path = net(), tmp_path / "trace.jsonl"
-    first = SmoothnessProbe(model, every=1, trace=path)
+    first = SmoothnessProbe(model, every=1, trace=Trace(path))
     steps(first, model, loss_fn)
     first.close()
     before = [p.detach().clone() for p in model.parameters()]
-    second = SmoothnessProbe(model, every=1, trace=path)
+    second = SmoothnessProbe(model, every=1, trace=Trace(path))
     with pytest.raises(ValueError, match=r"already holds a run .*trace.jsonl.*if_exists=.new."):
         steps(second, model, loss_fn)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

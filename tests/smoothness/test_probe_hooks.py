@@ -23,6 +23,8 @@ from tests.smoothness.loops import assert_same_run, tensors_of
 
 SGD, ADAMW, FUSED, CLIPPED = "SGD", "AdamW", "fused AdamW", "ClippedSGD"
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model is in eval mode")  # without dropout and BatchNorm
+
 
 def net():
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.3), nn.Tanh(), nn.Linear(10, 3))

@@ -12,6 +12,7 @@ from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, train
 
 STEPS = 50
+pytestmark = pytest.mark.filterwarnings("ignore:The model is in eval mode")  # without dropout and BatchNorm
 
 
 def clipped(parameters):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from curvestep.distributed import any_rank, local
 from curvestep.smoothness.observer import ForwardCalls, StepRecord, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.vectors import difference, dot, global_norm, precision
+
+LEAST_PASSED = 2  # tests of replays against the gradient of training
 
 
 class NonDeterministicError(RuntimeError):
@@ -44,17 +46,25 @@ class SelfTest:
         error: Relative difference of one gradient replayed twice; None until one was finite.
         eps: Relative precision of the coarsest dtype that the loss was computed in.
         calls: How often training had called the model before the tested step.
+        passed: How many tests were passed. Two are needed: a ``zero_grad()`` that is missing does not show at
+            the first step.
     """
 
     error: float | None = None
     eps: float = 0.0
     calls: int = 0
+    passed: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough steps were tested, unless training calls the model in another way."""
+        return self.error is not None and self.passed >= LEAST_PASSED
 
     def is_due(self, record: StepRecord) -> bool:
-        """Whether nothing was tested yet, or training called the model in another way than it did then."""
-        state = record.state
-        changed = state is not None and state.modes_changed()
-        return self.error is None or record.trained.calls != self.calls or changed
+        """Whether too little was tested, or training called the model in another way than it did then."""
+        if not self.is_complete or record.trained.calls != self.calls:
+            return True
+        return record.state is not None and record.state.modes_changed()
 
     def run(
         self, replay: Replay, trained: Gradients | None, record: StepRecord, *, clipped: bool = False
@@ -77,6 +87,8 @@ class SelfTest:
                     "`probe.record` every loss that is run backward, all of it, and each once; and begin "
                     "every step with `zero_grad()`."
                 ) from reason
+            if record.trained.calls == self.calls:
+                raise RuntimeError(str(reason)) from reason
             raise RuntimeError(
                 f"the model was called {record.trained.calls} times since the last step, {self.calls} times "
                 "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
@@ -90,6 +102,7 @@ class SelfTest:
                 # A stray pass is among training's calls, but neither among the replays nor recorded.
                 record.trained.size = record.replayed.size / (1 + repeat)
             self.calls, self.eps = record.trained.calls, eps
+            self.passed += 1
         return gradients
 
 
@@ -282,6 +295,18 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
     return calls, loss
 
 
+def untracked_error(tensors: Sequence[Tensor]) -> UntrackedParametersError:
+    """The error for tensors that training moves and a replay does not."""
+    numbers = sum(tensor.numel() for tensor in tensors)
+    return UntrackedParametersError(
+        f"The loss also trains {len(tensors)} tensors outside `model` ({numbers} numbers, the first of shape "
+        f"{tuple(tensors[0].shape)}), which move with the step and collect gradients in a replay. Give one "
+        "module that holds all that is trained, such as `nn.ModuleList([encoder, head])`; detach what is not "
+        "trained. If another optimizer trains them, as of a GAN's other network, freeze them around this "
+        "step: `other.requires_grad_(False)`, and True after it."
+    )
+
+
 @contextmanager
 def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[float]]:
     """Inside, ``loss.backward()`` raises before it changes the gradient of a tensor outside the model.
@@ -304,15 +329,7 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
         trained = [leaf for leaf in leaves(self) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
         untracked = [leaf for leaf in trained if id(leaf) not in known]
         if untracked and not sharded:
-            numbers = sum(leaf.numel() for leaf in untracked)
-            raise UntrackedParametersError(
-                f"The loss also trains {len(untracked)} tensors outside `model` ({numbers} numbers, the "
-                f"first of shape {tuple(untracked[0].shape)}), which move with the step and collect "
-                "gradients in a replay. Give one module that holds all that is trained, such as "
-                "`nn.ModuleList([encoder, head])`; detach what is not trained. If another optimizer trains "
-                "them, as of a GAN's other network, freeze them around this step: "
-                "`other.requires_grad_(False)`, and True after it."
-            )
+            raise untracked_error(untracked)
         backward(self, *args, **kwargs)
 
     Tensor.backward = checked

@@ -123,6 +123,12 @@ class StepRecord:
     trained: ForwardCalls = field(default_factory=ForwardCalls)  # training's calls since the step before
     replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
     eps: float = 0.0  # relative precision under autocast, zero without
+    inputs: list[Tensor] = field(default_factory=list)  # of the model, that require grad: batches as a rule
+
+    def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of leaves that require a gradient: replays leave theirs alone."""
+        found = [t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
+        self.inputs += [t for t in found if not any(t is known for known in self.inputs)]
 
     def see_precision(self, parameter: Tensor) -> None:
         """Take note of autocast, if it is on."""
@@ -183,6 +189,17 @@ def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolera
         for (_, *first, scale), (_, *second, other) in zip(one, two, strict=True)
         for a, b in zip(first, second, strict=True)
     )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for part in value for tensor in tensors_in(part)]
 
 
 def batch_length(batch: Any) -> float:

@@ -7,6 +7,7 @@ start to its row, is :class:`~curvestep.smoothness.probed_step.ProbedStep`'s.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
@@ -37,6 +41,8 @@ from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, Row, Trace
+
+_CONTINUES = "Training continues; further failures are only recorded in the trace."
 
 
 class SmoothnessProbe:
@@ -82,8 +88,9 @@ class SmoothnessProbe:
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
-            :meth:`load_state_dict` and is refused without, ``"new"`` writes to a new file beside it
-            (``trace-2.jsonl``; ``probe.trace.path`` says which), ``"overwrite"`` starts it again.
+            :meth:`load_state_dict`, and without it writes to a new file beside it and says so
+            (``trace-2.jsonl``; ``probe.trace.path``), ``"new"`` does that in any case, ``"overwrite"`` starts
+            it again.
         max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
             chosen from measured times, never shorter than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
@@ -139,6 +146,7 @@ class SmoothnessProbe:
         self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
         check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
         choice = "continue" if if_exists == "resume" else if_exists
+        self._is_own_file = isinstance(trace, (str, Path))
         self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, choice)
         self.step = 0
         self._setup = Setup(
@@ -180,6 +188,7 @@ class SmoothnessProbe:
                 :math:`\sigma = \lVert g_1 - g_2 \rVert / 2`, and the two parts of the gradient noise scale,
                 ``grad_variance`` and ``grad_signal``. Costs one more pass over the batch.
         """
+        _check_loss_fn(closure)
         if self.due:
             record = self._current.record
             record.passes = [Pass(closure, state=record.state, loss=loss)]
@@ -211,6 +220,7 @@ class SmoothnessProbe:
                 tokens, their number. The loss measured is :math:`\sum w_i f_i / \sum w_i`.
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
         """
+        _check_loss_fn(loss_fn)
         if self.due:
             self._check_fresh()
         if not self.due:
@@ -254,6 +264,7 @@ class SmoothnessProbe:
         step, started = self._current, self._now()
         step.row = {"step": self.step, "batch_size": batch_size}
         step.routine = self.self_test is not None
+        self._check_mode()
         try:
             self._attempt(partial(step.measure_start, clipped=clipped))
             if halves is not None:
@@ -293,6 +304,9 @@ class SmoothnessProbe:
     def watch(self, optimizer: Optimizer) -> SmoothnessProbe:
         """Measure around every step of ``optimizer`` that is due, by hooks on it; returns the probe.
 
+        Another optimizer that trains the same model moves it outside of the measured steps; that is warned
+        of once.
+
         The gradient may be clipped or scaled before the step: at a due step it is computed again, which costs
         one more pass. A step that a GradScaler skips is no step.
         """
@@ -310,6 +324,7 @@ class SmoothnessProbe:
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
+            register_optimizer_step_pre_hook(_OtherSteps(self)),
         ]
         return self
 
@@ -384,8 +399,11 @@ class SmoothnessProbe:
         return (args[0],), {**kwargs, "closure": first_closure}
 
     def _check_fresh(self) -> None:
-        """A trace keeps the first row of a step: those of a second run would be dropped one by one."""
+        """Do not add a run to the rows of another; a trace would keep the first row of a step."""
         if self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
+            if self._is_own_file:
+                self._start_new_file()
+                return
             where = self.trace.path or "in memory"
             words = (
                 f"`trace` already holds a run ({where}), and this probe begins at step 0. Make it with "
@@ -424,9 +442,41 @@ class SmoothnessProbe:
         text = f"A smoothness measurement failed at step {self.step}: {reason}"
         if self.on_error == "off":
             self._failed = True
-            self._warn_once("measure", f"{text} No more are taken.")
+            self._warn_once("measure", f"{text} No more are taken. {_CONTINUES}")
         elif self.on_error == "mark":
-            self._warn_once("measure", text)
+            self._warn_once("measure", f"{text} {_CONTINUES}")
+
+    def _start_new_file(self) -> None:
+        """Write this run beside the one that the file holds."""
+        path = self.trace.path
+        self.trace.close()
+        self.trace = self._new_trace(path, "new")
+        if path is not None:
+            warnings.warn(
+                f"{path} holds a run already. The rows of this one go to {self.trace.path}. To resume that "
+                "run, call `probe.load_state_dict(state)` first.",
+                stacklevel=3,
+            )
+
+    def _check_mode(self) -> None:
+        """Warn of a model in eval mode, where that makes another loss."""
+        layers = () if self.model.training else [m for m in self.model.modules() if _differs_in_eval(m)]
+        if layers:
+            self._warn_once(
+                "mode",
+                f"The model is in eval mode, in which {type(layers[0]).__name__} acts as it does not in "
+                "training: smoothness is that of another loss. Call `model.train()` before the forward pass.",
+            )
+
+    def _see_other(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer beside the watched one."""
+        if optimizer is not self._watched and trains_any(optimizer, self.parameters):
+            self._warn_once(
+                "optimizers",
+                f"The probe watches {type(self._watched).__name__}, and {type(optimizer).__name__} trains "
+                "the same model outside of the measured steps. Make a probe for each, with the module that "
+                "it trains, or put the steps of both into one `with probe(loss_fn):`.",
+            )
 
     def _describe_run(self, steps: StepObserver) -> None:
         """Complete the trace's header by what is known at the first measured step."""
@@ -443,7 +493,9 @@ class SmoothnessProbe:
         except OSError as error:
             if self.on_error == "raise":
                 raise
-            self._warn_once("write", f"The trace cannot be written, rows stay in memory: {error}.")
+            self._warn_once(
+                "write", f"The trace cannot be written, rows stay in memory: {error}. {_CONTINUES}"
+            )
 
     def _write(self, row: Row) -> None:
         with self._writing():
@@ -457,9 +509,7 @@ class SmoothnessProbe:
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(
-                f"{text} Training continues; further failures are only recorded in the trace.", stacklevel=2
-            )
+            warnings.warn(text, stacklevel=3)
 
     def _finish_step(self) -> None:
         step = self._current
@@ -498,6 +548,35 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header, if_exists=if_exists)
+
+
+class _OtherSteps:
+    """A hook of all optimizers' steps that holds its probe weakly."""
+
+    def __init__(self, probe: SmoothnessProbe) -> None:
+        self._probe = weakref.ref(probe)
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        probe = self._probe()
+        if probe is not None:
+            probe._see_other(optimizer)
+
+
+def _check_loss_fn(loss_fn: object) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            "The probe needs a function that computes the loss, to compute it again: "
+            f"`lambda: criterion(model(x), y)`, got a {type(loss_fn).__name__}."
+        )
+
+
+def _differs_in_eval(module: nn.Module) -> bool:
+    """Whether a layer acts in training in another way: it normalizes by the batch, or drops."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, _BatchNorm)
 
 
 def layer_groups(

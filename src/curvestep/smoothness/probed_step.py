@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from curvestep.distributed import any_rank, copies, over_ranks
-from curvestep.smoothness.determinism import SelfTest
+from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import spectral_smoothness
 from curvestep.smoothness.geometry import Geometry, geometry_of
 from curvestep.smoothness.measurement import (
@@ -42,7 +42,7 @@ from curvestep.smoothness.measurement import (
     spectral_part,
     summary_part,
 )
-from curvestep.smoothness.observer import ForwardCalls, StepObserver, StepRecord, TrainingLoss
+from curvestep.smoothness.observer import ForwardCalls, StepObserver, StepRecord, TrainingLoss, trains_any
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import Gradients, Replay, trainable_parameters
 from curvestep.smoothness.snapshot import PassState, Workspace
@@ -101,15 +101,16 @@ class ProbedStep:
 
     def see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Take note of a call of the model; False if it is none of training's passes."""
-        with_inputs = self.setup.test.error is None
+        with_inputs = not self.setup.test.is_complete
         if self._replays:
             self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
             return False
-        if Replay.num_running:  # somebody else's
+        if Replay.running:  # somebody else's
             return False
         if self.record.state is None:
             self.record.state = PassState(self.setup.model, self.setup.keep)
         self.record.see_precision(self.setup.parameters[0])
+        self.record.see_inputs(args, kwargs)
         self.record.trained.record(args, kwargs, with_inputs=with_inputs)
         return True
 
@@ -152,6 +153,7 @@ class ProbedStep:
         setup, start, steps = self.setup, self.start, self.optimizers
         assert start is not None
         assert steps is not None
+        self._check_inputs(steps)
         self.row |= self._batch_size()
         self.row |= norms_part(start, setup.parameters, setup.groups)
         eps = self.row["eps"] = max(precision(setup.parameters), self.record.eps, setup.test.eps)
@@ -193,11 +195,16 @@ class ProbedStep:
             self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
             state = self._oracle_state
         self._replays = True
+        inputs = [(tensor, tensor.grad) for tensor in self.record.inputs]
         try:
+            for tensor, _ in inputs:
+                tensor.grad = None
             with Replay(setup.model, closure, state=state, keep=setup.keep) as replay:
                 yield replay
         finally:
             self._replays = False
+            for tensor, gradient in inputs:
+                tensor.grad = gradient
 
     def _check_parameters(self) -> None:
         now, then = trainable_parameters(self.setup.model), self.setup.parameters
@@ -207,6 +214,12 @@ class ProbedStep:
                 f"({len(then)}): some were frozen, unfrozen or replaced. Make a new probe, "
                 "and give it this one's `state_dict()` to continue the trace."
             )
+
+    def _check_inputs(self, steps: StepObserver) -> None:
+        """Refuse an input of the model that the optimizer trains: replays do not move it."""
+        trained = [t for t in self.record.inputs if any(trains_any(o, [t]) for o in steps.optimizers)]
+        if trained:
+            raise untracked_error(trained)
 
     def _take_passes(self) -> None:
         """Take over the passes of training that were recorded."""
@@ -251,6 +264,7 @@ class ProbedStep:
                 return
             if not any_rank(test.is_due(self.record), self.setup.model):
                 return
+        self.routine = False
         with self.replaying(self._measured_loss()) as replay:
             test.run(replay, None if with_oracle else raw, self.record)
 

@@ -100,7 +100,7 @@ class Replay:
         keep: Other objects whose attributes are put back, such as a metric that the closure adds to.
 
     Attributes:
-        num_running: How many replays of this process are computing a loss right now.
+        running: The replays of this process that are computing a loss right now.
 
     Example:
         >>> w = nn.Linear(1, 1, bias=False)
@@ -112,7 +112,7 @@ class Replay:
         (18.0, 12.0, 14.0, 3.0)
     """
 
-    num_running: ClassVar[int] = 0
+    running: ClassVar[set[Replay]] = set()
 
     def __init__(
         self,
@@ -157,6 +157,7 @@ class Replay:
         """Leave everything as the block found it."""
         if not self._is_open:
             return
+        Replay.running.discard(self)
         self.return_home()
         with torch.no_grad():
             for p, gradient, value in zip(self.parameters, self._saved, self._values, strict=True):
@@ -407,11 +408,11 @@ class Replay:
             )
 
     def _run(self) -> Tensor:
-        Replay.num_running += 1
+        Replay.running.add(self)
         try:
             return checked_loss(self.closure())
         finally:
-            Replay.num_running -= 1
+            Replay.running.discard(self)
 
     def _drop_gradients(self) -> None:
         for p in self.parameters:
