@@ -94,13 +94,13 @@ def test_a_second_optimizer_of_the_same_model_is_warned_of_once():
     probe = SmoothnessProbe(model, every=2).watch(one)
     for step in range(4):
         probe.record(lambda: F.cross_entropy(model(x), y)).backward()
-        one.step()
-        other.step()
-        if step == 0:
+        if step == 1:
             with pytest.warns(UserWarning, match=r"watches SGD, and SGD trains the same model"):
-                two.step()
+                one.step()
         else:
-            two.step()  # warnings are errors here
+            one.step()  # warnings are errors here
+        other.step()
+        two.step()
         model.zero_grad()
 
 

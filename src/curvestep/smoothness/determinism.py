@@ -66,6 +66,18 @@ class SelfTest:
             return True
         return record.state is not None and record.state.modes_changed()
 
+    def confirms(self, replay: Replay, trained: Gradients, record: StepRecord) -> bool:
+        """Whether a replay gives the gradient of training again, at a step like the one that was tested.
+
+        Without a whole gradient more in memory; if it does not, :meth:`run` says why.
+        """
+        if self.error is None or record.trained.calls != self.calls:
+            return False
+        gap = global_norm(replay.change(trained).parts).item() / (global_norm(trained).item() or 1.0)
+        confirmed = not any_rank(not gap <= self.eps**0.5, replay.model)
+        self.passed += confirmed
+        return confirmed
+
     def run(
         self, replay: Replay, trained: Gradients | None, record: StepRecord, *, clipped: bool = False
     ) -> Gradients:

@@ -167,6 +167,7 @@ class SmoothnessProbe:
         hook = ForwardHook(self._see_forward)
         self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
+        self._other: str | None = None  # class of another optimizer that trains the model
 
     @contextmanager
     def __call__(
@@ -385,6 +386,7 @@ class SmoothnessProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
+        self._check_other()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
             self._begin(optimizer, clipped=True)
@@ -469,13 +471,18 @@ class SmoothnessProbe:
             )
 
     def _see_other(self, optimizer: Optimizer) -> None:
-        """Warn of an optimizer beside the watched one."""
+        """Take note of an optimizer that trains the model beside the watched one."""
         if optimizer is not self._watched and trains_any(optimizer, self.parameters):
+            self._other = type(optimizer).__name__
+
+    def _check_other(self) -> None:
+        """Warn of it once the watched one steps again: until then it may have taken its place."""
+        if self._other is not None:
             self._warn_once(
                 "optimizers",
-                f"The probe watches {type(self._watched).__name__}, and {type(optimizer).__name__} trains "
-                "the same model outside of the measured steps. Make a probe for each, with the module that "
-                "it trains, or put the steps of both into one `with probe(loss_fn):`.",
+                f"The probe watches {type(self._watched).__name__}, and {self._other} trains the same model "
+                "outside of the measured steps. Make a probe for each, with the module that it trains, or "
+                "put the steps of both into one `with probe(loss_fn):`.",
             )
 
     def _describe_run(self, steps: StepObserver) -> None:
