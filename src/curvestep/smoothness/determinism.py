@@ -271,7 +271,8 @@ def _why_not_training(
             "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
         )
     return what + (
-        "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`), weight "
+        "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`, of the "
+        "model where the optimizer has not all of its parameters), weight "
         "decay or a penalty added by hand, or the gradient of another loss. Let the closure compute all of "
         "the loss, and nothing else. In float16, give the probe the loss scaler: "
         "`backward=lambda loss: scaler.scale(loss).backward()`."
