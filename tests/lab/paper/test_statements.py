@@ -348,3 +348,18 @@ def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
     names = [one.name for one in statements.STATEMENTS]
     assert len(set(names)) == len(names)
     assert all(len(one.says.split()) <= 20 for one in statements.STATEMENTS)
+
+
+def test_theorems_3_and_6_hold_as_printed_and_theorem_4_does_not():
+    for theorem in (statements.theorem3, statements.theorem6):
+        assert statements.certified(None, theorem=theorem).verdict == REPRODUCED
+    found = statements.lower_bound_corrected(None)
+    assert found.numbers["on one pair"] == "printed: violated, corrected: holds"
+
+
+def test_a_false_theorem_is_not_reproduced():
+    def hasty(**numbers):
+        true = statements.theorem3(**numbers)
+        return replace(true, bound=true.bound / 1000)
+
+    assert statements.certified(None, theorem=hasty).verdict == NOT_REPRODUCED
