@@ -1,0 +1,42 @@
+"""Counters of the host and of a device count alike."""
+
+import math
+
+import pytest
+import torch
+
+from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
+from curvestep.optim.device import DeviceCounters
+
+
+def counted(num_steps):
+    """Steps with rising norms, every seventh left out for a norm that is not finite."""
+    host, device = HostCounters(), DeviceCounters(HostCounters(), torch.device("cpu"))
+    one = torch.ones(())
+    for k in range(num_steps):
+        skipped = k % 7 == 6
+        norm, fired = math.inf if skipped else 1.0 + k, k % 3 == 0
+        if skipped:
+            host.count_skipped(norm)
+        else:
+            host.count(norm, [1 / norm], [fired])
+        numbers = torch.tensor([norm, 1 / norm, float(fired), float(skipped)])
+        norm, coefficient, fired, skip = numbers.unbind()
+        device.count(norm, [coefficient], [fired], skip, one)
+    return host, device
+
+
+@pytest.mark.parametrize("num_steps", [0, 5, RECENT_STEPS + 30])
+def test_counters_of_host_and_device_hold_the_same_numbers_in_order(num_steps):
+    host, device = counted(num_steps)
+    assert device.read() == host
+    assert host.norms == sorted(host.norms)
+    assert len(host.norms) <= RECENT_STEPS
+    assert math.inf not in host.norms
+
+
+@pytest.mark.parametrize(("num_steps", "is_above"), [(FEWEST_NORMS, False), (FEWEST_NORMS + 1, True)])
+def test_the_median_of_host_and_device_needs_ten_finite_norms(num_steps, is_above):
+    host, device = counted(num_steps)  # the seventh is not finite
+    assert (1e6 > 10 * host.running_median()) == is_above
+    assert bool(device.is_above_median(torch.tensor(1e6), 10.0)) == is_above
