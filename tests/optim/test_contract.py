@@ -103,6 +103,18 @@ def test_no_gradient_at_all_is_no_step(make):
     assert opt.clip_stats()["steps"] == 0
 
 
+@every_optimizer
+def test_a_graph_from_before_the_step_is_stale(make):
+    p = nn.Parameter(torch.ones(3))
+    opt = make([p], momentum=0.9)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        loss = (p**2).sum()
+        opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 # --- non-finite gradients -------------------------------------------------------------------------
 
 
