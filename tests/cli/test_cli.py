@@ -16,6 +16,7 @@ from curvestep.advice.advice import advise
 from curvestep.cli import main
 from curvestep.cli.commands import COMMANDS
 from curvestep.cli.options import NOT_OPTIONS, help_texts
+from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.recipes import RECIPES, recipe_names
 from curvestep.lab.run.folder import Run
 from curvestep.smoothness.trace import Trace
@@ -310,7 +311,7 @@ def test_advise_prints_fit_and_advice_and_the_same_numbers_as_json(capsys, tmp_p
     folder = make_run(tmp_path / "run")
     code, out, _ = run(capsys, "advise", str(folder))
     assert code == 0
-    assert "(L0, L1) along this trajectory" in out
+    assert str(fit_smoothness(Trace.load(folder / "trace.jsonl"))).splitlines()[0] in out
     expected = advise(Trace.load(folder / "trace.jsonl"))
     assert expected.verdict in out
     code, out, _ = run(capsys, "advise", str(folder / "trace.jsonl"), "--json")

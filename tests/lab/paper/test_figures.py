@@ -194,11 +194,10 @@ def settings(tmp_path_factory):
 def test_each_task_has_its_row_with_the_units_of_the_paper(settings):
     figure = curves(settings)
     titles = [panel.get_title() for panel in figure.axes]
-    assert titles[0].startswith("ptb-lstm: training loss")
-    assert titles[1] == "ptb-lstm: validation loss"
-    assert titles[3] == "cifar-resnet20: test accuracy"
+    assert titles[:2] == ["(a) ptb-lstm: training loss", "(b) ptb-lstm: validation loss"]
+    assert titles[3] == "(d) cifar-resnet20: test accuracy"
     assert figure.axes[3].get_ylabel() == "test accuracy (%)"
-    assert "lr 30, no clip (diverged: 1 of 1, by step 7)" in texts(figure)
+    assert "lr 30, no clip (diverged: 1 of 1, by iteration 7)" in texts(figure)
     assert "seeds 0, 1, 2" in texts(figure)
 
 
@@ -277,9 +276,9 @@ def test_gd_figure_has_norms_losses_and_both_scatters(wall, tmp_path):
     gd = write_run(tmp_path / "gd", lr=1.0, max_norm=math.inf, scale=2.0)
     figure = lstm_gd(gd, wall)
     titles = [panel.get_title() for panel in figure.axes]
-    assert titles[0] == "gradient norm"
-    assert titles[1].startswith("training loss")
-    assert [title.partition("\n")[0] for title in titles[2:4]] == ["lr 1, no clip", "lr 30, clip 0.25"]
+    shown = [title.partition("\n")[0] for title in titles[:4]]
+    assert shown[:2] == ["(a) gradient norm, mean of 5 rows", "(b) training loss"]
+    assert shown[2:] == ["(c) lr 1, no clip", "(d) lr 30, clip 0.25"]
 
 
 def test_nothing_to_draw_is_an_error():

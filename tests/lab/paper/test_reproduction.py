@@ -177,15 +177,17 @@ def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, 
 def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, monkeypatch, capsys):
     (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed10"]
     job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
-    now = itertools.count(step=20.0)
-    monkeypatch.setattr(displays.time, "monotonic", lambda: next(now))
+    now = [0.0]
+    monkeypatch.setattr(displays.time, "monotonic", lambda: now[0])
     with displays.Progress("training", run.cost, unit="share", interval=30.0) as progress:
         watch = watch_runs([run], [job], progress)
         watch()
         assert capsys.readouterr().out == ""
+        now[0] = 31.0
         watch()
         job.folder.mkdir()
         (job.folder / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
+        now[0] = 62.0
         watch()
     assert re.fullmatch(
         r"training: 0 % starting, .* left\ntraining: 25 % lm-lr2-seed10 50/200, .* left\n",

@@ -7,7 +7,6 @@ own, as in the paper. Above it stands the correlation of logs, the mean over the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from curvestep.lab.paper.plan import (
     run_again,
 )
 from curvestep.lab.paper.statistics import correlation, measured, spread
-from curvestep.lab.paper.style import described, loaded, setting
+from curvestep.lab.paper.style import described, lettered, loaded, setting
 from curvestep.lab.run.folder import Run
 
 Runs = Run | str | Path | Sequence[Run]
@@ -54,13 +53,6 @@ def scatter(
     charts = [scatter_chart(seeds, log=scale) for seeds, scale in zip(found, scales, strict=True)]
     everything = [run for seeds in found for run in seeds]
     return described(lettered(charts), everything, title=title, columns=3, size=(3.8, 3.6))
-
-
-def lettered(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts with (a), (b), (c) before their titles, where there are several."""
-    if len(charts) == 1:
-        return list(charts)
-    return [replace(chart, title=f"({chr(ord('a') + i)}) {chart.title}") for i, chart in enumerate(charts)]
 
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:

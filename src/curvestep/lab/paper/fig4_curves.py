@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
+from curvestep.display.chart import Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
 from curvestep.lab.paper.plan import (
     BY_HAND,
@@ -27,14 +27,16 @@ from curvestep.lab.paper.plan import (
     legend_runs,
     long_runs,
     run_again,
+    steps_of,
     trained_name,
 )
-from curvestep.lab.paper.style import described, loaded
+from curvestep.lab.paper.style import colour_of, described, lettered, loaded
 from curvestep.lab.recipes import LanguageRecipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
 
 TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
+CALM = 0.99  # share of a curve that decides the axis
 SMOOTHING = 20  # steps in the running mean of the training loss
 
 
@@ -46,7 +48,7 @@ class Curve:
         label: The setting in words.
         steps: Iterations that all seeds reached, ascending.
         values: One row a seed, shaped (seeds, steps).
-        diverged: Steps at which seeds diverged.
+        diverged: Where on the axis seeds diverged.
         colour: Number in the palette, by learning rate and momentum.
         dash: Solid with clipping, dashed without; dotted where the learning rate drops.
     """
@@ -54,7 +56,7 @@ class Curve:
     label: str
     steps: np.ndarray
     values: np.ndarray
-    diverged: tuple[int, ...] = ()
+    diverged: tuple[float, ...] = ()
     colour: int = 0
     dash: str = "solid"
 
@@ -75,16 +77,23 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
         task = [run for run in found if isinstance(run.recipe, LanguageRecipe) == language]
         if not task:
             continue
-        name = task[0].recipe.name
-        charts.append(loss_chart(task, title=f"{name}: training loss, running mean of {SMOOTHING} steps"))
-        column, split = ("loss", "valid") if language else ("accuracy", "test")
-        label = "validation loss" if language else "test accuracy (%)"
-        beside = curve_chart(
-            gather(task, column, split), label, title=f"{name}: {label.removesuffix(' (%)')}"
-        )
-        # The legend stands once, beside the training loss.
-        charts.append(replace(beside, series=tuple(replace(one, name="") for one in beside.series)))
-    return described(charts, found, title=title, size=(5.4, 4.0))
+        column, split, label = ("accuracy", "test", "test accuracy (%)")
+        if language:
+            column, split, label = ("loss", "valid", "validation loss")
+        charts.append(loss_chart(task, title=f"{task[0].recipe.name}: training loss"))
+        title_beside = f"{task[0].recipe.name}: {label.removesuffix(' (%)')}"
+        charts.append(curve_chart(gather(task, column, split), label, title=title_beside, time=time_of(task)))
+    return described(lettered(charts), found, title=title, size=(5.4, 4.2))
+
+
+def time_of(runs: Sequence[Run]) -> str:
+    """Whether curves go over epochs, as the paper's, or over iterations of runs shorter than one."""
+    return "epoch" if all(run.recipe.epochs for run in runs) else "iteration"
+
+
+def _times(run: Run, steps: np.ndarray, time: str) -> np.ndarray:
+    """Steps in the unit of the axis."""
+    return steps * run.recipe.epochs / steps_of(run.recipe) if time == "epoch" else steps
 
 
 def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) -> list[Curve]:
@@ -92,62 +101,61 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(run.recipe.label, []).append(run)
-    rates = list(dict.fromkeys((run.recipe.lr, run.recipe.momentum, run.recipe.optimizer) for run in runs))
-    found = []
+    time, found = time_of(runs), []
     for label, own in settings.items():
         series = [running_mean(*run.column(column, split), smoothing) for run in own]
-        diverged = tuple(int(run.status["step"]) for run in own if run.status.get("status") == DIVERGED)
+        ends = [(run, np.array([run.status["step"]])) for run in own if run.status.get("status") == DIVERGED]
+        diverged = tuple(float(_times(run, end, time)[0]) for run, end in ends)
         steps, values = on_common_steps(series)
         recipe = own[0].recipe
         looks = ("dashdot", "dot") if recipe.lr_drops else ("solid", "dash")
         found.append(
             Curve(
                 label=label,
-                steps=steps,
+                steps=_times(own[0], steps, time),
                 values=values,
                 diverged=diverged,
-                colour=rates.index((recipe.lr, recipe.momentum, recipe.optimizer)) % NUM_COLOURS,
+                colour=colour_of(recipe),
                 dash=looks[recipe.max_norm == math.inf],
             )
         )
     return found
 
 
-def loss_chart(runs: Sequence[Run], *, title: str = "", roles: Sequence[int] = ()) -> Chart:
-    """The training loss of every setting among ``runs``, as a running mean.
-
-    ``roles`` are colours of the settings in their order, where they have one in other figures, too.
-    """
-    title = title or f"training loss, running mean of {SMOOTHING} steps"
+def loss_chart(runs: Sequence[Run], *, title: str = "") -> Chart:
+    """The training loss of every setting among ``runs``, as a running mean."""
     found = gather(runs, "loss", "train", smoothing=SMOOTHING)
-    for i, role in enumerate(roles[: len(found)]):
-        found[i] = replace(found[i], colour=role, dash="solid")
-    return curve_chart(found, "training loss", title=title)
+    return curve_chart(
+        found, f"loss, mean of {SMOOTHING} steps", title=title or "training loss", time=time_of(runs)
+    )
 
 
-def curve_chart(found: Sequence[Curve], label: str, *, title: str, log: bool = False) -> Chart:
-    """Curves over the iterations: the mean over the seeds, their range as a band.
+def curve_chart(
+    found: Sequence[Curve], label: str, *, title: str, time: str = "iteration", log: bool = False
+) -> Chart:
+    """Curves over the run: the mean over the seeds, their range as a band.
 
-    Where a run diverged, the axis ends a little above those that did not, so that they can be told apart.
+    The axis ends a little above all but the highest hundredth of the runs that did not diverge: neither a
+    spike nor a run that exploded decides it.
     """
-    calm = [curve.values for curve in found if not curve.diverged and curve.values.size]
+    calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
     limits = None
-    if calm and any(curve.diverged for curve in found):
-        low, high = min(v.min() for v in calm), max(v.max() for v in calm)
+    if calm and not log:
+        low, high = min(v.min() for v in calm), max(np.quantile(v, CALM) for v in calm)
         limits = low - 0.05 * (high - low), high + 0.15 * (high - low)
     series = []
     for curve in found:
         name, look = curve.label, {"colour": curve.colour, "dash": curve.dash}
         if curve.diverged:
             last = max(curve.diverged)
-            name += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by step {last})"
+            name += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by {time} {last:.3g})"
         few = "circle" if 0 < len(curve.steps) < 12 else ""
         values = curve.values if len(curve.steps) else np.zeros((1, 0))
         series.append(over_seeds(name, curve.steps, values, mark=few, **look))
         if curve.diverged and limits is not None:
             at = np.array([max(curve.diverged)]), np.array([limits[1]])
             series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))
-    return Chart("curves", title, Axis("iteration"), Axis(label, log=log, range=limits), tuple(series))
+    return Chart("curves", title, Axis(time), Axis(label, log=log, range=limits), tuple(series))
 
 
 # The runs and the pictures

@@ -62,8 +62,8 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
     for found, label in zip(agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
         quantity = label.rpartition(" ")[0]
         series = (
-            Series(names[1], found.steps, found.whole, colour="soft"),
-            Series(names[0], found.steps, found.part, colour=1, dash="dash"),
+            Series(names[1], found.steps, found.whole, colour="soft", dash="", mark="square"),
+            Series(names[0], found.steps, found.part, colour=1, dash="", mark="circle"),
         )
         axes = Axis("iteration"), Axis(label, log=True)
         above.append(Chart("over-time", f"{quantity} over training", *axes, series))

@@ -15,12 +15,13 @@ from curvestep.display.drawing import figure_of, save, styled
 from curvestep.display.results import level
 from curvestep.lab.paper.claims import MissingRuns
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
-from curvestep.lab.paper.style import CLIPPED, GD
 from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
 
 Array = NDArray[Any]
 
 NUM_LINES = 6  # step sizes shown in each of the six panels
+
+GD, CLIPPED = 0, 1  # colours in the palette
 
 
 def trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT
-from curvestep.display.results import on_common_steps
+from curvestep.display.results import on_common_steps, running_mean
 from curvestep.lab.paper.fig1_scatter import Runs, scatter_chart
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
 from curvestep.lab.paper.plan import (
@@ -21,10 +21,11 @@ from curvestep.lab.paper.plan import (
     legend_runs,
 )
 from curvestep.lab.paper.statistics import measured
-from curvestep.lab.paper.style import CLIPPED, GD, described, loaded, on_same_axes
+from curvestep.lab.paper.style import colour_of, described, lettered, loaded
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 
+ROWS = 5  # measurements in the running mean of the gradient norm
 SETTINGS = ("lm-lr2", "lm-lr10clip0.25")  # gradient descent, and clipped
 
 
@@ -74,16 +75,19 @@ def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
     sides = [[loaded(side)] if isinstance(side, (Run, str, Path)) else list(side) for side in (gd, clipped)]
     runs = [run for side in sides for run in side]
     norms = []
-    for colour, side in zip((GD, CLIPPED), sides, strict=True):
-        steps, values = on_common_steps([measured(run)[:2] for run in side])
+    for side in sides:
+        steps, values = on_common_steps(
+            [running_mean(*measured(run)[:2], ROWS * run.recipe.probe_every) for run in side]
+        )
+        colour = colour_of(side[0].recipe)
         norms.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
     charts = [
-        curve_chart(norms, GRADIENT, title="gradient norm", log=True),
-        loss_chart(runs, roles=(GD, CLIPPED)),
-        *on_same_axes([scatter_chart(side) for side in sides]),
+        curve_chart(norms, GRADIENT, title=f"gradient norm, mean of {ROWS} rows", log=True),
+        loss_chart(runs),
+        *(scatter_chart(side) for side in sides),
     ]
     title = title or "GD against clipped GD on the 2-layer LSTM"
-    return described(charts, runs, title=title, size=(5.0, 4.0))
+    return described(lettered(charts), runs, title=title, size=(5.0, 4.0))
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:

@@ -7,16 +7,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.folder import Run
 
-# One colour a role in every figure: numbers of the palette.
-GD, CLIPPED, NORMALIZED = 0, 1, 2
-LINE, EXPONENT = 1, 3
+# One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
+COLOURS = {
+    (30.0, 0.0): 0,
+    (10.0, 0.0): 1,
+    (2.0, 0.0): 2,
+    (4.0, 0.0): 3,
+    (5.0, 0.0): 4,
+    (20.0, 0.0): 5,
+    (0.1, 0.9): 6,
+}
+OTHER_COLOUR = 5  # of a setting that is not in the paper's legend
+
+
+def colour_of(recipe: Recipe) -> int:
+    """The colour of a setting."""
+    return COLOURS.get((recipe.lr, recipe.momentum), OTHER_COLOUR)
+
+
+def lettered(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts with (a), (b), (c) before their titles, where there are several."""
+    if len(charts) == 1:
+        return list(charts)
+    return [replace(chart, title=f"({chr(ord('a') + i)}) {chart.title}") for i, chart in enumerate(charts)]
 
 
 def loaded(run: Run | str | Path) -> Run:
@@ -29,18 +49,6 @@ def setting(run: Run) -> str:
     if run.status.get("status") == "diverged":
         return f"{run.recipe.label} (diverged at step {run.status.get('step')})"
     return run.recipe.label
-
-
-def on_same_axes(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts with logarithmic axes of the same range, a little beyond all their points."""
-    found = list(charts)
-    for name in ("x", "y"):
-        values = np.concatenate([getattr(one, name) for chart in charts for one in chart.series] or [[]])
-        values = values[np.isfinite(values) & (values > 0)]
-        if len(values):
-            ends = float(values.min()) / 1.15, float(values.max()) * 1.15
-            found = [replace(one, **{name: replace(getattr(one, name), range=ends)}) for one in found]
-    return found
 
 
 def described(
