@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvestep.distributed import any_rank, local
-from curvestep.smoothness.observer import ForwardCalls, StepRecord, alike, fingerprint
+from curvestep.smoothness.observer import ForwardCalls, Mark, StepRecord, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.vectors import difference, dot, global_norm, precision
 
@@ -31,7 +30,7 @@ class UntrackedParametersError(NonDeterministicError):
 
 
 class Determinism(NamedTuple):
-    """What a self-test found: the error, the replayed gradient, and the precision of its computation."""
+    """Result of a self-test: the error, the replayed gradient, and the precision of its computation."""
 
     error: float
     gradients: Gradients
@@ -139,7 +138,7 @@ def check_determinism(
             part is compared, up to clipping by value.
         repeat: Whether to replay twice; if not, the error is zero.
     """
-    record = StepRecord() if record is None else record
+    record = record or StepRecord()
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     with forbid_untracked_parameters(replay.parameters) as found:
         first = replay.gradient().gradients
@@ -148,25 +147,29 @@ def check_determinism(
     if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
         first = trained  # as it should be: one gradient less to hold
     error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
-    if trained is not None and first is not trained and error == error:
-        if clipped:
-            gap = _turned(first, trained)
-        else:
-            gap = global_norm(difference(first, trained)).item() / (global_norm(first).item() or 1.0)
-        if any_rank(gap > tolerance, replay.model) and not (
-            clipped and _clipped_by_value(first, trained, tolerance)
-        ):
+    if trained is not None and first is not trained and not math.isnan(error):
+        gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
+        differs = any_rank(gap > tolerance, replay.model)
+        if differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
             raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
     return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
+
+
+def _relative_gap(one: Gradients, two: Gradients, *, of: Gradients) -> float:
+    """Norm of the difference of two gradients, over that ``of`` one."""
+    return global_norm(difference(one, two)).item() / (global_norm(of).item() or 1.0)
+
+
+def _times(gradients: Gradients, factor: float) -> Gradients:
+    return [None if g is None else g * factor for g in gradients]
 
 
 def _turned(gradients: Gradients, trained: Gradients) -> float:
     """Share of ``trained`` that no factor on each parameter's gradient explains."""
     left = []
     for g, t in zip(gradients, trained, strict=True):
-        square = dot([g], [g])
-        factor = dot([t], [g]) / square if square else 0.0
-        left.append(global_norm(difference([t], [None if g is None else g * factor])).item())
+        factor = dot([t], [g]) / (dot([g], [g]) or 1.0)
+        left.append(global_norm(difference([t], _times([g], factor))).item())
     return math.hypot(*left) / (global_norm(trained).item() or 1.0)
 
 
@@ -180,7 +183,7 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     """
     size = global_norm(first).item()
     error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
-    if size != size or error != error:
+    if math.isnan(error):
         return math.nan
     if any_rank(error > tolerance, replay.model):
         raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
@@ -188,43 +191,43 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
 
 
 def _identical(one: Gradients, two: Gradients) -> bool:
-    return all(
-        a is b or (a is not None and b is not None and not a.is_sparse and torch.equal(local(a), local(b)))
-        for a, b in zip(one, two, strict=True)
-    )
+    return all(map(_is_same_tensor, one, two))
+
+
+def _is_same_tensor(one: Tensor | None, two: Tensor | None) -> bool:
+    """Whether two gradients of a parameter are equal; sparse ones count as different."""
+    if one is None or two is None:
+        return one is two
+    return not one.is_sparse and torch.equal(local(one), local(two))
 
 
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
     (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
-    changed = [
-        (name, module, alike(inputs, inputs2, tolerance))
-        for (name, module, inputs, outputs), (_, _, inputs2, outputs2) in zip(calls, again, strict=False)
-        if not alike(outputs, outputs2, tolerance)
-    ]
-    whole = [same_input for _, module, same_input in changed if module is replay.model]
-    itself = next(((name, module) for name, module, same_input in changed if same_input), None)
-    cause = ""
-    if changed and (itself is None or whole[:1] == [False]):
-        cause = (
+    pairs = zip(calls, again, strict=False)
+    changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
+    itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
+    whole = [one for one, _ in changed if one.module is replay.model]
+    if changed and (not itself or any(call not in itself for call in whole[:1])):
+        return what + (
             "the model's input changes from call to call. The closure draws its batch (or augments it) "
             "itself. Draw the batch before the closure, so that every call sees the same one."
         )
-    elif itself is not None:  # the innermost: those around it got the change from it
-        cause = (
-            f"module '{itself[0]}' ({type(itself[1]).__name__}) turns the same input into different outputs. "
+    if changed:  # the innermost: those around it got the change from it
+        return what + (
+            f"module '{itself[0].name}' ({type(itself[0].module).__name__}) turns the same input into "
+            "different outputs. "
             "It draws outside the global generators of torch, numpy and Python (dropout with a generator of "
             "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
             "state as a buffer."
         )
-    if not cause and not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
-        cause = (
+    if not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
+        return what + (
             "the model's output is the same, but the loss is not. The loss itself draws random numbers "
             "outside the global generators, or changes what it reads. Make it a function of the batch alone."
         )
     return what + (
-        cause
-        or "the loss is the same, its gradient is not. A kernel adds up in random order. "
+        "the loss is the same, its gradient is not. A kernel adds up in random order. "
         "Call `torch.use_deterministic_algorithms(True)`."
     )
 
@@ -239,8 +242,7 @@ def _why_not_training(
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
-    scaled = [None if g is None else g * scale for g in replayed]
-    if global_norm(difference(scaled, trained)).item() <= 10 * tolerance * global_norm(trained).item():
+    if _relative_gap(_times(replayed, scale), trained, of=trained) <= 10 * tolerance:
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
             "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
@@ -258,12 +260,10 @@ def _why_not_training(
             "forward pass."
         )
     if len(there) != len(here):
-        counts = f"training called the model {len(there)} times, the closure {len(here)} times. "
-        advice = "Let the closure run the same micro-batches as training"
-        if any(isinstance(m, _BatchNorm) and m.training for m in replay.model.modules()):
-            return f"{what}{counts}BatchNorm statistics then come from other batches. {advice}."
-        return (
-            f"{what}{counts}{advice}, and call the model under `torch.no_grad()` for anything but training."
+        return what + (
+            f"training called the model {len(there)} times, the closure {len(here)} times. Let the closure "
+            "run the same micro-batches as training: BatchNorm statistics, too, then come from the same "
+            "batches. Call the model under `torch.no_grad()` for anything but training."
         )
     if not all(alike(a, b, tolerance) for a, b in zip(there, here, strict=True)):
         return what + (
@@ -280,21 +280,27 @@ def _why_not_training(
 
 
 def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
-    values = [t.coalesce().values() if t.is_sparse else t for t in trained if t is not None]
-    bound = max((v.abs().max().item() for v in values if v.numel()), default=0.0)
+    values = [t.to_dense() for t in trained if t is not None and t.numel()]
+    bound = max((v.abs().max().item() for v in values), default=0.0)
     clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
-    return global_norm(difference(clipped, trained)).item() <= 10 * tolerance * global_norm(trained).item()
+    return _relative_gap(clipped, trained, of=trained) <= 10 * tolerance
 
 
-Call = tuple[str, nn.Module, list[Any], list[Any]]
+class Call(NamedTuple):
+    """One call of a module, with the fingerprints of its inputs and outputs."""
+
+    name: str
+    module: nn.Module
+    inputs: list[Mark]
+    outputs: list[Mark]
 
 
 def _recorded(replay: Replay) -> tuple[list[Call], float]:
     """One replay with the fingerprints of every module's inputs and outputs, inner modules first."""
     calls: list[Call] = []
 
-    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
+    def record(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        calls.append(Call(name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
 
     handles = [
         module.register_forward_hook(partial(record, name), with_kwargs=True)
@@ -338,9 +344,7 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
 
     def checked(self: Tensor, *args: Any, **kwargs: Any) -> None:
         precisions.append(computed_precision(self))
-        # A tensor made inside the closure to differentiate by, as in a gradient penalty, is not trained.
-        trained = [leaf for leaf in leaves(self) if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
-        untracked = [leaf for leaf in trained if id(leaf) not in known]
+        untracked = [leaf for leaf in leaves(self) if id(leaf) not in known and _is_trained(leaf)]
         if untracked and not sharded:
             raise untracked_error(untracked)
         backward(self, *args, **kwargs)
@@ -350,6 +354,11 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
         yield precisions
     finally:
         Tensor.backward = backward
+
+
+def _is_trained(leaf: Tensor) -> bool:
+    """False for one made inside the closure to differentiate by, as in a gradient penalty."""
+    return isinstance(leaf, nn.Parameter) or leaf.grad is not None
 
 
 def leaves(loss: Tensor) -> list[Tensor]:
@@ -373,10 +382,9 @@ def computed_precision(loss: Tensor) -> float:
         >>> computed_precision(w.bfloat16().sum().float()), computed_precision(w.sum()) < 1e-6
         (0.0078125, True)
     """
-    seen = [m.dtype for node in _nodes(loss) for m in getattr(node, "_input_metadata", ())]
-    return max(
-        (torch.finfo(dtype).eps for dtype in {loss.dtype, *seen} if dtype.is_floating_point), default=0.0
-    )
+    seen = {m.dtype for node in _nodes(loss) for m in getattr(node, "_input_metadata", ())}
+    floating = [dtype for dtype in {loss.dtype, *seen} if dtype.is_floating_point]
+    return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
 
 
 def _nodes(loss: Tensor) -> list[Any]:

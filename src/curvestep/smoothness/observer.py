@@ -1,13 +1,13 @@
-"""What a probe observes of a training loop that it does not control: forward passes and optimizer steps."""
+"""Forward passes and optimizer steps of a training loop, as a probe observes them without controlling it."""
 
 from __future__ import annotations
 
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.distributed import local
 from curvestep.optimizer_family import Family, family_of
-from curvestep.smoothness.replay import checked_loss
+from curvestep.smoothness.replay import Closure, Gradients, checked_loss
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import Row
 from curvestep.vectors import global_norm
 
-Listener = Callable[[tuple[Any, ...], dict[str, Any]], None]
+Listener = Callable[[tuple[object, ...], dict[str, object]], None]
+Mark = tuple[tuple[int, ...], float, float, float]  # of a tensor: shape, two weighted sums, sum of sizes
+
+
+@runtime_checkable
+class ClipsItself(Protocol):
+    """An optimizer that clips inside its step, and says how."""
+
+    def clip_stats(self) -> Mapping[str, float]:
+        """At least the norm of the last gradient and the ``coefficient`` of the last step."""
+        ...
 
 
 @dataclass
@@ -30,9 +40,9 @@ class ForwardCalls:
 
     calls: int = 0
     size: float = 0.0
-    inputs: list[Any] = field(default_factory=list)
+    inputs: list[list[Mark]] = field(default_factory=list)  # one list a call
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_inputs: bool) -> None:
+    def record(self, args: tuple[object, ...], kwargs: dict[str, object], *, with_inputs: bool) -> None:
         """Count one call; ``with_inputs``, also keep a fingerprint of its inputs."""
         self.calls += 1
         self.size += batch_length([*args, *kwargs.values()])
@@ -50,10 +60,10 @@ class ForwardCalls:
 class Pass:
     """One forward pass of training."""
 
-    loss_fn: Callable[[], Any]  # its loss function
+    loss_fn: Closure  # its loss function
     weight: float = 1.0  # its share in the loss of the step, in any unit
     state: PassState | None = None  # random states and buffers that it started from
-    loss: Any = None  # the loss that training computed
+    loss: object = None  # the loss that training computed
     calls: ForwardCalls = field(default_factory=ForwardCalls)  # the calls of the model in it
     summed: bool = False  # whether its gradient went into ``.grad``
 
@@ -78,14 +88,14 @@ class TrainingLoss:
         self,
         passes: Sequence[Pass],
         parameters: Sequence[Tensor],
-        backward: Callable[[Tensor], Any] | None = None,
+        backward: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._passes = passes
         self._parameters = parameters
         self._backward = backward
         self._total = sum(part.weight for part in passes)
 
-    def mean(self, losses: Sequence[Any]) -> Tensor:
+    def mean(self, losses: Sequence[object]) -> Tensor:
         """The weighted mean of one loss a pass."""
         parts = [torch.as_tensor(loss).detach().double().cpu() for loss in losses]
         return sum(
@@ -93,11 +103,13 @@ class TrainingLoss:
             torch.zeros((), dtype=torch.float64),
         )
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """One micro-batch's loss as it is; of several, each is run backward and the mean returned."""
         if len(self._passes) == 1 and self._backward is None:
             return self._passes[0].loss_fn()
-        losses, scales = [], []
+        losses: list[Tensor] = []
+        scales: list[Tensor] = []
+        backward = self._backward or Tensor.backward
         for part in self._passes:
             if part.state is not None:
                 part.state.restore()
@@ -106,17 +118,20 @@ class TrainingLoss:
             if loss.requires_grad and torch.is_grad_enabled():
                 loss = loss / (self._total / part.weight)  # as loops write it, to the last bit
                 loss.register_hook(scales.append)
-                (self._backward or Tensor.backward)(loss)
+                backward(loss)
         if scales and scales[-1] != 1:
-            for p in self._parameters:
-                if p.grad is not None:
-                    p.grad.div_(scales[-1].to(p.grad.device))
+            self._divide_gradients(scales[-1])
         return self.mean(losses)
+
+    def _divide_gradients(self, scale: Tensor) -> None:
+        for p in self._parameters:
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
 
 
 @dataclass
 class StepRecord:
-    """What training did in one step, as far as the probe saw it."""
+    """One step of training, as far as the probe saw it."""
 
     state: PassState | None = None  # random states and buffers that the first training pass started from
     passes: list[Pass] = field(default_factory=list)  # the passes that training recorded
@@ -125,10 +140,11 @@ class StepRecord:
     eps: float = 0.0  # relative precision under autocast, zero without
     inputs: list[Tensor] = field(default_factory=list)  # of the model, that require grad: batches as a rule
 
-    def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Take note of leaves that require a gradient: replays leave theirs alone."""
-        found = [t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
-        self.inputs += [t for t in found if not any(t is known for known in self.inputs)]
+        known = {id(t) for t in self.inputs}
+        leaves = [t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
+        self.inputs += [t for t in leaves if id(t) not in known]
 
     def see_precision(self, parameter: Tensor) -> None:
         """Take note of autocast, if it is on."""
@@ -147,10 +163,11 @@ class StepRecord:
             loss = part.loss_fn()
         finally:
             self.trained = others
-        part.loss = loss.detach() if isinstance(loss, Tensor) else loss
         if isinstance(loss, Tensor) and loss.requires_grad:
+            part.loss = loss.detach()
             loss.register_hook(lambda _: self._sum(from_zero=_is_zero(parameters)))
         else:  # it ran backward() itself
+            part.loss = loss
             self._sum(from_zero=from_zero)
         return loss
 
@@ -162,25 +179,21 @@ class StepRecord:
 
 def _is_zero(parameters: Sequence[Tensor]) -> bool:
     """Whether no gradient has been summed yet."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return not any(bool(local(g.to_dense() if g.is_sparse else g).any()) for g in gradients)
+    return not any(local(p.grad).to_dense().any() for p in parameters if p.grad is not None)
 
 
-def fingerprint(value: Any) -> list[tuple[Any, ...]]:
+def fingerprint(value: object) -> list[Mark]:
     """A few numbers for every tensor in nested ``value``: equal values have equal ones."""
-    if isinstance(value, Tensor):
-        t = value.detach()
-        t = (t.to_dense() if t.layout != torch.strided else t).reshape(-1).to(torch.float64)
-        weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
-        return [(tuple(value.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())]
-    if isinstance(value, dict):
-        return [mark for part in value.values() for mark in fingerprint(part)]
-    if isinstance(value, (tuple, list)):
-        return [mark for part in value for mark in fingerprint(part)]
-    return []
+    return [_mark(tensor.detach()) for tensor in tensors_in(value)]
 
 
-def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolerance: float) -> bool:
+def _mark(tensor: Tensor) -> Mark:
+    t = tensor.to_dense().reshape(-1).to(torch.float64)
+    weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
+    return tuple(tensor.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item()
+
+
+def alike(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:
     """Whether two fingerprints are of the same values, up to rounding."""
     if [mark[0] for mark in one] != [mark[0] for mark in two]:
         return False
@@ -191,51 +204,46 @@ def alike(one: Sequence[tuple[Any, ...]], two: Sequence[tuple[Any, ...]], tolera
     )
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """All tensors in nested sequences and mappings, in their order."""
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for part in value for tensor in tensors_in(part)]
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for part in value:
+            yield from tensors_in(part)
 
 
-def batch_length(batch: Any) -> float:
+def batch_length(batch: object) -> float:
     """Samples in a batch: length of its first tensor, in nested containers too; 1 if there is no tensor."""
-    first = _first_tensor(batch)
-    return float(first.shape[0]) if first is not None and first.dim() else 1.0
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, (str, bytes)) or not isinstance(batch, (Mapping, Sequence)):
-        return None
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    shape = next((tensor.shape for tensor in tensors_in(batch)), ())
+    return float(next(iter(shape), 1))
 
 
 class ForwardHook:
     """A forward pre-hook that holds its listener weakly; in a copy of the model it has none."""
 
     def __init__(self, listener: Listener | None = None) -> None:
-        self._listener = (lambda: None) if listener is None else weakref.WeakMethod(listener)
+        self._listener: Callable[[], Listener | None] = lambda: None
+        if listener is not None:
+            self._listener = weakref.WeakMethod(listener)
         # The compiler, where it is in use, is not to look into the listener. (Asking for it loads it.)
-        self._tell: Any = torch.compiler.disable(_tell) if "torch._dynamo" in sys.modules else _tell
+        self._tell: Callable[..., object] = _tell
+        if "torch._dynamo" in sys.modules:
+            self._tell = torch.compiler.disable(_tell)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Tell the listener, if it is still there."""
         listener = self._listener()
         if listener is not None:
             self._tell(listener, args, kwargs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
         return ForwardHook, ()  # when copied or pickled with the model
 
 
-def _tell(listener: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell(listener: Listener, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     listener(args, kwargs)
 
 
@@ -252,21 +260,23 @@ class StepObserver:
         self._grad_norm: Tensor | None = None
         self._handle = register_optimizer_step_pre_hook(self)
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
         """Called by torch before every optimizer's step."""
-        if trains_any(optimizer, self._parameters):
-            started = self._clock()
-            self.expect(optimizer)
-            if not callable(getattr(optimizer, "clip_stats", None)):  # one with statistics needs no norm
-                # A GradScaler may leave it to the optimizer to divide by its scale.
-                scale = getattr(optimizer, "grad_scale", None)
-                norm = global_norm(p.grad for p in self._parameters)
-                self._grad_norm = norm if scale is None else norm / float(scale)
-            self.seconds += self._clock() - started
+        if not trains_any(optimizer, self._parameters):
+            return
+        started = self._clock()
+        self.expect(optimizer)
+        if not isinstance(optimizer, ClipsItself):  # one with statistics needs no norm
+            self._grad_norm = global_norm(p.grad for p in self._parameters)
+            # A GradScaler may leave it to the optimizer to divide by its scale.
+            scale = getattr(optimizer, "grad_scale", None)
+            if scale is not None:
+                self._grad_norm /= float(scale)
+        self.seconds += self._clock() - started
 
     def expect(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""
-        if not any(known is optimizer for known in self.optimizers):
+        if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         rates = [[float(g.get("lr", math.nan)) for g in o.param_groups] for o in self.optimizers]
         self.rates = rates[0]
@@ -276,23 +286,18 @@ class StepObserver:
         """Observe no longer."""
         self._handle.remove()
 
-    def coefficient(self, gradients: Sequence[Tensor | None] | None, grad_norm: float) -> float | None:
-        """What clipping multiplied the gradient by, before the optimizer and in it.
+    def coefficient(self, gradients: Gradients | None, grad_norm: float) -> float | None:
+        """The factor of clipping on the gradient, before the optimizer and in it.
 
         Args:
             gradients: The gradient before any clipping; None if only its norm is known.
             grad_norm: Its norm.
         """
         for optimizer in self.optimizers:
-            clip_stats: Any = getattr(optimizer, "clip_stats", None)
-            if callable(clip_stats):
-                stats: Any = clip_stats()
-                own, received = float(stats["coefficient"]), stats.get("grad_norm")
+            if isinstance(optimizer, ClipsItself):
                 if gradients is not None:  # it may train a part of the model
-                    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                    pairs = zip(self._parameters, gradients, strict=True)
-                    grad_norm = global_norm(g for p, g in pairs if id(p) in owned).item()
-                return own if received is None or not grad_norm > 0 else own * float(received) / grad_norm
+                    grad_norm = self._norm_of_own(optimizer, gradients)
+                return _own_coefficient(optimizer.clip_stats(), grad_norm)
         if not self.optimizers or not grad_norm > 0:
             return None
         if self._grad_norm is None:  # the step had begun already: `.grad` is still what it was handed
@@ -300,6 +305,17 @@ class StepObserver:
                 return None
             self._grad_norm = global_norm(p.grad for p in self._parameters)
         return self._grad_norm.item() / grad_norm
+
+    def _norm_of_own(self, optimizer: Optimizer, gradients: Gradients) -> float:
+        pairs = zip(self._parameters, gradients, strict=True)
+        return global_norm(g for p, g in pairs if trains_any(optimizer, [p])).item()
+
+
+def _own_coefficient(stats: Mapping[str, float], grad_norm: float) -> float:
+    """The factor of an optimizer on its last step, and of clipping before it."""
+    if not grad_norm > 0:
+        return stats["coefficient"]
+    return stats["coefficient"] * stats["grad_norm"] / grad_norm
 
 
 def optimizer_facts(optimizer: Optimizer) -> Row:
@@ -327,18 +343,20 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
     }
 
 
-def _shared_option(groups: Sequence[Mapping[str, Any]], name: str) -> float | list[float] | None:
+def _shared_option(groups: Sequence[Row], name: str) -> float | list[float] | None:
     """A number or numbers that all groups have alike; None if they do not."""
-    values = [_plain_option(group.get(name)) for group in groups]
-    return values[0] if all(value == values[0] for value in values) else None
+    first, *others = [_plain_option(group.get(name)) for group in groups]
+    if any(other != first for other in others):
+        return None
+    return first
 
 
-def _plain_option(value: Any) -> float | list[float] | None:
+def _plain_option(value: float | list[float] | tuple[float, ...] | None) -> float | list[float] | None:
     """Numbers of Python, for torch takes tensors too."""
     if value is None:
         return None
     if isinstance(value, (tuple, list)):
-        return [float(number) for number in value]
+        return list(map(float, value))
     return float(value)
 
 

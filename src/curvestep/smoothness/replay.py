@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from curvestep.smoothness.snapshot import PassState, UndoOnSignal
 from curvestep.vectors import PIECE, change, difference, dot_of_changes, global_norm
 
 Gradients = Sequence["Tensor | None"]
+Closure = Callable[[], object]  # computes a loss; what it returns is checked
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Replay:
     def __init__(
         self,
         model: nn.Module,
-        closure: Callable[[], Any],
+        closure: Closure,
         *,
         state: PassState | None = None,
         keep: Sequence[object] = (),
@@ -400,7 +401,7 @@ class Replay:
         assert loss is not None
         return loss
 
-    def _check_any(self, found: Iterable[Any]) -> None:
+    def _check_any(self, found: Iterable[object]) -> None:
         if not any(found):
             raise ValueError(
                 "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
@@ -445,7 +446,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def checked_loss(loss: Any) -> Tensor:
+def checked_loss(loss: object) -> Tensor:
     """The loss that a closure returned, if it is a scalar."""
     if isinstance(loss, Real):
         return torch.tensor(float(loss))

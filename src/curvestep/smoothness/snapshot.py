@@ -1,4 +1,4 @@
-"""What a forward pass reads and changes besides the parameters: kept, and put back bit for bit."""
+"""The state of a forward pass besides the parameters: kept, and put back bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 import torch
@@ -29,30 +29,31 @@ class RandomState:
     """States of every global random generator: torch's CPU and accelerator, Python's, numpy's."""
 
     cpu: Tensor
-    accelerator: Any
-    python: tuple[Any, ...]
+    accelerator: Tensor | list[Tensor] | None  # None if it was not in use
+    python: tuple[object, ...]
     numpy: Any
 
     @classmethod
     def capture(cls) -> RandomState:
         """The states now."""
-        device = _accelerator_in_use()
-        states = None if device is None else getattr(device, "get_rng_state_all", device.get_rng_state)()
+        states = None
+        if _is_accelerator_in_use():
+            device = _accelerator_module()
+            states = getattr(device, "get_rng_state_all", device.get_rng_state)()
         return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Put the states back."""
         torch.set_rng_state(self.cpu)
-        device = _accelerator_in_use()
-        if device is not None and self.accelerator is not None:
-            set_all = getattr(device, "set_rng_state_all", device.set_rng_state)
-            set_all(self.accelerator)
+        if self.accelerator is not None:
+            device = _accelerator_module()
+            getattr(device, "set_rng_state_all", device.set_rng_state)(self.accelerator)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 class PassState:
-    """What a forward pass reads and changes besides parameters: random states, buffers, modes, attributes.
+    """The state of a forward pass besides parameters: random states, buffers, modes, attributes.
 
     A module's own attributes come back too: a counter, a recurrent state carried as ``self.hidden = new``, a
     list or dict that the pass adds to, a plain tensor that it changes in place. What is inside such a list,
@@ -73,13 +74,14 @@ class PassState:
         tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
         self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
         self._attributes = [(m, _state_of(m)) for m in modules if not _is_wrapper(m)]
-        values = [value for _, own in self._attributes for value in own.values()]
-        self._tensors = [(t, t._version, t.detach().clone()) for t in values if _may_change_in_place(t)]
-        self._contents = [(c, copy.copy(c)) for c in values if type(c) in _CONTAINERS]
         self._kept = [(vars(other), dict(vars(other))) for other in keep if not isinstance(other, nn.Module)]
-        values = [value for _, own in self._kept for value in _inside(list(own.values()))]
-        self._tensors += [(t, t._version, t.detach().clone()) for t in values if _may_change_in_place(t)]
-        self._contents += [(c, copy.copy(c)) for c in values if isinstance(c, _CONTAINERS)]
+        values = [value for _, own in self._attributes for value in own.values()]
+        containers = [value for value in values if type(value) in _CONTAINERS]
+        inside = _inside([own for _, own in self._kept])
+        containers += [value for value in inside if isinstance(value, _CONTAINERS)]
+        tensors = filter(_may_change_in_place, [*values, *inside])
+        self._tensors = [(t, t._version, t.detach().clone()) for t in tensors]
+        self._contents = [(c, copy.copy(c)) for c in containers]
 
     def modes_changed(self) -> bool:
         """Whether a module is not in the training mode that it was in then."""
@@ -107,8 +109,7 @@ class PassState:
                 if tensor._version != version:  # else leave it alone: a graph may need it as it is
                     tensor.copy_(value)
         for container, content in self._contents:
-            container.clear()
-            getattr(container, "extend" if isinstance(container, _SEQUENCES) else "update")(content)
+            _refill(container, content)
         self.random.restore()
 
 
@@ -164,7 +165,7 @@ class UndoOnSignal:
     """
 
     _open: ClassVar[list[Callable[[], None]]] = []
-    _handlers: ClassVar[dict[int, Any]] = {}
+    _handlers: ClassVar[dict[int, Callable[[int, FrameType | None], object]]] = {}
 
     @classmethod
     def enter(cls, undo: Callable[[], None]) -> None:
@@ -226,15 +227,28 @@ def detach_state(state: Any) -> Any:
     return map_tensors(Tensor.detach, state)
 
 
-def _inside(value: Any, seen: set[int] | None = None) -> list[Any]:
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, _SEQUENCES):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _inside(value: object) -> list[object]:
     """Everything in nested lists, tuples, dicts and sets, and these themselves, each once."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return []
-    seen.add(id(value))
-    parts = value.values() if isinstance(value, dict) else value
-    nested = isinstance(value, (*_CONTAINERS, tuple))
-    return [value, *(found for part in parts for found in _inside(part, seen))] if nested else [value]
+    waiting = [value]
+    seen: dict[int, object] = {}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (*_SEQUENCES, set, tuple)):
+            waiting.extend(value)
+    return list(seen.values())
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -242,7 +256,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
+def _state_of(module: nn.Module) -> dict[str, object]:
     """A module's own attributes: public ones of any kind, and what is plain of the private ones."""
     own = vars(module)  # of which most belong to torch
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
@@ -251,7 +265,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     return {name: own[name] for name in names if not name.startswith("_") or isinstance(own[name], plain)}
 
 
-def _may_change_in_place(value: Any) -> bool:
+def _may_change_in_place(value: object) -> TypeGuard[Tensor]:
     """A plain tensor of moderate size; one with a graph is made anew by each pass."""
     return (
         isinstance(value, Tensor)
@@ -260,10 +274,12 @@ def _may_change_in_place(value: Any) -> bool:
     )
 
 
-def _accelerator_in_use() -> Any:
-    """The module of the accelerator (``torch.cuda``, …) if it has been used, else None."""
+def _accelerator_module() -> Any:
+    """``torch.cuda``, ``torch.mps`` and the like."""
+    return torch.get_device_module(torch.accelerator.current_accelerator())
+
+
+def _is_accelerator_in_use() -> bool:
     if not torch.accelerator.is_available():  # torch 2.6 raises if asked which one it is
-        return None
-    device = torch.get_device_module(torch.accelerator.current_accelerator())
-    started = getattr(device, "is_initialized", lambda: True)
-    return device if started() else None
+        return False
+    return getattr(_accelerator_module(), "is_initialized", lambda: True)()
