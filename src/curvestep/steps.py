@@ -252,8 +252,6 @@ _CHECKS = {
 def _constant(like: Any, value: Parameter) -> Any:
     if hasattr(like, "new_full"):
         return like.new_full(like.shape, value)
-    if isinstance(value, np.ndarray) and value.shape == np.shape(like):
-        return value
     if isinstance(like, np.ndarray) or isinstance(value, np.ndarray):
         return np.full(np.broadcast_shapes(np.shape(like), np.shape(value)), value)
     return value
