@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from traceback import walk_stack
 from typing import Any, TypeGuard
 
 import torch
@@ -34,11 +35,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def placed_like(t: Tensor, like: Tensor) -> Tensor:
-    """A DTensor ``t`` spread over ranks like the DTensor ``like``."""
-    if not is_sharded(t) or not is_sharded(like) or t.placements == like.placements:
+def placed(t: Any, placements: tuple[Any, ...]) -> Any:
+    """A DTensor spread over the same ranks in this way; itself if it is already."""
+    if t.placements == placements:
         return t
-    return t.redistribute(like.device_mesh, like.placements)
+    return t.redistribute(t.device_mesh, placements)
 
 
 def copies(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -55,26 +56,25 @@ def local(tensor: Tensor) -> Tensor:
 def in_zero_redundancy_optimizer() -> bool:
     """Whether a ZeroRedundancyOptimizer makes the caller, for this rank's part of the parameters."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame = sys._getframe() if module is not None else None
-    while frame is not None:
-        maker = frame.f_locals.get("self")
-        if isinstance(maker, module.ZeroRedundancyOptimizer) and maker.world_size > 1:  # pyright: ignore[reportOptionalMemberAccess]
-            return True
-        frame = frame.f_back
-    return False
+    if module is None:
+        return False
+    makers: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_stack(None)]
+    return any(isinstance(m, module.ZeroRedundancyOptimizer) and m.world_size > 1 for m in makers)
 
 
 def communicates(model: nn.Module) -> bool:
     """Whether the model is wrapped to be trained by several processes, however many there are."""
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return wrapped or any(map(is_sharded, model.parameters()))
+    return bool(_data_parallel(model)) or any(map(is_sharded, model.parameters()))
+
+
+def _data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def spans_ranks(model: nn.Module) -> bool:
     """Whether a backward pass of the model communicates with other processes."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    return communicates(model)
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and communicates(model)
 
 
 def any_rank(flag: bool, model: nn.Module) -> bool:
@@ -84,15 +84,14 @@ def any_rank(flag: bool, model: nn.Module) -> bool:
 
 def gradients_live_in_buckets(model: nn.Module) -> bool:
     """Whether ``.grad`` shares memory with buckets that the next backward pass of DDP overwrites."""
-    wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
-    return any(wrapper.gradient_as_bucket_view for wrapper in wrappers)
+    return any(wrapper.gradient_as_bucket_view for wrapper in _data_parallel(model))
 
 
 def from_rank_zero(value: float, model: nn.Module) -> float:
     """Rank 0's value, on all ranks that train ``model``."""
     if not spans_ranks(model):
         return value
-    box = torch.tensor(value, dtype=torch.float64, device=local(next(model.parameters())).device)
+    box = _on_device_of(model, value)
     dist.broadcast(box, 0)
     return box.item()
 
@@ -101,9 +100,13 @@ def over_ranks(value: float, model: nn.Module, *, mean: bool) -> float:
     """The mean or the sum of each rank's value."""
     if not spans_ranks(model):
         return value
-    box = torch.tensor(value, dtype=torch.float64, device=local(next(model.parameters())).device)
+    box = _on_device_of(model, value)
     dist.all_reduce(box)
     return box.item() / (dist.get_world_size() if mean else 1)
+
+
+def _on_device_of(model: nn.Module, value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=local(next(model.parameters())).device)
 
 
 def is_writer(model: nn.Module) -> bool:

@@ -11,16 +11,15 @@ piece that is None counts as zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
-from curvestep._kernel import DTYPES, PLAIN, View, native
-from curvestep.distributed import is_sharded, whole
+from curvestep._kernel import DTYPES, PLAIN, View, native, same_layout
+from curvestep.distributed import is_sharded, placed, whole
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
 # 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
@@ -40,7 +39,11 @@ SMALL = 1 << 14
 _SAFE_NORMS = {torch.float64: (1e-140, 1e150)}
 _SAFE_SINGLE_NORMS = (1e-12, 1e18)
 
-_dtype, _layout, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
+# torch's dtype for the norms of tensors in half precision, whose squares overflow; of others their own.
+_DTYPE_OF_NORM = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+# Tensors of one kind are summed by one call: the function for it, and what they have in common.
+_Kind: TypeAlias = tuple[Callable[[list[Any]], Tensor], Hashable, Hashable]
 
 
 def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
@@ -65,20 +68,20 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         2.0000000...
     """
     given = [t for t in tensors if t is not None]
-    if not torch.compiler.is_compiling() and _homogeneous_cpu(given):
-        return _host_scalar(cpu_norm(given))
-    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-    for t in map(_dense, given):
-        kind = (t.device_mesh, t.placements) if is_sharded(t) else (t.dtype, t.device)
-        kinds.setdefault(kind, []).append(t)
-    in_order = sorted(kinds.values(), key=lambda of_kind: is_sharded(of_kind[0]))
-    norms = [_norm_of_one_kind(of_kind) for of_kind in in_order]
+    view = view_of(given)
+    if view is not None:
+        return _host_scalar(_norm_by_kernel(given, view))
+    kinds: dict[_Kind, list[Tensor]] = {}
+    for t in given:
+        entries = _entries(t.detach())
+        kinds.setdefault(_kind(entries), []).append(entries)
+    in_order = sorted(kinds.items(), key=lambda item: item[0][0] is _sharded_norm)
+    norms = [norm_of(of_kind) for (norm_of, *_), of_kind in in_order]
     if not norms:
         return _host_scalar(0.0)
     if len(norms) == 1:
         return norms[0]
-    device = next((n.device for n in norms if not n.is_cpu), torch.device("cpu"))
-    return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+    return torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
 
 
 def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
@@ -88,36 +91,65 @@ def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
         >>> host_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float16)])
         5.0
     """
+    view = view or view_of(tensors)
+    if view is None:
+        return global_norm(tensors).item()
+    return _norm_by_kernel(tensors, view)
+
+
+def view_of(*lists: list[Any]) -> View | None:
+    """Where the tensors of each list lie, if there is a kernel that can walk through all of them."""
+    if torch.compiler.is_compiling():  # no call of the kernel can be part of a graph
+        return None
     kernel = native()
-    if view is None and kernel is not None:
-        view = kernel.view(tensors)
-    return global_norm(tensors).item() if view is None else cpu_norm(tensors, view)
+    if kernel is None:
+        return None
+    return kernel.view(*lists)
+
+
+def _norm_by_kernel(tensors: list[Tensor], view: View) -> float:
+    norm = math.sqrt(view.kernel.sum_of_squares(view))
+    if _is_safe(norm, DTYPES[view.doubles]):
+        return norm
+    return _rescaled_norm(tensors)
 
 
 def _host_scalar(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
-def _dense(t: Tensor) -> Tensor:
+def on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers on the accelerator, if one of them is there."""
+    device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
+    return [number.detach().to(device) for number in numbers]
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """The real dtype of the highest precision that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _kind(entries: Tensor) -> _Kind:
+    if is_sharded(entries):
+        return _sharded_norm, entries.device_mesh, entries.placements
+    if is_readable(entries):
+        return _norm_on_host, entries.dtype, entries.device
+    return device_norm, entries.dtype, entries.device
+
+
+def _entries(t: Tensor) -> Tensor:
     """The entries of ``t`` as real numbers in a strided tensor, each once; a DTensor as it is."""
-    if t.requires_grad:
-        t = t.detach()
     if is_sharded(t):
         return t
     if t.layout == torch.sparse_coo:
         t = t.coalesce()
-    return _real(t if t.layout == torch.strided else t.values())
+    if t.layout != torch.strided:
+        t = t.values()
+    return _real(t)
 
 
 def _real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-
-
-def _norm_of_one_kind(tensors: list[Tensor]) -> Tensor:
-    """Norm of dense tensors with one dtype and device, or of DTensors with one mesh and placement."""
-    if is_sharded(tensors[0]):
-        return _sharded_norm(tensors)
-    return _host_scalar(cpu_norm(tensors)) if is_readable(tensors[0]) else device_norm(tensors)
 
 
 def is_readable(t: Tensor) -> bool:
@@ -125,26 +157,25 @@ def is_readable(t: Tensor) -> bool:
     return t.is_cpu and not torch.compiler.is_compiling()
 
 
-def cpu_norm(tensors: Sequence[Tensor], view: View | None = None) -> float:
-    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number: the fast path.
+def _norm_on_host(tensors: list[Tensor]) -> Tensor:
+    return _host_scalar(cpu_norm(tensors))
 
-    ``view`` is where they lie, if that is known already.
+
+def cpu_norm(tensors: list[Tensor]) -> float:
+    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number.
 
     Example:
         >>> cpu_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
         5.0
     """
-    if not tensors:
-        return 0.0
-    kernel = native()
-    if kernel is not None and view is None:
-        view = kernel.view(list(tensors))
-    if kernel is not None and view is not None:
-        norm = math.sqrt(kernel.sum_of_squares(view))
-    else:
-        check_memory("a tensor", tensors)
-        norm = _norm_by_torch(tensors)
-    return norm if _is_safe(norm, tensors[0].dtype) else _rescaled_norm(tensors)
+    view = view_of(tensors)
+    if view is not None:
+        return _norm_by_kernel(tensors, view)
+    check_memory("a tensor", tensors)
+    norm = _norm_by_torch(tensors)
+    if _is_safe(norm, tensors[0].dtype):
+        return norm
+    return _rescaled_norm(tensors)
 
 
 def _is_safe(norm: float, dtype: torch.dtype) -> bool:
@@ -164,19 +195,23 @@ def check_memory(name: str, tensors: Sequence[Any]) -> None:
         ...
         RuntimeError: The storage of a gradient, shape (3,), was resized to 0...
     """
-    plain = [t for t in tensors if type(t) in PLAIN and t.is_cpu and t.layout is torch.strided]
+    plain = [t for t in tensors if _is_in_memory(t)]
     try:
-        if 0 not in map(Tensor.data_ptr, plain):
-            return
-        # Also that of an empty tensor, and of torch's tensors of zeros, which has a size.
-        freed = next((t for t in plain if t.numel() and not t.untyped_storage().nbytes()), None)
+        # An empty tensor also has the address 0, and so have torch's tensors of zeros, with a size.
+        freed = [t for t in plain if not t.data_ptr() and t.numel() and not t.untyped_storage().nbytes()]
     except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell
         return
-    if freed is not None:
+    if freed:
+        shape = tuple(freed[0].shape)
         raise RuntimeError(
-            f"The storage of {name}, shape {tuple(freed.shape)}, was resized to 0, as FSDP1 does between its "
+            f"The storage of {name}, shape {shape}, was resized to 0, as FSDP1 does between its "
             "uses: there are no numbers. Gather or reload it first."
         )
+
+
+def _is_in_memory(t: Any) -> bool:
+    """Whether the numbers of ``t`` surely lie in the host's memory, one for each entry."""
+    return type(t) in PLAIN and t.is_cpu and t.layout is torch.strided
 
 
 def difference(
@@ -188,7 +223,7 @@ def difference(
         >>> difference([torch.tensor([3.0]), None], [torch.tensor([1.0]), torch.tensor([2.0])])
         [tensor([2.]), tensor([-2.])]
     """
-    return [_minus(a, b, overwrite) for a, b in zip(new, old, strict=True)]
+    return [_minus(a, b, overwrite=overwrite) for a, b in zip(new, old, strict=True)]
 
 
 def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor:
@@ -202,13 +237,13 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
         5.0
     """
     if new is None or old is None:
-        return global_norm([_minus(new, old, overwrite)])
+        return global_norm([new, old])
     a, b = new.detach(), old.detach()
     apart = _distance_by_kernel(a, b)
     if apart is not None:
         return _host_scalar(apart)
     if overwrite or a.numel() <= PIECE or not _are_contiguous_alike([a, b]):
-        return global_norm([_minus(new, old, overwrite)])
+        return global_norm([_minus(new, old, overwrite=overwrite)])
     piece = torch.empty_like(a.view(-1)[:PIECE])
     pairs = zip(a.view(-1).split(PIECE), b.view(-1).split(PIECE), strict=True)
     norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in pairs]
@@ -217,13 +252,10 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
 
 def _distance_by_kernel(a: Tensor, b: Tensor) -> float | None:
     """The distance if our kernel can walk through both, and no square has overflowed or vanished."""
-    kernel = native()
-    if kernel is None or type(a) is not Tensor or type(b) is not Tensor:
-        return None
-    view = kernel.view([a], [b])
+    view = view_of([a], [b])
     if view is None:
         return None
-    apart = math.sqrt(kernel.squared_distance(view))
+    apart = math.sqrt(view.kernel.squared_distance(view))
     return apart if _is_safe(apart, a.dtype) else None
 
 
@@ -235,7 +267,7 @@ def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -
     """
     given = old if new is None else new
     if given is None or given.numel() <= SMALL:
-        return _minus(new, old, overwrite)
+        return _minus(new, old, overwrite=overwrite)
     return distance(new, old, overwrite=overwrite)
 
 
@@ -261,25 +293,16 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         >>> dot_of_changes(a, b, torch.tensor([5.0, 7.0]), None).item()
         10.0
     """
-    others = [t for t in (other_new, other_old) if t is not None]
-    if not others:
-        return _host_scalar(0.0)
-    sign = -1.0 if other_new is None else 1.0
-    tensors = [_real(t.detach()) for t in (new, old, *others)]
+    if other_new is None:
+        return _host_scalar(0.0) if other_old is None else -dot_of_changes(new, old, other_old, None)
+    tensors = [_real(t.detach()) for t in (new, old, other_new, other_old) if t is not None]
     if tensors[0].dtype in DTYPES and _are_contiguous_alike(tensors):
         # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
         pieces = zip(*(t.view(-1).split(SMALL) for t in tensors), strict=True)
-        return _host_scalar(sign * sum(_dot_of_pieces(*piece) for piece in pieces))
-    wide = torch.float32 if new.device.type == "mps" else torch.float64
-    step, other = tensors[0].to(wide) - tensors[1].to(wide), tensors[2]
-    if len(others) == 2:
-        other = _difference(tensors[2], tensors[3])
-    return sign * whole((step * other.to(wide)).sum())
-
-
-def _dot_of_pieces(new: Tensor, old: Tensor, *others: Tensor) -> float:
-    other = others[0] - others[1] if len(others) == 2 else others[0]
-    return torch.dot(new - old, other).item()
+        return _host_scalar(sum(torch.dot(x - y, _minus(*others)).item() for x, y, *others in pieces))
+    wide = widest_dtype(new.device)
+    x, y, *others = tensors
+    return whole(((x.to(wide) - y.to(wide)) * _minus(*others).to(wide)).sum())
 
 
 def precision(tensors: Iterable[Tensor]) -> float:
@@ -287,52 +310,42 @@ def precision(tensors: Iterable[Tensor]) -> float:
     return max(torch.finfo(t.dtype).eps for t in tensors)
 
 
-def _minus(new: Tensor | None, old: Tensor | None, overwrite: bool) -> Tensor | None:
+@overload
+def _minus(new: Tensor, old: Tensor | None = None, *, overwrite: bool = False) -> Tensor: ...
+@overload
+def _minus(new: Tensor | None, old: Tensor | None, *, overwrite: bool) -> Tensor | None: ...
+def _minus(new: Tensor | None, old: Tensor | None = None, *, overwrite: bool = False) -> Tensor | None:
+    """``new - old``, sparse where both are; None is zero."""
     if old is None:
         return new
     if new is None:
         return -old
-    if overwrite and not (new.is_sparse or old.is_sparse):
-        return new.sub_(old)
-    return _difference(new, old)
-
-
-def _difference(new: Tensor, old: Tensor) -> Tensor:
-    """``new - old``, sparse where both are."""
-    if new.is_sparse and old.is_sparse:
-        return (new.coalesce() - old.coalesce()).coalesce()
-    if new.is_sparse or old.is_sparse:
+    if new.is_sparse != old.is_sparse:
         return new.to_dense() - old.to_dense()
-    return new - old
+    if new.is_sparse:
+        return (new.coalesce() - old.coalesce()).coalesce()
+    return new.sub_(old) if overwrite else new - old
 
 
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
-    dtype = tensors[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    dtype = _DTYPE_OF_NORM.get(tensors[0].dtype)
     middle, matrices = _sorted_by_size(tensors)
-    norms = [norm.item() for norm in torch._foreach_norm(middle, 2, dtype=wide)] if middle else []
+    norms: list[float] = []
+    if middle:
+        norms = [norm.item() for norm in torch._foreach_norm(middle, 2, dtype=dtype)]
     if matrices:
-        rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=wide) for matrix in matrices]
+        rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
         norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
     return math.hypot(*norms)  # neither overflows nor loses digits
 
 
-def _homogeneous_cpu(tensors: Sequence[Any]) -> bool:
-    """Whether :func:`cpu_norm` may be used: plain tensors of one real floating dtype, dense and on CPU."""
-    # By sets, which loop in C: this runs in every step of an optimizer with several groups.
-    if set(map(type, tensors)) != {Tensor} or not all(map(_is_cpu, tensors)):
-        return False
-    dtypes = set(map(_dtype, tensors))
-    one = len(dtypes) == 1 and dtypes.pop().is_floating_point
-    return one and set(map(_layout, tensors)) == {torch.strided}
-
-
 def _are_contiguous_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether they can be cut into pieces that belong together."""
-    if not _homogeneous_cpu(tensors) or not all(map(Tensor.is_contiguous, tensors)):
+    first = tensors[0]
+    if not first.is_floating_point():
         return False
-    return len({t.shape for t in tensors}) == 1
+    return all(_is_in_memory(t) and same_layout(t, first) and t.is_contiguous() for t in tensors)
 
 
 def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -372,8 +385,6 @@ def _row_length(size: int) -> int:
 
 def _as_vector(t: Tensor) -> Tensor:
     """A one-dimensional view of ``t``, in the order of memory where that spares a copy."""
-    if t.is_contiguous():
-        return t.view(-1)
     order = sorted(range(t.dim()), key=t.stride, reverse=True)
     permuted = t.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else t.reshape(-1)
@@ -382,10 +393,9 @@ def _as_vector(t: Tensor) -> Tensor:
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
     entries = [t for t in tensors if t.numel()]
-    largest = max(
-        (t.abs().max().item() for t in entries), default=0.0, key=lambda x: math.inf if math.isnan(x) else x
-    )
-    if largest == 0.0 or not math.isfinite(largest):
+    peaks = [t.abs().max().item() for t in entries]
+    largest = torch.tensor([0.0, *peaks], dtype=torch.float64, device="cpu").max().item()  # NaN if one is
+    if not 0.0 < largest < math.inf:
         return largest
     return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in entries))
 
@@ -393,7 +403,7 @@ def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
 def device_norm(tensors: list[Tensor]) -> Tensor:
     """Norm of real, dense tensors of one dtype where no number is read: a device scalar."""
     # Summed in float64 where there is one: then the range needs no check, and a check would wait.
-    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    wide = widest_dtype(tensors[0].device)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)))
 
 
@@ -401,11 +411,9 @@ def _sharded_norm(tensors: list[Any]) -> Tensor:
     """Norm of DTensors with one mesh and placement: each rank's part, then one sum over the ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    mesh, placements = tensors[0].device_mesh, tensors[0].placements
-    if any(p.is_partial() for p in placements):
-        placements = [Replicate() if p.is_partial() else p for p in placements]
-        tensors = [t.redistribute(mesh, placements) for t in tensors]
-    local = [t.to_local() for t in tensors]
+    mesh = tensors[0].device_mesh
+    placements = tuple(Replicate() if p.is_partial() else p for p in tensors[0].placements)
+    local = [placed(t, placements).to_local() for t in tensors]
     square = global_norm(local).to(local[0].device) ** 2
     parts = [Partial() if p.is_shard() else Replicate() for p in placements]
     return DTensor.from_local(square, mesh, parts, run_check=False).full_tensor().sqrt()

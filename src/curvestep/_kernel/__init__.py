@@ -45,6 +45,7 @@ class View(NamedTuple):
     length: int  # of each list
     num_lists: int
     doubles: int  # 1 for float64, 0 for float32
+    kernel: Kernel  # that can walk through them
 
 
 class Kernel:
@@ -104,7 +105,7 @@ class Kernel:
         looked_at = (lists if kind & _SINGLE else lists[:1]) if may_be_negated else ()
         if kind < 0 or any([True in map(Tensor.is_neg, listed) for listed in looked_at]):
             return None
-        return View(addresses, sizes, count, len(lists), kind & _DOUBLE)
+        return View(addresses, sizes, count, len(lists), kind & _DOUBLE, self)
 
     def sum_of_squares(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i \rVert^2`, right to 1e-7 for float32 norms between 1e-12 and 1e18."""

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import DTYPES, PLAIN, View, is_non_overlapping_and_dense, native, same_layout
-from curvestep.distributed import as_sharded, is_sharded, placed_like
+from curvestep._kernel import DTYPES, PLAIN, View, is_non_overlapping_and_dense, same_layout
+from curvestep.distributed import as_sharded, is_sharded, placed
 from curvestep.optim.policy import Decision, Group, decisions_of
-from curvestep.vectors import check_memory, is_readable
+from curvestep.vectors import check_memory, is_readable, view_of
 
 # Our kernel, torch's fused kernel, torch's functions for lists of tensors, or one tensor after the other.
 Path: TypeAlias = Literal["kernel", "fused", "foreach", "loop"]
@@ -282,15 +282,10 @@ def update(part: Part, scale: float) -> None:
 
 def _views(steps: list[Any], *lists: list[Any]) -> tuple[View | None, View | None]:
     """Where the tensors and their steps lie, if our kernel can walk through all of them."""
-    if torch.compiler.is_compiling():  # no call of the kernel can be part of a graph
-        return None, None
-    kernel = native()
-    if kernel is None:
-        return None, None
-    view = kernel.view(*lists)
+    view = view_of(*lists)
     if view is None or not steps:
         return view, None
-    steps_view = kernel.view(steps, may_be_negated=False)
+    steps_view = view.kernel.view(steps, may_be_negated=False)
     if steps_view is None or set(steps_view.sizes) != {1}:  # it reads one number of each
         return None, None
     return view, steps_view
@@ -344,7 +339,7 @@ def _local_and_real(p: Tensor, g: Tensor, *buffers: Tensor) -> list[Tensor]:
     """The parts of sharded tensors that lie here, complex numbers as pairs, a single number as a vector."""
     tensors = [p, g, *buffers]
     if is_sharded(p):
-        sharded: list[Any] = [p, placed_like(g, p), *buffers]
+        sharded: list[Any] = [p, placed(g, p.placements), *buffers]
         tensors = [t.to_local() for t in sharded]
     if p.is_complex():
         # A gradient may be a conjugate that is still to be computed; of a parameter torch says what to do.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep._kernel import native, real_cpu_tensors
+from curvestep._kernel import real_cpu_tensors
 from curvestep.optim._update import Number, Part
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
@@ -157,11 +157,9 @@ class AdamWRule(NamedTuple):
 
     def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 28 bytes a parameter, 36 with amsgrad."""
-        kernel = native()
-        assert kernel is not None  # there are views only where there is a kernel
-        assert part.view is not None
+        assert part.view is not None  # this path is chosen only where there are both
         assert part.steps_view is not None
-        kernel.adamw(
+        part.view.kernel.adamw(
             part.view, part.steps_view, scale=self._signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from curvestep.optim._update import Bundle, Number, Part, along, joined, parts_of, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
 from curvestep.optim.policy import Decision, Group, Policy, may_be_pretended, nonfinite_gradient
-from curvestep.vectors import global_norm
+from curvestep.vectors import global_norm, on_one_device, widest_dtype
 
 if TYPE_CHECKING:
     from curvestep.optim.scaled import ScaledOptimizer
@@ -46,7 +46,7 @@ class DeviceCounters:
         totals = [start.grad_norm, start.coefficient, float(start.steps), start.clipped, float(start.skipped)]
         rows = [totals, _ring(start.recent), _ring(start.norms)]
         table = [row + [math.nan] * (RECENT_STEPS + 1 - len(row)) for row in rows]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = widest_dtype(device)
         # From the host, which need not be waited for.
         self._table = torch.tensor(table, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
@@ -118,18 +118,12 @@ def joint_norm_on_device(norms: list[Tensor], norm_scope: str) -> Tensor:
     """Norm of the whole gradient, from the norms of what is clipped alone."""
     if norm_scope == "global" or len(norms) == 1:
         return norms[0].detach()
-    return torch.linalg.vector_norm(torch.stack(_on_one_device(norms)))
+    return torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
 
 
 def read_norms(norms: list[Tensor]) -> list[float]:
     """The norms as floats: one wait for the device."""
-    return torch.stack(_on_one_device(norms)).tolist()
-
-
-def _on_one_device(numbers: list[Tensor]) -> list[Tensor]:
-    """The numbers on the accelerator, if one of them is there."""
-    device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
-    return [number.detach().to(device) for number in numbers]
+    return torch.stack(on_one_device(norms)).tolist()
 
 
 def step_on_device(
@@ -203,7 +197,7 @@ def _skip_flags(
     """Reasons to leave out the step, as far as they are looked for: gradients that are not finite first."""
     flags: list[Tensor] = []
     if policy.nonfinite != "propagate":
-        flags.append(~torch.stack(_on_one_device(norms)).isfinite().all())
+        flags.append(~torch.stack(on_one_device(norms)).isfinite().all())
     if policy.largest_multiple is not None:
         flags.append(counters.is_above_median(norm, policy.largest_multiple))
     elif policy.limits_norm:

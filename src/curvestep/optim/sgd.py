@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
-from curvestep._kernel import native, real_cpu_tensors
+from curvestep._kernel import real_cpu_tensors
 from curvestep.optim._update import Number, Part
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
@@ -122,10 +122,8 @@ class SGDRule(NamedTuple):
 
     def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
-        kernel = native()
-        assert kernel is not None  # there is a view only where there is a kernel
-        assert part.view is not None
-        kernel.update(
+        assert part.view is not None  # this path is chosen only where there is one
+        part.view.kernel.update(
             part.view, scale=self._signed(scale), weight_decay=self.weight_decay,
             momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
         )  # fmt: skip
