@@ -411,7 +411,9 @@ def test_reproduce_leaves_a_report_with_claims(capsys, tmp_path):
     assert f"report: {tmp_path / 'all' / 'report.html'}" in out
     page = (tmp_path / "all" / "report.html").read_text()
     claims = json.loads((tmp_path / "all" / "claims.json").read_text())["claims"]
-    assert page.count(">fig7</td>") == len(claims) > 0
+    assert page.count('data-label="where"') == len(claims)
+    assert {"quartic-faster", "quartic-conservative"} <= {claim["name"] for claim in claims}
+    assert not any(claim["source"].startswith("Figure 2") for claim in claims)
     assert 'alt="Figure 7' in page
     assert "There is no figures/" not in page
 

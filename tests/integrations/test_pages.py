@@ -55,7 +55,7 @@ def test_lightning(tmp_path, monkeypatch):
 
     model, loader = Model(), torch.utils.data.DataLoader(classes(), batch_size=8, shuffle=True)
     done = run("lightning.md", L=L, model=model, loader=loader)
-    assert model.lr == done["found"].suggestion() != 1e-3
+    assert done["trainer"].optimizers[0].param_groups[0]["lr"] != 1e-3
     assert [row["step"] for row in done["callback"].probe.trace] == [0, 10]
 
 

@@ -20,7 +20,7 @@ def test_blocks_of_the_page_run_as_they_are(capsys):
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), namespace)
     printed = capsys.readouterr().out
-    assert "(L0, L1) along this trajectory: 12 rows" in printed
+    assert "Does sharpness grow with the gradient norm?" in printed
     assert "failed" not in printed
     assert "[128. 128. 128.]" in printed  # four micro-batches of 32
 

@@ -47,7 +47,7 @@ def test_no_deterministic_theorem_is_violated_over_2000_draws():
         seen[type(problem).__name__, guarantee.theorem, guarantee.version] += 1
         moved += certificate.measured > 0
     assert moved > 1900  # hardly any draw was over before it began
-    assert len(seen) > 30  # every problem met nearly every theorem
+    assert len(seen) >= 30  # every problem met nearly every theorem
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ one entry a picture, in the order of the paper, with paths relative to the folde
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def reproduce(
     claims = make_claims(results)
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
-        kept = kept_claims()
+        kept = kept_claims({claim.name for claim in claims})
         claims = decided({"laptop": claims, **kept})
         notes.append(f"Kept runs of other scales decide where they are larger: {', '.join(kept) or 'none'}.")
     write_claims(claims, folder, data=sources, notes=notes)
@@ -159,12 +159,16 @@ def cost_table(plan: Plan) -> str:
     return "\n".join([f"{len(plan.runs)} runs, about {total:.3g} core-hours in all", *lines])
 
 
-def kept_claims() -> dict[str, list[Claim]]:
-    """Claims that were judged on kept runs of the larger scales, the largest scale last."""
+def kept_claims(names: Container[str]) -> dict[str, list[Claim]]:
+    """Those of these claims that were judged on kept runs of the larger scales, the largest scale last."""
     if not KEPT_CLAIMS.exists():
         return {}
     kept = read_json(KEPT_CLAIMS)
-    return {scale: [Claim(**row) for row in kept[scale]] for scale in SCALES if scale in kept}
+    return {
+        scale: [Claim(**row) for row in kept[scale] if row["name"] in names]
+        for scale in SCALES
+        if scale in kept
+    }
 
 
 def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fields: Any) -> Plan:
