@@ -16,8 +16,16 @@ from torch.optim import Optimizer
 from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats
-from curvestep.optim.device import device_norms, joint_norm_on_device, read_norms
-from curvestep.optim.policy import Decision, Group, Policy, decisions_of, is_on_host, may_be_pretended
+from curvestep.optim.device import counts_on_device, device_norms, joint_norm_on_device, read_norms
+from curvestep.optim.policy import (
+    Decision,
+    Group,
+    Policy,
+    decisions_of,
+    is_on_host,
+    may_be_pretended,
+    numbers_of_scaler,
+)
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer
 from curvestep.steps import clipped_step
@@ -167,11 +175,8 @@ class Clipping:
             self._clip_on_device(decisions, overflow)
             return
         # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:
-            norms = [norm / scale.item() for norm in norms]
-        overflowed = overflow is not None and overflow.item() > 0
-        self._clip_on_host(decisions, norms, may_skip, overflowed)
+        scale, overflowed = numbers_of_scaler(self.optimizer)
+        self._clip_on_host(decisions, [norm / scale for norm in norms], may_skip, overflowed)
 
     def _clip_on_host(
         self, decisions: list[Decision], norms: list[float], may_skip: bool, overflowed: bool
@@ -207,7 +212,7 @@ class Clipping:
             _scale_(decision.grads, coefficient)
         fired = list(map(gt, norms, bounds))
         skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
-        counts = norm != 0 if may_be_pretended(self.optimizer) else torch.ones_like(norm)
+        counts = counts_on_device(self.optimizer, norm)
         self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
 
     def _bound(self, decision: Decision) -> float:

@@ -126,6 +126,11 @@ def read_norms(norms: list[Tensor]) -> list[float]:
     return torch.stack(on_one_device(norms)).tolist()
 
 
+def counts_on_device(optimizer: Optimizer, norm: Tensor) -> Tensor:
+    """1 if a step with this norm counts, 0 if it only creates the state."""
+    return norm != 0 if may_be_pretended(optimizer) else torch.ones_like(norm)
+
+
 def step_on_device(
     optimizer: ScaledOptimizer,
     bundles: list[Bundle],
@@ -141,7 +146,7 @@ def step_on_device(
     norms = [_product(norm, unscale) for norm in norms]
     norm = joint_norm_on_device(norms, scope)
     counters = counters_on(norm.device)
-    counts = norm != 0 if may_be_pretended(optimizer) else torch.ones_like(norm)
+    counts = counts_on_device(optimizer, norm)
     flags = _skip_flags(policy, norms, norm, overflow, counters)
     skip = torch.stack(flags).any().to(torch.float32) if flags else None
     if skip is not None and _has_to_know(optimizer, bundles):

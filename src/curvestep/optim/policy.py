@@ -32,14 +32,12 @@ class Decision:
 
 def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
     """The parameters of a group that have a gradient, together or each for itself."""
-    params: list[Tensor] = list(group["params"])
-    grads: list[Any] = [p.grad for p in params]
-    if type(None) in set(map(type, grads)):
-        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-        grads = [grad for grad in grads if grad is not None]
+    params: list[Any] = [p for p in group["params"] if p.grad is not None]
     if norm_scope == "tensor":
-        return [Decision(group, [p], [g]) for p, g in zip(params, grads, strict=True)]
-    return [Decision(group, params, grads)] if params else []
+        return [Decision(group, [p], [p.grad]) for p in params]
+    if not params:
+        return []
+    return [Decision(group, params, [p.grad for p in params])]
 
 
 def is_on_host(decision: Decision) -> bool:
@@ -129,6 +127,13 @@ def _has_zero_lr(group: Group) -> bool:
     if isinstance(lr, Tensor) and not is_readable(lr):
         return False
     return bool(lr == 0)
+
+
+def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
+    """What a GradScaler leaves to the step: its scale, and whether a gradient overflowed."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0
 
 
 def nonfinite_gradient(groups: list[Group]) -> str:

@@ -20,7 +20,7 @@ from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import step_on_device
-from curvestep.optim.policy import Group, Policy, is_on_host, may_be_pretended
+from curvestep.optim.policy import Group, Policy, is_on_host, may_be_pretended, numbers_of_scaler
 from curvestep.optim.record import StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -247,7 +247,8 @@ class ScaledOptimizer(Optimizer, ABC):
     def _step(self, bundles: list[Bundle]) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
         counters, groups = self._record.on_host(), [bundle.group for bundle in bundles]
-        unscale, overflowed = self._numbers_of_scaler()
+        scale, overflowed = numbers_of_scaler(self)
+        unscale = 1 / scale
         norms = [norm * unscale for norm in self._policy.norms(bundles)]
         norm = self._policy.joint_norm(norms)
         pretended = norm == 0 and may_be_pretended(self)
@@ -265,12 +266,6 @@ class ScaledOptimizer(Optimizer, ABC):
         if not pretended:
             relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
             counters.count(norm, relative, list(map(gt, norms, self.thresholds(groups))))
-
-    def _numbers_of_scaler(self) -> tuple[float, bool]:
-        """What a GradScaler leaves to the step: 1 over its scale, and whether a gradient overflowed."""
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        overflow: Tensor | None = getattr(self, "found_inf", None)
-        return 1 / (1.0 if scale is None else scale.item()), overflow is not None and overflow.item() > 0
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
