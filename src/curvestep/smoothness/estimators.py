@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from curvestep._checks import check_choice, check_count, check_positive
+from curvestep.distributed import whole
 from curvestep.smoothness.trace import ESTIMATORS
 from curvestep.vectors import difference, global_norm, precision
 
@@ -31,6 +32,8 @@ Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
 Groups = Mapping[str, Iterable[int]]
 METHODS = ("auto", "autograd", "differences")
+_WHOLE = ""  # name of the only part where no groups are given
+T = TypeVar("T")
 
 
 @overload
@@ -76,7 +79,7 @@ def segment_smoothness(
     fractions = check_fractions(fractions)
     x, end_listed = listed(start), listed(end)
     d = [b.detach() - a.detach() for a, b in zip(x, end_listed, strict=True)]
-    parts = {"": range(len(d))} if groups is None else {name: tuple(i) for name, i in groups.items()}
+    parts = _parts(groups, len(d))
     lengths = {name: global_norm(d[i] for i in part) for name, part in parts.items()}
     if not any(length > 0 for length in lengths.values()):
         raise ValueError(
@@ -86,17 +89,17 @@ def segment_smoothness(
     here = listed(gradient(start))
     best: dict[str, Tensor] = {}
     for fraction in fractions:
-        inner = [a.detach() + fraction * b for a, b in zip(x, d, strict=True)] if fraction < 1 else end_listed
+        inner = _moved(x, d, fraction) if fraction < 1 else end_listed
         there = listed(gradient(shaped_like(start, inner)))
         change = difference(there, here)
         for name, part in parts.items():
             secant = _ratio(global_norm(change[i] for i in part), fraction * lengths[name])
             best[name] = torch.maximum(best.get(name, secant), secant)
-    return best[""] if groups is None else best
+    return _whole_or_each(best, groups)
 
 
 def critical_lr(
-    loss: Callable[[Any], Any], start: Point, end: Point, *, lr: float = 1.0, num_passes: int = 6
+    loss: Callable[[Any], float | Tensor], start: Point, end: Point, *, lr: float = 1.0, num_passes: int = 6
 ) -> tuple[float, float]:
     r"""Bracket of the learning rate at which the optimizer's own step first raises the loss.
 
@@ -136,8 +139,8 @@ def critical_lr(
     here = float(loss(start))
 
     def rises(multiple: float) -> bool:
-        there = [a.detach() + multiple * b for a, b in zip(x, d, strict=True)]
-        return not float(loss(shaped_like(start, there))) <= here  # a loss that is not finite has risen
+        there = shaped_like(start, _moved(x, d, multiple))
+        return not float(loss(there)) <= here  # a loss that is not finite has risen
 
     low, high, multiple = 0.0, math.inf, 1.0
     for _ in range(num_passes - 1):
@@ -193,13 +196,11 @@ def local_smoothness(
     if not size > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
     product = listed(hessian_product(gradient, point, direction, method=method, eps=eps, length=length))
-    if groups is None:
-        return global_norm(product) / size
-    parts = {name: tuple(indices) for name, indices in groups.items()}
-    return {
+    ratios = {
         name: _ratio(global_norm(product[i] for i in part), global_norm(d[i] for i in part))
-        for name, part in parts.items()
+        for name, part in _parts(groups, len(d)).items()
     }
+    return _whole_or_each(ratios, groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +270,9 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
-    roots: list[Any] = [1.0] * len(x) if inverse_roots is None else listed(inverse_roots)
+    roots = [1.0] * len(x)
+    if inverse_roots is not None:
+        roots = listed(inverse_roots)
 
     def block_norm(part: Sequence[int]) -> SpectralSmoothness:
         def product(v: np.ndarray) -> np.ndarray:
@@ -284,9 +287,8 @@ def spectral_smoothness(
         size = sum(x[i].numel() for i in part)
         return _largest_eigenvalue(product, size, tol=tol, max_products=max_products, seed=seed)
 
-    if groups is None:
-        return block_norm(range(len(x)))
-    return {name: block_norm(tuple(indices)) for name, indices in groups.items()}
+    norms = {name: block_norm(part) for name, part in _parts(groups, len(x)).items()}
+    return _whole_or_each(norms, groups)
 
 
 def hessian_product(
@@ -332,13 +334,13 @@ def hessian_product(
     t = length / global_norm(d).item()
     ahead = _moved_gradient(gradient, point, x, d, t)
     change = difference(ahead, _moved_gradient(gradient, point, x, d, -t))
-    scaled = [None if c is None else c / (2 * t) for c in change]
-    return scaled[0] if isinstance(point, Tensor) else scaled
+    return shaped_like(point, [None if c is None else c / (2 * t) for c in change])
 
 
 def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> float:
     r"""The length of a difference step in general, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert`."""
-    eps = precision(point) if eps is None else eps
+    if eps is None:
+        eps = precision(point)
     return check_positive("eps", eps) ** (1 / 3) * (global_norm(point).item() or 1.0)
 
 
@@ -373,16 +375,29 @@ def _ratio(size: Tensor, length: Tensor) -> Tensor:
 def _moved_gradient(gradient: Any, point: Point, x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> Any:
     if hasattr(gradient, "gradient_at"):  # a Replay moves in place, without another copy of the point
         return gradient.gradient_at(d, t, origin=x).gradients
-    moved = [a.detach() + t * b for a, b in zip(x, d, strict=True)]
-    return listed(gradient(shaped_like(point, moved)))
+    return listed(gradient(shaped_like(point, _moved(x, d, t))))
+
+
+def _moved(x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> list[Tensor]:
+    return [a.detach() + t * b for a, b in zip(x, d, strict=True)]
+
+
+def _parts(groups: Groups | None, count: int) -> dict[str, tuple[int, ...]]:
+    """The groups with the indices of their tensors; without groups, one of all."""
+    if groups is None:
+        return {_WHOLE: tuple(range(count))}
+    return {name: tuple(indices) for name, indices in groups.items()}
+
+
+def _whole_or_each(values: dict[str, T], groups: Groups | None) -> T | dict[str, T]:
+    return values[_WHOLE] if groups is None else values
 
 
 def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
     """The Hessian is symmetric, so that a product from the left is one from the right."""
     x = [a.detach().requires_grad_() for a in listed(point)]
     g = listed(gradient(shaped_like(point, x)))
-    product = torch.autograd.grad(g, x, listed(direction), allow_unused=True)
-    return product[0] if isinstance(point, Tensor) else list(product)
+    return shaped_like(point, torch.autograd.grad(g, x, listed(direction), allow_unused=True))
 
 
 def listed(value: Any) -> list[Any]:
@@ -390,7 +405,7 @@ def listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def shaped_like(point: Point, tensors: Sequence[Tensor]) -> Any:
+def shaped_like(point: Point, tensors: Sequence[Tensor | None]) -> Any:
     """The tensors in the form of ``point``: one tensor, or a list."""
     return tensors[0] if isinstance(point, Tensor) else list(tensors)
 
@@ -398,7 +413,7 @@ def shaped_like(point: Point, tensors: Sequence[Tensor]) -> Any:
 def _largest_eigenvalue(
     product: Callable[[np.ndarray], np.ndarray], size: int, *, tol: float, max_products: int, seed: int
 ) -> SpectralSmoothness:
-    longest: Any = (-1.0, np.zeros(size), np.zeros(size))  # of all products: its length, vector and image
+    longest = (-1.0, np.zeros(size), np.zeros(size))  # of all products: its length, vector and image
     count = 0
 
     def counted(v: np.ndarray) -> np.ndarray:
@@ -421,8 +436,7 @@ def _largest_eigenvalue(
             matrix = np.stack([counted(e) for e in np.eye(size)])
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
             v = vectors[:, np.argmax(np.abs(values))]
-            longest = (np.inf, v, matrix @ v)
-            found = True
+            longest, found = (np.inf, v, matrix @ v), True
         else:
             start = np.random.default_rng(seed).standard_normal(size)
             # eigsh hands over unit vectors, but only nearly: the operator is linear in them.
@@ -432,7 +446,8 @@ def _largest_eigenvalue(
             v = vectors[:, 0]
             image, seen = counted(v), longest[0]
             found = bool(abs(v @ image) >= (1 - tol) * seen)
-            longest = (seen, v, image) if found else longest
+            if found:
+                longest = (seen, v, image)
     except (_OutOfProducts, ArpackError):
         pass
     except _NotFinite:
@@ -442,7 +457,7 @@ def _largest_eigenvalue(
     _, v, image = longest
     eigenvalue = float(v @ image)
     value = abs(eigenvalue) if found else float(np.linalg.norm(image))
-    residual = float(np.linalg.norm(image - eigenvalue * v)) / value if value else 0.0
+    residual = float(np.linalg.norm(image - eigenvalue * v)) / (value or 1.0)
     return SpectralSmoothness(
         value=value,
         eigenvalue=eigenvalue,
@@ -463,8 +478,8 @@ class _NotFinite(Exception):
 def _flattened(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> np.ndarray:
     parts = []
     for t, p in zip(tensors, like, strict=True):
-        whole = torch.zeros(p.numel()) if t is None else (t.full_tensor() if isinstance(t, DTensor) else t)
-        parts.append(whole.detach().to_dense().reshape(-1).double().cpu().numpy())
+        full = torch.zeros(p.numel()) if t is None else whole(t)
+        parts.append(full.detach().to_dense().reshape(-1).double().cpu().numpy())
     return np.concatenate(parts)
 
 
@@ -474,8 +489,8 @@ def _unflattened(v: np.ndarray, like: Sequence[Tensor], part: Iterable[int]) -> 
     for i in part:
         p = like[i]
         piece = torch.from_numpy(v[offset : offset + p.numel()]).to(p.device, p.dtype).reshape(p.shape)
-        tensors[i] = (
-            distribute_tensor(piece, p.device_mesh, p.placements) if isinstance(p, DTensor) else piece
-        )
+        if isinstance(p, DTensor):
+            piece = distribute_tensor(piece, p.device_mesh, p.placements)
+        tensors[i] = piece
         offset += p.numel()
     return tensors

@@ -16,16 +16,16 @@ summed one such as that of SGD.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.distributed import is_sharded
+from curvestep.distributed import is_sharded, whole
 from curvestep.optimizer_family import Family, family_of
+from curvestep.smoothness.trace import Row
 from curvestep.vectors import PIECE, dot
 
 # P is at least this share of its root mean square over the tensor: a coordinate that gets its first gradient,
@@ -55,14 +55,13 @@ class Scale:
         """The least value of P; reads all of v."""
         if self.square is None:
             return 0.0
-        mean: Any = self.square.detach().mean(dtype=torch.float32)
-        mean = mean.full_tensor() if is_sharded(mean) else mean
+        mean = whole(self.square.detach().mean(dtype=torch.float32))
         return max(TINY, FLOOR * self.correction * math.sqrt(mean.item())) * self.ratio
 
     def values(self, square: Tensor, floor: float) -> Tensor:
         """P where v is ``square``."""
-        wide = square.float() if square.dtype in (torch.float16, torch.bfloat16) else square
-        root = wide.sqrt().mul_(self.correction * self.ratio)
+        wide = torch.promote_types(square.dtype, torch.float32)
+        root = square.to(wide).sqrt().mul_(self.correction * self.ratio)
         return root.add_(self.eps * self.ratio).clamp_(min=floor)
 
 
@@ -146,15 +145,17 @@ class ChangeInMetric:
                 ``Replay.along``: what was seen is the rest of the step.
         """
         change, length = math.sqrt(math.fsum(self._changes)), math.sqrt(math.fsum(self._steps))
+        if length == 0:
+            return None
         if fraction < 1.0:
             length = length / (1 - fraction)
-        return change / (fraction * length) if length else None
+        return change / (fraction * length)
 
 
 def _dense(gradient: Tensor | None, p: Tensor) -> Tensor:
     if gradient is None:
         return torch.zeros_like(p)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient.to_dense()
 
 
 def _pieces(tensors: list[Tensor]) -> Iterable[Sequence[Tensor]]:
@@ -189,31 +190,34 @@ def geometry_of(
     top = max(rates, default=0.0)
     if not top > 0:
         return Geometry(name, momentum, limit, missing="lr is zero")
-    scales: dict[int, Scale] = {}
+    scales: dict[int, Scale | None] = {}
     known = {id(p) for p in parameters}
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        for p in group["params"]:
-            if rate == 0 or id(p) not in known:
-                continue
+        moved = [p for p in group["params"] if rate != 0 and id(p) in known]
+        for p in moved:
             if not adam:
                 scales[id(p)] = Scale(top / rate)
-                continue
-            state: Mapping[str, Any] = optimizer.state.get(p, {})
-            if not state:  # it has never had a gradient
-                continue
-            square = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-            if square is None or square.shape != p.shape or square.is_complex():
-                return Geometry(name, momentum, limit, missing=f"{name} has no `exp_avg_sq` of a parameter")
-            correction = 1.0
-            if group.get("bias_correction", True):
-                steps = float(state.get("step", group.get("step", math.inf)))
-                correction = 1 / math.sqrt(1 - float(group["betas"][1]) ** steps)
-            scales[id(p)] = Scale(top / rate, square, correction, float(group["eps"]))
+            elif optimizer.state.get(p):  # else it has never had a gradient
+                scales[id(p)] = _adam_scale(p, group, optimizer.state[p], top / rate)
+    if None in scales.values():
+        return Geometry(name, momentum, limit, missing=f"{name} has no `exp_avg_sq` of a parameter")
     missing = "" if scales else "the optimizer's state is empty"
     return Geometry(name, momentum, limit, [scales.get(id(p)) for p in parameters], missing)
 
 
-def _edge(group: Mapping[str, Any], *, adam: bool) -> tuple[float, float]:
+def _adam_scale(p: Tensor, group: Row, state: Row, ratio: float) -> Scale | None:
+    """P of a parameter that Adam moves; None if there is no v of its shape."""
+    square = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if square is None or square.shape != p.shape or square.is_complex():
+        return None
+    correction = 1.0
+    if group.get("bias_correction", True):
+        steps = float(state.get("step", group.get("step", math.inf)))
+        correction = 1 / math.sqrt(1 - float(group["betas"][1]) ** steps)
+    return Scale(ratio, square, correction, float(group["eps"]))
+
+
+def _edge(group: Row, *, adam: bool) -> tuple[float, float]:
     """Momentum, and the largest stable lr·λ on a quadratic."""
     if adam:
         beta = float(group["betas"][0])
@@ -221,5 +225,9 @@ def _edge(group: Mapping[str, Any], *, adam: bool) -> tuple[float, float]:
     beta = float(group.get("momentum", 0.0))
     if group.get("nesterov"):
         return beta, 2 * (1 + beta) / (1 + 2 * beta)
-    dampening = float(group.get("dampening", 0.0)) if beta else 0.0
-    return beta, 2 * (1 + beta) / (1 - dampening) if dampening < 1 else math.inf
+    if beta == 0:  # then torch ignores dampening
+        return beta, 2.0
+    dampening = float(group.get("dampening", 0.0))
+    if dampening >= 1:
+        return beta, math.inf
+    return beta, 2 * (1 + beta) / (1 - dampening)

@@ -32,7 +32,7 @@ ALONG = 0.99  # cosine between step and −g from which the step counts as one a
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the step."""
+    """Point and gradient before the step."""
 
     point: list[Tensor]  # copies of the parameters at x_k, which measuring along the step overwrites
     gradients: Gradients  # at x_k

@@ -368,7 +368,7 @@ class SmoothnessProbe:
         self.trace.close()
 
     def state_dict(self) -> Row:
-        """What a resumed run needs to measure the same steps; the rows are in the trace."""
+        """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace."""
         return {
             "step": self.step,
             "measurements": self._setup.measurements,

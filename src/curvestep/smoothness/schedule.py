@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from curvestep._checks import check_count, check_positive
 
@@ -88,15 +87,18 @@ class Schedule:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.every = check_count("every", every)
-        self.max_overhead = None if max_overhead is None else check_positive("max_overhead", max_overhead)
+        self.max_overhead = max_overhead
+        self.next: int | None = 0
+        if max_overhead is not None:
+            check_positive("max_overhead", max_overhead)
+            self.next = None  # until steps were timed
         self.first_cost = first_cost
         self.clock = clock
-        self.next: int | None = 0 if max_overhead is None else None
         self.train_seconds = 0.0  # of steps that no measurement touched
         self.train_steps = 0
         self.probe_seconds = 0.0
         self.last_cost: float | None = None
-        self._ended: float | None = None
+        self._ended = math.nan
         self._aftermath = 0.0  # how long the measurement of the step before took
         self._was_routine = False
 
@@ -111,7 +113,7 @@ class Schedule:
         A measurement that is not ``routine`` says nothing about the cost of the next.
         """
         now = self.clock()
-        took = None if self._ended is None else now - self._ended
+        took = now - self._ended  # NaN at the first step
         self._ended = now
         if spent:
             self._count_cost(spent, took=took, least=spent, routine=routine)
@@ -119,7 +121,7 @@ class Schedule:
         elif self._aftermath:
             self._count_cost(self._aftermath, took=took, least=0.0, routine=self._was_routine)
             self._aftermath = 0.0
-        elif took is not None and step >= _WARM_UP:
+        elif not math.isnan(took) and step >= _WARM_UP:
             self.train_seconds += took
             self.train_steps += 1
 
@@ -136,26 +138,30 @@ class Schedule:
         if self.max_overhead is None or t == 0:
             self.next = soonest
             return
-        cost = self.first_cost * t if self.last_cost is None else self.last_cost
+        cost = self.last_cost
+        if cost is None:
+            cost = self.first_cost * t
         affordable = math.ceil((self.probe_seconds + cost) / (self.max_overhead * t)) - 1
         self.next = max(soonest, affordable)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float | None]:
         """Everything that changes, as plain numbers."""
         names = ("next", "train_seconds", "train_steps", "probe_seconds", "last_cost")
         return {name: getattr(self, name) for name in names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         for name in self.state_dict():
             setattr(self, name, state[name])
-        self._ended, self._aftermath = None, 0.0
+        self._ended, self._aftermath = math.nan, 0.0
 
-    def _count_cost(self, spent: float, *, took: float | None, least: float, routine: bool) -> None:
+    def _count_cost(self, spent: float, *, took: float, least: float, routine: bool) -> None:
         """Count ``least`` seconds of a step and whatever else it took beyond the usual, up to ``spent``."""
-        known = took if self.train_steps else None
-        hidden = 0.0 if known is None else known - least - self.step_seconds
-        cost = least + min(max(hidden, 0.0), spent)
+        cost = least
+        if self.train_steps and not math.isnan(took):
+            cost += min(max(took - least - self.step_seconds, 0.0), spent)
         self.probe_seconds += cost
-        if routine:
-            self.last_cost = cost if least else (self.last_cost or 0.0) + cost
+        if routine and least:
+            self.last_cost = cost
+        elif routine:
+            self.last_cost = (self.last_cost or 0.0) + cost
