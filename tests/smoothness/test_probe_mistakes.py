@@ -104,6 +104,29 @@ def test_a_second_optimizer_of_the_same_model_is_warned_of_once():
         model.zero_grad()
 
 
+def test_a_probe_that_watches_leaves_no_hook_of_all_optimizers_behind():
+    import gc
+
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    gc.collect()
+    before = len(hooks)  # of probes that other tests still hold
+    model, x, y = task()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    assert len(hooks) == before + 1
+    for _ in range(2):
+        probe.record(lambda: F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(hooks) == before
+    other = SmoothnessProbe(model, every=1).watch(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(hooks) == before + 1
+    del other
+    gc.collect()
+    assert len(hooks) == before
+
+
 def test_a_probe_that_watches_is_not_kept_alive_by_its_hooks():
     import gc
     import weakref

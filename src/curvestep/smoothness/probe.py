@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
@@ -43,6 +44,8 @@ from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, Row, Trace
 
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
+
+OTHERS_SEEN = 2  # measurements after which a second optimizer would have stepped
 
 
 class SmoothnessProbe:
@@ -167,6 +170,7 @@ class SmoothnessProbe:
         hook = ForwardHook(self._see_forward)
         self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
+        self._others: RemovableHandle | None = None
         self._other: str | None = None  # class of another optimizer that trains the model
 
     @contextmanager
@@ -299,6 +303,8 @@ class SmoothnessProbe:
             self._write(step.row)
             step.spent += self._now() - resumed
             self._setup.measurements += 1
+            if self._others is not None and self._setup.measurements == OTHERS_SEEN:
+                self._others.remove()
         finally:
             self._finish_step()
 
@@ -325,8 +331,11 @@ class SmoothnessProbe:
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
-            register_optimizer_step_pre_hook(_OtherSteps(self)),
         ]
+        # While it is there every optimizer of the process counts as observed: no longer than it is needed.
+        self._others = register_optimizer_step_pre_hook(_OtherSteps(self))
+        self._handles.append(self._others)
+        weakref.finalize(self, self._others.remove)
         return self
 
     def listen(self, listener: Callable[[Row], Any]) -> SmoothnessProbe:
