@@ -1,6 +1,5 @@
 """Steps that are recorded once and replayed, as in a CUDA graph, and steps under torch.compile."""
 
-import gc
 import math
 
 import pytest
@@ -26,12 +25,6 @@ CASES = [
 
 
 torchs_own_warnings = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_probe_of_another_test():
-    """A probe that nobody has closed watches all optimizers of the process until it is collected."""
-    gc.collect()
 
 
 class Recording(TorchDispatchMode):

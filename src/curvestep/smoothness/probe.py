@@ -7,7 +7,6 @@ start to its row, is :class:`~curvestep.smoothness.probed_step.ProbedStep`'s.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
@@ -44,8 +41,6 @@ from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, Row, Trace
 
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
-
-OTHERS_SEEN = 2  # measurements after which a second optimizer would have stepped
 
 
 class SmoothnessProbe:
@@ -170,8 +165,8 @@ class SmoothnessProbe:
         hook = ForwardHook(self._see_forward)
         self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
-        self._others: RemovableHandle | None = None
-        self._other: str | None = None  # class of another optimizer that trains the model
+        self._unheld: list[Tensor] = []  # parameters that the watched optimizer does not have
+        self._versions: list[int] = []  # theirs after its last step
 
     @contextmanager
     def __call__(
@@ -303,8 +298,6 @@ class SmoothnessProbe:
             self._write(step.row)
             step.spent += self._now() - resumed
             self._setup.measurements += 1
-            if self._others is not None and self._setup.measurements == OTHERS_SEEN:
-                self._others.remove()
         finally:
             self._finish_step()
 
@@ -330,12 +323,10 @@ class SmoothnessProbe:
         self._watched = optimizer
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._end()),
+            optimizer.register_step_post_hook(self._after_step),
         ]
-        # While it is there every optimizer of the process counts as observed: no longer than it is needed.
-        self._others = register_optimizer_step_pre_hook(_OtherSteps(self))
-        self._handles.append(self._others)
-        weakref.finalize(self, self._others.remove)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unheld = [p for p in self.parameters if id(p) not in held]
         return self
 
     def listen(self, listener: Callable[[Row], Any]) -> SmoothnessProbe:
@@ -395,7 +386,7 @@ class SmoothnessProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
-        self._check_other()
+        self._check_others()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
             self._begin(optimizer, clipped=True)
@@ -479,19 +470,20 @@ class SmoothnessProbe:
                 "training: smoothness is that of another loss. Call `model.train()` before the forward pass.",
             )
 
-    def _see_other(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer that trains the model beside the watched one."""
-        if optimizer is not self._watched and trains_any(optimizer, self.parameters):
-            self._other = type(optimizer).__name__
+    def _after_step(self, *_: object) -> None:
+        """End, and remember what the watched optimizer has no hold of."""
+        self._end()
+        self._versions = [p._version for p in self._unheld]
 
-    def _check_other(self) -> None:
-        """Warn of it once the watched one steps again: until then it may have taken its place."""
-        if self._other is not None:
+    def _check_others(self) -> None:
+        """Warn once where such parameters move between two steps of the watched optimizer."""
+        if self._versions and self._versions != [p._version for p in self._unheld]:
             self._warn_once(
                 "optimizers",
-                f"The probe watches {type(self._watched).__name__}, and {self._other} trains the same model "
-                "outside of the measured steps. Make a probe for each, with the module that it trains, or "
-                "put the steps of both into one `with probe(loss_fn):`.",
+                f"The probe watches {type(self._watched).__name__}, and something else trains "
+                f"{len(self._unheld)} parameters of the same model outside of the measured steps. Make a "
+                "probe for each optimizer, with the module that it trains, or put the steps of all into one "
+                "`with probe(loss_fn):`.",
             )
 
     def _describe_run(self, steps: StepObserver) -> None:
@@ -564,18 +556,6 @@ class SmoothnessProbe:
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
         }
         return Trace(path if is_writer(self.model) else None, header=header, if_exists=if_exists)
-
-
-class _OtherSteps:
-    """A hook of all optimizers' steps that holds its probe weakly."""
-
-    def __init__(self, probe: SmoothnessProbe) -> None:
-        self._probe = weakref.ref(probe)
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        probe = self._probe()
-        if probe is not None:
-            probe._see_other(optimizer)
 
 
 def _check_loss_fn(loss_fn: object) -> None:
