@@ -21,11 +21,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from curvestep.lab.paper.claims import Claim, Spread, claims_tables, decided, numbers_behind, table, tally
 from curvestep.lab.paper.plan import Plan, Results
 from curvestep.lab.paper.reproduction import KEPT_CLAIMS, draw_all, make_plan
-from curvestep.lab.paper.statements import make_claims
-from curvestep.lab.paper.statistics import clipped_share, correlation, exponent, spread
+from curvestep.lab.paper.verdicts.claims import (
+    Claim,
+    Spread,
+    claims_tables,
+    decided,
+    numbers_behind,
+    table,
+    tally,
+)
+from curvestep.lab.paper.verdicts.statements import make_claims
+from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, spread
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json, write_json
 
 DOCS = Path(__file__).parent

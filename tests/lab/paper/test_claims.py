@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from curvestep.lab.paper.claims import (
+from curvestep.lab.paper.verdicts.claims import (
     ADDITION,
     HOLDS,
     IN_PART,

@@ -14,7 +14,6 @@ from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import final_loss
 from curvestep.lab import progress as displays
 from curvestep.lab.jobs import Job
-from curvestep.lab.paper.claims import PAPER, VERDICTS
 from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
 from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, Results
 from curvestep.lab.paper.reproduction import (
@@ -26,6 +25,7 @@ from curvestep.lab.paper.reproduction import (
     reproduce,
     watch_runs,
 )
+from curvestep.lab.paper.verdicts.claims import PAPER, VERDICTS
 from curvestep.lab.progress import print_notice_once
 from curvestep.lab.recipes import LanguageRecipe
 from curvestep.lab.report import views

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curvestep.lab.paper.claims import NOT_TESTED, OPEN
 from curvestep.lab.paper.plan import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan
+from curvestep.lab.paper.verdicts.claims import NOT_TESTED, OPEN
 from curvestep.lab.run.folder import CHECKPOINT
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace

@@ -6,17 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.lab.paper import statements
-from curvestep.lab.paper.claims import (
-    DOES_NOT_HOLD,
-    HOLDS,
-    IN_PART,
-    NOT_REPRODUCED,
-    NOT_TESTED,
-    OPEN,
-    REPRODUCED,
-    NotPlanned,
-)
 from curvestep.lab.paper.fig6_data_fraction import SHARES
 from curvestep.lab.paper.plan import (
     BY_HAND,
@@ -29,10 +18,22 @@ from curvestep.lab.paper.plan import (
     Results,
 )
 from curvestep.lab.paper.reproduction import make_plan
-from curvestep.lab.paper.statements import make_claims
-from curvestep.lab.paper.statistics import clipped_share, correlation, exponent, speed_up, steps_to
+from curvestep.lab.paper.verdicts import judges, theorem_judges
+from curvestep.lab.paper.verdicts.claims import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    IN_PART,
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    OPEN,
+    REPRODUCED,
+    NotPlanned,
+)
+from curvestep.lab.paper.verdicts.statements import STATEMENTS, make_claims
+from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, speed_up, steps_to
 from curvestep.lab.run.folder import Run
 from curvestep.smoothness.trace import Trace
+from curvestep.theory import theorem3, theorem6
 from tests.lab.paper.test_reproduction import fake_runs
 
 
@@ -127,18 +128,18 @@ def test_much_weaker_is_at_most_half_and_refuted_only_at_the_papers_size(
 ):
     plan = planned("fig2", BY_HAND, "lm-lr2", seeds=FIVE)
     results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if setting == BY_HAND else small)
-    options = {"large": BY_HAND, "small": "lm-lr2", "scales": statements.AWD_LSTM}
-    found = statements.much_weaker(results, **options)
+    options = {"large": BY_HAND, "small": "lm-lr2", "scales": judges.AWD_LSTM}
+    found = judges.much_weaker(results, **options)
     assert found.verdict == elsewhere
     assert found.sentence.startswith("The correlation of logs is ")
-    assert statements.much_weaker(at_scale(results, "epoch"), **options).verdict == at_paper_size
+    assert judges.much_weaker(at_scale(results, "epoch"), **options).verdict == at_paper_size
 
 
 def test_smoothness_follows_from_a_correlation_of_one_half(tmp_path):
     plan = planned("fig2", BY_HAND)
     for alpha, noise, verdict in ((1.0, 0.1, REPRODUCED), (1.0, 2.0, IN_PART), (-1.0, 0.1, OPEN)):
         results = results_with(tmp_path / verdict, plan, lambda *_, alpha=alpha: alpha, noise=noise)
-        found = statements.follows(results, setting=BY_HAND, scales=statements.AWD_LSTM)
+        found = judges.follows(results, setting=BY_HAND, scales=judges.AWD_LSTM)
         assert found.verdict == verdict
 
 
@@ -146,8 +147,8 @@ def test_smoothness_follows_from_a_correlation_of_one_half(tmp_path):
 def test_no_correlation_is_told_both_ways(tmp_path, alpha, verdict):
     plan = planned("fig3", "cifar-momentum", seeds=MEASURED_IMAGES)
     results = at_scale(results_with(tmp_path, plan, lambda *_: alpha), "paper")
-    options = {"setting": "cifar-momentum", "scales": statements.PAPER_ONLY}
-    found = statements.no_correlation(results, **options)
+    options = {"setting": "cifar-momentum", "scales": judges.PAPER_ONLY}
+    found = judges.no_correlation(results, **options)
     assert found.verdict in ((verdict, REPRODUCED) if alpha == 0 else (verdict,))
 
 
@@ -158,15 +159,15 @@ def test_the_papers_explanation_needs_rougher_ground_with_clipping(tmp_path):
         path = tmp_path / "runs" / run.name / "trace.jsonl"
         write_trace(path, 1.0, seed=run.recipe.seed, factor=0.05 if run.setting == BY_HAND else 1.0)
     results = Results(plan, tmp_path)
-    assert statements.explanation(results).verdict == OPEN
-    assert statements.explanation(at_scale(results, "epoch")).verdict == NOT_REPRODUCED
+    assert judges.explanation(results).verdict == OPEN
+    assert judges.explanation(at_scale(results, "epoch")).verdict == NOT_REPRODUCED
 
 
 @pytest.mark.parametrize(("alpha", "verdict"), [(1.0, REPRODUCED), (1.4, IN_PART), (2.0, NOT_REPRODUCED)])
 def test_growth_is_at_most_linear_up_to_an_exponent_near_one(tmp_path, alpha, verdict):
     plan = planned("fig2", BY_HAND)
     results = results_with(tmp_path, plan, lambda setting, seed: alpha + 0.01 * (seed - 11), noise=0.05)
-    assert statements.at_most_linear(at_scale(results, "epoch")).verdict == verdict
+    assert judges.at_most_linear(at_scale(results, "epoch")).verdict == verdict
 
 
 def test_verdicts_on_training_follow_the_losses(tmp_path):
@@ -195,8 +196,8 @@ def test_slower_clipping_leaves_the_claim_open_below_the_papers_length(tmp_path)
 
     fake_runs(plan, tmp_path, loss_of=loss_of)
     results = Results(plan, tmp_path)
-    assert statements.allows_large_lr(results).verdict == OPEN
-    assert statements.accelerates(results).verdict == OPEN
+    assert judges.allows_large_lr(results).verdict == OPEN
+    assert judges.accelerates(results).verdict == OPEN
     plain, clipped = results.of("lm-lr2")[0], results.of(BY_HAND)[0]
     assert speed_up(plain, clipped) == pytest.approx(0.5, abs=0.05)
     assert speed_up(clipped, plain) == pytest.approx(1 / speed_up(plain, clipped), rel=0.1)
@@ -236,9 +237,9 @@ def test_seeds_that_both_settings_have_are_compared(tmp_path):
 @pytest.mark.slow
 def test_growth_beyond_the_control_is_told_from_none(tmp_path):
     plan = planned("fig2", BY_HAND)
-    assert statements.beyond_control(results_with(tmp_path / "one", plan, lambda *_: 1.0)).verdict == HOLDS
+    assert judges.beyond_control(results_with(tmp_path / "one", plan, lambda *_: 1.0)).verdict == HOLDS
     none = results_with(tmp_path / "none", plan, lambda *_: 0.0)
-    assert statements.beyond_control(none).verdict != HOLDS
+    assert judges.beyond_control(none).verdict != HOLDS
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.05, REPRODUCED), (1.5, OPEN), ("mixed", IN_PART)])
@@ -259,7 +260,7 @@ def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_
             kept = {key: value for key, value in row.items() if value is not None}
             trace.append(kept | {"smoothness": scale * row["smoothness"]})
         trace.close()
-    found = statements.accurate_share(Results(plan, tmp_path), quantity=1, name="smoothness")
+    found = judges.accurate_share(Results(plan, tmp_path), quantity=1, name="smoothness")
     assert found.verdict == verdict
     assert "nine of ten are below" in found.sentence
 
@@ -275,12 +276,12 @@ def test_normalized_descent_is_compared_with_the_best_clipped_setting(tmp_path):
 
     fake_runs(plan, tmp_path, loss_of=loss_of)
     results = Results(plan, tmp_path)
-    found = statements.same_up_to_a_factor(results)
+    found = judges.same_up_to_a_factor(results)
     assert found.verdict == REPRODUCED
     assert found.numbers["best clipped setting"] == "lr 10, clip 0.25"
     ends[NORMALIZED] = 6.0
     fake_runs(plan, tmp_path / "other", loss_of=loss_of)
-    assert statements.same_up_to_a_factor(Results(plan, tmp_path / "other")).verdict == NOT_REPRODUCED
+    assert judges.same_up_to_a_factor(Results(plan, tmp_path / "other")).verdict == NOT_REPRODUCED
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.0, HOLDS), (0.1, HOLDS), (0.5, DOES_NOT_HOLD)])
@@ -291,13 +292,13 @@ def test_a_calibrated_run_may_miss_a_twentieth_of_the_way(tmp_path, gain, verdic
         return [9.0, *np.full(49, 6.0 + (gain if setting == CALIBRATED else 0.0))]
 
     fake_runs(plan, tmp_path, loss_of=loss_of)
-    assert statements.calibrated_as_good(Results(plan, tmp_path)).verdict == verdict
+    assert judges.calibrated_as_good(Results(plan, tmp_path)).verdict == verdict
 
 
 def test_a_calibrated_run_that_diverged_does_not_hold(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
     fake_runs(plan, tmp_path, loss_of=lambda *_: np.linspace(9, 5, 50), diverged=(CALIBRATED,))
-    assert statements.calibrated_as_good(Results(plan, tmp_path)).verdict == DOES_NOT_HOLD
+    assert judges.calibrated_as_good(Results(plan, tmp_path)).verdict == DOES_NOT_HOLD
 
 
 def test_what_a_scale_does_not_plan_is_not_tested_there(tmp_path):
@@ -345,21 +346,21 @@ def test_steps_are_counted_where_not_every_one_is_a_row(tmp_path):
 
 
 def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
-    names = [one.name for one in statements.STATEMENTS]
+    names = [one.name for one in STATEMENTS]
     assert len(set(names)) == len(names)
-    assert all(len(one.says.split()) <= 20 for one in statements.STATEMENTS)
+    assert all(len(one.says.split()) <= 20 for one in STATEMENTS)
 
 
 def test_theorems_3_and_6_hold_as_printed_and_theorem_4_does_not():
-    for theorem in (statements.theorem3, statements.theorem6):
-        assert statements.certified(None, theorem=theorem).verdict == REPRODUCED
-    found = statements.lower_bound_corrected(None)
+    for theorem in (theorem3, theorem6):
+        assert theorem_judges.certified(None, theorem=theorem).verdict == REPRODUCED
+    found = theorem_judges.lower_bound_corrected(None)
     assert found.numbers["on one pair"] == "printed: violated, corrected: holds"
 
 
 def test_a_false_theorem_is_not_reproduced():
     def hasty(**numbers):
-        true = statements.theorem3(**numbers)
+        true = theorem3(**numbers)
         return replace(true, bound=true.bound / 1000)
 
-    assert statements.certified(None, theorem=hasty).verdict == NOT_REPRODUCED
+    assert theorem_judges.certified(None, theorem=hasty).verdict == NOT_REPRODUCED

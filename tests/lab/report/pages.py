@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from curvestep.lab.paper.claims import Claim, write_claims
+from curvestep.lab.paper.verdicts.claims import Claim, write_claims
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.report.page import save_figures
 from curvestep.lab.report.views import find_views

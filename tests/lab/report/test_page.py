@@ -16,7 +16,7 @@ from curvestep.advice.advice import advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
 from curvestep.display.results import SHOWN_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
-from curvestep.lab.paper.claims import write_claims
+from curvestep.lab.paper.verdicts.claims import write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
 from curvestep.lab.report.views import RunView, find_views, tasks_of

@@ -13,20 +13,22 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.lab.paper.claims import MissingRuns, NotPlanned
 from curvestep.lab.paper.plan import (
     ALWAYS_CLIPPED,
     BY_HAND,
     IMAGES,
     LONG,
+    SMALL_LR,
+    SMALL_LR_CLIPPED,
     PaperFigure,
     Picture,
     Results,
     legend_runs,
     run_again,
 )
-from curvestep.lab.paper.statistics import correlation, measured, spread
 from curvestep.lab.paper.style import described, lettered, loaded, setting
+from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
+from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
 from curvestep.lab.run.folder import Run
 
 Runs = Run | str | Path | Sequence[Run]
@@ -81,8 +83,6 @@ def _correlation_words(runs: Sequence[Run]) -> str:
 
 # The figures
 
-_SMALL_LR, _SMALL_LR_CLIPPED = "lm-lr2", "lm-lr2clip0.25"
-
 
 def _shown(*settings: str) -> Callable[[Results, str], Figure]:
     def draw(results: Results, title: str) -> Figure:
@@ -116,13 +116,13 @@ FIG1 = PaperFigure(
 )
 FIG2 = PaperFigure(
     name="fig2",
-    runs=lambda scale: legend_runs(scale, [BY_HAND, _SMALL_LR, _SMALL_LR_CLIPPED, ALWAYS_CLIPPED]),
+    runs=lambda scale: legend_runs(scale, [BY_HAND, SMALL_LR, SMALL_LR_CLIPPED, ALWAYS_CLIPPED]),
     pictures=(
         Picture(
             name="fig2",
             title="Figure 2: smoothness against gradient norm, language model",
             caption="The paper's three settings. A point is a measurement; later ones are lighter.",
-            draw=_shown(BY_HAND, _SMALL_LR, _SMALL_LR_CLIPPED),
+            draw=_shown(BY_HAND, SMALL_LR, SMALL_LR_CLIPPED),
         ),
     ),
 )

@@ -21,8 +21,8 @@ from curvestep.lab.paper.plan import (
     Picture,
     Planned,
 )
-from curvestep.lab.paper.statistics import measured
 from curvestep.lab.paper.style import described, loaded
+from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 

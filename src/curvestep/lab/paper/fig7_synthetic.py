@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
 from curvestep.display.drawing import figure_of, save, styled
 from curvestep.display.results import level
-from curvestep.lab.paper.claims import MissingRuns
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
+from curvestep.lab.paper.verdicts.claims import MissingRuns
 
 Array = NDArray[Any]
 

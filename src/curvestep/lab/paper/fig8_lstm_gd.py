@@ -20,8 +20,8 @@ from curvestep.lab.paper.plan import (
     Planned,
     legend_runs,
 )
-from curvestep.lab.paper.statistics import measured
 from curvestep.lab.paper.style import colour_of, described, lettered, loaded
+from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 

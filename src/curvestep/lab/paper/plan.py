@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from curvestep._checks import check_choice
-from curvestep.lab.paper.claims import MissingRuns, NotPlanned
+from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, ImageRecipe, LanguageRecipe, Recipe, get_recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
 from curvestep.lab.tasks import PIECE_WORDS
@@ -271,7 +271,8 @@ LANGUAGE = {
     "lm-lr10": Setting(lr=10.0, epoch=EPOCH[:1]),
     "lm-lr30": Setting(lr=30.0),
 }
-BY_HAND = "lm-lr30clip0.25"
+BY_HAND, SMALL_LR, SMALL_LR_CLIPPED = "lm-lr30clip0.25", "lm-lr2", "lm-lr2clip0.25"
+MOMENTUM, LARGE_LR_IMAGES, CLIPPED_IMAGES = "cifar-momentum", "cifar-lr1", "cifar-lr5clip0.25"
 CALIBRATED, NORMALIZED, LONG = "lm-calibrated", "lm-normalized", "lm-long"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
 _EXTRA = {

@@ -21,14 +21,14 @@ from typing import Any
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.paper.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.fig1_scatter import FIG1, FIG2, FIG3, FIG5
 from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
-from curvestep.lab.paper.statements import make_claims
+from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
+from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
 from curvestep.lab.recipes import SCALES, Recipe
 from curvestep.lab.report.page import write_page

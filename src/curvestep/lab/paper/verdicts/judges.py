@@ -1,53 +1,40 @@
-"""The paper's statements, one row each: what it says, the statistic that tests it, and what was found.
-
-To add a row, write a function from :class:`~curvestep.lab.paper.plan.Results` to a
-:class:`~curvestep.lab.paper.claims.Finding` and put it into :data:`STATEMENTS`. The rule of the verdicts and
-the protocol are in :mod:`curvestep.lab.paper.claims`.
-"""
+"""The statistic that tests each statement of the paper, and what the runs of one scale show by it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 
-import numpy as np
-
-from curvestep.lab.paper.claims import (
-    ADDITION,
-    CORRECTED,
-    DOES_NOT_HOLD,
-    ERRATUM,
-    HOLDS,
-    IN_PART,
-    NOT_REPRODUCED,
-    NOT_TESTED,
-    OPEN,
-    PAPER,
-    REPRODUCED,
-    Claim,
-    Finding,
-    MissingRuns,
-    NotPlanned,
-    Spread,
-    decide,
-)
 from curvestep.lab.paper.fig6_data_fraction import SHARES, agreement
-from curvestep.lab.paper.fig7_synthetic import summary_of
 from curvestep.lab.paper.fig8_lstm_gd import compare, two_layer_settings
 from curvestep.lab.paper.plan import (
     ALWAYS_CLIPPED,
     BY_HAND,
     CALIBRATED,
     CLIPPED,
-    LONG,
+    CLIPPED_IMAGES,
+    MOMENTUM,
     NORMALIZED,
+    SMALL_LR,
     UNCLIPPED,
     Results,
     trained_name,
 )
-from curvestep.lab.paper.statistics import (
+from curvestep.lab.paper.verdicts.claims import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    IN_PART,
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    OPEN,
+    REPRODUCED,
+    Finding,
+    MissingRuns,
+    Spread,
+    decide,
+)
+from curvestep.lab.paper.verdicts.statistics import (
     best_of,
     clipped_share,
     control_exponents,
@@ -64,15 +51,6 @@ from curvestep.lab.paper.statistics import (
     variation,
 )
 from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
-from curvestep.theory import (
-    ExponentialWall,
-    Guarantee,
-    certify,
-    certify_lower_bound,
-    theorem3,
-    theorem4,
-    theorem6,
-)
 
 FOLLOWS = 0.5  # correlation of logs from which smoothness follows the gradient norm
 ABSENT = 0.2  # correlation of logs up to which there is none, either way
@@ -84,52 +62,7 @@ STAYS = 0.9  # a gradient norm of this share of the one before is not lowered
 ABOUT_THREE = 3.0  # the paper's ratio of gradient norms
 SAME = 0.05  # share of the way down by which two final losses may differ and count as the same
 MATCHES = 2.0  # points of accuracy that count as the same
-CERTIFICATES, MOST_ITERATIONS = 100, 20_000  # random problems of a theorem, and what each may take
 AWD_LSTM, PAPER_ONLY, TWO_LAYER, ANY = ("epoch", "paper"), ("paper",), ("longer", "paper"), ()
-_SMALL_LR, _SMALL_LR_CLIPPED = "lm-lr2", "lm-lr2clip0.25"
-_MOMENTUM, _LARGE_LR_IMAGES, _CLIPPED_IMAGES = "cifar-momentum", "cifar-lr1", "cifar-lr5clip0.25"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """One row before it is judged.
-
-    Args:
-        name: Short name, for links.
-        source: Figure, section or theorem of the paper.
-        says: What the paper says; of an addition, what is asked.
-        figures: Figures of the plan whose runs it needs; none where nothing is trained.
-        judge: What the runs of one scale show.
-        kind: ``paper``, ``erratum`` or ``addition``.
-    """
-
-    name: str
-    source: str
-    says: str
-    judge: Callable[[Results], Finding]
-    figures: tuple[str, ...] = ()
-    kind: str = PAPER
-
-
-def make_claims(results: Results) -> list[Claim]:
-    """Every statement whose figures are in the plan, judged at the plan's scale."""
-    planned = {figure.name for figure in results.plan.figures}
-    claims = []
-    for statement in STATEMENTS:
-        if not planned.issuperset(statement.figures):
-            continue
-        try:
-            found = statement.judge(results)
-        except NotPlanned:
-            found = Finding(verdict=NOT_TESTED, sentence="This scale has no such runs.")
-        except ValueError as error:  # runs are missing, or too short to fit
-            found = Finding(
-                verdict=NOT_TESTED, sentence="These runs cannot tell.", numbers={"why": str(error)}
-            )
-        scale = results.plan.scale if statement.figures else ""
-        about = {"name": statement.name, "kind": statement.kind, "source": statement.source}
-        claims.append(Claim(**about, paper=statement.says, scale=scale, **asdict(found)))
-    return claims
 
 
 def at_size(results: Results, scales: Sequence[str]) -> bool:
@@ -190,7 +123,7 @@ def varies(results: Results) -> Finding:
 
 def explanation(results: Results) -> Finding:
     """Whether clipping goes through less smooth regions, and meets more of a range of them."""
-    clipped, plain = results.paired(BY_HAND, _SMALL_LR)
+    clipped, plain = results.paired(BY_HAND, SMALL_LR)
     level = log_spread(clipped, typical_smoothness) - log_spread(plain, typical_smoothness)
     width = log_spread(clipped, variation) - log_spread(plain, variation)
     medians = [math.exp(log_spread(runs, typical_smoothness).mean) for runs in (clipped, plain)]
@@ -275,7 +208,7 @@ def language_more(results: Results) -> Finding:
     """Speed-up by clipping of the language model against that on images."""
     plain, clipped = _tuned(results, final_loss)
     language = [speed_up(a, b) for a, b in zip(*results.paired(plain, clipped), strict=True)]
-    pairs = zip(*results.paired(_MOMENTUM, _CLIPPED_IMAGES), strict=True)
+    pairs = zip(*results.paired(MOMENTUM, CLIPPED_IMAGES), strict=True)
     images = [speed_up(a, b) for a, b in pairs]
     logs = [math.log(one) for one in language], [math.log(one) for one in images]
     count = min(map(len, logs))
@@ -290,7 +223,7 @@ def language_more(results: Results) -> Finding:
 
 def fastest_on_images(results: Results) -> Finding:
     """Final training loss of clipped descent against momentum, after all of the paper's epochs."""
-    one, other = results.paired(_MOMENTUM, _CLIPPED_IMAGES)
+    one, other = results.paired(MOMENTUM, CLIPPED_IMAGES)
     ends = [spread(runs, final_loss) for runs in (one, other)]
     gain = ends[0] - ends[1]
     sentence = f"Training loss ends at {ends[1].mean:.3g} with clipping and {ends[0].mean:.3g} with momentum."
@@ -299,7 +232,7 @@ def fastest_on_images(results: Results) -> Finding:
 
 def images_accuracy(results: Results) -> Finding:
     """Test accuracy of clipped descent against momentum, after all of the paper's epochs."""
-    one, other = results.paired(_MOMENTUM, _CLIPPED_IMAGES)
+    one, other = results.paired(MOMENTUM, CLIPPED_IMAGES)
     ends = [spread(runs, _accuracy) for runs in (one, other)]
     gain = ends[1] - ends[0]
     sentence = f"Test accuracy is {ends[1].mean:.1f} % with clipping and {ends[0].mean:.1f} % with momentum."
@@ -308,7 +241,7 @@ def images_accuracy(results: Results) -> Finding:
 
 def reaches_95(results: Results) -> Finding:
     """Test accuracy of ResNet20 after the paper's epochs against the 95 % that the paper prints."""
-    runs = results.of(_MOMENTUM)
+    runs = results.of(MOMENTUM)
     found = spread(runs, _accuracy)
     sentence = f"ResNet20 with momentum reaches {found.mean:.1f} % here."
     return _only_at_size(results, found.less(95.0 - MATCHES), sentence)
@@ -321,7 +254,7 @@ def _accuracy(run: Run) -> float:
 def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
     """A finding about whole runs: at a smaller scale it is not tested."""
     if not at_size(results, PAPER_ONLY):
-        steps = results.of(_MOMENTUM)[0].status["step"]
+        steps = results.of(MOMENTUM)[0].status["step"]
         return Finding(verdict=NOT_TESTED, sentence=f"Not run for 200 epochs; these runs have {steps} steps.")
     return Finding(verdict=decide(margin, at_size=True), sentence=sentence, numbers={"margin": str(margin)})
 
@@ -417,79 +350,6 @@ def same_up_to_a_factor(results: Results) -> Finding:
     )
 
 
-# The synthetic experiment
-
-
-def quartic_faster(results: Results) -> Finding:
-    """Final gradients on x⁴."""
-    found = summary_of(results)
-    low, high = found.jittered_range
-    return Finding(
-        verdict=REPRODUCED if low > 1 else NOT_REPRODUCED,
-        sentence=f"After {found.config.num_steps} steps |f'| is {found.gd_grad_norm:.2g} for GD, "
-        f"{found.clipped_grad_norm:.2g} with clipping.",
-        numbers={
-            "ratio": f"{found.ratio:.2g}",
-            "median over jittered starts": f"{found.jittered_ratio:.2g}, from {low:.2g} to {high:.2g}",
-        },
-    )
-
-
-def quartic_conservative(results: Results) -> Finding:
-    """Whether the measured gain is at least what theory predicts."""
-    found = summary_of(results)
-    (row,) = (row for row in found.table if "by the bounds" in row.quantity)
-    predicted = float(row.corrected.rpartition(" ")[2])
-    return Finding(
-        verdict=REPRODUCED if found.ratio >= predicted else NOT_REPRODUCED,
-        sentence=f"Theory predicts a factor of {predicted:.0f}; measured is {found.ratio:.2g}.",
-        numbers={"as printed": row.printed, "corrected": row.corrected, "measured": row.measured},
-    )
-
-
-def quartic_arithmetic(results: Results) -> Finding:
-    """The paper's prediction for x⁴, computed again."""
-    (row,) = (row for row in summary_of(results).table if "by the bounds" in row.quantity)
-    predicted = row.corrected.rpartition(" ")[2]
-    return Finding(
-        verdict=CORRECTED,
-        sentence=f"The ratio is 1.08e7; its square root, which the bounds have, {predicted}.",
-        numbers={"as printed": row.printed, "corrected": row.corrected},
-    )
-
-
-# The theorems
-
-
-def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Finding:
-    """A theorem as printed, run on random exponential walls: iterations and decreases that it promises."""
-    rng, kept = np.random.default_rng(0), []
-    while len(kept) < CERTIFICATES:
-        L0, L1 = 10 ** rng.uniform(-1, 1, size=2)
-        problem, x0 = ExponentialWall(L0=L0, L1=L1), rng.normal() * 3 / L1
-        eps = float(problem.grad_norm(np.asarray(x0))) * 10 ** rng.uniform(-2, -0.05)
-        gap = float(problem.gap(np.asarray(x0)))
-        guarantee = theorem(L0=L0, L1=L1, gap=gap, eps=eps, version="printed")
-        if guarantee.bound < MOST_ITERATIONS:
-            kept.append(certify(problem, guarantee, x0).status == "holds")
-    return Finding(
-        verdict=REPRODUCED if all(kept) else NOT_REPRODUCED,
-        sentence=f"As printed it holds on {sum(kept)} of {len(kept)} random exponential walls.",
-        numbers={"more": "docs/theorems.md; thousands of random certificates in the tests"},
-    )
-
-
-def lower_bound_corrected(results: Results) -> Finding:
-    """Theorem 4 as printed and corrected, on the pair of functions of its proof."""
-    numbers = {"L0": 1.0, "L1": 5.0, "M": 50.0, "gap": 12.0, "eps": 0.1}
-    found = {v: certify_lower_bound(theorem4(**numbers, version=v)).status for v in ("printed", "corrected")}
-    return Finding(
-        verdict=CORRECTED,
-        sentence="The printed pair of functions leaves its class; the corrected pair stays inside.",
-        numbers={"on one pair": ", ".join(f"{version}: {status}" for version, status in found.items())},
-    )
-
-
 # Our additions
 
 
@@ -562,172 +422,3 @@ def _numbers_of(runs: Sequence[Run]) -> dict[str, str]:
         "steps clipped": f"{spread(runs, clipped_share).mean:.0%}",
         "exponent": str(spread(runs, exponent)),
     }
-
-
-def _fixed(verdict: str, sentence: str, **numbers: str) -> Callable[[Results], Finding]:
-    """A finding that no run of the plan changes: what was not run, or what a test shows."""
-    return lambda results: Finding(verdict=verdict, sentence=sentence, numbers=numbers)
-
-
-_IMAGES_FIGURES, _LANGUAGE_FIGURES = ("fig3",), ("fig2",)
-STATEMENTS = (
-    Statement(
-        name="smoothness-varies", source="Figure 1", says="Smoothness varies greatly along training.",
-        judge=varies, figures=("fig1",),
-    ),
-    Statement(
-        name="follows-gradient", source="Figure 2(a)", figures=_LANGUAGE_FIGURES,
-        says="With lr 30 and clipping, smoothness follows the gradient norm.",
-        judge=partial(follows, setting=BY_HAND, scales=AWD_LSTM),
-    ),
-    Statement(
-        name="less-without-clipping", source="Figure 2(b)", figures=_LANGUAGE_FIGURES,
-        says="At lr 2 without clipping it does so much less.",
-        judge=partial(much_weaker, large=BY_HAND, small=_SMALL_LR, scales=AWD_LSTM),
-    ),
-    Statement(
-        name="less-at-small-lr", source="Figure 2(c)", figures=_LANGUAGE_FIGURES,
-        says="At lr 2 with clipping it does so much less, too.",
-        judge=partial(much_weaker, large=BY_HAND, small=_SMALL_LR_CLIPPED, scales=AWD_LSTM),
-    ),
-    Statement(
-        name="why-clipping-helps", source="Section 5", figures=_LANGUAGE_FIGURES,
-        says="Clipping crosses less smooth regions; without it a run stays where smoothness hardly varies.",
-        judge=explanation,
-    ),
-    Statement(
-        name="affine-law", source="Equation 1", figures=_LANGUAGE_FIGURES,
-        says="Smoothness grows at most linearly with the gradient norm.", judge=at_most_linear,
-    ),
-    Statement(
-        name="momentum-none", source="Figure 3(a)", figures=_IMAGES_FIGURES,
-        says="On images with SGD and momentum there is no correlation.",
-        judge=partial(no_correlation, setting=_MOMENTUM, scales=PAPER_ONLY),
-    ),
-    Statement(
-        name="images-large-lr", source="Figure 3(b)", figures=_IMAGES_FIGURES,
-        says="On images at lr 1 without clipping the correlation is much weaker than with clipping.",
-        judge=partial(much_weaker, large=_CLIPPED_IMAGES, small=_LARGE_LR_IMAGES, scales=PAPER_ONLY),
-    ),
-    Statement(
-        name="images-clipped", source="Figure 3(c)", figures=_IMAGES_FIGURES,
-        says="On images with a large lr and clipping smoothness follows the gradient norm.",
-        judge=partial(follows, setting=_CLIPPED_IMAGES, scales=PAPER_ONLY),
-    ),
-    Statement(
-        name="large-lr-diverges", source="Figure 4", figures=("fig4",), judge=allows_large_lr,
-        says="Clipping allows a learning rate at which training without it diverges.",
-    ),
-    Statement(
-        name="clipping-accelerates", source="Figure 4(a)", figures=("fig4",), judge=accelerates,
-        says="Clipping accelerates the training of the language model.",
-    ),
-    Statement(
-        name="best-validation", source="Figure 4(b)", figures=("fig4",), judge=best_validation,
-        says="Models trained with clipping have the best validation loss.",
-    ),
-    Statement(
-        name="perplexity", source="Appendix H", figures=("fig4",),
-        says="AWD-LSTM with clipped SGD reaches a test perplexity of 56.5 after 500 epochs.",
-        judge=_fixed(NOT_TESTED, "Not run: 500 epochs take about 300 core-hours."),
-    ),
-    Statement(
-        name="images-fastest", source="Figure 4(c)", figures=("fig4",), judge=fastest_on_images,
-        says="On images clipped descent converges fastest.",
-    ),
-    Statement(
-        name="images-accuracy", source="Figure 4(d)", figures=("fig4",), judge=images_accuracy,
-        says="On images clipped descent matches the test accuracy of momentum.",
-    ),
-    Statement(
-        name="images-95", source="Appendix H", figures=("fig4",), judge=reaches_95,
-        says="ResNet20 reaches 95.0 % test accuracy with momentum, 95.2 % with clipping.",
-    ),
-    Statement(
-        name="language-more", source="Section 1", figures=("fig4",), judge=language_more,
-        says="Clipping accelerates language models more than image classifiers.",
-    ),
-    Statement(
-        name="correlation-lasts", source="Figure 5(b)", figures=("fig5",),
-        says="The correlation lasts over 200 epochs.",
-        judge=partial(follows, setting=LONG, scales=PAPER_ONLY, past=0.5),
-    ),
-    Statement(
-        name="tenth-smoothness", source="Figure 6(b)", figures=("fig6",),
-        says="A tenth of the data gives an accurate estimate of smoothness.",
-        judge=partial(accurate_share, quantity=1, name="smoothness"),
-    ),
-    Statement(
-        name="tenth-gradient", source="Figure 6(a)", figures=("fig6",),
-        says="A tenth of the data gives an accurate estimate of the gradient norm.",
-        judge=partial(accurate_share, quantity=0, name="gradient norm"),
-    ),
-    Statement(
-        name="quartic-faster", source="Figure 7", figures=("fig7",), judge=quartic_faster,
-        says="On x⁴ clipped descent converges much faster than gradient descent.",
-    ),
-    Statement(
-        name="quartic-conservative", source="Appendix I", figures=("fig7",), judge=quartic_conservative,
-        says="There the theory is right, but conservative.",
-    ),
-    Statement(
-        name="gradients-stay", source="Figure 8(a, b)", figures=("fig8",), judge=gradients_stay,
-        says="GD lowers the loss but not the gradient norm.",
-    ),
-    Statement(
-        name="about-three-times", source="Figure 8(a)", figures=("fig8",), judge=about_three_times,
-        says="GD's gradients are about 3 times those of clipped GD.",
-    ),
-    Statement(
-        name="normalizing-is-clipping", source="Section 3", figures=("fig4", "equivalence"),
-        judge=same_up_to_a_factor,
-        says="Clipping and normalizing are the same up to a constant factor of the step size.",
-    ),
-    Statement(
-        name="theorem-3", source="Theorem 3", judge=partial(certified, theorem=theorem3),
-        says="Clipped gradient descent converges within the printed number of iterations.",
-    ),
-    Statement(
-        name="theorem-6", source="Theorem 6", judge=partial(certified, theorem=theorem6),
-        says="Gradient descent with a fixed step converges within the printed number of iterations.",
-    ),
-    Statement(
-        name="quartic-arithmetic", source="Appendix I", figures=("fig7",), kind=ERRATUM,
-        judge=quartic_arithmetic,
-        says="On x⁴ theory predicts gradients about 1e5 times smaller.",
-    ),
-    Statement(
-        name="theorem-7-printed", source="Theorem 7", kind=ERRATUM,
-        says="Clipped SGD converges with the printed step and constants.",
-        judge=_fixed(CORRECTED, "False as printed; the corrected constants hold on every random certificate.",
-                     where="docs/theorems.md; tests/theory/test_certificates.py"),
-    ),
-    Statement(
-        name="theorem-4-printed", source="Theorem 4", kind=ERRATUM, judge=lower_bound_corrected,
-        says="A fixed step needs at least the printed number of iterations.",
-    ),
-    Statement(
-        name="fine-tuning", source="Appendix H", kind=ERRATUM,
-        says="The public recipe reaches 56.5.",
-        judge=_fixed(CORRECTED, "The public recipe reports 58.8, and 56.5 only after fine-tuning."),
-    ),
-    Statement(
-        name="beyond-control", source="Figure 2(a)", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=beyond_control,
-        says="Is the growth more than a constant Hessian shows under the same steps?",
-    ),
-    Statement(
-        name="inside-steps", source="Figure 2(a)", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=inside_steps,
-        says="Does smoothness grow with the gradient norm inside single steps?",
-    ),
-    Statement(
-        name="equal-steps", source="Figure 2", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=equal_steps_make_it,
-        says="Where every step is clipped, do equal steps make the correlation, not the landscape?",
-    ),
-    Statement(
-        name="calibrated", source="Figure 4", kind=ADDITION, figures=("fig4",), judge=calibrated_as_good,
-        says="Do lr and max_norm that were measured before training do as well as the best by hand?",
-    ),
-)  # fmt: skip

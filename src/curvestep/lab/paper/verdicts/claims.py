@@ -1,7 +1,7 @@
 """Claims of the paper: five verdicts, the one rule that decides between them, and the table.
 
 THE PROTOCOL, fixed before a run at the scale ``epoch`` was looked at. One statistic a claim, in the paper's
-own word, the same at every scale; it stands beside its claim in :mod:`curvestep.lab.paper.statements`. The
+own word, the same at every scale; its claim stands in ``statements.py``, the statistic in ``judges.py``. The
 numbers of ``laptop`` and ``longer`` were known when its limits were chosen: there they are no blind test.
 
 1. Take the statistic seed by seed, two settings with the same start and batches, and form the mean over the
