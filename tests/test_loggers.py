@@ -13,12 +13,13 @@ import curvestep as cs
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import usable_samples
 from curvestep.loggers import COLUMNS, Logger
+from tests.models import mlp
 
 
 def train(listener, *, steps=72):
     """A run some of whose steps are clipped; its parameters and its trace."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = mlp(6, 12, 3)
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.5, max_norm=0.35)
     probe = cs.SmoothnessProbe(model, every=2).watch(optimizer).listen(listener)
     for _ in range(steps):

@@ -1,17 +1,18 @@
 """Small models with batches to calibrate on."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from tests.models import batch_loss, mlp
 
 
 def network(seed=0, count=48, size=32):
     """A perceptron that learns labels of a linear teacher; model, loss of a batch, batches."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = mlp(6, 12, 3)
     inputs, teacher = [torch.randn(size, 6) for _ in range(count)], torch.randn(6, 3)
     batches = [(x, (x @ teacher).argmax(1)) for x in inputs]
-    return model, lambda batch: F.cross_entropy(model(batch[0]), batch[1]), batches
+    return model, batch_loss(model), batches
 
 
 class Noisy(nn.Module):

@@ -18,6 +18,7 @@ from curvestep.calibration.passes import Passes
 from curvestep.calibration.pilots import Arm, Pilots, answer, clarity, is_bracketed, next_octave
 from curvestep.optimizer_family import Family
 from tests.calibration.models import Noisy, kinds, network, targets
+from tests.models import mlp
 
 # A slow twin, written from the rule
 
@@ -409,7 +410,7 @@ def test_gradient_accumulation_gives_the_numbers_of_the_whole_batch():
 @pytest.mark.parametrize("optimizer", ["AdamW", "ClippedSGD"])
 def test_loss_that_differentiates_inside_is_calibrated(optimizer):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    net = mlp(1, 16, 1)
 
     def residual(x):  # u' = -u with u(0) = 1
         u = net(x)

@@ -4,24 +4,21 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from curvestep import calibrate
+from tests.models import batch_loss, batches, mlp
 from tests.processes import run_on_processes
 
 
 def model_and_batches():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    batches = [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(11)]
-    return model, batches
+    return mlp(6, 16, 16, 3), batches(11)
 
 
 def found(model, batches, optimizer):
-    cal = calibrate(model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches, optimizer=optimizer)
+    cal = calibrate(model, batch_loss(model), batches, optimizer=optimizer)
     gains = [arm.gain for arm in cal.arms]
     return [
         cal.lr,

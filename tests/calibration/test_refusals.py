@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep import calibrate
+from tests.models import batch_loss, mlp
 
 
 def setting(dtype=torch.float64):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    model = mlp(4, 8, 3).to(dtype)
     batches = [(torch.randn(8, 4, dtype=dtype), torch.randint(3, (8,))) for _ in range(6)]
-    return model, lambda b: F.cross_entropy(model(b[0]), b[1]), batches
+    return model, batch_loss(model), batches
 
 
 def test_no_batches():
@@ -155,7 +156,7 @@ def test_loss_that_does_not_repeat_itself():
 
 def test_half_precision_is_measured_with_a_warning():
     torch.manual_seed(0)
-    half = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(torch.bfloat16)
+    half = mlp(4, 8, 3).to(torch.bfloat16)
     _, _, batches = setting(torch.float32)
     cal = calibrate(half, lambda b: F.cross_entropy(half(b[0].bfloat16()).float(), b[1]), batches)
     assert "half-precision" in {note.kind for note in cal.warnings}
@@ -163,7 +164,7 @@ def test_half_precision_is_measured_with_a_warning():
 
 def test_layers_in_eval_mode_are_said():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = mlp(4, 8, 3, batchnorm=True, dropout=0.2)
     _, _, batches = setting()
     loss = lambda b: F.cross_entropy(model(b[0]), b[1])  # noqa: E731
     for mode in (True, False):

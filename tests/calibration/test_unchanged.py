@@ -12,41 +12,23 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from curvestep import ClippedAdamW, ClippedSGD, calibrate, clip
 from tests.calibration.models import kinds, network
-
-
-class Carried(nn.Module):
-    """LSTM that carries its state from batch to batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.lstm = nn.LSTM(5, 7, 2, dropout=0.3, batch_first=True)
-        self.out = nn.Linear(7, 11)
-        self.state = None
-
-    def forward(self, x):
-        out, state = self.lstm(self.embedding(x), self.state)
-        self.state = tuple(s.detach() for s in state)
-        return self.out(out).flatten(0, 1)
+from tests.models import CarriedLanguage, convnet, mlp, transformer
 
 
 def dropout():
-    return nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.4), nn.Tanh(), nn.Linear(12, 3)), (16, 6), None
+    return mlp(6, 12, 3, dropout=0.4), (16, 6), None
 
 
 def batchnorm():
-    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-    return nn.Sequential(*layers), (16, 2, 6, 6), None
+    return convnet(), (16, 2, 6, 6), None
 
 
 def lstm():
-    return Carried(), (4, 9), 11
+    return nn.Sequential(CarriedLanguage(), nn.Flatten(0, 1)), (4, 9), 11
 
 
-def transformer():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)
-    layers = nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 11), nn.Flatten(0, 1)
-    return nn.Sequential(*layers), (4, 9), 11
+def attention():
+    return nn.Sequential(transformer(layers=2, dropout=0.2), nn.Flatten(0, 1)), (4, 9), 11
 
 
 def state_of(model, optimizer):
@@ -72,7 +54,7 @@ def same(one, two):
     return one == two
 
 
-@pytest.mark.parametrize("make", [dropout, batchnorm, lstm, transformer])
+@pytest.mark.parametrize("make", [dropout, batchnorm, lstm, attention])
 @pytest.mark.parametrize("optimizer", [
     lambda p: torch.optim.AdamW(p, lr=0.1),
     lambda p: ClippedSGD(p, lr=0.1, max_norm=1.0, momentum=0.9),
@@ -108,7 +90,7 @@ def test_model_and_optimizer_are_bit_identical_afterwards(make, optimizer, stepp
 @pytest.mark.parametrize("after", [1, 2, 3, 10, 18, 30, 34, 40, 50, 51, 60, 70, 80])
 def test_interrupt_at_any_arm_leaves_everything_as_it_was(end, after):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.3), nn.Linear(12, 3))
+    model = mlp(6, 12, 3, batchnorm=True, dropout=0.3)
     opt = ClippedAdamW(model.parameters(), lr=1.0, max_norm=1.0)
     x = torch.randn(480, 6)
     data = TensorDataset(x, x[:, :3].argmax(1))

@@ -11,6 +11,7 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.vectors import global_norm
+from tests.models import mlp
 from tests.processes import run_on_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("distributed")]
@@ -28,7 +29,7 @@ OPTIONS = [
 
 def problem():
     torch.manual_seed(4)
-    net = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 1))
+    net = mlp(6, 11, 7, 1)
     batches = [(torch.randn(8, 6) * (1 + k % 4), torch.randn(8, 1)) for k in range(10)]
     return net, batches
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from curvestep import ClippedSGD, NormalizedSGD
+from tests.models import mlp
 from tests.reference import ReferenceSGD
 
 OPTIONS = [
@@ -31,7 +31,7 @@ def names(options):
 def problem():
     """A small net and fifty batches; gradient norms vary by a factor of about ten."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1))
+    net = mlp(5, 9, 1)
     batches = [(torch.randn(8, 5) * (1 + k % 7), torch.randn(8, 1)) for k in range(50)]
     return net, batches
 

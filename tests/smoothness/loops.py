@@ -9,48 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
+from tests.models import Language, convnet, mlp, transformer
 
-
-class ConvNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(36, 3)
-
-    def forward(self, x):
-        return self.head(F.relu(self.norm(self.conv(x))).flatten(1))
-
-
-class Language(nn.Module):
-    """An LSTM with dropout and tied weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(13, 6)
-        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.3)
-        self.decoder = nn.Linear(6, 13)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, x, hidden):
-        out, hidden = self.lstm(self.embedding(x), hidden)
-        return self.decoder(out), hidden
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(13, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.decoder = nn.Linear(8, 13)
-
-    def forward(self, x):
-        return self.decoder(self.layer(self.embedding(x)))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Tanh(), nn.Linear(10, 3))
-
-
-MODELS = {"mlp": mlp, "batchnorm": ConvNet, "lstm": Language, "transformer": Transformer}
+MODELS = {
+    "mlp": lambda: mlp(6, 10, 3, dropout=0.5),
+    "batchnorm": convnet,
+    "lstm": Language,
+    "transformer": lambda: transformer(13),
+}
 
 
 def batches(name, steps, size=6):
@@ -61,7 +27,7 @@ def batches(name, steps, size=6):
             tokens = tokens if name == "lstm" else tokens.T
             yield tokens, tokens.roll(1, 0)
         else:
-            shape = (size, 6) if name == "mlp" else (size, 2, 5, 5)
+            shape = (size, 6) if name == "mlp" else (size, 2, 6, 6)
             yield torch.randn(shape, generator=generator), torch.randint(3, (size,), generator=generator)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness import replay, snapshot
 from curvestep.smoothness.replay import Replay
+from tests.models import mlp
 
 
 def prepared():
@@ -18,7 +19,7 @@ def prepared():
     torch.manual_seed(0)
     random.seed(0)
     torch.set_grad_enabled(True)  # an interrupt on the way out of torch.no_grad() leaves them disabled
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    model = mlp(4, 6, 1, batchnorm=True)
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0)
     probe = cs.SmoothnessProbe(model, every=1, fractions=(0.25, 0.5, 1.0)).watch(optimizer)
     x = torch.randn(8, 4)

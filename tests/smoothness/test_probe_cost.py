@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvestep.smoothness.probe import SmoothnessProbe
+from tests.models import mlp
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "probe.py"
 
 
 def counting_loop(steps, **options):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = mlp()
     x, y = torch.randn(5, 6), torch.randint(3, (5,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, **options)

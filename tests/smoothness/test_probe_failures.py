@@ -5,19 +5,16 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
+from tests.models import classifier
 
 
 def net():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-    return model, lambda: F.cross_entropy(model(x), y)
+    return classifier(dropout=0.5)
 
 
 class Flaky:

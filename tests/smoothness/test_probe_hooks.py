@@ -18,6 +18,7 @@ import curvestep as cs
 from curvestep.distributed import local
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
+from tests.models import mlp
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, tensors_of
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The model is in eval mode")  # w
 
 
 def net():
-    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.3), nn.Tanh(), nn.Linear(10, 3))
+    return mlp(6, 10, 3, batchnorm=True, dropout=0.3)
 
 
 def make_optimizer(kind, model):
@@ -421,7 +422,7 @@ def test_compiled_model_is_watched_bit_for_bit():
 def measured_in_adams_metric(wrap, share):
     """Rows of AdamW on a fixed batch, of which each rank has a share."""
     torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
+    model = wrap(mlp(6, 10, 4))
     x, y = torch.randn(8, 6)[share], torch.randint(3, (8,))[share]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     probe = SmoothnessProbe(model, every=2, estimators={"smoothness": 1, "optimizer_spectral": 2})

@@ -10,6 +10,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
+from tests.models import mlp
 
 
 def task():
@@ -33,7 +34,7 @@ def test_a_loss_in_place_of_its_function_is_refused_with_the_way_to_write_it(for
 def test_a_batch_that_requires_grad_is_no_parameter_and_keeps_its_gradient(form):
     """As for the loss of a physics-informed network, or an adversarial input."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    net = mlp(1, 16, 1)
     optimizer = cs.ClippedAdamW(net.parameters(), lr=1e-3, max_norm=1.0)
     probe = SmoothnessProbe(net, every=1, on_error="raise")
     if form == "record":

@@ -3,15 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from curvestep.smoothness.probe import SmoothnessProbe
-
-
-def net(*, dropout=0.0):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3))
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-    return model, lambda: F.cross_entropy(model(x), y)
+from tests.models import classifier
 
 
 def step_of(model, loss_fn, probe, optimizer):
@@ -22,7 +16,7 @@ def step_of(model, loss_fn, probe, optimizer):
 
 
 def test_validation_between_steps_does_not_disturb_the_masks():
-    model, loss_fn = net(dropout=0.5)
+    model, loss_fn = classifier(dropout=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=1)
     for _ in range(3):
@@ -35,7 +29,7 @@ def test_validation_between_steps_does_not_disturb_the_masks():
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_stray_pass_before_training_marks_the_rows_that_it_spoils(mode):
-    model, loss_fn = net(dropout=0.5)
+    model, loss_fn = classifier(dropout=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=1)
     step_of(model, loss_fn, probe, optimizer)
@@ -49,7 +43,7 @@ def test_stray_pass_before_training_marks_the_rows_that_it_spoils(mode):
 
 
 def test_snapshot_after_a_stray_pass_makes_the_row_good():
-    model, loss_fn = net(dropout=0.5)
+    model, loss_fn = classifier(dropout=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=1)
     for _ in range(3):
@@ -61,7 +55,7 @@ def test_snapshot_after_a_stray_pass_makes_the_row_good():
 
 
 def test_stray_pass_that_spoils_nothing_does_not_count_as_samples():
-    model, loss_fn = net()
+    model, loss_fn = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=1)
     for step in range(4):
@@ -73,7 +67,7 @@ def test_stray_pass_that_spoils_nothing_does_not_count_as_samples():
 
 
 def test_optimizer_that_calls_the_model_itself_does_not_count_as_samples():
-    model, loss_fn = net(dropout=0.5)
+    model, loss_fn = classifier(dropout=0.5)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     probe = SmoothnessProbe(model, every=1)
 
@@ -92,7 +86,7 @@ def test_optimizer_that_calls_the_model_itself_does_not_count_as_samples():
 
 
 def test_noise_drawn_before_the_model_needs_a_snapshot():
-    model, _ = net()
+    model, _ = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(5, 6), torch.randint(3, (5,))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
+from tests.models import labelled, mlp
 
 
 class Halved(nn.Module):
@@ -16,7 +17,7 @@ class Halved(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+        self.inner = mlp().float()
 
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -103,12 +104,12 @@ def test_clipping_by_a_hook_is_counted_once(first):
 
 
 def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
-    model, x, y = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = cs.ClippedSGD(model[1].parameters(), lr=0.1, max_norm=0.01)
+    model, x, y = mlp(), *labelled(8)
+    optimizer = cs.ClippedSGD(model[2].parameters(), lr=0.1, max_norm=0.01)
     probe = SmoothnessProbe(model, every=1, layers=True)
     steps_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer, count=1)
     row = probe.trace[0]
-    assert row["coefficient"] == pytest.approx(0.01 / row["layers"]["1"]["grad_norm"])
+    assert row["coefficient"] == pytest.approx(0.01 / row["layers"]["2"]["grad_norm"])
 
 
 def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():

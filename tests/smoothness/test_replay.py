@@ -13,6 +13,7 @@ from curvestep.distributed import copies
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.snapshot import PassState, RandomState
 from curvestep.vectors import difference, dot, global_norm
+from tests.models import Mixed, classifier, convnet, mlp
 
 
 def everything(model):
@@ -31,23 +32,6 @@ def assert_same(one, two):
     assert one[3:] == two[3:]
 
 
-class Tied(nn.Module):
-    """Tied, frozen, unused and sparse-gradient parameters in one small model."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.rows = nn.Embedding(11, 4, sparse=True)
-        self.decoder = nn.Linear(4, 11, bias=False)
-        self.decoder.weight = self.embedding.weight
-        self.unused = nn.Linear(3, 3)
-        self.frozen = nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.decoder(torch.tanh(self.frozen(self.embedding(x) * self.rows(x))))
-
-
 class Stateful(nn.Module):
     """Keeps its recurrent state and a counter as attributes."""
 
@@ -64,20 +48,18 @@ class Stateful(nn.Module):
         return out
 
 
-def mlp():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-    return model, lambda: F.cross_entropy(model(x), y)
+def perceptron():
+    return classifier(dropout=0.5)
 
 
 def batchnorm():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    model = convnet()
     x, y = torch.randn(5, 2, 6, 6), torch.randint(3, (5,))
     return model, lambda: F.cross_entropy(model(x), y)
 
 
 def tied():
-    model = Tied()
+    model = Mixed()
     x, y = torch.randint(11, (7,)), torch.randint(11, (7,))
     return model, lambda: F.cross_entropy(model(x), y)
 
@@ -99,7 +81,7 @@ def noisy():
 
 
 def accumulated():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = mlp(dropout=0.5)
     parts = [(torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(3)]
 
     def loss():
@@ -114,7 +96,7 @@ def accumulated():
 
 
 def autocast():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).float()
+    model = mlp().float()
     x, y = torch.randn(5, 6, dtype=torch.float32), torch.randint(3, (5,))
 
     def loss():
@@ -130,7 +112,7 @@ def spectral():
     return model, lambda: model(x).square().mean()
 
 
-CASES = [mlp, batchnorm, tied, stateful, noisy, accumulated, autocast, spectral]
+CASES = [perceptron, batchnorm, tied, stateful, noisy, accumulated, autocast, spectral]
 
 
 def backward(closure):
@@ -245,7 +227,7 @@ def test_nothing_is_left_changed_when_the_closure_raises(case):
 
 
 def test_gradient_objects_come_back_themselves():
-    model, closure = mlp()
+    model, closure = perceptron()
     backward(closure)
     objects = [p.grad for p in model.parameters()]
     with Replay(model, closure) as replay:
@@ -254,7 +236,7 @@ def test_gradient_objects_come_back_themselves():
 
 
 def test_gradient_at_agrees_with_a_copied_model_moved_by_hand():
-    model, closure = mlp()
+    model, closure = perceptron()
     model.eval()
     direction = [torch.randn_like(p) for p in model.parameters()]
     with Replay(model, closure) as replay:
@@ -293,7 +275,7 @@ def test_points_along_the_segment_are_the_ones_asked_for():
 
 @pytest.mark.parametrize("fractions", [(), (0.0, 1.0), (0.5, 1.5)])
 def test_fractions_outside_the_segment_are_refused(fractions):
-    model, closure = mlp()
+    model, closure = perceptron()
     with Replay(model, closure) as replay, pytest.raises(ValueError, match=r"\(0, 1\]"):
         list(replay.along(copies(replay.parameters), fractions))
 
@@ -342,7 +324,7 @@ def test_closures_that_give_no_gradient_are_refused_in_words(closure, error, wor
 
 
 def test_nan_loss_gives_nan_gradients_and_changes_nothing():
-    model, closure = mlp()
+    model, closure = perceptron()
     before = everything(model)
     with Replay(model, lambda: closure() * float("nan")) as replay:
         result = replay.gradient()

@@ -12,12 +12,8 @@ from curvestep.distributed import copies
 from curvestep.smoothness.replay import Replay
 from curvestep.smoothness.snapshot import PassState
 from curvestep.vectors import global_norm
+from tests.models import mlp
 from tests.processes import run_on_processes
-
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def data():
@@ -26,7 +22,7 @@ def data():
 
 
 def wrap(kind):
-    model = net().eval()  # in training mode BatchNorm would see half a batch on each rank
+    model = mlp(batchnorm=True).eval()  # in training mode BatchNorm would see half a batch on each rank
     if kind == "ddp":
         return DistributedDataParallel(model)
     if kind == "ddp-views":
@@ -116,7 +112,7 @@ def test_two_processes_agree_with_one_and_a_failing_rank_does_not_hang_the_other
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
 def test_compiled_model_with_dropout_replays_bit_for_bit():
-    plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    plain = mlp(dropout=0.5)
     model = torch.compile(plain, backend="aot_eager")
     x, y = data()
 
