@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import curvestep as cs
-from curvestep.smoothness import replay, snapshot
+from curvestep.smoothness import determinism, replay, snapshot
 from curvestep.smoothness.replay import Replay
 from tests.models import mlp
 
@@ -18,7 +18,6 @@ def prepared():
     """A model with buffers, a measured step of it that is about to be taken, and what it holds after."""
     torch.manual_seed(0)
     random.seed(0)
-    torch.set_grad_enabled(True)  # an interrupt on the way out of torch.no_grad() leaves them disabled
     model = mlp(4, 6, 1, batchnorm=True)
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0)
     probe = cs.SmoothnessProbe(model, every=1, fractions=(0.25, 0.5, 1.0)).watch(optimizer)
@@ -32,11 +31,11 @@ def held(model):
     return [t.detach().clone() for t in values] + [torch.get_rng_state()]
 
 
-FILES = {replay.__file__, snapshot.__file__}
+FILES = {determinism.__file__, replay.__file__, snapshot.__file__}
 
 
 def interrupted_at(count, act):
-    """Run ``act`` with a signal before the ``count``-th line of the two modules; how many there were."""
+    """Run ``act`` with a signal before the ``count``-th line of the modules; how many there were."""
     lines = 0
 
     def trace(frame, event, _):
@@ -65,7 +64,7 @@ def test_an_interrupt_before_any_line_of_a_measured_step_leaves_what_training_ha
     start = held(model)
     total = interrupted_at(-1, optimizer.step)
     end = held(model)
-    handler = signal.getsignal(signal.SIGINT)
+    handler, backward = signal.getsignal(signal.SIGINT), torch.Tensor.backward
     assert total > 500
     wrong = []
     for count in range(1, total, stride):
@@ -77,8 +76,9 @@ def test_an_interrupt_before_any_line_of_a_measured_step_leaves_what_training_ha
             wrong.append(count)
         assert signal.getsignal(signal.SIGINT) is handler
         assert not Replay.running
+        assert torch.is_grad_enabled()
+        assert torch.Tensor.backward is backward
     assert wrong == []
-    torch.set_grad_enabled(True)
 
 
 def test_a_second_interrupt_while_the_first_is_put_back_changes_nothing():

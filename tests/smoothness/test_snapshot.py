@@ -1,12 +1,15 @@
 """State that a model keeps in attributes is as it would be without a probe."""
 
 import collections
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from curvestep import calibrate
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import PassState, RandomState
 
@@ -31,6 +34,12 @@ class Counting(nn.Module):
         self.layer, self.kind = nn.Linear(6, 3), kind
         self._count, self._pair, self.log, self.table = 0, (0, 1.0), [], {"count": 0}
         self.mean, self._ring, self._names = torch.zeros(()), collections.deque(maxlen=3), set()
+        self.rows, self.nested = ([torch.zeros(())],), {"inner": {"count": 0}}
+        self.draws = {
+            "torch": torch.Generator().manual_seed(0), "python": random.Random(0),
+            "numpy": np.random.default_rng(0), "old numpy": np.random.RandomState(0),
+        }  # fmt: skip
+        self._source, self._system = random.Random(1), random.SystemRandom()
 
     def forward(self, x):
         return self.layer(x) * (1 + 0.1 * getattr(self, self.kind)(x))
@@ -61,6 +70,20 @@ class Counting(nn.Module):
     def names(self, x):
         self._names.add(len(self._names))
         return len(self._names)
+
+    def tensor_in_a_list(self, x):
+        return self.rows[0][0].mul_(0.9).add_(0.1 * x.detach().mean()).item()
+
+    def dict_in_a_dict(self, x):
+        self.nested["inner"]["count"] += 1
+        return self.nested["inner"]["count"] // 2
+
+    def generators_in_a_dict(self, x):
+        drawn = torch.rand((), generator=self.draws["torch"]).item() + self.draws["python"].random()
+        return drawn + self.draws["numpy"].random() + self.draws["old numpy"].random_sample()
+
+    def private_generator(self, x):
+        return self._source.random()
 
     def made_on_first_use(self, x):
         self._late = getattr(self, "_late", 0) + 1
@@ -110,7 +133,42 @@ def test_tensor_that_was_not_changed_is_not_written_to():
     torch.testing.assert_close(w.grad, torch.ones(3))
 
 
-def test_large_tensor_is_not_copied():
+def test_large_tensors_and_what_is_in_long_lists_are_not_copied():
     model = nn.Module()
     model.small, model.large = torch.zeros(10), torch.zeros((1 << 18) + 1)
+    model.memory = collections.deque(torch.zeros(1) for _ in range(1001))
     assert [t is model.small for t, _, _ in PassState(model)._tensors] == [True]
+
+
+class Averaging(nn.Linear):
+    """Keeps the mean of its inputs in a tensor that is no buffer, and hardly uses it."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.table = torch.zeros(1 << 16, 6)
+
+    def forward(self, x):
+        self.table.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x) * (1 + 1e-9 * self.table[0, 0])
+
+
+@pytest.mark.parametrize("act", ["probe", "calibrate"])
+def test_a_large_tensor_that_changes_in_place_is_refused_though_the_gradient_hardly_changes(act):
+    torch.manual_seed(0)
+    model, optimizer = Averaging(), torch.optim.SGD
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(24)]
+
+    def loss_of_batch(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def measured():
+        probe = SmoothnessProbe(model, every=1)
+        loss_of_batch(batches[0]).backward()
+        with probe(lambda: loss_of_batch(batches[0])):
+            optimizer(model.parameters(), lr=0.1).step()
+
+    def calibrated():
+        calibrate(model, loss_of_batch, batches, optimizer=optimizer)
+
+    with pytest.raises((RuntimeError, ValueError), match=r"shape \(65536, 6\) in place.*register_buffer"):
+        {"probe": measured, "calibrate": calibrated}[act]()

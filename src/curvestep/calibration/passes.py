@@ -14,7 +14,7 @@ from curvestep.calibration.refusals import check_loss
 from curvestep.distributed import any_rank, over_ranks
 from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable, leaves
 from curvestep.smoothness.replay import Replay
-from curvestep.smoothness.snapshot import RandomState
+from curvestep.smoothness.snapshot import RandomState, undone
 
 Closure = Callable[[], "Tensor | float"]
 Gradients = list["Tensor | None"]
@@ -96,12 +96,14 @@ def unmoved(loader: Any) -> Iterator[None]:
     generators = [getattr(owner, "generator", None) for owner in owners]
     states = [(own, own.get_state()) for own in generators if isinstance(own, torch.Generator)]
     random = RandomState.capture()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.restore()
         for generator, state in states:
             generator.set_state(state)
+
+    with undone(put_back):
+        yield
 
 
 class Losses:

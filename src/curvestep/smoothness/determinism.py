@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from curvestep.distributed import any_rank, local
 from curvestep.smoothness.observer import ForwardCalls, Mark, StepRecord, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
+from curvestep.smoothness.snapshot import undone
 from curvestep.vectors import difference, dot, global_norm, precision
 
 LEAST_PASSED = 2  # tests of replays against the gradient of training
@@ -181,6 +182,9 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
         first: The gradient where the parameters are.
         tolerance: Largest difference to pass; beyond it, an error that names the cause.
     """
+    large = replay.changed_for_good()
+    if any_rank(large is not None, replay.model):
+        raise NonDeterministicError(_why_not_unchanged(large))
     size = global_norm(first).item()
     error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
     if math.isnan(error):
@@ -188,6 +192,14 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     if any_rank(error > tolerance, replay.model):
         raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
     return error
+
+
+def _why_not_unchanged(large: Tensor | None) -> str:
+    where = "on another rank" if large is None else f"of shape {tuple(large.shape)}"
+    return (
+        f"The closure changes a tensor {where} in place, which is no buffer and too large to be put back. "
+        "Make it one: `module.register_buffer(name, tensor)`."
+    )
 
 
 def _identical(one: Gradients, two: Gradients) -> bool:
@@ -349,11 +361,12 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
             raise untracked_error(untracked)
         backward(self, *args, **kwargs)
 
-    Tensor.backward = checked
-    try:
-        yield precisions
-    finally:
+    def put_back() -> None:
         Tensor.backward = backward
+
+    with undone(put_back):
+        Tensor.backward = checked
+        yield precisions
 
 
 def _is_trained(leaf: Tensor) -> bool:

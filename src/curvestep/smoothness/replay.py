@@ -140,6 +140,7 @@ class Replay:
 
     def __enter__(self) -> Replay:
         self._end = PassState(self.model, self._keep)
+        self._grad_mode = torch.is_grad_enabled()
         self._saved = [p.grad for p in self.parameters]
         # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
         values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
@@ -167,6 +168,11 @@ class Replay:
                     gradient.copy_(value)
         self._end.restore()
         torch.clear_autocast_cache()
+        torch.set_grad_enabled(self._grad_mode)  # a signal inside of torch.no_grad().__exit__ leaves it off
+
+    def changed_for_good(self) -> Tensor | None:
+        """A tensor of the model that a pass changed in place and that is too large to be put back."""
+        return self._end.changed_for_good()
 
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, TypeGuard
 
@@ -19,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
-_PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS, *_GENERATORS)
 _MODERATE = 1 << 18  # numbers of a tensor: larger ones would cost memory that nobody expects
+_MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
 _TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
 
 
@@ -56,8 +61,9 @@ class PassState:
     """The state of a forward pass besides parameters: random states, buffers, modes, attributes.
 
     A module's own attributes come back too: a counter, a recurrent state carried as ``self.hidden = new``, a
-    list or dict that the pass adds to, a plain tensor that it changes in place. What is inside such a list,
-    inside other objects, or in a plain tensor of more than a quarter of a million numbers is not copied.
+    random generator, a plain tensor that the pass changes in place, a list or dict that it adds to, and the
+    same inside of these. What is inside other objects, in a list of more than a thousand entries, or in a
+    plain tensor of more than a quarter of a million numbers is not copied.
 
     Args:
         model: The module that the pass calls.
@@ -76,16 +82,23 @@ class PassState:
         self._attributes = [(m, _state_of(m)) for m in modules if not _is_wrapper(m)]
         self._kept = [(vars(other), dict(vars(other))) for other in keep if not isinstance(other, nn.Module)]
         values = [value for _, own in self._attributes for value in own.values()]
-        containers = [value for value in values if type(value) in _CONTAINERS]
-        inside = _inside([own for _, own in self._kept])
-        containers += [value for value in inside if isinstance(value, _CONTAINERS)]
-        tensors = filter(_may_change_in_place, [*values, *inside])
-        self._tensors = [(t, t._version, t.detach().clone()) for t in tensors]
+        inside = _inside(values, most=_MANY)
+        containers = [value for value in inside if type(value) in _CONTAINERS]
+        others = _inside([own for _, own in self._kept])
+        containers += [value for value in others if isinstance(value, _CONTAINERS)]
+        tensors = list(filter(_may_change_in_place, [*inside, *others]))
+        self._tensors = [(t, t._version, t.detach().clone()) for t in tensors if t.numel() <= _MODERATE]
+        self._large = [(t, t._version) for t in tensors if t.numel() > _MODERATE]
         self._contents = [(c, copy.copy(c)) for c in containers]
+        self._rewind = [_rewinder(value) for value in [*inside, *others] if _is_generator(value)]
 
     def modes_changed(self) -> bool:
         """Whether a module is not in the training mode that it was in then."""
         return any(module.training != training for module, training in self._modes)
+
+    def changed_for_good(self) -> Tensor | None:
+        """A tensor too large to be copied that was changed in place since; None if there is none."""
+        return next((tensor for tensor, version in self._large if tensor._version != version), None)
 
     def restore(self) -> None:
         """Put everything back as it was when this was taken."""
@@ -110,6 +123,8 @@ class PassState:
                     tensor.copy_(value)
         for container, content in self._contents:
             _refill(container, content)
+        for rewind in self._rewind:
+            rewind()
         self.random.restore()
 
 
@@ -210,6 +225,17 @@ class UndoOnSignal:
             raise
 
 
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """A block at whose end ``undo`` runs, once or twice, also where a signal ends it."""
+    UndoOnSignal.enter(undo)
+    try:
+        yield
+    finally:
+        undo()
+        UndoOnSignal.leave(undo)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``function`` of a tensor, or of all tensors in tuples (named ones too), lists and dicts."""
     if isinstance(value, Tensor):
@@ -235,19 +261,30 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _inside(value: object) -> list[object]:
-    """Everything in nested lists, tuples, dicts and sets, and these themselves, each once."""
-    waiting = [value]
+def _is_generator(value: object) -> bool:
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def _rewinder(generator: Any) -> Callable[[], object]:
+    """What puts a random generator back into the state that it has now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
+
+
+def _inside(values: Sequence[object], most: float = math.inf) -> list[object]:
+    """All of these, and what is in nested lists, tuples, dicts and sets of at most so many entries, once."""
+    waiting = list(values)
     seen: dict[int, object] = {}
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, (*_SEQUENCES, set, tuple)):
-            waiting.extend(value)
+        if isinstance(value, (*_CONTAINERS, tuple)) and len(value) <= most:
+            waiting.extend(value.values() if isinstance(value, dict) else value)
     return list(seen.values())
 
 
@@ -266,10 +303,10 @@ def _state_of(module: nn.Module) -> dict[str, object]:
 
 
 def _may_change_in_place(value: object) -> TypeGuard[Tensor]:
-    """A plain tensor of moderate size; one with a graph is made anew by each pass."""
+    """A plain tensor; one with a graph is made anew by each pass."""
     return (
         isinstance(value, Tensor)
-        and not (value.requires_grad or value.is_inference() or value.numel() > _MODERATE)
+        and not (value.requires_grad or value.is_inference())
         and value.layout is torch.strided
     )
 
