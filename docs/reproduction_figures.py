@@ -1,13 +1,14 @@
 """Pages, figures and tables of the reproduction, from kept runs: python docs/reproduction_figures.py.
 
-    --laptop FOLDER    first take over the runs that ``curvestep reproduce`` left in FOLDER
-    --longer FOLDER    likewise those of ``curvestep reproduce --scale longer``, as far as they have ended
-    --epoch FOLDER     likewise those of ``--scale epoch``
+    --laptop FOLDER --commit COMMIT    first keep the runs below FOLDER that have ended, made by COMMIT
+    --longer FOLDER --commit COMMIT    likewise those of ``curvestep reproduce --scale longer``
+    --epoch FOLDER --commit COMMIT     likewise those of ``--scale epoch``
 
-Nothing is trained. The runs are kept without their checkpoints in ``docs/results/<page>/runs.tar.xz``, from
-which every figure and every number is drawn anew: the pictures in ``docs/results/images``, the tables between
-``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages, and the claims of the larger scales in the package, so
-that ``curvestep reproduce`` can print them beside its own.
+Nothing is trained. Runs are kept without checkpoints, an archive each: those of ``laptop`` in
+``docs/results/reproduction``, those of the larger scales in the package (``lab/paper/kept``), so that
+``curvestep reproduce`` shows them beside its own. Every figure and every number is drawn from them anew: the
+pictures in ``docs/results/images``, the tables between ``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages,
+and the claims. A run that is missing or damaged is named, the rest is drawn.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from curvestep.lab.paper.plan import Plan, Results
-from curvestep.lab.paper.reproduction import KEPT_CLAIMS, draw_all, make_plan
+from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, load_kept, pack_runs
+from curvestep.lab.paper.plan import Results
+from curvestep.lab.paper.reproduction import draw_all, make_plan
 from curvestep.lab.paper.verdicts.claims import (
     Claim,
     Spread,
@@ -34,10 +35,9 @@ from curvestep.lab.paper.verdicts.claims import (
 )
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, spread
-from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json, write_json
+from curvestep.lab.run.folder import Run, write_json
 
 DOCS = Path(__file__).parent
-KEPT = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 IMAGES = DOCS / "results" / "images"
 NUMBERS = "results/claims.md"
 
@@ -51,9 +51,9 @@ class Page:
     pictures: tuple[str, ...]
 
     @property
-    def archive(self) -> Path:
-        """The runs, packed."""
-        return DOCS / "results" / self.name / "runs.tar.xz"
+    def archives(self) -> Path:
+        """The folder of the packed runs."""
+        return DOCS / "results" / self.name if self.scale == "laptop" else KEPT / self.scale
 
 
 PAGES = (
@@ -67,33 +67,6 @@ PAGES = (
 )
 
 
-def pack(folder: Path, archive: Path) -> list[str]:
-    """Keep the runs below ``folder`` that have ended, without checkpoints; their names."""
-    ended = sorted(path.parent for path in (folder / "runs").glob(f"*/*/{CONFIG}") if has_ended(path.parent))
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:xz", preset=9) as packed:
-        for path in (run / name for run in ended for name in KEPT):
-            if path.exists():
-                about = packed.gettarinfo(path, str(path.relative_to(folder / "runs")))
-                # The same runs give the same bytes, whoever packs them.
-                about.mtime, about.uid, about.gid, about.uname, about.gname = 0, 0, 0, "", ""
-                with path.open("rb") as content:
-                    packed.addfile(about, content)
-    return [run.name for run in ended]
-
-
-def unpack(page: Page, folder: Path) -> tuple[Results, Plan]:
-    """The kept runs of a page in ``folder``, and the whole plan, of which some runs may be missing."""
-    with tarfile.open(page.archive) as packed:
-        packed.extractall(folder / "runs", filter="data")
-    plan = make_plan(page.scale)
-    if page.scale != "laptop":  # what needs no training is the same at every scale
-        plan = replace(plan, figures=tuple(figure for figure in plan.figures if not figure.experiment))
-    places = {path.parent.name: path.parent.parent.name for path in (folder / "runs").glob(f"*/*/{CONFIG}")}
-    found = tuple(replace(run, place=places[run.name]) for run in plan.runs if run.name in places)
-    return Results(replace(plan, runs=found), folder), plan
-
-
 def runs_table(results: Results) -> str:
     """What every setting showed: means over its seeds with 90 % intervals."""
     head = [
@@ -101,8 +74,8 @@ def runs_table(results: Results) -> str:
         "correlation of logs", "exponent", "hours a run",
     ]  # fmt: skip
     lines = [head, ["---"] * len(head)]
-    for setting in dict.fromkeys(run.setting for run in results.plan.runs):
-        runs = results.of(setting)
+    for setting in results.there(dict.fromkeys(run.setting for run in results.plan.runs)):
+        runs = results.shown(setting)
         lost = sum(run.status["status"] == "diverged" for run in runs)
         ends = [run.status["step"] for run in runs]
         losses = Spread(values=tuple(float(run.status["train_loss"]) for run in runs))
@@ -150,28 +123,28 @@ def filled(text: str, parts: dict[str, str]) -> str:
 def write_results(page: Page) -> list[Claim]:
     """Draw the figures of a page anew and fill its tables; its claims."""
     with tempfile.TemporaryDirectory() as folder:
-        results, plan = unpack(page, Path(folder))
-        for figure in results.plan.figures:
+        plan = make_plan(page.scale)
+        if page.scale != "laptop":  # what needs no training is the same at every scale
+            plan = replace(plan, figures=tuple(figure for figure in plan.figures if not figure.experiment))
+        kept = load_kept(plan, page.archives, Path(folder))
+        results = kept.results
+        for figure in plan.figures:
             if figure.experiment:
                 figure.experiment(results.folder, False)
-        (results.folder / "figures").mkdir()
-        _, undrawn = draw_all(results, progress=False)
-        for line in undrawn:
+        drawn = draw_all(results, progress=False)
+        for line in (*kept.damaged, *drawn.failures):
             print(line)
         shown = []
         for old in IMAGES.glob(f"{page.name}-*.png"):
             old.unlink()
-        for picture in read_json(results.folder / "figures.json")["figures"]:
+        for picture in drawn.entries:
             if picture["name"] in page.pictures:
                 name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
                 shutil.copy(results.folder / picture["png"], IMAGES / name)
                 shown.append(f"![{picture['title']}](images/{name})\n\n{picture['caption']}")
-        there = {run.name for run in results.plan.runs}
-        missing = sorted(run.name for run in plan.runs if run.name not in there)
-        hours = sum(run.status["seconds"] for run in results.runs) / 3600
-        found = f"{len(there)} of {len(plan.runs)} runs, {hours:.1f} hours of training on one core each."
-        if missing:
-            found += f" Not run yet: {', '.join(missing)}."
+        found = kept.about
+        if kept.missing:
+            found += f" Not kept yet: {', '.join(kept.missing)}."
         parts = {"found": found, "runs": runs_table(results), "figures": "\n\n".join(shown)}
         file = DOCS / "results" / f"{page.name}.md"
         file.write_text(filled(file.read_text(encoding="utf-8"), parts), encoding="utf-8")
@@ -198,12 +171,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
+    parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
     claims: dict[str, list[Claim]] = {}
     for page in PAGES:
         if given[page.scale]:
-            print(f"{page.name}: packed {len(pack(given[page.scale], page.archive))} runs")
-        if page.archive.exists():
+            if not given["commit"]:
+                parser.error(f"--{page.scale} needs --commit, the commit that made these runs")
+            packed = pack_runs(given[page.scale], page.archives, commit=given["commit"])
+            print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
+        if any(page.archives.glob("*.tar.xz")):
             claims[page.scale] = write_results(page)
             print(f"{page.name}: drawn anew")
     write_claims_pages(claims)

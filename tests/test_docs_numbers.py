@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from curvestep.lab.paper.reproduction import KEPT_CLAIMS
+from curvestep.lab.paper.kept_runs import KEPT_CLAIMS
 from tests.test_examples import run_script
 
 ROOT = Path(__file__).parents[1]

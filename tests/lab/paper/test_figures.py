@@ -198,7 +198,7 @@ def test_each_task_has_its_row_with_the_units_of_the_paper(settings):
     assert titles[3] == "(d) cifar-resnet20: test accuracy"
     assert figure.axes[3].get_ylabel() == "test accuracy (%)"
     assert "lr 30, no clip (diverged: 1 of 1, by iteration 7)" in texts(figure)
-    assert "seeds 0, 1, 2" in texts(figure)
+    assert "seeds 0 to 2" in texts(figure)
 
 
 def test_line_is_the_mean_over_seeds_and_the_band_their_range(settings):

@@ -308,10 +308,11 @@ def fake_runs(plan, folder, *, loss_of, diverged=(), every=1, coefficients=()):
 def test_each_picture_of_a_figure_is_listed_with_its_files(tmp_path):
     plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.full(40, 2.0))
-    drawn, failures = draw_all(Results(plan, tmp_path), progress=False)
-    assert (drawn["fig4"].name, failures) == ("fig4.png", [])
-    (entry,) = read_json(tmp_path / "figures.json")["figures"]
+    drawn = draw_all(Results(plan, tmp_path), progress=False)
+    assert (drawn.main["fig4"].name, drawn.failures) == ("fig4.png", [])
+    (entry,) = drawn.entries
     assert (entry["figure"], entry["name"]) == ("fig4", "fig4")
     assert (tmp_path / entry["png"]).read_bytes().startswith(b"\x89PNG")
     assert entry["title"] == "Figure 4: training with and without clipping"
     assert entry["title"] in (tmp_path / entry["svg"]).read_text()
+    assert "LSTM 64/100, 2,000 different words, 40 steps, seeds 10 to 14" in entry["caption"]

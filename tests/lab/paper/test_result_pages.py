@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from curvestep.lab.paper.plan import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan
-from curvestep.lab.paper.verdicts.claims import NOT_TESTED, OPEN
+from curvestep.lab.paper.verdicts.claims import NOT_TESTED
 from curvestep.lab.run.folder import CHECKPOINT
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace
@@ -39,6 +38,7 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "docs" / "reproduction.md").write_text(marks("found", "claims"))
     monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
+    monkeypatch.setattr(module, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(module, "KEPT_CLAIMS", tmp_path / "kept.json")
     return module
 
@@ -62,29 +62,28 @@ def leave_runs(folder, *, seeds=(0, 1)):
 @pytest.mark.slow
 def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_folder(script, tmp_path):
     leave_runs(tmp_path / "out")
-    script.main(["--longer", str(tmp_path / "out")])
-    kept = tmp_path / "docs" / "results" / "longer"
-    with tarfile.open(kept / "runs.tar.xz") as packed:
-        assert not any(CHECKPOINT in name for name in packed.getnames())
+    script.main(["--longer", str(tmp_path / "out"), "--commit", "0123456"])
+    assert len(list((tmp_path / "kept" / "longer").iterdir())) == 4
     claims = {claim["name"]: claim for claim in json.loads((tmp_path / "kept.json").read_text())["longer"]}
-    assert claims["less-without-clipping"]["verdict"] == OPEN
-    assert claims["less-at-small-lr"]["verdict"] == NOT_TESTED
+    assert claims["less-without-clipping"]["verdict"] == NOT_TESTED  # two of its three seeds
+    assert claims["less-without-clipping"]["so_far"].startswith("The correlation of logs is ")
     assert "[numbers](results/claims.md#affine-law)" in (tmp_path / "docs" / "reproduction.md").read_text()
     assert '<a id="affine-law"></a>' in (tmp_path / "docs" / "results" / "claims.md").read_text()
     page = (tmp_path / "docs" / "results" / "longer.md").read_text()
     assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 | 5.1" in page
-    assert (
-        "4 of 15 runs, 0.0 hours of training on one core each. Not run yet: cifar-lr5clip0.25-seed0, " in page
-    )
+    assert "4 of 15 runs, made by 0123456 in 0.0 hours of one core. Not kept yet: cifar-lr5clip" in page
     assert "(images/longer-fig2.png)" in page
     assert (tmp_path / "docs" / "results" / "images" / "longer-fig2.png").exists()
     assert "\nold\n" not in page
 
-    before = (kept / "runs.tar.xz").read_bytes()
     script.main([])
     assert (tmp_path / "docs" / "results" / "longer.md").read_text() == page
-    script.pack(tmp_path / "out", kept / "again.tar.xz")
-    assert (kept / "again.tar.xz").read_bytes() == before
+
+
+def test_runs_are_not_kept_without_the_commit_that_made_them(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--epoch", str(tmp_path)])
+    assert "--epoch needs --commit" in capsys.readouterr().err
 
 
 def test_a_page_without_a_place_for_a_part_says_so(script):
@@ -94,6 +93,7 @@ def test_a_page_without_a_place_for_a_part_says_so(script):
 
 def test_the_pages_have_a_place_for_every_part():
     for name, parts in (
+        ("epoch", ("found", "runs", "figures")),
         ("longer", ("found", "runs", "figures")),
         ("reproduction", ("found", "runs", "figures")),
     ):

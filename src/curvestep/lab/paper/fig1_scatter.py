@@ -26,8 +26,8 @@ from curvestep.lab.paper.plan import (
     legend_runs,
     run_again,
 )
-from curvestep.lab.paper.style import described, lettered, loaded, setting
-from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
+from curvestep.lab.paper.style import LETTERS, described, lettered, loaded, setting
+from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
 from curvestep.lab.run.folder import Run
 
@@ -40,6 +40,7 @@ def scatter(
     *,
     title: str = "Smoothness against gradient norm",
     log: Sequence[bool] = (),
+    letters: str = LETTERS,
 ) -> Figure:
     """One panel a setting, each on axes of its own.
 
@@ -47,6 +48,7 @@ def scatter(
         runs: For each panel a run, a run folder with a trace, or the seeds of one setting.
         title: Title of the figure.
         log: Logarithmic axes for each panel; default for all.
+        letters: Of the panels; default (a), (b), … where there are several.
     """
     found = [[loaded(run)] if isinstance(run, (Run, str, Path)) else list(run) for run in runs]
     if not found:
@@ -54,7 +56,7 @@ def scatter(
     scales = log or [True] * len(found)
     charts = [scatter_chart(seeds, log=scale) for seeds, scale in zip(found, scales, strict=True)]
     everything = [run for seeds in found for run in seeds]
-    return described(lettered(charts), everything, title=title, columns=3, size=(3.8, 3.6))
+    return described(lettered(charts, letters), everything, title=title, columns=3, size=(3.8, 3.6))
 
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
@@ -85,21 +87,26 @@ def _correlation_words(runs: Sequence[Run]) -> str:
 
 
 def _shown(*settings: str) -> Callable[[Results, str], Figure]:
+    """The panels of settings that have a run, each with its letter in the paper."""
+
     def draw(results: Results, title: str) -> Figure:
-        found = [setting for setting in settings if results.plan.of(setting)]
-        if not found:
-            raise NotPlanned(f"the plan has no run of {', '.join(settings)}")
-        return scatter([results.shown(setting) for setting in found], title=title)
+        found = results.there(settings)
+        letters = "".join(LETTERS[settings.index(setting)] for setting in found)
+        panels = [results.shown(setting) for setting in found]
+        return scatter(panels, title=title, letters=letters if len(settings) > 1 else LETTERS)
 
     return draw
 
 
+_FIG5 = {BY_HAND: "a", LONG: "b"}
+
+
 def _draw_linear_and_long(results: Results, title: str) -> Figure:
     """Figure 1 on linear axes; the longer run beside it where there is one."""
-    panels, log = [results.shown(BY_HAND)], [False]
-    if results.plan.of(LONG):
-        panels, log = [*panels, results.shown(LONG)], [False, True]
-    return scatter(panels, title=title, log=log)
+    found = results.there([BY_HAND, LONG])
+    letters = "".join(_FIG5[setting] for setting in found)
+    logs = [setting == LONG for setting in found]
+    return scatter([results.shown(setting) for setting in found], title=title, log=logs, letters=letters)
 
 
 FIG1 = PaperFigure(
@@ -149,8 +156,8 @@ FIG5 = PaperFigure(
     pictures=(
         Picture(
             name="fig5",
-            title="Figure 5: figure 1 on linear axes, and a longer run",
-            caption="(a) Figure 1 on linear axes. (b) A longer run.",
+            title="Figure 5: figure 1 on linear axes, and more iterations",
+            caption="(a) Figure 1 on linear axes. (b) The same setting for more iterations.",
             draw=_draw_linear_and_long,
         ),
     ),

@@ -172,8 +172,8 @@ def _all_runs(scale: str) -> list[Planned]:
 
 def _draw_curves(results: Results, title: str) -> Figure:
     language = [trained_name(results.plan.scale, name) for name in (*LANGUAGE, *UNCLIPPED_EPOCH)]
-    settings = [name for name in (*language, *IMAGES, *IMAGES_WITH_DROPS) if results.plan.of(name)]
-    return curves([run for setting in settings for run in results.of(setting)], title=title)
+    settings = results.there((*language, *IMAGES, *IMAGES_WITH_DROPS))
+    return curves([run for setting in settings for run in results.shown(setting)], title=title)
 
 
 FIG4 = PaperFigure(

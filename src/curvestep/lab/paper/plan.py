@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -134,22 +135,36 @@ class Results:
         """Every run that is there, in the order of the plan."""
         return list(self._runs.values())
 
+    def so_far(self) -> Results:
+        """The same runs, with a plan that has no others."""
+        part = copy.copy(self)
+        there = tuple(run for run in self.plan.runs if run.name in self._runs)
+        part.plan = replace(self.plan, runs=there)
+        return part
+
     def of(self, setting: str) -> list[Run]:
         """Runs of a setting by seed: all of them, ended, or an error that names the setting."""
-        runs = self.shown(setting)
-        if len(runs) < len(self.plan.of(setting)) or any(run.status["status"] not in ENDED for run in runs):
-            raise MissingRuns(f"{setting} has not been trained")
+        runs = [run for run in self.shown(setting) if run.status["status"] in ENDED]
+        planned = len(self.plan.of(setting))
+        if len(runs) < planned:
+            raise MissingRuns(f"{setting}: {len(runs)} of {planned} runs have ended")
         return runs
+
+    def there(self, settings: Iterable[str]) -> list[str]:
+        """Those of the settings that have a run, to be drawn; an error if none has."""
+        settings = list(settings)
+        planned = {run.setting for run in self.plan.runs}
+        found = {run.setting for run in self.plan.runs if run.name in self._runs}
+        if not planned.intersection(settings):
+            raise NotPlanned(f"the plan has no run of {', '.join(settings)}")
+        if not found.intersection(settings):
+            raise MissingRuns(f"there is no run of {', '.join(settings)}")
+        return [setting for setting in settings if setting in found]
 
     def shown(self, setting: str) -> list[Run]:
         """Runs of a setting by seed, as many as there are, to be drawn; an error if there is none."""
-        planned = self.plan.of(setting)
-        if not planned:
-            raise NotPlanned(f"the plan has no run of {setting}")
-        runs = [self._runs[run.name] for run in planned if run.name in self._runs]
-        if not runs:
-            raise MissingRuns(f"{setting} has not been trained")
-        return runs
+        self.there([setting])
+        return [self._runs[run.name] for run in self.plan.of(setting) if run.name in self._runs]
 
     def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
         """Finished runs of two settings, with the seeds that both have."""

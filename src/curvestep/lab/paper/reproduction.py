@@ -7,14 +7,16 @@ reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``cl
     {"figures": [{"figure": "fig4", "name": "fig4", "title": "Figure 4: training with and without clipping",
                   "caption": "...", "png": "figures/fig4.png", "svg": "figures/fig4.svg"}, ...]}
 
-one entry a picture, in the order of the paper, with paths relative to the folder.
+one entry a picture, in the order of the paper, with paths relative to the folder. At laptop scale the paper's
+own size stands beside it, drawn from the runs that come with the package.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
-from curvestep.lab.paper.plan import Plan, Planned, Results, plan_runs, steps_of
+from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, PAPER_SIZE, load_kept
+from curvestep.lab.paper.plan import PaperFigure, Plan, Planned, Results, plan_runs, steps_of
+from curvestep.lab.paper.style import model_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
@@ -39,9 +43,6 @@ from curvestep.lab.tasks import load_data
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
 SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
-KEPT_CLAIMS = Path(__file__).with_name(
-    "kept.json"
-)  # of larger scales, written by docs/reproduction_figures.py
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -76,6 +77,21 @@ class Reproduction:
             f"report: {self.page}",
         ]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures that were drawn.
+
+    Args:
+        main: The first image file of each figure.
+        entries: Title, caption and files of every picture, as in ``figures.json``.
+        failures: What could not be drawn, a line each.
+    """
+
+    main: dict[str, Path] = field(default_factory=dict)
+    entries: list[dict[str, str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 def reproduce(
@@ -122,25 +138,32 @@ def reproduce(
             except (ValueError, OSError) as error:
                 failures.append(f"{figure.name}: {error}")
     results = Results(plan, folder)
-    drawn, undrawn = draw_all(results, progress=progress)
+    drawn = draw_all(results, progress=progress)
     claims = make_claims(results)
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
         kept = kept_claims({claim.name for claim in claims})
         claims = decided({"laptop": claims, **kept})
         notes.append(f"Kept runs of other scales decide where they are larger: {', '.join(kept) or 'none'}.")
+        at_size = draw_kept({figure.name for figure in plan.figures}, folder, progress=progress)
+        drawn.entries.extend(at_size.entries)
+        notes += [f"Of the kept runs: {line}." for line in at_size.failures]
+    # The paper's figures in their order, each at both sizes.
+    order = list(FIGURES)
+    entries = sorted(drawn.entries, key=lambda entry: order.index(entry["figure"]))
+    write_json(folder / PICTURES, {"figures": entries})
     write_claims(claims, folder, data=sources, notes=notes)
     page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
     result = Reproduction(
         folder=folder,
-        figures=drawn,
+        figures=drawn.main,
         claims=tuple(claims),
         data=tuple(sources),
-        failures=(*failures, *undrawn),
+        failures=(*failures, *drawn.failures),
         page=page,
         seconds=time.monotonic() - start,
     )
-    paths = {"folder": str(folder), "page": str(page), "figures": {k: str(v) for k, v in drawn.items()}}
+    paths = {"folder": str(folder), "page": str(page), "figures": {k: str(v) for k, v in drawn.main.items()}}
     write_json(folder / SUMMARY, asdict(result) | paths)
     if progress:
         print(as_markdown(claims, data=sources, notes=notes), flush=True)
@@ -178,30 +201,72 @@ def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fie
     return plan_runs(scale, [FIGURES[name] for name in FIGURES if not figures or name in figures], **fields)
 
 
-def draw_all(results: Results, *, progress: bool) -> tuple[dict[str, Path], list[str]]:
-    """Draw every picture of the plan and write ``figures.json``; what could not be drawn, a line each."""
-    drawn: dict[str, Path] = {}
-    entries, failures = [], []
+def draw_all(
+    results: Results, *, progress: bool, folder: Path | None = None, where: str = "", words: str = ""
+) -> Drawn:
+    """Draw every picture of the plan.
+
+    Args:
+        results: The runs, and the plan with its figures.
+        progress: Print a line a picture.
+        folder: Where pictures go, in ``figures``; default the folder of the runs.
+        where: Put after each title: which runs these are; also part of the file names.
+        words: Put after each caption.
+    """
+    folder = folder or results.folder
+    drawn = Drawn()
     for figure in results.plan.figures:
         for picture in figure.pictures:
+            name = f"{picture.name}_{results.plan.scale}" if where else picture.name
+            title = f"{picture.title} ({where})" if where else picture.title
             try:
-                image = picture.draw(results, picture.title)
-                png, svg = save(image, results.folder / "figures" / picture.name)
+                png, svg = save(picture.draw(results, title), folder / "figures" / name)
             except NotPlanned:
                 continue
             except (ValueError, OSError) as error:
-                failures.append(f"{picture.name}: {error}")
-                said = failures[-1]
+                said = f"{name}: {error}"
+                drawn.failures.append(said)
             else:
-                drawn.setdefault(figure.name, png)
-                files = {path.suffix[1:]: path.relative_to(results.folder).as_posix() for path in (png, svg)}
-                words = {"name": picture.name, "title": picture.title, "caption": picture.caption}
-                entries.append({"figure": figure.name, **words, **files})
-                said = f"{picture.name}: {png}"
+                said = f"{name}: {png}"
+                drawn.main.setdefault(figure.name, png)
+                files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
+                caption = " ".join(filter(None, [picture.caption, _trained(figure, results), words]))
+                about = {"figure": figure.name, "name": name, "title": title, "caption": caption}
+                drawn.entries.append(about | files)
             if progress:
                 print(said, flush=True)
-    write_json(results.folder / PICTURES, {"figures": entries})
-    return drawn, failures
+    return drawn
+
+
+def _trained(figure: PaperFigure, results: Results) -> str:
+    """What was trained for a figure, and what is not there, in a sentence or two."""
+    planned = [run.name for run in figure.runs(results.plan.scale)]
+    runs = [run for run in results.runs if run.folder.name in planned]
+    if not runs:
+        return ""
+    models: dict[str, list[Run]] = {}
+    for run in runs:
+        models.setdefault(f"{model_words(run.recipe)}, {run.status['step']:,} steps", []).append(run)
+    words = "; ".join(f"{model}, {seed_words(own)}" for model, own in models.items())
+    missing = sorted(set(planned) - {run.folder.name for run in runs})
+    return f"{words}." + f" Not run yet: {', '.join(missing)}." * bool(missing)
+
+
+def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
+    """Draw figures at the paper's size from the runs that come with the package; lost ones are named."""
+    drawn = Drawn()
+    for scale in dict.fromkeys(PAPER_SIZE.values()):
+        names = [name for name, own in PAPER_SIZE.items() if own == scale and name in asked]
+        if not names:
+            continue
+        with tempfile.TemporaryDirectory() as place:
+            kept = load_kept(make_plan(scale, names), KEPT / scale, Path(place))
+            again = f"Not trained here; `curvestep reproduce --scale {scale}` trains it anew."
+            where = {"where": "paper's size, kept runs", "words": f"{kept.about} {again}"}
+            found = draw_all(kept.results, progress=progress, folder=folder, **where)
+        drawn.entries.extend(found.entries)
+        drawn.failures.extend([*kept.damaged, *found.failures])
+    return drawn
 
 
 def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str, str], list[str]]:

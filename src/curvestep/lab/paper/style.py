@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
-from curvestep.lab.recipes import Recipe
+from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.run.folder import Run
 
 # One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
@@ -24,6 +24,7 @@ COLOURS = {
     (20.0, 0.0): 5,
     (0.1, 0.9): 6,
 }
+LETTERS = "abcdefgh"  # of panels
 OTHER_COLOUR = 5  # of a setting that is not in the paper's legend
 
 
@@ -32,11 +33,41 @@ def colour_of(recipe: Recipe) -> int:
     return COLOURS.get((recipe.lr, recipe.momentum), OTHER_COLOUR)
 
 
-def lettered(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts with (a), (b), (c) before their titles, where there are several."""
-    if len(charts) == 1:
+def lettered(charts: Sequence[Chart], letters: str = LETTERS) -> list[Chart]:
+    """Charts with the paper's (a), (b), (c) before their titles; a chart alone has none by itself."""
+    if len(charts) == 1 and letters == LETTERS:
         return list(charts)
-    return [replace(chart, title=f"({chr(ord('a') + i)}) {chart.title}") for i, chart in enumerate(charts)]
+    pairs = zip(letters, charts, strict=False)
+    return [replace(chart, title=f"({letter}) {chart.title}") for letter, chart in pairs]
+
+
+def model_words(recipe: Recipe) -> str:
+    """The model that a recipe trains, and what its data were cut to.
+
+    Example:
+        >>> from curvestep.lab.recipes import get_recipe
+        >>> model_words(get_recipe("ptb-lstm", "longer")), model_words(get_recipe("cifar-resnet20"))
+        ('LSTM 200/512', 'ResNet20')
+    """
+    if isinstance(recipe, LanguageRecipe):
+        words = [f"{recipe.model.upper()} {recipe.embedding}/{recipe.hidden}"]
+        if recipe.vocabulary:
+            words.append(f"{recipe.vocabulary:,} different words")
+        if recipe.num_words:
+            words.append(f"{recipe.num_words:,} words of text")
+        return ", ".join(words)
+    assert isinstance(recipe, ImageRecipe)
+    return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
+
+
+def seed_words(runs: Iterable[Run]) -> str:
+    """The seeds of runs: ``seed 1`` or ``seeds 10 to 14``."""
+    seeds = sorted({run.recipe.seed for run in runs})
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    if seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"seeds {', '.join(map(str, seeds))}"
 
 
 def loaded(run: Run | str | Path) -> Run:
@@ -61,10 +92,9 @@ def described(
     size: tuple[float, float] = (5.0, 3.4),
 ) -> Figure:
     """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
-    recipes = dict.fromkeys(f"{run.recipe.name}, {run.recipe.scale} scale" for run in runs)
+    models = dict.fromkeys(model_words(run.recipe) for run in runs)
     data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
-    seeds = sorted({run.recipe.seed for run in runs})
-    words = [*recipes, f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}", *data]
+    words = [*models, seed_words(runs), *data]
     width = size[0] * min(columns, len(charts))
     return figure_of(
         charts,

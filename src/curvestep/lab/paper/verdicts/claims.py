@@ -12,7 +12,8 @@ numbers of ``laptop`` and ``longer`` were known when its limits were chosen: the
    anything else; one seed decides nothing.
 3. *Not reproduced* needs the paper's model, data and length, or a claim about any network: at a smaller scale
    it is *open*, not seen there. Where nothing was run it is *not tested here*.
-4. The largest scale whose runs decide, decides; the others stand beside it.
+4. The largest scale whose runs decide, decides; the others stand beside it. A scale decides once all of its
+   planned seeds have ended, not before.
 
 Apart from the paper's claims stand *errata*, where its arithmetic or a printed theorem is wrong, and *our
 additions*. The count at the top is over the paper's claims alone.
@@ -74,6 +75,7 @@ class Claim(Finding):
         source: Figure, section or theorem.
         paper: What the paper says; of an addition, what was asked.
         scale: Scale of the runs that decide; empty where nothing is trained.
+        so_far: What the seeds that have ended show, where not all of them have: it decides nothing.
         beside: Findings at other scales: verdict and sentence by scale.
     """
 
@@ -82,6 +84,7 @@ class Claim(Finding):
     source: str
     paper: str
     scale: str = ""
+    so_far: str = ""
     beside: dict[str, str] = field(default_factory=dict)
 
 
@@ -186,6 +189,7 @@ def decided(by_scale: Mapping[str, Sequence[Claim]]) -> list[Claim]:
     for found in rows.values():
         tested = [claim for claim in found if claim.verdict != NOT_TESTED] or found[:1]
         others = {c.scale: f"{c.verdict}: {c.sentence}" for c in tested[:-1] if c.scale}
+        others |= {c.scale: f"with part of its seeds, no verdict: {c.so_far}" for c in found if c.so_far}
         chosen.append(replace(tested[-1], beside=others))
     return chosen
 

@@ -7,6 +7,7 @@ To add a row, write a function from ``Results`` to a ``Finding`` in ``judges.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -58,22 +59,29 @@ class Statement:
 def make_claims(results: Results) -> list[Claim]:
     """Every statement whose figures are in the plan, judged at the plan's scale."""
     planned = {figure.name for figure in results.plan.figures}
-    claims = []
-    for statement in STATEMENTS:
-        if not planned.issuperset(statement.figures):
-            continue
-        try:
-            found = statement.judge(results)
-        except NotPlanned:
-            found = Finding(verdict=NOT_TESTED, sentence="This scale has no such runs.")
-        except ValueError as error:  # runs are missing, or too short to fit
-            found = Finding(
-                verdict=NOT_TESTED, sentence="These runs cannot tell.", numbers={"why": str(error)}
-            )
-        scale = results.plan.scale if statement.figures else ""
-        about = {"name": statement.name, "kind": statement.kind, "source": statement.source}
-        claims.append(Claim(**about, paper=statement.says, scale=scale, **asdict(found)))
-    return claims
+    return [_claim(one, results) for one in STATEMENTS if planned.issuperset(one.figures)]
+
+
+def _claim(statement: Statement, results: Results) -> Claim:
+    """A statement with what the runs show; of a part of its seeds only what they show so far."""
+    so_far = ""
+    try:
+        found = statement.judge(results)
+    except NotPlanned:
+        found = Finding(verdict=NOT_TESTED, sentence="This scale has no such runs.")
+    except ValueError as error:  # runs are missing, or too short to fit
+        found = Finding(verdict=NOT_TESTED, sentence="These runs cannot tell.", numbers={"why": str(error)})
+        with suppress(ValueError):
+            so_far = statement.judge(results.so_far()).sentence
+    return Claim(
+        name=statement.name,
+        kind=statement.kind,
+        source=statement.source,
+        paper=statement.says,
+        scale=results.plan.scale if statement.figures else "",
+        so_far=so_far,
+        **asdict(found),
+    )
 
 
 def _fixed(verdict: str, sentence: str, **numbers: str) -> Callable[[Results], Finding]:

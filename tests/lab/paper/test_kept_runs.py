@@ -1,0 +1,146 @@
+"""Runs of the larger scales that come with the package: packed, unpacked, drawn, and named where lost."""
+
+import json
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from curvestep.lab.paper import reproduction
+from curvestep.lab.paper.kept_runs import KEPT, PAPER_SIZE, load_kept, pack_runs
+from curvestep.lab.paper.plan import BY_HAND
+from curvestep.lab.paper.reproduction import draw_kept, make_plan
+from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
+from curvestep.lab.paper.verdicts.statements import make_claims
+from curvestep.lab.run.folder import CHECKPOINT, STATUS, read_json, write_json
+from tests.lab.paper.test_reproduction import fake_runs
+from tests.lab.paper.test_statements import write_trace
+
+COMMIT = "0123456"
+
+
+def leave_runs(folder, *names, steps=684, rows=60):
+    """What some runs of the scale ``epoch`` might leave, each with its checkpoint."""
+    plan = make_plan("epoch", ("fig1", "fig2", "fig5"))
+    chosen = tuple(run for run in plan.runs if run.name in names)
+    fake_runs(replace(plan, runs=chosen), folder, loss_of=lambda setting, seed: np.linspace(9, 6, steps))
+    for run in chosen:
+        there = folder / "runs" / run.name
+        fractions = run.recipe.fractions
+        write_trace(there / "trace.jsonl", 1.0, seed=run.recipe.seed, rows=rows, fractions=fractions)
+        (there / CHECKPOINT).write_bytes(b"heavy")
+    return folder / "runs"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A package that has two of the nine runs, on one seed."""
+    runs = leave_runs(tmp_path / "out", f"{BY_HAND}-seed1", "lm-lr2-seed1")
+    monkeypatch.setattr(reproduction, "KEPT", tmp_path / "kept")
+    assert pack_runs(runs, tmp_path / "kept" / "epoch", commit=COMMIT) == ["lm-lr2-seed1", f"{BY_HAND}-seed1"]
+    return tmp_path / "kept"
+
+
+def load(kept, tmp_path):
+    return load_kept(make_plan("epoch", ("fig1", "fig2", "fig5")), kept / "epoch", tmp_path / "there")
+
+
+def test_a_run_is_kept_without_its_checkpoint_in_the_same_bytes_each_time(kept, tmp_path):
+    archive = kept / "epoch" / "lm-lr2-seed1.tar.xz"
+    with tarfile.open(archive) as packed:
+        assert {name.split("/")[1] for name in packed.getnames()} == {
+            "config.json", "status.json", "metrics.jsonl", "trace.jsonl", "origin.json",
+        }  # fmt: skip
+    before = archive.read_bytes()
+    pack_runs(tmp_path / "out", kept / "epoch", commit=COMMIT)
+    assert archive.read_bytes() == before
+
+
+def test_a_run_that_has_not_ended_is_not_kept(tmp_path):
+    runs = leave_runs(tmp_path / "out", f"{BY_HAND}-seed1")
+    status = runs / f"{BY_HAND}-seed1" / STATUS
+    write_json(status, read_json(status) | {"status": "running"})
+    assert pack_runs(runs, tmp_path / "kept", commit=COMMIT) == []
+
+
+def test_two_of_nine_runs_are_read_and_the_others_named(kept, tmp_path):
+    found = load(kept, tmp_path)
+    assert {run.folder.name for run in found.results.runs} == {f"{BY_HAND}-seed1", "lm-lr2-seed1"}
+    assert found.damaged == ()
+    assert len(found.missing) == 7
+    assert "lm-lr2clip0.25-seed0" in found.missing
+    assert found.about == f"2 of 9 runs, made by {COMMIT} in 0.0 hours of one core."
+
+
+def test_figures_show_the_settings_that_are_there_with_the_papers_letters(kept, tmp_path):
+    drawn = draw_kept({"fig1", "fig2", "fig3", "fig5"}, tmp_path / "page", progress=False)
+    assert [entry["name"] for entry in drawn.entries] == ["fig1_epoch", "fig2_epoch", "fig5_epoch"]
+    assert drawn.failures == []
+    by_name = {entry["name"]: entry for entry in drawn.entries}
+    for entry in drawn.entries:
+        assert entry["title"].endswith("(paper's size, kept runs)")
+        assert "AWD-LSTM 400/1150, 684 steps, seed 1." in entry["caption"]
+        assert f"made by {COMMIT}" in entry["caption"]
+        assert "`curvestep reproduce --scale epoch` trains it anew" in entry["caption"]
+        assert (tmp_path / "page" / entry["png"]).read_bytes().startswith(b"\x89PNG")
+    assert "Not run yet: lm-lr2-seed0, lm-lr2-seed2, lm-lr2clip" in by_name["fig2_epoch"]["caption"]
+    text = (tmp_path / "page" / by_name["fig2_epoch"]["svg"]).read_text()
+    assert "(a) lr 30, clip 0.25" in text
+    assert "(b) lr 2, no clip" in text
+    assert "(c)" not in text
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "missing", "rows lost"])
+def test_a_kept_run_that_is_missing_or_damaged_is_named_and_the_rest_drawn(kept, tmp_path, harm):
+    archive = kept / "epoch" / "lm-lr2-seed1.tar.xz"
+    if harm == "cut":
+        archive.write_bytes(archive.read_bytes()[:-200])
+    elif harm == "emptied":
+        archive.write_bytes(b"")
+    elif harm == "missing":
+        archive.unlink()
+    else:
+        metrics = tmp_path / "out" / "runs" / "lm-lr2-seed1" / "metrics.jsonl"
+        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:100]))
+        pack_runs(tmp_path / "out", kept / "epoch", commit=COMMIT)
+    drawn = draw_kept({"fig1", "fig2"}, tmp_path / "page", progress=False)
+    assert [entry["name"] for entry in drawn.entries] == ["fig1_epoch", "fig2_epoch"]
+    assert "lm-lr2-seed1" in drawn.entries[1]["caption"]  # among those that are not there
+    if harm == "missing":
+        assert drawn.failures == []
+    else:
+        assert [line.partition(" is damaged: ")[0] for line in drawn.failures] in (
+            ["lm-lr2-seed1.tar.xz"],
+            ["lm-lr2-seed1"],
+        )
+
+
+def test_without_any_kept_run_the_pictures_are_named_as_not_drawn(kept, tmp_path):
+    for archive in (kept / "epoch").iterdir():
+        archive.unlink()
+    drawn = draw_kept({"fig1", "fig2"}, tmp_path / "page", progress=False)
+    assert drawn.entries == []
+    assert [line.split(":")[0] for line in drawn.failures] == ["fig1_epoch", "fig2_epoch"]
+
+
+def test_a_part_of_the_seeds_stands_beside_the_verdict_and_decides_nothing(kept, tmp_path):
+    claims = {claim.name: claim for claim in make_claims(load(kept, tmp_path).results)}
+    mine = claims["follows-gradient"]
+    assert (mine.verdict, mine.numbers) == (NOT_TESTED, {"why": f"{BY_HAND}: 1 of 3 runs have ended"})
+    assert mine.so_far.startswith("The correlation of logs is ")
+    longer = replace(mine, scale="longer", verdict="reproduced", sentence="It does.", so_far="")
+    (row,) = decided({"longer": [longer], "epoch": [mine]})
+    assert (row.verdict, row.scale) == ("reproduced", "longer")
+    assert row.beside == {"epoch": f"with part of its seeds, no verdict: {mine.so_far}"}
+
+
+def test_the_kept_runs_of_the_package_can_be_read_and_stay_small(tmp_path):
+    scales = {path.name for path in KEPT.iterdir() if path.is_dir()}
+    assert scales <= set(PAPER_SIZE.values())
+    assert sum(path.stat().st_size for path in KEPT.rglob("*") if path.is_file()) < 8e6
+    for scale in scales:
+        found = load_kept(make_plan(scale), KEPT / scale, tmp_path / scale)
+        assert found.damaged == ()
+        assert found.results.runs
+    assert set(json.loads((KEPT / "claims.json").read_text())) == scales
