@@ -15,6 +15,7 @@ HELPERS = {"_checks", "_files", "_kernel", "notes", "optimizer_family"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
+    "clip_rules",
     "bracket",
     *THEORY,
     "display",
@@ -34,6 +35,7 @@ USES = {
     "notes": set(),
     "optimizer_family": set(),
     "steps": set(),
+    "clip_rules": set(),
     "bracket": set(),
     "display": {"steps"},
     "theory.problems": set(),
@@ -45,7 +47,7 @@ USES = {
     "theory": set(),
     "vectors": {"distributed"},
     "distributed": set(),
-    "optim": {"steps", "vectors", "distributed"},
+    "optim": {"steps", "clip_rules", "vectors", "distributed"},
     "smoothness": {"steps", "bracket", "display", "vectors", "distributed"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
     "advice": {"steps", "display", "smoothness", "fit"},

@@ -54,6 +54,8 @@ def step_rule(formula: Rule) -> Rule:
         for name, value in parameters.items():
             if type(value) is float and 0.0 < value < math.inf:
                 continue  # at once: this runs in every step of an optimizer
+            if hasattr(value, "clamp"):
+                continue  # a tensor, which is not read: it may live on a device
             check = _CHECKS.get(name, check_positive)
             if isinstance(value, np.ndarray):  # what its least and largest number pass, all pass
                 for number in (value.min(), value.max()):
@@ -115,6 +117,8 @@ def clipped_step(grad_norm: Norm, *, lr: Parameter, max_norm: Parameter) -> Norm
     """
     if isinstance(max_norm, np.ndarray):
         return lr * (max_norm / np.maximum(grad_norm, max_norm))  # pyright: ignore[reportReturnType]  # an array only beside arrays
+    if hasattr(max_norm, "clamp"):
+        return lr * _at_most_one(max_norm / grad_norm)  # a tensor that is not read may be infinite
     if max_norm == math.inf:
         return _constant(grad_norm, lr)
     # No epsilon: the larger of g and γ is never zero, and γ/γ is exactly 1.
@@ -255,6 +259,10 @@ def _constant(like: Any, value: Parameter) -> Any:
     if isinstance(like, np.ndarray) or isinstance(value, np.ndarray):
         return np.full(np.broadcast_shapes(np.shape(like), np.shape(value)), value)
     return value
+
+
+def _at_most_one(x: Any) -> Any:
+    return x.clamp(max=1.0)
 
 
 def _at_least(x: Any, floor: float) -> Any:

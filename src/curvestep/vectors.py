@@ -38,6 +38,7 @@ SMALL = 1 << 14
 # Between these norms no square of an entry that matters has overflowed or vanished.
 _SAFE_NORMS = {torch.float64: (1e-140, 1e150)}
 _SAFE_SINGLE_NORMS = (1e-12, 1e18)
+LARGEST_SAFE_NORM = _SAFE_SINGLE_NORMS[1]
 
 # torch's dtype for the norms of tensors in half precision, whose squares overflow; of others their own.
 _DTYPE_OF_NORM = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

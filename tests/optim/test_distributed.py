@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
+from curvestep.clip_rules import ema, percentile, weight_ratio, zscore
 from curvestep.vectors import global_norm
 from tests.models import mlp
 from tests.processes import run_on_processes
@@ -24,6 +25,10 @@ OPTIONS = [
     {"norm_scope": "tensor"},
     {"amsgrad": False},
     {"amsgrad": True, "foreach": True},
+    {"max_norm": percentile(40)},
+    {"max_norm": zscore(1.0, warmup=3), "momentum": 0.9},
+    {"max_norm": ema(0.9, warmup=3, max_norm=0.6), "amsgrad": False},
+    {"max_norm": weight_ratio(0.02), "momentum": 0.9},
 ]
 
 
@@ -37,7 +42,7 @@ def problem():
 def optimizers(params, options):
     params = list(params)
     optimizer = ClippedAdamW if "amsgrad" in options else ClippedSGD
-    return optimizer(params, lr=0.1, max_norm=0.6, **options)
+    return optimizer(params, **{"lr": 0.1, "max_norm": 0.6} | options)
 
 
 def train(model, opt, batches, rows):

@@ -31,6 +31,7 @@ _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
 _DOUBLE, _SINGLE = 1, 2
+_WHOLE = (None, None)  # no units: one factor for all tensors
 _PROCESS = os.getpid()
 
 
@@ -46,6 +47,13 @@ class View(NamedTuple):
     num_lists: int
     doubles: int  # 1 for float64, 0 for float32
     kernel: Kernel  # that can walk through them
+
+
+class Units(NamedTuple):
+    """Factors on gradients, one for each unit: a tensor, or a row of it."""
+
+    starts: Tensor  # int64: the number of each tensor's first unit, and at last the number of all
+    scales: Tensor  # float64
 
 
 class Kernel:
@@ -67,13 +75,14 @@ class Kernel:
         self._view.argtypes = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer]
         self._view.restype = flag
         self._sum_of_squares = loaded.curvestep_sum_of_squares
-        self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag]
+        self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, _pointer, _pointer]
         self._sum_of_squares.restype = ctypes.c_double
         self._update = loaded.curvestep_update
-        self._update.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
+        lists_and_rule = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
+        self._update.argtypes = [*lists_and_rule, _pointer, _pointer]
         self._update.restype = None
         self._adamw = loaded.curvestep_adamw
-        self._adamw.argtypes = [*self._update.argtypes, _pointer, flag]
+        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, _pointer, _pointer]
         self._adamw.restype = None
 
     def view(self, tensors: list[Tensor], *others: list[Tensor], may_be_negated: bool = True) -> View | None:
@@ -109,11 +118,24 @@ class Kernel:
 
     def sum_of_squares(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i \rVert^2`, right to 1e-7 for float32 norms between 1e-12 and 1e18."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), False)
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), False, *_WHOLE)
 
     def squared_distance(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i - u_i \rVert^2` of two lists, of which nothing is stored."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True)
+        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True, *_WHOLE)
+
+    def squares_of_units(self, x: View, starts: Tensor, which: int = 0) -> Tensor:
+        r""":math:`\lVert u \rVert^2` of each unit of the tensors in list ``which`` of the view.
+
+        ``starts`` has the number of the first unit of each tensor, and at last their count; a unit is as many
+        elements in a row as the others of its tensor.
+        """
+        squares = torch.empty(int(starts[-1]), dtype=torch.float64, device="cpu")
+        addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
+        self._sum_of_squares(
+            addresses, x.sizes, x.length, x.doubles, _num_threads(), False, *_addresses(starts, squares)
+        )
+        return squares
 
     def update(
         self,
@@ -125,14 +147,17 @@ class Kernel:
         dampening: float,
         lr: float,
         nesterov: bool,
+        units: Units | None = None,
     ) -> None:
         """The formula of ``optim/sgd.py`` on all tensors at once.
 
-        ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order.
+        ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order; ``units`` are
+        factors in place of ``scale``.
         """
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
+            *_addresses(*units or ()),
         )  # fmt: skip
 
     def adamw(
@@ -145,6 +170,7 @@ class Kernel:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        units: Units | None = None,
     ) -> None:
         """The formula of ``optim/adamw.py`` on all tensors at once.
 
@@ -154,7 +180,16 @@ class Kernel:
         self._adamw(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
+            *_addresses(*units or ()),
         )  # fmt: skip
+
+
+def _addresses(*tensors: Tensor) -> tuple[int | None, int | None]:
+    """Where the numbers of two tensors lie, nowhere without them."""
+    if not tensors:
+        return _WHOLE
+    starts, numbers = tensors
+    return starts.data_ptr(), numbers.data_ptr()
 
 
 def is_non_overlapping_and_dense(t: Tensor) -> bool:
@@ -248,29 +283,53 @@ def real_cpu_tensors() -> Iterator[None]:
 
 
 def _follows_formula(kernel: Kernel) -> bool:
-    """Try one step on seventy numbers of each dtype: more than a vector register holds, and a rest."""
-    for dtype in DTYPES:
-        p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
-        b = torch.ones(70, dtype=dtype)
-        expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
-        expected_p = p - 0.125 * expected_b
-        view = kernel.view([g], [p], [b])
-        if view is None or not math.isclose(kernel.sum_of_squares(view), 280):
-            return False
-        if not math.isclose(kernel.squared_distance(view), (p - 2).square().sum().item()):
-            return False
-        kernel.update(
-            view, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False
-        )
-        if not (torch.allclose(b, expected_b) and torch.allclose(p, expected_p)):
-            return False
-        # The first step of AdamW from zero moments is one of length lr by the sign of the gradient.
-        p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
-        view, steps = kernel.view([g], [p], [m], [v]), kernel.view([step])
-        if view is None or steps is None:
-            return False
-        kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
-        for found, expected in ((p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)):
-            if not torch.allclose(found, torch.full_like(found, expected)):
-                return False
-    return True
+    """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
+    trials = (_sums_squares, _updates, _scales_units, _takes_adamw_step)
+    return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
+
+
+def _sums_squares(kernel: Kernel, dtype: torch.dtype) -> bool:
+    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    view = kernel.view([g], [p])
+    if view is None or not math.isclose(kernel.sum_of_squares(view), 280):
+        return False
+    return math.isclose(kernel.squared_distance(view), (p - 2).square().sum().item())
+
+
+def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
+    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    b = torch.ones(70, dtype=dtype)
+    expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
+    expected_p = p - 0.125 * expected_b
+    view = kernel.view([g], [p], [b])
+    if view is None:
+        return False
+    kernel.update(view, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False)
+    return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
+
+
+def _scales_units(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """Seven units of ten, the first times 0, the last times 6."""
+    g, p = torch.full((70,), 2.0, dtype=dtype), torch.zeros(70, dtype=dtype)
+    units = Units(torch.tensor([0, 7]), torch.arange(7, dtype=torch.float64))
+    view = kernel.view([g], [p])
+    if view is None:
+        return False
+    squares = kernel.squares_of_units(view, units.starts)
+    kernel.update(
+        view, scale=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=0.5, nesterov=False, units=units
+    )
+    is_scaled = torch.allclose(p.view(7, 10).T, -units.scales.to(dtype))
+    return is_scaled and torch.allclose(squares, torch.full_like(squares, 40.0))
+
+
+def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """The first step of AdamW from zero moments is one of length lr by the sign of the gradient."""
+    g = torch.full((70,), 2.0, dtype=dtype)
+    p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
+    view, steps = kernel.view([g], [p], [m], [v]), kernel.view([step])
+    if view is None or steps is None:
+        return False
+    kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
+    found = [(p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)]
+    return all(torch.allclose(t, torch.full_like(t, expected)) for t, expected in found)

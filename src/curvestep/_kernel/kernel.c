@@ -40,6 +40,7 @@ enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: ei
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
+/* In both rules the factor on the gradient comes first: see update_range. */
 typedef struct {
     double scale, weight_decay, momentum, undamped, lr; /* undamped: 1 - dampening */
     int64_t nesterov;
@@ -166,13 +167,20 @@ static double squares_of_block(const void *x, const void *y, int64_t at, int64_t
              : squares_float((const float *)x + at, n);
 }
 
+/* Elements of a unit of tensor i: what is measured and scaled by itself. The units of all tensors are numbered through;
+   starts[i] is the number of the first one of tensor i. Without starts a tensor is one unit. */
+static int64_t unit_size(const int64_t *starts, const int64_t *sizes, int64_t i)
+{
+    return starts && starts[i + 1] > starts[i] ? sizes[i] / (starts[i + 1] - starts[i]) : sizes[i];
+}
+
 /* The squares of all tensors, or, with apart, of each minus the one as far on in the list that follows. */
 typedef struct {
     void *const *x;
-    const int64_t *sizes;
+    const int64_t *sizes, *starts;
     int64_t count, all, parts;
     int doubles, apart;
-    double *sums; /* one for each block */
+    double *sums; /* one for each block, which ends with its unit */
 } Squares;
 
 /* The blocks whose first element lies in these parts. */
@@ -183,27 +191,43 @@ static void squares_of_parts(int64_t begin, int64_t end, void *context)
     int64_t number = 0, tensor_begin = 0;
     for (int64_t i = 0; i < job->count; tensor_begin += job->sizes[i++]) {
         const void *x = job->x[i], *y = job->apart ? job->x[job->count + i] : 0;
-        for (int64_t at = 0; at < job->sizes[i]; at += BLOCK, number++)
+        const int64_t unit = unit_size(job->starts, job->sizes, i);
+        for (int64_t at = 0, n; at < job->sizes[i]; at += n, number++) {
+            n = least(unit - at % unit, BLOCK);
             if (first <= tensor_begin + at && tensor_begin + at < last)
-                job->sums[number] = squares_of_block(x, y, at, least(job->sizes[i] - at, BLOCK), job->doubles);
+                job->sums[number] = squares_of_block(x, y, at, n, job->doubles);
+        }
     }
 }
 
-/* Blocks are added in their order, whoever took them: the sum does not depend on the number of threads. Without
-   memory for a number for each block, infinity: then the caller takes another way. */
-double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads, int apart)
+/* Blocks are added in their order, whoever took them: the sum does not depend on the number of threads. Where `of_units`
+   is not 0, it gets the sum of each unit. Without memory for a number for each block, infinity: then the caller takes
+   another way. */
+double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads, int apart,
+                                const int64_t *starts, double *of_units)
 {
     const int64_t all = sum_of(sizes, count);
-    int64_t blocks = 0;
-    for (int64_t i = 0; i < count; i++)
-        blocks += (sizes[i] + BLOCK - 1) / BLOCK;
+    int64_t blocks = 0, number = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t unit = unit_size(starts, sizes, i);
+        if (sizes[i])
+            blocks += sizes[i] / unit * ((unit + BLOCK - 1) / BLOCK);
+    }
     double sum = 0, *sums = malloc((blocks + 1) * sizeof(double));
     if (!sums)
         return INFINITY;
-    Squares job = {x, sizes, count, all, num_parts(all, threads), doubles, apart, sums};
+    Squares job = {x, sizes, starts, count, all, num_parts(all, threads), doubles, apart, sums};
     on_threads(job.parts, squares_of_parts, &job);
     for (int64_t k = 0; k < blocks; k++)
         sum += sums[k];
+    for (int64_t i = 0; of_units && i < count; i++) {
+        const int64_t unit = unit_size(starts, sizes, i);
+        for (int64_t k = starts[i]; k < starts[i + 1]; k++) {
+            of_units[k] = 0;
+            for (int64_t at = 0; at < unit; at += BLOCK)
+                of_units[k] += sums[number++];
+        }
+    }
     free(sums);
     return sum;
 }
@@ -217,7 +241,9 @@ struct Job {
     int64_t count, all, parts;
     int doubles, num_lists;
     const void *rule;
-    void (*block)(const Job *job, int64_t i, int64_t at, int64_t n);
+    const int64_t *starts; /* of the units, if each has a factor of its own */
+    const double *scales;  /* these factors, in place of that of the rule, or 0 */
+    void (*block)(const Job *job, int64_t i, int64_t at, int64_t n, double scale);
     void *const *steps;
     int steps_are_doubles;
     Correction usual; /* that of the first tensor, most often of all */
@@ -256,6 +282,20 @@ static int is_shared(const Job *job)
     return i < num_spans;
 }
 
+/* Elements [from, to) of tensor i, all of them with one factor, or each unit with its own. */
+static void update_range(const Job *job, int64_t i, int64_t from, int64_t to)
+{
+    if (!job->scales) {
+        job->block(job, i, from, to - from, *(const double *)job->rule);
+        return;
+    }
+    const int64_t unit = unit_size(job->starts, job->sizes, i);
+    for (int64_t at = from, n; at < to; at += n) {
+        n = least(unit - at % unit, to - at);
+        job->block(job, i, at, n, job->scales[job->starts[i] + at / unit]);
+    }
+}
+
 /* Stretches of the long vector from the last to the first, each from its beginning to its end, in which what is read
    in advance, from one tensor to the next, is what is needed. */
 static void update_parts(int64_t begin, int64_t end, void *context)
@@ -270,7 +310,7 @@ static void update_parts(int64_t begin, int64_t end, void *context)
         for (int64_t k = i, at = tensor_begin; at < high; at += job->sizes[k++]) {
             const int64_t from = cut(low - at, job->sizes[k]), to = cut(high - at, job->sizes[k]);
             if (from < to)
-                job->block(job, k, from, to - from);
+                update_range(job, k, from, to);
         }
     }
 }
@@ -292,21 +332,23 @@ static void *element(const Job *job, int list, int64_t i, int64_t at)
     return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
 }
 
-static void update_block(const Job *job, int64_t i, int64_t at, int64_t n)
+static void update_block(const Job *job, int64_t i, int64_t at, int64_t n, double scale)
 {
+    Rule rule = *(const Rule *)job->rule;
     void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *b = element(job, 2, i, at);
+    rule.scale = scale;
     if (job->doubles)
-        update_double(p, g, b, n, job->rule);
+        update_double(p, g, b, n, &rule);
     else
-        update_float(p, g, b, n, job->rule);
+        update_float(p, g, b, n, &rule);
 }
 
 /* Gradients, parameters and, with momentum, buffers. */
 void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                     const Rule *rule)
+                     const Rule *rule, const int64_t *starts, const double *scales)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .block = update_block};
+               .rule = rule, .starts = starts, .scales = scales, .block = update_block};
     update_all(&job, threads);
 }
 
@@ -321,11 +363,12 @@ static Correction correction(const AdamRule *rule, double step)
     return (Correction){step, size, root};
 }
 
-static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
+static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n, double scale)
 {
-    const AdamRule *rule = job->rule;
+    AdamRule own_rule = *(const AdamRule *)job->rule, *rule = &own_rule;
     const double step = step_of(job, i);
     const Correction own = step == job->usual.step ? job->usual : correction(rule, step);
+    own_rule.scale = scale;
     void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *m = element(job, 2, i, at);
     void *v = element(job, 3, i, at), *largest = element(job, 4, i, at);
     if (job->doubles) {
@@ -340,10 +383,12 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n)
 /* Gradients, parameters, first and second moments and, with amsgrad, the largest second moments; and the number of
    steps that each parameter has made, which is one more afterwards. */
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                    const AdamRule *rule, void *const *steps, int steps_are_doubles)
+                    const AdamRule *rule, void *const *steps, int steps_are_doubles, const int64_t *starts,
+                    const double *scales)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .block = adamw_block, .steps = steps, .steps_are_doubles = steps_are_doubles};
+               .rule = rule, .starts = starts, .scales = scales, .block = adamw_block, .steps = steps,
+               .steps_are_doubles = steps_are_doubles};
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
     update_all(&job, threads);

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import DTYPES, PLAIN, View, is_non_overlapping_and_dense, same_layout
+from curvestep._kernel import DTYPES, PLAIN, Units, View, is_non_overlapping_and_dense, same_layout
 from curvestep.distributed import as_sharded, is_sharded, placed
 from curvestep.optim.policy import Decision, Group, decisions_of
 from curvestep.vectors import check_memory, is_readable, view_of
@@ -103,6 +103,7 @@ class Bundle(Decision):
     buffers: list[list[Any]] = field(kw_only=True)  # a list for each name; None where one is missing
     steps: list[Any] = field(kw_only=True)  # the step of each parameter, if the rule counts them
     steps_view: View | None = None
+    units: Units | None = None  # factors on pieces of the gradient, if our kernel is to multiply them
 
 
 @dataclass(slots=True)
@@ -121,7 +122,14 @@ class Part:
     alike: bool  # whether each gradient and buffer has dtype, device and strides of its parameter
     view: View | None = None
     steps_view: View | None = None
+    units: Units | None = None
     path: Path = "loop"
+
+    def scaled_units(self, scale: float) -> Units | None:
+        """The factors on pieces times that on all."""
+        if self.units is None:
+            return None
+        return Units(self.units.starts, self.units.scales * scale)
 
 
 def collect(
@@ -150,7 +158,9 @@ def _bundle(decision: Decision, rule: Rule, state: State, by_kernel: bool) -> Bu
     """A decision with rule and buffers, and where all lie if our kernel can walk through them."""
     params, grads = decision.params, decision.grads
     buffers, steps = _existing(params, state, rule)
-    bundle = Bundle(decision.group, params, grads, rule=rule, buffers=buffers, steps=steps)
+    bundle = Bundle(
+        decision.group, params, grads, index=decision.index, rule=rule, buffers=buffers, steps=steps
+    )
     if by_kernel:
         bundle.view, bundle.steps_view = _views(steps, grads, params, *buffers)
     if bundle.view is None and not torch.compiler.is_compiling():
@@ -168,10 +178,22 @@ def parts_of(bundle: Bundle, state: State) -> list[Part]:
         return _sorted(bundle, state)
     part = Part(
         bundle.rule, bundle.params, bundle.grads, bundle.buffers, bundle.steps, bundle.params, True,
-        bundle.view, bundle.steps_view,
+        bundle.view, bundle.steps_view, bundle.units,
     )  # fmt: skip
     part.path = choose_path(part, bundle.group)
     return [part]
+
+
+def apply_pieces(bundles: list[Bundle]) -> None:
+    """Give the factors on pieces to our kernel, or multiply a copy of the gradients by them."""
+    for bundle in bundles:
+        pieces = bundle.pieces
+        if pieces is None:
+            continue
+        if bundle.view is not None and pieces.starts is not None:
+            bundle.units = pieces.units()
+        else:
+            bundle.grads, bundle.view = pieces.scaled(bundle.grads), None
 
 
 def _sorted(bundle: Bundle, state: State) -> list[Part]:
@@ -239,6 +261,8 @@ def joined(parts: list[Part]) -> Decision:
 
 def choose_path(part: Part, group: Group) -> Path:
     """The fastest path that is right."""
+    if part.units is not None:
+        return "kernel"
     by_loop = group["differentiable"] or (group["foreach"] is False and not group["fused"])
     if by_loop or part.grads[0].layout != torch.strided:
         return "loop"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._kernel import real_cpu_tensors
+from curvestep.clip_rules import ClipRule
 from curvestep.optim._update import Number, Part
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
@@ -52,8 +53,8 @@ class ClippedAdamW(ScaledOptimizer):
     Args:
         params: Parameters, named parameters or parameter groups, as for every torch optimizer.
         lr: Learning rate :math:`\eta`; a float or a one-element tensor, one for each group if wanted.
-        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for plain AdamW; groups may have
-            their own.
+        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for plain AdamW, or a rule of
+            :mod:`curvestep.clip_rules`; groups may have their own.
         betas: Decay rates :math:`\beta_1, \beta_2` of the two moments.
         eps: :math:`\epsilon`, added to the denominator.
         weight_decay: Decoupled weight decay :math:`w`; it is never clipped.
@@ -89,7 +90,7 @@ class ClippedAdamW(ScaledOptimizer):
     threshold = "max_norm"
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor, max_norm: float, **options: Unpack[AdamWOptions]
+        self, params: ParamsT, lr: float | Tensor, max_norm: float | ClipRule, **options: Unpack[AdamWOptions]
     ) -> None:
         if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
@@ -162,6 +163,7 @@ class AdamWRule(NamedTuple):
         part.view.kernel.adamw(
             part.view, part.steps_view, scale=self._signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
+            units=part.scaled_units(self._signed(scale)),
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:

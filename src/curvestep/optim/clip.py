@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep.clip_rules import ClipRule
 from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import counts_on_device, device_norms, joint_norm_on_device, read_norms
+from curvestep.optim.pieces import Pieces
 from curvestep.optim.policy import (
     Decision,
     Group,
     Policy,
+    check_scope,
+    counted_pieces,
     decisions_of,
     is_on_host,
     may_be_pretended,
     numbers_of_scaler,
+    unscale_pieces,
 )
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer
@@ -35,7 +40,7 @@ Norm = TypeVar("Norm", float, Tensor)
 
 def clip(
     optimizer: Optimizer,
-    max_norm: float,
+    max_norm: float | ClipRule,
     *,
     norm_scope: str = "global",
     nonfinite: str = "raise",
@@ -51,7 +56,8 @@ def clip(
 
     Args:
         optimizer: Any torch optimizer, or what Accelerate or Lightning wrapped one in.
-        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only. It becomes the entry
+        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
+            :mod:`curvestep.clip_rules`. It becomes the entry
             ``max_norm`` of each parameter group that has none; change it there.
         norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
             ``"tensor"``.
@@ -92,7 +98,12 @@ class Clipping:
     """
 
     def __init__(
-        self, optimizer: Any, max_norm: float, norm_scope: str, nonfinite: str, skip_above: float | str | None
+        self,
+        optimizer: Any,
+        max_norm: float | ClipRule,
+        norm_scope: str,
+        nonfinite: str,
+        skip_above: float | str | None,
     ) -> None:
         inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
         if hasattr(inner, "clip_stats"):
@@ -100,7 +111,10 @@ class Clipping:
                 f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "
                 "`remove()` the first `clip`."
             )
-        clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
+        if isinstance(max_norm, ClipRule):
+            check_scope(max_norm, norm_scope)
+        else:
+            clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
         self.optimizer: Any = inner
         self._max_norm = max_norm
         self._policy = Policy(norm_scope, nonfinite, skip_above)
@@ -176,6 +190,7 @@ class Clipping:
             return
         # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
         scale, overflowed = numbers_of_scaler(self.optimizer)
+        unscale_pieces(decisions, 1 / scale)
         self._clip_on_host(decisions, [norm / scale for norm in norms], may_skip, overflowed)
 
     def _clip_on_host(
@@ -189,15 +204,19 @@ class Clipping:
             self._hide(decisions)
             counters.count_skipped(norm)
             return
-        bounds = list(map(self._bound, decisions))
+        groups = self._record.rules.bounded(decisions, norms, norm, self.optimizer.param_groups)
+        bounds = list(map(self._bound, groups))
         coefficients = list(map(_coefficient, norms, bounds))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             if coefficient != 1.0:
                 _scale_(decision.grads, coefficient)
+            elif decision.pieces is not None:
+                _scale_pieces_(decision.grads, decision.pieces)
         if overflowed:
             counters.count_skipped(norm)
         else:
-            counters.count(norm, coefficients, list(map(gt, norms, bounds)))
+            fired = list(map(gt, norms, bounds))
+            counters.count(norm, *counted_pieces(decisions, coefficients, fired))
 
     def _clip_on_device(self, decisions: list[Decision], overflow: Tensor | None) -> None:
         """Clip by norms that are device scalars, of which none is read."""
@@ -205,18 +224,26 @@ class Clipping:
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             norms = [norm / scale.to(norm.device) for norm in norms]
+            unscale_pieces(decisions, 1 / scale)
         norm = joint_norm_on_device(norms, self._policy.norm_scope)
-        bounds = list(map(self._bound, decisions))
-        coefficients = list(map(_coefficient, norms, bounds))
-        for decision, coefficient in zip(decisions, coefficients, strict=True):
-            _scale_(decision.grads, coefficient)
-        fired = list(map(gt, norms, bounds))
         skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
         counts = counts_on_device(self.optimizer, norm)
+        keep = (counts > 0) & (skip == 0)
+        groups = self._record.rules.bounded_on_device(
+            decisions, norms, norm, keep, self.optimizer.param_groups
+        )
+        bounds = list(map(self._bound, groups))
+        coefficients = list(map(_coefficient, norms, bounds))
+        for decision, coefficient in zip(decisions, coefficients, strict=True):
+            if decision.pieces is None:
+                _scale_(decision.grads, coefficient)
+            else:
+                _scale_pieces_(decision.grads, decision.pieces)
+        coefficients, fired = counted_pieces(decisions, coefficients, list(map(gt, norms, bounds)))
         self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
 
-    def _bound(self, decision: Decision) -> float:
-        return decision.group.get("max_norm", self._max_norm)
+    def _bound(self, group: Group) -> Any:
+        return group.get("max_norm", self._max_norm)
 
     def _hide(self, decisions: list[Decision]) -> None:
         """Take the gradients away while a step lasts: torch's optimizers then have nothing to do."""
@@ -229,7 +256,7 @@ class Clipping:
         self._record.save(state["param_groups"])
 
     def _load(self, optimizer: Any) -> None:
-        self._record.load(optimizer.param_groups)
+        self._record.load(optimizer.param_groups, self._max_norm)
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
 
@@ -246,6 +273,12 @@ def _scale_(grads: list[Tensor], coefficient: Number) -> None:
     for device, some in by_device.items():
         factor = coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient
         torch._foreach_mul_(some, factor)
+
+
+def _scale_pieces_(grads: list[Tensor], pieces: Pieces) -> None:
+    """Multiply the pieces of the gradients in place."""
+    for grad, factors in zip(grads, pieces.factor_of_each(grads), strict=True):
+        _values_of(grad).mul_(factors)
 
 
 def _values_of(grad: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from curvestep.clip_rules import ClipRule
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
 from curvestep.steps import clipped_step
 
@@ -26,7 +27,8 @@ class ClippedSGD(ScaledSGD):
     Args:
         params: Parameters, named parameters or parameter groups, as for every torch optimizer.
         lr: Largest step size :math:`\eta`; a float or a one-element tensor, one for each group if wanted.
-        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for never; groups may have their own.
+        max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` for never, or a rule of
+            :mod:`curvestep.clip_rules`; groups may have their own.
         momentum: Momentum factor :math:`\mu`.
         dampening: Dampening of the momentum.
         weight_decay: L2 penalty.
@@ -74,7 +76,7 @@ class ClippedSGD(ScaledSGD):
     threshold = "max_norm"
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor, max_norm: float, **options: Unpack[SGDOptions]
+        self, params: ParamsT, lr: float | Tensor, max_norm: float | ClipRule, **options: Unpack[SGDOptions]
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
 

@@ -20,12 +20,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.optim._update import Bundle, Number, Part, along, joined, parts_of, update
+from curvestep.optim._update import Bundle, Number, Part, along, apply_pieces, joined, parts_of, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
-from curvestep.optim.policy import Decision, Group, Policy, may_be_pretended, nonfinite_gradient
+from curvestep.optim.policy import (
+    Decision,
+    Group,
+    Policy,
+    counted_pieces,
+    may_be_pretended,
+    measure_pieces,
+    nonfinite_gradient,
+    unscale_pieces,
+)
 from curvestep.vectors import global_norm, on_one_device, widest_dtype
 
 if TYPE_CHECKING:
+    from curvestep.optim.record import StepRecord
     from curvestep.optim.scaled import ScaledOptimizer
 
 # Raises where a graph is recorded of a step that does not promise to be capturable.
@@ -109,6 +119,9 @@ def device_norms(
     decisions: Sequence[Decision], norm_scope: str, norm_of: Callable[[list[Tensor]], Tensor] = global_norm
 ) -> list[Tensor]:
     """One norm for each decision, where its gradients are; the same for all if the scope is global."""
+    if measure_pieces(decisions):
+        norms = [d.pieces.norm() if d.pieces else norm_of(d.grads) for d in decisions]
+        return [joint_norm_on_device(norms, "tensor")] * len(norms) if norm_scope == "global" else norms
     if norm_scope == "global":
         return [norm_of([grad for decision in decisions for grad in decision.grads])] * len(decisions)
     return [norm_of(decision.grads) for decision in decisions]
@@ -135,17 +148,19 @@ def step_on_device(
     optimizer: ScaledOptimizer,
     bundles: list[Bundle],
     policy: Policy,
-    counters_on: Callable[[torch.device], DeviceCounters],
+    record: StepRecord,
 ) -> None:
     """Take the step that ``ScaledOptimizer`` takes on the host, in the same order."""
-    options, scope, groups = optimizer.defaults, policy.norm_scope, [bundle.group for bundle in bundles]
+    options, scope = optimizer.defaults, policy.norm_scope
     norm_of = _differentiable_norm if options["differentiable"] else global_norm
     norms = device_norms(bundles, scope, norm_of)
     _check_devices(optimizer, norms)
     unscale, overflow = _numbers_of_scaler(optimizer)
     norms = [_product(norm, unscale) for norm in norms]
+    if unscale is not None:
+        unscale_pieces(bundles, unscale)
     norm = joint_norm_on_device(norms, scope)
-    counters = counters_on(norm.device)
+    counters = record.on_device(norm.device)
     counts = counts_on_device(optimizer, norm)
     flags = _skip_flags(policy, norms, norm, overflow, counters)
     skip = torch.stack(flags).any().to(torch.float32) if flags else None
@@ -154,16 +169,25 @@ def step_on_device(
             counters.count(norm, [torch.ones_like(norm)], [norm < 0], torch.ones_like(norm), counts)
             return
         skip = None
-    parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
+    keep = counts > 0 if skip is None else (counts > 0) & (skip == 0)
+    bounded = partial(
+        record.rules.bounded_on_device, bundles, total=norm, keep=keep, groups=optimizer.param_groups
+    )
     if options.get("clip") == "momentum":
-        parts = list(map(partial(_averaged_, unscale, skip), parts, groups))
+        parts = [_averaged_(unscale, skip, parts_of(b, optimizer.state), b.group) for b in bundles]
         norms, unscale = device_norms(list(map(joined, parts)), scope, norm_of), None
+        groups = bounded(norms)
+    else:
+        groups = bounded(norms)
+        apply_pieces(bundles)
+        parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
     coefficients = list(map(optimizer.coefficient, norms, groups))
     for of_bundle, coefficient in zip(parts, coefficients, strict=True):
         for part in of_bundle:
             update_on_device(part, _product(coefficient, unscale), skip)
     relative = list(map(truediv, coefficients, map(optimizer.coefficient_at_zero, groups)))
     fired = list(map(gt, norms, optimizer.thresholds(groups)))
+    relative, fired = counted_pieces(bundles, relative, fired)
     counters.count(norm, relative, fired, torch.zeros_like(norm) if skip is None else skip, counts)
 
 

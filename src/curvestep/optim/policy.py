@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_positive
 from curvestep._kernel import View
+from curvestep.clip_rules import ClipRule
 from curvestep.optim.counters import HostCounters
+from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
@@ -28,16 +30,60 @@ class Decision:
     params: list[Tensor]
     grads: list[Tensor]
     view: View | None = None  # where the gradients lie, if our kernel can walk through them
+    pieces: Pieces | None = None  # their norms, if a rule clips each tensor or unit by itself
+    index: int = 0  # of the parameter in its group, if it is clipped alone
 
 
 def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
     """The parameters of a group that have a gradient, together or each for itself."""
     params: list[Any] = [p for p in group["params"] if p.grad is not None]
     if norm_scope == "tensor":
-        return [Decision(group, [p], [p.grad]) for p in params]
+        pairs = enumerate(group["params"])
+        return [Decision(group, [p], [p.grad], index=i) for i, p in pairs if p.grad is not None]
     if not params:
         return []
     return [Decision(group, params, [p.grad for p in params])]
+
+
+def rule_of(group: Group) -> ClipRule | None:
+    """The rule by which a group is clipped, None if it is clipped at a number."""
+    bound = group.get("max_norm")
+    return bound if isinstance(bound, ClipRule) else None
+
+
+def check_scope(rule: ClipRule, norm_scope: str) -> None:
+    """Raise if a rule that clips pieces is given norms of something else."""
+    if rule.each != "norm" and norm_scope != "global":
+        raise ValueError(
+            f'`{rule.name}` clips each {rule.each} by itself. Leave `norm_scope` at "global", '
+            f"not {norm_scope!r}."
+        )
+
+
+def counted_pieces(
+    decisions: Sequence[Decision], coefficients: list[Any], fired: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Coefficient and share of what fired of each decision, with those of its pieces where it has some."""
+    for i, decision in enumerate(decisions):
+        if decision.pieces is not None:
+            coefficients[i], fired[i] = decision.pieces.counted(coefficients[i])
+    return coefficients, fired
+
+
+def unscale_pieces(decisions: Sequence[Decision], factor: Any) -> None:
+    """Take the scale of a GradScaler out of the norms of the pieces."""
+    for decision in decisions:
+        if decision.pieces is not None:
+            decision.pieces.unscale(factor)
+
+
+def measure_pieces(decisions: Sequence[Decision]) -> bool:
+    """Take the norms of the pieces, where a rule clips such; whether there are any."""
+    for decision in decisions:
+        rule = rule_of(decision.group)
+        if rule is not None and rule.each != "norm":
+            decision.pieces = pieces_of(decision, rule)
+    return any([decision.pieces is not None for decision in decisions])
 
 
 def is_on_host(decision: Decision) -> bool:
@@ -81,6 +127,9 @@ class Policy:
 
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""
+        if measure_pieces(decisions):
+            norms = list(map(_norm_on_host, decisions))
+            return [math.hypot(*norms)] * len(norms) if self.norm_scope == "global" else norms
         if self.norm_scope == "global" and len(decisions) > 1:
             together = [grad for decision in decisions for grad in decision.grads]
             return [host_norm(together)] * len(decisions)
@@ -100,6 +149,12 @@ class Policy:
         if self.largest_multiple is not None:
             bound = self.largest_multiple * counters.running_median()
         return self.joint_norm(norms) > bound
+
+
+def _norm_on_host(decision: Decision) -> float:
+    if decision.pieces is not None:
+        return decision.pieces.norm().item()
+    return host_norm(decision.grads, decision.view)
 
 
 def _multiple(skip_above: str) -> float:

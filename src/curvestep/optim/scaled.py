@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib import import_module
 from operator import gt, truediv
 from typing import Any, TypedDict, TypeVar, overload
@@ -16,11 +15,22 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.torch_version import TorchVersion
 
+from curvestep.clip_rules import ClipRule
 from curvestep.distributed import in_zero_redundancy_optimizer
-from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
+from curvestep.optim._update import Bundle, Part, Rule, along, apply_pieces, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats
 from curvestep.optim.device import step_on_device
-from curvestep.optim.policy import Group, Policy, is_on_host, may_be_pretended, numbers_of_scaler
+from curvestep.optim.policy import (
+    Group,
+    Policy,
+    check_scope,
+    counted_pieces,
+    is_on_host,
+    may_be_pretended,
+    numbers_of_scaler,
+    rule_of,
+    unscale_pieces,
+)
 from curvestep.optim.record import StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -143,7 +153,11 @@ class ScaledOptimizer(Optimizer, ABC):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= checked_number("weight_decay", group["weight_decay"]) < math.inf:
             raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
-        self.coefficient(0.0, group)
+        rule = rule_of(group) if self.threshold == "max_norm" else None
+        if rule is None:
+            self.coefficient(0.0, group)
+        else:
+            _check_rule(rule, group)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with values of its own where it names them."""
@@ -198,8 +212,7 @@ class ScaledOptimizer(Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        first, *others = self.param_groups
-        state["param_groups"] = [dict(first), *others]
+        state["param_groups"] = list(map(dict, self.param_groups))
         self._record.save(state["param_groups"])
         return state
 
@@ -211,7 +224,7 @@ class ScaledOptimizer(Optimizer, ABC):
                 group.setdefault(name, value)
         self._policy = _policy_of(self.defaults)
         self._record = StepRecord(type(self).__name__)
-        self._record.load(self.param_groups)
+        self._record.load(self.param_groups, self.defaults.get(self.threshold))
         self._disable_kernel_for_negated()
 
     def _disable_kernel_for_negated(self) -> None:
@@ -233,39 +246,45 @@ class ScaledOptimizer(Optimizer, ABC):
             if bundles and reads_numbers(bundles):
                 self._step(bundles)
             elif bundles:
-                step_on_device(self, bundles, self._policy, self._record.on_device)
+                step_on_device(self, bundles, self._policy, self._record)
         return loss
 
     def _is_traceable(self) -> bool:
         """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
         if not self.defaults["capturable"]:  # first: what is looked at must not change, or it compiles again
             return False
-        if not _COMPILES_STEP or _has_hooks(self):
+        if not _COMPILES_STEP or _has_hooks(self) or any(map(rule_of, self.param_groups)):
             return False
         return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
 
     def _step(self, bundles: list[Bundle]) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
-        counters, groups = self._record.on_host(), [bundle.group for bundle in bundles]
+        counters = self._record.on_host()
         scale, overflowed = numbers_of_scaler(self)
         unscale = 1 / scale
         norms = [norm * unscale for norm in self._policy.norms(bundles)]
+        unscale_pieces(bundles, unscale)
         norm = self._policy.joint_norm(norms)
         pretended = norm == 0 and may_be_pretended(self)
         if overflowed or self._policy.should_skip(norms, counters, self.param_groups):
             counters.count_skipped(norm)
             return
-        parts = [parts_of(bundle, self.state) for bundle in bundles]
         if self.defaults.get("clip") == "momentum":
-            parts = list(map(partial(_averaged_, unscale), parts, groups))
+            parts = [_averaged_(unscale, parts_of(b, self.state), b.group) for b in bundles]
             norms, unscale = self._policy.norms(list(map(joined, parts))), 1.0
+            groups = self._record.rules.bounded(bundles, norms, norm, self.param_groups)
+        else:
+            groups = self._record.rules.bounded(bundles, norms, norm, self.param_groups)
+            apply_pieces(bundles)
+            parts = [parts_of(bundle, self.state) for bundle in bundles]
         coefficients = list(map(self.coefficient, norms, groups))
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
                 update(part, coefficient * unscale)
         if not pretended:
             relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
-            counters.count(norm, relative, list(map(gt, norms, self.thresholds(groups))))
+            fired = list(map(gt, norms, self.thresholds(groups)))
+            counters.count(norm, *counted_pieces(bundles, relative, fired))
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
@@ -273,6 +292,17 @@ def reads_numbers(bundles: list[Bundle]) -> bool:
     if torch.compiler.is_compiling() or any(isinstance(bundle.rule.lr, Tensor) for bundle in bundles):
         return False
     return not bundles[0].group["differentiable"] and all(map(is_on_host, bundles))
+
+
+def _check_rule(rule: ClipRule, group: Group) -> None:
+    """Raise where a rule cannot be followed."""
+    if group["differentiable"]:
+        raise ValueError(f"`max_norm={rule}` does not support `differentiable`. Give a number.")
+    if rule.each == "norm":
+        return
+    if group.get("clip") == "momentum":
+        raise ValueError(f'`max_norm={rule}` clips gradients, not averages. Use clip="gradient".')
+    check_scope(rule, group["norm_scope"])
 
 
 def _averaged_(unscale: float, parts: list[Part], group: Group) -> list[Part]:

@@ -126,6 +126,7 @@ class SGDRule(NamedTuple):
         part.view.kernel.update(
             part.view, scale=self._signed(scale), weight_decay=self.weight_decay,
             momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
+            units=part.scaled_units(self._signed(scale)),
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:

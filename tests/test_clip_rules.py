@@ -1,0 +1,396 @@
+"""Each rule takes the steps of its published form, remembers through a checkpoint and says no in one line."""
+
+import copy
+import io
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
+from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
+from tests.support.strict import strict_device, waits
+
+RULES = {
+    "percentile": percentile(30),
+    "short window": percentile(60, window=7),
+    "zscore": zscore(1.5, warmup=8),
+    "ema": ema(0.9, warmup=10, max_norm=3.0),
+    "weight_ratio": weight_ratio(0.4),
+}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 1))
+    nn.init.zeros_(net[2].weight[1])  # a unit that starts at zero
+    return net
+
+
+def set_gradients(params, step):
+    """Gradients whose sizes wander and now and then jump, the same whatever the parameters are."""
+    generator = torch.Generator().manual_seed(step)
+    size = 1.5 + math.sin(step / 9) + 8.0 * (step % 17 == 16)
+    for i, p in enumerate(params):
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
+        p.grad = (size * (0.1 + i) * (noise + 0.3)).to(p.device, p.dtype)
+
+
+def norms_of(params):
+    return [p.grad.norm().item() for p in params]
+
+
+class AutoClip:
+    """Seetharaman et al. (2020): clip at the percentile of all norms so far, this one among them."""
+
+    def __init__(self, p, window):
+        self.p, self.window, self.history = p, window, []
+
+    def scale(self, params):
+        total = math.hypot(*norms_of(params))
+        self.history.append(total)
+        threshold = np.percentile(self.history[-self.window :], self.p)
+        for p in params:
+            p.grad *= min(1.0, threshold / total)
+
+
+class ZClip:
+    """Kumar et al. (2025), algorithm 1, with the reciprocal threshold: mean + z_thres²/z · std."""
+
+    def __init__(self, z, decay, warmup):
+        self.z, self.decay, self.warmup, self.buffer = z, decay, warmup, []
+
+    def scale(self, params):
+        total = math.hypot(*norms_of(params))
+        if len(self.buffer) < self.warmup:
+            self.buffer.append(total)
+            self.mean, self.variance = np.mean(self.buffer), np.var(self.buffer)
+            return
+        score = (total - self.mean) / math.sqrt(self.variance)
+        kept = total
+        if score > self.z:
+            kept = self.mean + self.z**2 / score * math.sqrt(self.variance)
+        self.mean = self.decay * self.mean + (1 - self.decay) * kept
+        self.variance = self.decay * self.variance + (1 - self.decay) * (kept - self.mean) ** 2
+        for p in params:
+            p.grad *= kept / total
+
+
+class AdaGC:
+    """Wang et al. (2025), algorithm 1."""
+
+    def __init__(self, ratio, decay, warmup, max_norm):
+        self.ratio, self.decay, self.warmup, self.max_norm = ratio, decay, warmup, max_norm
+        self.t, self.gamma = 0, None
+
+    def scale(self, params):
+        self.t += 1
+        norms = norms_of(params)
+        if self.t < self.warmup:
+            h = [min(self.max_norm / math.hypot(*norms), 1.0)] * len(params)
+        else:
+            h = [min(self.ratio * g / norm, 1.0) for g, norm in zip(self.gamma, norms, strict=True)]
+        clipped = [a * b for a, b in zip(h, norms, strict=True)]
+        if self.gamma is None:
+            self.gamma = clipped
+        elif self.t < self.warmup:
+            self.gamma = [min(a, b) for a, b in zip(self.gamma, clipped, strict=True)]
+        else:
+            self.gamma = [
+                self.decay * a + (1 - self.decay) * b for a, b in zip(self.gamma, clipped, strict=True)
+            ]
+        for p, factor in zip(params, h, strict=True):
+            p.grad *= factor
+
+
+class AGC:
+    """Brock et al. (2021), equation 3: a unit is a row, a filter, or a vector."""
+
+    def __init__(self, ratio, eps):
+        self.ratio, self.eps = ratio, eps
+
+    def scale(self, params):
+        for p in params:
+            rows = zip([p.data], [p.grad], strict=True) if p.dim() == 1 else zip(p.data, p.grad, strict=True)
+            for weight, grad in rows:
+                largest = self.ratio * max(weight.norm().item(), self.eps)
+                if grad.norm() > largest:
+                    grad *= largest / grad.norm()
+
+
+PUBLISHED = {"percentile": AutoClip, "zscore": ZClip, "ema": AdaGC, "weight_ratio": AGC}
+HOW = {
+    "ClippedSGD": lambda params, rule: ClippedSGD(params, lr=0.05, max_norm=rule, momentum=0.5),
+    "loop": lambda params, rule: ClippedSGD(params, lr=0.05, max_norm=rule, momentum=0.5, foreach=False),
+    "plain": lambda params, rule: ClippedSGD(params, lr=0.05, max_norm=rule),
+    "AdamW": lambda params, rule: ClippedAdamW(params, lr=0.01, max_norm=rule),
+    "clip": lambda params, rule: clipped(torch.optim.SGD(params, lr=0.05, momentum=0.5), rule),
+}
+TORCH = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "plain": lambda params: torch.optim.SGD(params, lr=0.05),
+}
+
+
+def clipped(optimizer, rule):
+    clip(optimizer, rule)
+    return optimizer
+
+
+@pytest.mark.parametrize("how", HOW)
+@every_rule
+def test_two_hundred_steps_are_those_of_the_published_form(rule, how):
+    ours, theirs = list(model().parameters()), list(model().parameters())
+    published = PUBLISHED[rule.name](**rule.parameters)
+    opt = HOW[how](ours, rule)
+    reference = TORCH.get(how, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5))(theirs)
+    for step in range(200):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        opt.step()
+        published.scale(theirs)
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert 0 < opt.clip_stats()["clipped_fraction"] < 1
+    assert opt.clip_stats()["steps"] == 200
+
+
+def test_reference_of_agc_uses_the_whole_vector_and_floors_the_weights():
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.full((4,), 5.0)
+    AGC(0.5, 1e-3).scale([p])
+    assert p.grad.norm().item() == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("how", ["ClippedSGD", "AdamW", "clip"])
+@every_rule
+def test_resumed_run_is_the_run_bit_for_bit(rule, how):
+    def run(params, opt, steps):
+        for step in steps:
+            set_gradients(params, step)
+            opt.step()
+
+    whole, resumed = list(model().parameters()), list(model().parameters())
+    opt = HOW[how](whole, rule)
+    run(whole, opt, range(60))
+    first = HOW[how](resumed, rule)
+    run(resumed, first, range(25))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = HOW[how](resumed, rule)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    run(resumed, second, range(25, 60))
+    for a, b in zip(whole, resumed, strict=True):
+        assert torch.equal(a, b)
+    assert second.clip_stats() == opt.clip_stats()
+    assert second.param_groups[0]["max_norm"] == rule
+
+
+@every_rule
+def test_copied_and_pickled_optimizers_go_on_alike(rule):
+    params = list(model().parameters())
+    opt = HOW["ClippedSGD"](params, rule)
+    for step in range(20):
+        set_gradients(params, step)
+        opt.step()
+    others = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
+    set_gradients(params, 20)
+    opt.step()
+    for other in others:
+        copies = other.param_groups[0]["params"]
+        set_gradients(copies, 20)
+        other.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+        assert other.param_groups[0]["max_norm"] == rule
+
+
+@pytest.mark.parametrize("how", ["ClippedSGD", "AdamW", "clip"])
+@every_rule
+def test_device_takes_the_steps_of_the_host_without_a_wait(rule, how):
+    torch.set_default_dtype(torch.float32)
+    make = {
+        "ClippedSGD": lambda p: ClippedSGD(p, lr=0.05, max_norm=rule, momentum=0.5, nonfinite="skip"),
+        "AdamW": lambda p: ClippedAdamW(p, lr=0.01, max_norm=rule, nonfinite="skip"),
+        "clip": lambda p: clipped_without_waits(torch.optim.SGD(p, lr=0.05), rule),
+    }[how]
+    host = list(model().parameters())
+    opt = make(host)
+    for step in range(40):
+        set_gradients(host, step)
+        opt.step()
+    with strict_device() as device:
+        there = [nn.Parameter(p.detach().to(device)) for p in model().parameters()]
+        opt_there = make(there)
+        for step in range(40):
+            set_gradients(there, step)
+            with waits(0):
+                opt_there.step()
+        found = [p.detach().cpu() for p in there]
+        assert opt_there.clip_stats()["clipped_fraction"] == pytest.approx(
+            opt.clip_stats()["clipped_fraction"], abs=0.03
+        )
+    for a, b in zip(host, found, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-5)
+
+
+def clipped_without_waits(optimizer, rule):
+    clip(optimizer, rule, nonfinite="propagate")
+    return optimizer
+
+
+@every_rule
+def test_steps_left_out_and_empty_gradients_are_not_remembered(rule):
+    def run(interrupted):
+        params = list(model().parameters())
+        opt = ClippedSGD(params, lr=0.05, max_norm=rule, nonfinite="skip")
+        for step in range(30):
+            if interrupted and step % 5 == 0:
+                set_gradients(params, step)
+                params[0].grad[0] = math.nan
+                opt.step()
+            set_gradients(params, step)
+            opt.step()
+        return params, opt.clip_stats()
+
+    (smooth, stats), (rough, rough_stats) = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(smooth, rough, strict=True))
+    assert stats["clipped_fraction"] == rough_stats["clipped_fraction"]
+    assert rough_stats["skipped"] == 6
+
+
+def test_tensor_without_gradients_at_first_still_learns():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    opt = ClippedSGD(params, lr=0.1, max_norm=ema(warmup=4))
+    for step in range(12):
+        params[0].grad = torch.full((3,), 1.0)
+        params[1].grad = torch.zeros(2) if step % 2 else None
+        opt.step()
+    before = params[1].detach().clone()
+    params[1].grad = torch.ones(2)
+    opt.step()
+    assert not torch.equal(before, params[1])
+
+
+def test_groups_may_have_rules_of_their_own():
+    head, body = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    opt = ClippedSGD(
+        [{"params": [body]}, {"params": [head], "max_norm": math.inf}], lr=0.1, max_norm=weight_ratio(0.01)
+    )
+    body.grad, head.grad = torch.ones(4), torch.ones(4)
+    opt.step()
+    assert (1 - body).norm().item() == pytest.approx(0.1 * 0.01 * 2)
+    assert torch.allclose(head, torch.full((4,), 0.9))
+
+
+def test_grad_scaler_leaves_the_same_steps():
+    def run(scale):
+        params = list(model().parameters())
+        opt = ClippedSGD(params, lr=0.05, max_norm=weight_ratio(0.4), fused=True)
+        for step in range(10):
+            set_gradients(params, step)
+            if scale != 1:
+                for p in params:
+                    p.grad *= scale
+                opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+            opt.step()
+        return params
+
+    for a, b in zip(run(1.0), run(1024.0), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("each", ["zscore", "percentile"])
+def test_rules_of_the_norm_follow_its_scope(each):
+    params = list(model().parameters())
+    opt = ClippedSGD(params, lr=0.05, max_norm=RULES[each], norm_scope="tensor")
+    alone = [ClippedSGD([copy.deepcopy(p)], lr=0.05, max_norm=RULES[each]) for p in params]
+    for step in range(60):
+        set_gradients(params, step)
+        for p, other in zip(params, alone, strict=True):
+            other.param_groups[0]["params"][0].grad = p.grad.clone()
+            other.step()
+        opt.step()
+    for p, other in zip(params, alone, strict=True):
+        assert torch.equal(p, other.param_groups[0]["params"][0])
+
+
+def double_when(factor: float = 2.0) -> ClipRule:
+    """Somebody's own rule: clip at a multiple of the last norm."""
+
+    def bound(seen, state):
+        (last,) = state
+        return factor * last, (seen.norm,)
+
+    return ClipRule(double_when, {"factor": factor}, bound, start=(math.inf,))
+
+
+def test_own_rule_is_a_function_and_is_kept_by_checkpoints():
+    p = nn.Parameter(torch.zeros(1))
+    opt = ClippedSGD([p], lr=1.0, max_norm=double_when(3.0))
+    for size in (1.0, 10.0):
+        p.grad = torch.full((1,), size)
+        opt.step()
+    assert p.item() == -4.0
+    again = ClippedSGD([p], lr=1.0, max_norm=double_when())
+    again.load_state_dict(opt.state_dict())
+    p.grad = torch.full((1,), 100.0)
+    again.step()
+    assert p.item() == -34.0
+    with pytest.raises(ValueError, match="Give it to the optimizer before you load"):
+        ClippedSGD([p], lr=1.0, max_norm=1.0).load_state_dict(opt.state_dict())
+
+
+def test_window_is_that_of_numpy():
+    values = np.random.default_rng(0).lognormal(size=40).tolist()
+    window = Window(15, [])
+    for i, value in enumerate(values):
+        window.push(value)
+        kept = values[max(0, i - 14) : i + 1]
+        assert window.values == kept
+        assert window.percentile(37) == pytest.approx(np.percentile(kept, 37), rel=1e-14)
+
+
+BAD = {
+    "below": (lambda: percentile(-3), "`p` must be positive"),
+    "above": (lambda: percentile(100), "`p` must be a percentage between 0 and 100, got 100"),
+    "no window": (lambda: percentile(10, window=0), "`window` must be a whole number"),
+    "z": (lambda: zscore(0), "`z` must be positive"),
+    "decay": (lambda: ema(decay=1.0), "`decay` must be between 0 and 1, got 1.0"),
+    "ratio": (lambda: weight_ratio(math.inf), "`ratio` must be positive and finite"),
+    "text": (lambda: make_sgd(max_norm="10%"), "`max_norm` must be"),
+    "the rule itself": (lambda: make_sgd(max_norm=percentile), "`max_norm` must be"),
+    "offset": (
+        lambda: NormalizedSGD([nn.Parameter(torch.ones(1))], lr=1.0, offset=zscore()),
+        "`offset` must be",
+    ),
+    "differentiable": (lambda: make_sgd(max_norm=zscore(), differentiable=True), "does not support"),
+    "scope": (lambda: make_sgd(max_norm=ema(), norm_scope="group"), 'Leave `norm_scope` at "global"'),
+    "momentum": (lambda: make_sgd(max_norm=ema(), momentum=0.9, clip="momentum"), 'Use clip="gradient"'),
+}
+
+
+def make_sgd(**options):
+    return ClippedSGD([nn.Parameter(torch.ones(2))], lr=1.0, **options)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_line(name):
+    make, words = BAD[name]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_without_weights_are_refused_for_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True)
+    opt = ClippedSGD(table.parameters(), lr=1.0, max_norm=weight_ratio())
+    table(torch.tensor([1, 1])).sum().backward()
+    with pytest.raises(ValueError, match="takes no sparse gradients"):
+        opt.step()
