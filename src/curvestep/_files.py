@@ -20,7 +20,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NoReturn
+
+Row = dict[str, Any]  # what JSON knows, by name
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NAMES = {str(value): name for name, value in _FLOATS.items()}
@@ -56,8 +58,9 @@ def remove_parts(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Replace ``path`` by ``data``; text is written as UTF-8."""
-    content = data.encode() if isinstance(data, str) else data
-    replace_atomically(path, lambda file: file.write(content))
+    if isinstance(data, str):
+        data = data.encode()
+    replace_atomically(path, lambda file: file.write(data))
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def lock(path: Path, *, patience: float = 0.0, on_wait: Callable[[], None] = lam
         held.release()
 
 
-def dump_json(value: Any, *, indent: int | None = None) -> str:
+def dump_json(value: object, *, indent: int | None = None) -> str:
     r"""``value`` as strict JSON, ASCII only; what is not finite becomes a string, a dataclass an object.
 
     Example:
@@ -105,7 +108,7 @@ def load_json(text: str | bytes) -> Any:
     return _from_strict(json.loads(text, parse_constant=_refuse))
 
 
-def dump_row(row: Mapping[str, Any]) -> bytes:
+def dump_row(row: Mapping[str, object]) -> bytes:
     r"""One row as a line of strict JSON with a checksum.
 
     Example:
@@ -118,15 +121,16 @@ def dump_row(row: Mapping[str, Any]) -> bytes:
     return b'%b%b%08x"}\n' % (body, _TAIL, zlib.crc32(body))
 
 
-def load_row(line: bytes) -> tuple[dict[str, Any], bool]:
+def load_row(line: bytes) -> tuple[Row, bool]:
     """The row in a line, and whether it had a checksum; ``ValueError`` says what is wrong with the line."""
     try:
         row = load_json(line)
     except ValueError:  # UnicodeDecodeError is one
         row = None
+    if not isinstance(row, dict) and not line.endswith(b"\n"):
+        raise ValueError("the last write was cut short")
     if not isinstance(row, dict):
-        torn = not line.endswith(b"\n")
-        raise ValueError("the last write was cut short" if torn else "it is no JSON object")
+        raise ValueError("it is no JSON object")
     summed = _check_sum(line)
     if summed is False:
         raise ValueError(f"it does not match its checksum: damaged, or edited without removing `{_KEY}`")
@@ -136,7 +140,7 @@ def load_row(line: bytes) -> tuple[dict[str, Any], bool]:
 
 def read_rows(
     file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[Row]]:
     """The rows from here to the end of ``file``, in chunks.
 
     A torn last line is left out with a warning, and so is a damaged line if ``skip_damaged``; else it raises
@@ -191,14 +195,16 @@ class RowFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         self._path = str(path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        self._end = os.fstat(self._descriptor).st_size if end is None else end
+        if end is None:
+            end = os.fstat(self._descriptor).st_size
+        self._end = end
         os.ftruncate(self._descriptor, self._end)
         # Not os.pread, which Windows lacks. Reading the last byte also goes to the end.
         os.lseek(self._descriptor, max(0, self._end - 1), os.SEEK_SET)
         if os.read(self._descriptor, 1) not in (b"", b"\n"):
             self.write(b"\n")
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Append one row."""
         self.write(dump_row(row))
 
@@ -232,9 +238,7 @@ def _check_sum(line: bytes) -> bool | None:
     return b'%b%08x"}' % (_TAIL, zlib.crc32(body)) == tail
 
 
-def _load_lines(
-    lines: list[bytes], path: Path, first: int, *, skip_damaged: bool
-) -> tuple[list[dict[str, Any]], int]:
+def _load_lines(lines: list[bytes], path: Path, first: int, *, skip_damaged: bool) -> tuple[list[Row], int]:
     """The rows of lines that may be damaged, and how many of them have no checksum."""
     rows, unsummed = [], 0
     for number, line in enumerate(lines, first):
@@ -252,7 +256,7 @@ def _load_lines(
     return rows, unsummed
 
 
-def _load_chunk(lines: list[bytes]) -> list[dict[str, Any]]:
+def _load_chunk(lines: list[bytes]) -> list[Row]:
     """The rows of many lines, about three times as fast as one by one; none if any is not in order."""
     if not all(map(_check_sum, lines)):
         return []
@@ -268,11 +272,11 @@ def _load_chunk(lines: list[bytes]) -> list[dict[str, Any]]:
     return rows
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _to_strict(value: Any) -> Any:
+def _to_strict(value: object) -> object:
     if isinstance(value, float):
         return _NAMES.get(str(value), value)
     if isinstance(value, Mapping):
@@ -285,7 +289,7 @@ def _to_strict(value: Any) -> Any:
     return value
 
 
-def _from_strict(value: Any) -> Any:
+def _from_strict(value: object) -> object:
     if isinstance(value, dict):
         for key, v in value.items():
             if type(v) is not float:

@@ -3,6 +3,12 @@
 import gc
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,61 @@
 """Small models and what two runs are compared by: every tensor and random state that training leaves."""
 
 import hashlib
+import os
 import random
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
+
+from curvestep import Trace
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@contextmanager
+def warned(match):
+    """Somebody warns with these words, once; what a framework itself says does not matter."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield seen
+    words = [str(w.message) for w in seen]
+    assert len([text for text in words if re.search(match, text)]) == 1, words
+
+
+def started(*words):
+    """Python with these words, on its way."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)], env={**os.environ, "PYTHONPATH": paths}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def printed_by(*words):
+    """What Python with these words prints, however long that takes."""
+    process = started(*words)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def check_rows_of_ranks(path, *, steps, batch_size):
+    """The file of a run on several processes has the rows of the whole batch, clipped at 0.5."""
+    rows = list(Trace.load(path))
+    assert [row["step"] for row in rows] == list(steps)
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["batch_size"] == batch_size
+        assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / row["grad_norm"]), rel=1e-4)
 
 
 def digest(value):

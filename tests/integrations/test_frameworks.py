@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("lightning", reason="needs the extra `lightning`")
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,6 @@ def module_of(path):
 
 
 def test_what_the_file_has_is_not_run_again(tmp_path, monkeypatch):
-    torch.set_default_dtype(torch.float32)
     benchmark, tables = module_of(ROOT / "benchmarks/frameworks.py"), module_of(ROOT / "docs/tables.py")
     monkeypatch.setattr(benchmark, "TASKS", {"digits MLP": benchmark.digits})
     monkeypatch.setattr(benchmark, "METHODS", (("AdamW", "1e-3"),))

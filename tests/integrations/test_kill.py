@@ -2,24 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import curvestep as cs
-from tests.integrations.runs import classes, digest
+from tests.integrations.runs import classes, digest, started
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    torch.set_default_dtype(torch.float32)
 
 
 def lightning_run(folder, *, resume=False, kill_at=None):
@@ -103,18 +94,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(framework, tmp_path):
         "from tests.integrations import test_kill\n"
         f"test_kill.{run.__name__}(pathlib.Path({str(halves)!r}), kill_at={kill_at})"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    child = started("-c", code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer, found = run(whole)  # beside the child
-    output, _ = child.communicate(timeout=600)
+    output, _ = child.communicate()
     assert child.returncode == -signal.SIGKILL, output[-3000:]
     rows = list(cs.Trace.load(halves / "trace.jsonl"))
     assert [row["step"] for row in rows] == [k for k in steps if k <= kill_at]
@@ -125,15 +109,5 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(framework, tmp_path):
     assert kept in (None, found)  # not measured again
     one, two = (list(cs.Trace.load(folder / "trace.jsonl")) for folder in (whole, halves))
     assert [row["step"] for row in two] == [row["step"] for row in one] == list(steps)
-    same = (
-        "loss",
-        "grad_norm",
-        "step_norm",
-        "smoothness",
-        "lr",
-        "coefficient",
-        "batch_size",
-        "eps",
-        "status",
-    )
+    same = "loss grad_norm step_norm smoothness lr coefficient batch_size eps status".split()
     assert [[row[name] for name in same] for row in two] == [[row[name] for name in same] for row in one]

@@ -1,13 +1,9 @@
 """A Lightning run with our callbacks is the run without them, bit for bit, and its rows are right."""
 # Lightning types its hooks and hyperparameters loosely.
 
-import os
-import re
+import csv
 import shutil
-import subprocess
-import sys
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,24 +20,18 @@ with warnings.catch_warnings():
 
 import curvestep as cs
 from curvestep.integrations.lightning import Calibrate, SmoothnessCallback, record
-from tests.integrations.runs import Drawing, classes, digest, network, state_of
+from tests.integrations.runs import (
+    Drawing,
+    check_rows_of_ranks,
+    classes,
+    digest,
+    network,
+    printed_by,
+    state_of,
+    warned,
+)
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:::(lightning|torch|torchmetrics)", "ignore:.*lightning.*")
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def warned(match):
-    """Somebody warns with these words; what Lightning itself says does not matter."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield
-    assert [w for w in seen if re.search(match, str(w.message))], [str(w.message) for w in seen]
 
 
 class Module(L.LightningModule):
@@ -239,9 +229,6 @@ def test_rows_and_clip_share_go_to_the_loggers(tmp_path):
 
 
 def _csv(logger):
-    import csv
-    from pathlib import Path
-
     with Path(logger.log_dir, "metrics.csv").open() as file:
         return [row for row in csv.DictReader(file) if row.get("curvestep/smoothness")]
 
@@ -536,17 +523,7 @@ os._exit(0)  # torch's threads now and then abort a process at its end, with no 
 def test_two_processes_measure_together(tmp_path):
     script = tmp_path / "ddp.py"
     script.write_text(DDP)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("same") == 2
+    assert printed_by(script, tmp_path).count("same") == 2
     for parts in (1, 2):
-        rows = list(cs.Trace.load(tmp_path / f"{parts}.jsonl"))
-        assert [row["step"] for row in rows] == list(range(0, 6 // parts, 2))
-        for row in rows:
-            assert row["status"] == "ok"
-            assert row["batch_size"] == 16 * parts
-            assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / row["grad_norm"]), rel=1e-4)
+        steps = range(0, 6 // parts, 2)
+        check_rows_of_ranks(tmp_path / f"{parts}.jsonl", steps=steps, batch_size=16 * parts)

@@ -16,7 +16,6 @@ NAMES = ("smoothness", "grad_norm", "clipped_fraction")
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
-    torch.set_default_dtype(torch.float32)
     database = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny comes without
     store = f"sqlite:///{tmp_path}/mlflow.db" if database else (tmp_path / "mlruns").as_uri()
     settings = {

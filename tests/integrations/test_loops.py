@@ -1,27 +1,18 @@
 """Loops of Accelerate, Fabric and a GradScaler: two added lines leave them as they are; the examples run."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import curvestep as cs
-from tests.integrations.runs import classes, network, state_of
+from tests.integrations.runs import ROOT, TORCHRUN, classes, network, printed_by, state_of
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.finfo(torch.bfloat16).eps
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    torch.set_default_dtype(torch.float32)
 
 
 def optimizer_of(name, model):
@@ -197,11 +188,6 @@ def test_the_example_runs_as_its_first_lines_say(name, tmp_path, monkeypatch, ca
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_for_several_processes_runs_as_its_first_lines_say(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *launcher, ROOT / "examples/torchrun_ddp.py", tmp_path],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "4 rows of 32 samples on 2 ranks" in done.stdout
+    words = ("-W", "error::UserWarning", *TORCHRUN, ROOT / "examples/torchrun_ddp.py", tmp_path)
+    assert "4 rows of 32 samples on 2 ranks" in printed_by(*words)
     assert [row["status"] for row in cs.Trace.load(tmp_path / "trace.jsonl")] == ["ok"] * 4

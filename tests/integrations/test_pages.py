@@ -25,7 +25,6 @@ def blocks(name):
 
 def run(name, **namespace):
     """Run the page's blocks in order; what is there then."""
-    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     namespace |= {"__name__": "page", "torch": torch, "nn": nn, "F": F}
     found = blocks(name)
@@ -64,7 +63,6 @@ def test_transformers(tmp_path, monkeypatch):
     from tests.integrations.test_transformers import Tokens, gpt2
 
     monkeypatch.chdir(tmp_path)
-    torch.set_default_dtype(torch.float32)
     args = transformers.TrainingArguments(
         str(tmp_path / "out"), max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True,
         save_strategy="no",
@@ -79,7 +77,6 @@ def test_transformers(tmp_path, monkeypatch):
 )
 def test_a_page_shows_what_its_script_prints(page, name, tmp_path, monkeypatch, capsys):
     pytest.importorskip(page, reason=f"needs the extra `{page}`")
-    torch.set_default_dtype(torch.float32)
     script = str(ROOT / "examples" / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
     runpy.run_path(script, run_name="__main__")
@@ -95,7 +92,6 @@ def test_a_page_shows_what_its_script_prints(page, name, tmp_path, monkeypatch, 
 
 
 def stage():
-    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
     batches = list(torch.utils.data.DataLoader(classes(), batch_size=8))

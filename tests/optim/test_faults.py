@@ -342,6 +342,13 @@ def test_steps_do_not_depend_on_the_default_device(make):
     assert (stats["steps"], stats["clipped_fraction"]) == (2, 1.0)
 
 
+@pytest.mark.parametrize("size", [0, 3, 70_000])
+def test_norm_does_not_depend_on_the_default_device(size):
+    with torch.device("meta"):
+        norm = global_norm([torch.ones(size, device="cpu")])
+    assert norm.item() == pytest.approx(math.sqrt(size))
+
+
 def test_clip_does_not_depend_on_the_default_device():
     p = parameter(3)
     optimizer = torch.optim.SGD([p], lr=0.1)

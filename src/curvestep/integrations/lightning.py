@@ -28,16 +28,19 @@ from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
     Options,
     State,
+    backward_by,
     can_be_read_once,
     clips,
     groups_of,
     log_to,
     need,
     probe_at,
+    schedule_kind,
     warn_if_clipped_twice,
 )
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.snapshot import undone
 
 need("lightning", "2.5", "lightning")
 
@@ -113,9 +116,9 @@ class SmoothnessCallback(Callback):
             setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
             warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
         scaler = getattr(strategy.precision_plugin, "scaler", None)
-        backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
         step, before = trainer.global_step, self.probe
-        self.probe = probe = probe_at(step, strategy.model, self._saved, self.options, backward=backward)
+        options = {**self.options, "backward": backward_by(scaler)}
+        self.probe = probe = probe_at(step, strategy.model, self._saved, options)
         self._saved = {}
         if before is not None and before.trace.path is None:  # `fit` is called again
             for row in before.trace:
@@ -196,7 +199,7 @@ class SmoothnessCallback(Callback):
                     loss = _loss_of(training_step(*map(copy.copy, kept), **kwargs))
                 # Lightning divides by the number it was given, also where an epoch ends with fewer batches.
                 share = self._num_parts / trainer.accumulate_grad_batches
-                return loss if share == 1 else loss * share
+                return loss * share
 
             probe.record(loss_fn, batch_size=round(batch_length(args)))
             return outputs[0]
@@ -265,7 +268,7 @@ class Calibrate(Callback):
             return
         optimizer = _only_optimizer(trainer, "Calibrate")
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        schedule = self.schedule or ("warmup-decay" if schedulers else "constant")
+        schedule = self.schedule or schedule_kind(bool(schedulers))
         options: Options = {"schedule": schedule, "budget": self.budget, "max_norm": _clip_norm(trainer)}
         _check_batches_can_be_replayed(trainer, pl_module)
         self.calibration = calibration = _calibration(trainer, pl_module, optimizer, options)
@@ -293,9 +296,11 @@ def _clip_norm(trainer: Trainer) -> float | None:
     return trainer.gradient_clip_val or None
 
 
-def _loaders(trainer: Trainer) -> list[Any]:
+def _loaders(trainer: Trainer) -> list[object]:
     loaders = trainer.train_dataloader
-    return list(loaders.values()) if isinstance(loaders, Mapping) else [loaders]
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return [loaders]
 
 
 def _check_batches_can_be_replayed(trainer: Trainer, pl_module: LightningModule) -> None:
@@ -322,7 +327,7 @@ def _calibration(
 ) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
     strategy: Any = trainer.strategy
-    takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    num_args = 1 + is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     # Of the class: the strategy's own may be the one that a SmoothnessCallback records.
     training_step = type(strategy).training_step
 
@@ -336,7 +341,7 @@ def _calibration(
     def loss_of_batch(parts: list[object]) -> Tensor | float:
         total = 0.0
         for index, batch in enumerate(parts):
-            args = (copy.copy(batch), index) if takes_index else (copy.copy(batch),)
+            args = (copy.copy(batch), index)[:num_args]
             with _without_logging(pl_module):
                 loss = _loss_of(training_step(strategy, *args)) / len(parts)
             if len(parts) == 1:
@@ -375,7 +380,9 @@ def _only_optimizer(trainer: Trainer, who: str) -> Optimizer:
 
 
 def _loss_of(output: STEP_OUTPUT) -> Any:
-    return output["loss"] if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        return output["loss"]
+    return output
 
 
 def _to_loggers(trainer: Trainer, numbers: dict[str, float]) -> None:
@@ -388,9 +395,12 @@ def _without_logging(pl_module: LightningModule) -> Iterator[None]:
     """A replay logs nothing: ``self.log`` would add to the means of the epoch."""
     own = vars(pl_module)
     before = {name: own[name] for name in ("log", "log_dict") if name in own}
-    own["log"] = own["log_dict"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del own["log"], own["log_dict"]
+
+    def put_back() -> None:
+        own.pop("log", None)
+        own.pop("log_dict", None)
         own.update(before)
+
+    with undone(put_back):
+        own["log"] = own["log_dict"] = lambda *_, **__: None
+        yield

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from curvestep.loggers import Logger
@@ -40,7 +40,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-def probe_at(step: int, model: nn.Module, state: State, options: Options, **others: Any) -> SmoothnessProbe:
+def probe_at(step: int, model: nn.Module, state: State, options: Options) -> SmoothnessProbe:
     """A probe for a run that goes on after ``step`` steps, from a checkpoint's ``state`` if that has one.
 
     A run from the start is not written to a file that holds a run: its rows go to a new one beside it.
@@ -48,7 +48,7 @@ def probe_at(step: int, model: nn.Module, state: State, options: Options, **othe
     wanted = options["trace"]
     if step == 0 and options["if_exists"] == "resume":
         options = {**options, "if_exists": "new"}
-    probe = SmoothnessProbe(model, **options, **others)
+    probe = SmoothnessProbe(model, **options)
     found = probe.trace.path
     if isinstance(wanted, (str, Path)) and found not in (None, Path(wanted)):
         warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
@@ -73,17 +73,18 @@ def can_be_read_once(data: object) -> bool:
         random.restore()
 
 
-def clips(optimizer: Any) -> bool:
+def clips(optimizer: object) -> bool:
     """Whether an optimizer, or the class of one, clips by itself."""
     return callable(getattr(optimizer, "clip_stats", None))
 
 
-def log_to(optimizer: Any, write: Callable[[dict[str, float], int], object]) -> Logger:
+def log_to(optimizer: object, write: Callable[[dict[str, float], int], object]) -> Logger:
     """A listener for rows; the share of clipped steps is the optimizer's own, where it counts them."""
 
     def with_stats(numbers: dict[str, float], step: int) -> None:
-        if clips(optimizer):
-            stats = optimizer.clip_stats()
+        clip_stats = getattr(optimizer, "clip_stats", None)
+        if clip_stats is not None:
+            stats = clip_stats()
             numbers["curvestep/clipped_fraction"] = stats["recent_clipped_fraction"]
             numbers["curvestep/skipped"] = float(stats["skipped"])
         write(numbers, step)
@@ -91,15 +92,28 @@ def log_to(optimizer: Any, write: Callable[[dict[str, float], int], object]) -> 
     return Logger(with_stats)
 
 
-def warn_if_clipped_twice(optimizer: Any, setting: str, way_out: str) -> None:
+def warn_if_clipped_twice(optimizer: object, setting: str, way_out: str) -> None:
     """Warn if the framework clips before an optimizer that clips as well."""
-    if hasattr(optimizer, "stop_double_clip_check"):
-        optimizer.stop_double_clip_check()  # which would find out from the norms, and say so again
+    stop_check = getattr(optimizer, "stop_double_clip_check", None)
+    if stop_check is not None:
+        stop_check()  # of a check that would find out from the norms, and say so again
         warnings.warn(
             f"{setting} clips before {type(optimizer).__name__} does: gradients are clipped twice, and "
             f"clip_stats() counts what the first one left. {way_out}",
             stacklevel=3,
         )
+
+
+def backward_by(scaler: Any) -> Callable[[Tensor], None] | None:
+    """How a loss is run backward where a ``GradScaler`` scales it; None where there is none."""
+    if scaler is None:
+        return None
+    return lambda loss: scaler.scale(loss).backward()
+
+
+def schedule_kind(decays: bool) -> str:
+    """The kind of schedule to calibrate for."""
+    return "warmup-decay" if decays else "constant"
 
 
 def groups_of(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -34,16 +35,20 @@ from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import (
     Options,
+    State,
+    backward_by,
     can_be_read_once,
     clips,
     log_to,
     need,
     probe_at,
+    schedule_kind,
     warn_if_clipped_twice,
 )
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.snapshot import undone
 from curvestep.smoothness.trace import Trace
 
 need("transformers", "5.0", "transformers")
@@ -142,7 +147,7 @@ class SmoothnessCallback(TrainerCallback):
         self._hooks: list[RemovableHandle] = []
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Attach to the Trainer in whose ``callbacks`` this is."""
         self._attach(_calling_trainer())
@@ -157,7 +162,7 @@ class SmoothnessCallback(TrainerCallback):
         trainer.training_step = self._recorded_step
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Warn where the Trainer clips before an optimizer that clips as well."""
         if not hasattr(self, "_trainer"):  # by trainer.add_callback
@@ -170,13 +175,13 @@ class SmoothnessCallback(TrainerCallback):
             warn_if_clipped_twice(check_optimizer(optimizer), setting, "Set max_grad_norm=0.")
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """End a step that the optimizer did not take."""
         self._end()
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Keep beside the checkpoint what a resumed run needs to measure the same steps."""
         folder = _checkpoint_of(args, state)
@@ -184,7 +189,7 @@ class SmoothnessCallback(TrainerCallback):
             write_atomically(folder / STATE, json.dumps(self.probe.state_dict()))
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Close the trace; ``callback.probe`` keeps the rows."""
         for hook in self._hooks:
@@ -197,12 +202,12 @@ class SmoothnessCallback(TrainerCallback):
         """Make the probe: only now are model and optimizer prepared and wrapped."""
         trainer = self._trainer
         optimizer, scaler = check_optimizer(trainer.optimizer), trainer.accelerator.scaler
-        backward = None if scaler is None else (lambda loss: scaler.scale(loss).backward())
         step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
-        state = json.loads(kept.read_text(encoding="utf-8")) if step > 0 and kept.exists() else {}
-        self.probe = probe = probe_at(
-            step, model, state, self._options, backward=backward, num_steps=trainer.state.max_steps
-        )
+        state: State = {}
+        if step > 0 and kept.exists():
+            state = json.loads(kept.read_text(encoding="utf-8"))
+        options = self._options | {"backward": backward_by(scaler), "num_steps": trainer.state.max_steps}
+        self.probe = probe = probe_at(step, model, state, options)
         if self._log:
             probe.listen(log_to(optimizer, self._report))
         if scaler is None:
@@ -214,7 +219,7 @@ class SmoothnessCallback(TrainerCallback):
     def _recorded_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
         """The Trainer's ``training_step``, its loss recorded at steps that are due."""
         trainer = self._trainer
-        probe = self._start(model) if self.probe is None else self.probe
+        probe = self.probe or self._start(model)
         if not probe.due:
             loss = self._training_step(model, inputs, num_items_in_batch)
         else:
@@ -265,7 +270,8 @@ def calibrate(
 
     Sets ``args.learning_rate``; of an optimizer given as ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its
     own ``lr``, and its ``max_norm`` if that is infinite. The trials clip at ``args.max_grad_norm``, which
-    stays. So do model, random states and the Trainer's metrics. Every checkpoint keeps what was found.
+    stays. So do model, random states and the Trainer's metrics. Every checkpoint keeps what was found. Under
+    DDP every process calls it, and all get the same numbers.
 
     Args:
         trainer: A ``Trainer``, or one of TRL's, that has not trained yet.
@@ -292,7 +298,7 @@ def _set_in_optimizer(trainer: Trainer, calibration: Calibration) -> None:
     own = trainer.optimizer_cls_and_kwargs
     if trainer.optimizer is not None:
         optimizer = check_optimizer(trainer.optimizer)
-        schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
+        schedulers = filter(None, [trainer.lr_scheduler])
         with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips
             warnings.simplefilter("ignore")
             calibration.apply(optimizer, *schedulers)
@@ -316,7 +322,7 @@ class _KeepCalibration(TrainerCallback):
         self.calibration = calibration
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         folder = _checkpoint_of(args, state)
         if state.is_world_process_zero and folder.is_dir():
@@ -324,11 +330,14 @@ class _KeepCalibration(TrainerCallback):
 
 
 def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibration:
-    folder = get_last_checkpoint(str(trainer.args.output_dir)) if checkpoint is True else str(checkpoint)
-    calibration = None if folder is None else read_calibration(folder)
+    output = str(trainer.args.output_dir)
+    folder = str(checkpoint)
+    if checkpoint is True:
+        folder = get_last_checkpoint(output) or output
+    calibration = read_calibration(folder)
     if calibration is None:
         raise ValueError(
-            f"`resume_from_checkpoint`: {folder or trainer.args.output_dir} holds no calibration. The run "
+            f"`resume_from_checkpoint`: {folder} holds no calibration. The run "
             "that wrote it was not calibrated, or was killed while it wrote. Leave out `calibrate`, or "
             "resume from the checkpoint before."
         )
@@ -337,7 +346,8 @@ def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibr
 
 def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
-    args, model = trainer.args, cast(Any, trainer.model)
+    args, model = trainer.args, trainer.model
+    assert model is not None
     if trainer.state.global_step > 0:
         raise ValueError("calibrate(trainer) needs a Trainer that has not trained yet. Make a new one.")
     if can_be_read_once(trainer.train_dataset):
@@ -345,19 +355,15 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
             "calibrate would use up samples of `train_dataset`, which is an iterator. Give the Trainer a "
             "data set that can be read again."
         )
-    if args.world_size > 1:
-        raise ValueError(
-            "calibrate(trainer) measures in one process, before the model is spread over ranks. Run it alone "
-            "with the whole batch, and give `learning_rate` to the run with several."
-        )
     if trainer.accelerator.scaler is not None:
         raise ValueError("calibrate(trainer) does not undo fp16's loss scale. Use bf16=True, or float32.")
     if schedule is None:
-        kind_of_schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        schedule = "constant" if kind_of_schedule.startswith("constant") else "warmup-decay"
+        kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        schedule = schedule_kind(not kind.startswith("constant"))
     optimizer = _optimizer_of(trainer, model)
     max_norm = None if clips(optimizer) else args.max_grad_norm or None
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
+    spread = _over_processes(trainer, model)
 
     def batches() -> Iterator[object]:
         source = iter(loader)
@@ -371,7 +377,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         for inputs in samples:
             with _untouched(trainer), trainer.accelerator.autocast():
                 # Of the class: the trainer's own may be the one that `watch` records.
-                loss = type(trainer).training_step(trainer, model, copy.copy(inputs), count)
+                loss = type(trainer).training_step(trainer, spread, copy.copy(inputs), count)
             total += loss.item()
         return total
 
@@ -379,7 +385,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
     try:
         with unmoved(loader):
             return trials.calibrate(
-                model.train(),
+                spread.train(),
                 loss_of_batch,
                 batches(),
                 optimizer=optimizer,
@@ -393,6 +399,22 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         model.train(training)
         if hasattr(loader, "end"):  # of Accelerate's, which counts the loaders that are being read
             loader.end()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _over_processes(trainer: Trainer, model: nn.Module) -> nn.Module:
+    """The model as the Trainer will wrap it: gradients are averaged where there are several processes."""
+    args = trainer.args
+    if args.world_size == 1:
+        return model
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "calibrate(trainer) cannot try a model that FSDP or DeepSpeed will shard. Run it in one process, "
+            "and give `learning_rate` to the run with several."
+        )
+    find_unused = args.ddp_find_unused_parameters
+    if find_unused is None:  # as the Trainer decides
+        find_unused = not getattr(model, "is_gradient_checkpointing", False)
+    return DistributedDataParallel(model, find_unused_parameters=find_unused)
 
 
 def _optimizer_of(trainer: Trainer, model: nn.Module) -> Optimizer:
@@ -426,11 +448,9 @@ def _calling_trainer() -> Trainer:
 def _caught_loss(trainer: Trainer) -> Iterator[list[Tensor]]:
     """The losses that ``accelerator.backward`` is given, which does not run."""
     own, caught = vars(trainer.accelerator), []
-    own["backward"] = lambda loss, **_: caught.append(loss)
-    try:
+    with undone(lambda: own.pop("backward", None)):
+        own["backward"] = lambda loss, **_: caught.append(loss)
         yield caught
-    finally:
-        del own["backward"]
 
 
 @contextmanager
@@ -441,10 +461,8 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
         for name, value in vars(trainer).items()
         if _is_plain(value) and not name.endswith("_dataset")
     }
-    try:
+    with undone(lambda: vars(trainer).update(kept)):
         yield
-    finally:
-        vars(trainer).update(kept)
 
 
 def _is_plain(value: object) -> bool:

@@ -179,11 +179,11 @@ class UndoOnSignal:
     do exceptions of theirs: blocks in other threads need no such care.
     """
 
-    _open: ClassVar[list[Callable[[], None]]] = []
+    _open: ClassVar[list[Callable[[], object]]] = []
     _handlers: ClassVar[dict[int, Callable[[int, FrameType | None], object]]] = {}
 
     @classmethod
-    def enter(cls, undo: Callable[[], None]) -> None:
+    def enter(cls, undo: Callable[[], object]) -> None:
         """Open a block; ``undo`` must bear being called twice, and while it runs."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -192,7 +192,7 @@ class UndoOnSignal:
         cls._open.append(undo)
 
     @classmethod
-    def leave(cls, undo: Callable[[], None]) -> None:
+    def leave(cls, undo: Callable[[], object]) -> None:
         """Close a block that was undone."""
         if undo in cls._open:
             cls._open.remove(undo)
@@ -226,7 +226,7 @@ class UndoOnSignal:
 
 
 @contextmanager
-def undone(undo: Callable[[], None]) -> Iterator[None]:
+def undone(undo: Callable[[], object]) -> Iterator[None]:
     """A block at whose end ``undo`` runs, once or twice, also where a signal ends it."""
     UndoOnSignal.enter(undo)
     try:
