@@ -13,7 +13,7 @@ so its answer depends on where the safe steps end, and not on where the search b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
@@ -178,3 +178,26 @@ def longest_safe(
     except (NoBracket, OutOfBudget):
         return None
     return crossing(bracket, max_kappa=max_kappa, loss=loss)
+
+
+def working_fraction(fractions: Sequence[float], kappa: Sequence[float]) -> float:
+    r"""How many times a step that was taken has :math:`\kappa = 1`, from :math:`\kappa` at fractions of it.
+
+    The same notion as :func:`crossing`'s, from what a probe has measured already. Between the fractions
+    :math:`\log\kappa` is linear in the logarithm; outside it goes on in proportion.
+
+    Example:
+        >>> working_fraction([0.5, 1.0], [0.1, 0.2]), working_fraction([0.5, 1.0], [2.0, 9.0])
+        (5.0, 0.25)
+        >>> round(working_fraction([0.5, 1.0], [0.5, 2.0]), 12)
+        0.707106781187
+    """
+    beyond = next((i for i, value in enumerate(kappa) if not value <= 1), len(kappa))
+    if beyond == len(kappa):
+        return fractions[-1] / max(kappa[-1], 1e-300)
+    if beyond == 0:
+        return fractions[0] / kappa[0]
+    low, high = (
+        Point(step=fractions[i], kappa=kappa[i], loss=0.0, safe=i < beyond) for i in (beyond - 1, beyond)
+    )
+    return crossing(Bracket(0, low, high), max_kappa=1.0, loss=lambda step: 0.0)

@@ -1,0 +1,217 @@
+"""Regret before and after following each adviser, from the cached runs.
+
+    python -m benchmarks.advice.score --rows FOLDER --part develop | judge [--train] [--each]
+
+Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training never
+sees, 0 at least and 1 for a run that was lost or ended above its start. Each seed has its own grid. A followed
+learning rate within the grid is read off it (losses linear in log lr between neighbours); one beyond its ends is
+trained with ``--train``, and until then counted as its end. A task whose best does not beat a trivial predictor
+by 5 %, or is an end of its grid, does not count. An answer without a number is scored as keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+from benchmarks.advice.run import DEVELOPMENT, JUDGED, LOWEST, Job, Rows, loss_of
+from benchmarks.calibrate.tasks import is_alive
+
+from curvestep.advice.advice import advise
+from curvestep.advice.outcome import Outcome, outcome_of
+from curvestep.fit.samples import History
+from curvestep.smoothness.trace import Trace
+
+BAD, GOOD, HARMED = 0.2, 0.05, 0.1  # regrets
+
+Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor on lr
+
+
+def six_lines(trace: Trace) -> tuple[str, float]:
+    """The rule to beat: the loss curve first, then κ; constants set by eye on other tasks."""
+    history = History.of(trace)
+    facts: Outcome = outcome_of(history)
+    losses, kappa = history.loss, facts.kappa
+    start_factor = facts.start_factor if math.isfinite(facts.start_factor) else 0.0
+    finite = np.isfinite(losses)
+    first, last = losses[0], losses[finite][-max(5, len(losses) // 10) :].mean()
+    highest = np.max(np.where(finite, losses, np.inf))
+    if not finite.all() or highest > 8 * first:
+        return "diverged", float(np.clip(5 * start_factor, 0.003, 0.1))
+    if last > 0.7 * first and highest > 1.3 * first:
+        return "stuck", 0.1 if start_factor > 0.02 else max(5 * start_factor, 0.01)
+    if last > 0.88 * first and kappa > 0.1:
+        return "stuck", 0.1
+    if highest > 2 * first or facts.efficiency < 0.2:
+        return "lower", 1 / 3
+    if kappa < 0.1:
+        return "raise", float(np.clip(0.25 / kappa, 3, 10))
+    return "keep", 1.0
+
+
+def ours(trace: Trace) -> tuple[str, float]:
+    """What ``advise`` says."""
+    advice, lr = advise(trace), outcome_of(History.of(trace)).lr
+    return advice.action, (advice.lr / lr if advice.lr is not None else 1.0)
+
+
+ADVISERS: dict[str, Adviser] = {
+    "keep": lambda _: ("keep", 1.0),
+    "lr / 3": lambda _: ("lower", 1 / 3),
+    "lr x 3": lambda _: ("raise", 3.0),
+    "six lines": six_lines,
+    "advise": ours,
+}
+
+
+@dataclass
+class Grid:
+    """The runs of a task, kind and seed.
+
+    Args:
+        rows: The cache.
+        runs: By ascending lr.
+    """
+
+    rows: Rows
+    runs: list[Job]
+    train: bool
+    name: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = {key: self.runs[0][key] for key in ("task", "kind", "seed")}
+        self.rates = [row["lr"] for row in self.runs]
+        self.losses = [loss_of(row) for row in self.runs]
+        self.best, self.first = min(self.losses), self.runs[0]["first"]
+
+    @property
+    def problem(self) -> str:
+        """Why it does not count; empty if it does."""
+        place = self.losses.index(self.best)
+        if not is_alive(self.best, self.runs[0]["trivial"]):
+            return f"the best, {self.best:.3g}, is no better than a trivial {self.runs[0]['trivial']:.3g}"
+        if place in (0, len(self.runs) - 1):
+            return f"the best lr, {self.rates[place]:g}, is an end"
+        return ""
+
+    def regret(self, loss: float) -> float:
+        """Share of the best's progress that is missed."""
+        return min(1.0, max(0.0, (loss - self.best) / (self.first - self.best)))
+
+    def at(self, lr: float) -> float:
+        """Regret of a learning rate."""
+        lr = float(f"{lr:.3g}")
+        if self.train and not self.rates[0] * 0.99 <= lr <= self.rates[-1] * 1.01:
+            return self.regret(loss_of(self.rows.run(probed=False, **self.name, lr=lr)))
+        return self.regret(float(np.interp(math.log(lr), np.log(self.rates), self.losses)))
+
+    def calibrated(self) -> float | None:
+        """Regret of calibrate's answer, which was trained with its threshold; None if there is none."""
+        row = self.rows.rows.get(self.rows.key_of(method="calibrate", **self.name))
+        if row is None:
+            return None
+        lost = {"first": self.first, "loss": row["loss"]}
+        return self.regret(loss_of(lost))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, what an adviser said, and the regrets before and after."""
+
+    kind: str
+    task: str
+    seed: int
+    lr: float
+    said: str
+    factor: float
+    before: float
+    after: float
+
+
+def grids(rows: Rows, tasks: tuple[str, ...], *, train: bool) -> Iterator[Grid]:
+    """All grids of these tasks."""
+    for task in tasks:
+        for kind in LOWEST:
+            own = [row for row in rows.rows.values() if (row["task"], row["kind"]) == (task, kind)]
+            probed = [row for row in own if "method" not in row and rows.trace_of(row).exists()]
+            for seed in sorted({row["seed"] for row in probed}):
+                runs = sorted((row for row in probed if row["seed"] == seed), key=lambda row: row["lr"])
+                if len(runs) >= 7:
+                    yield Grid(rows, runs, train)
+
+
+def cases(grid: Grid, adviser: Adviser) -> Iterator[Case]:
+    """Every run of a grid, with what the adviser says of its trace."""
+    for row in grid.runs:
+        said, factor = adviser(Trace.load(grid.rows.trace_of(row)))
+        before = grid.regret(loss_of(row))
+        after = before if factor == 1.0 else grid.at(row["lr"] * factor)
+        yield Case(row["kind"], row["task"], row["seed"], row["lr"], said, factor, before, after)
+
+
+def line(name: str, found: list[Case]) -> str:
+    """One adviser's row of the table."""
+    bad = [case for case in found if case.before > BAD]
+    good = [case for case in found if case.before < GOOD]
+    kept = mean(case.factor == 1.0 for case in bad) if bad else math.nan
+    harmed = mean(case.after > HARMED for case in good) if good else math.nan
+    still = mean(case.after > BAD for case in found)
+    return f"| {name} | {mean(case.after for case in found):.1%} | {still:.0%} | {kept:.0%} | {harmed:.0%} |"
+
+
+def table(found: dict[str, list[Case]], calibrated: dict[str, list[float]], kind: str | None) -> list[str]:
+    """Regret after following each adviser, for one kind or all."""
+    chosen = {name: [case for case in of if kind in (case.kind, None)] for name, of in found.items()}
+    some = next(iter(chosen.values()))
+    if not some:
+        return []
+    lines = [f"### {kind or 'All kinds'}: {len(some)} runs, mean regret before {mean(c.before for c in some):.1%}", ""]
+    lines += ["| following | mean regret after | above 20 % | bad runs kept | good runs harmed |", "| --- " * 5 + "|"]
+    lines += [line(name, of) for name, of in chosen.items()]
+    every = [value for name, of in calibrated.items() if kind in (name, None) for value in of]
+    if every:
+        lines.append(f"| calibrate | {mean(every):.1%} | {mean(value > BAD for value in every):.0%} | | |")
+    said = Counter(case.said for case in chosen["advise"])
+    return [*lines, "", "advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".", ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
+    parser.add_argument("--part", choices=("develop", "judge"), required=True)
+    parser.add_argument("--train", action="store_true", help="train answers beyond the grid")
+    parser.add_argument("--each", action="store_true", help="print every run, too")
+    options = parser.parse_args()
+    rows = Rows(options.rows)
+    found: dict[str, list[Case]] = {name: [] for name in ADVISERS}
+    calibrated: dict[str, list[float]] = {}
+    left_out, counted = [], set()
+    for grid in grids(rows, JUDGED if options.part == "judge" else DEVELOPMENT, train=options.train):
+        if grid.problem:
+            left_out.append(f"{grid.name['task']}, {grid.name['kind']}, seed {grid.name['seed']}: {grid.problem}")
+            continue
+        counted.add(grid.name["task"])
+        for name, adviser in ADVISERS.items():
+            found[name] += cases(grid, adviser)
+        if (value := grid.calibrated()) is not None:
+            calibrated.setdefault(str(grid.name["kind"]), []).extend([value] * len(grid.runs))
+    if options.each:
+        for six, own in zip(found["six lines"], found["advise"], strict=True):
+            words = f"{own.said} {own.factor:.3g} -> {own.after:.0%}; six lines {six.said} {six.factor:.3g} -> {six.after:.0%}"
+            print(f"{own.task}, {own.kind}, seed {own.seed}, lr {own.lr:g}: {own.before:.0%}, {words}")
+    for kind in (None, *LOWEST):
+        print("\n".join(table(found, calibrated, kind)))
+    print(f"{len(counted)} tasks: {', '.join(sorted(map(str, counted)))}.")
+    print("\n".join(["Left out:", *left_out]) if left_out else "Left out: none.")
+
+
+if __name__ == "__main__":
+    main()
