@@ -18,7 +18,7 @@ KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stu
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
 
 NEXT = 3.0  # factor on lr, within which one run cannot rank
-FAR = 10.0  # factor on lr where a run was lost or is stuck
+FAR = 30.0  # factor on lr where a run was lost or is stuck: with a tenth some were lost again
 GOOD_START = 2.0  # largest working step at the start over the step of the best lr, about
 HARDLY = 0.9  # of the first loss: no progress to speak of
 SHORT_KAPPA = 0.1  # change of the gradient over a step, relative to its norm, below which steps are short
@@ -73,19 +73,17 @@ def was_falling(run: Outcome) -> bool:
 
 
 def far_below(run: Outcome) -> float:
-    """A tenth, or less where the start allowed less."""
+    """A thirtieth, or less where the start allowed less."""
     if math.isnan(run.start_factor):
         return 1 / FAR
     return min(1 / FAR, run.start_factor / GOOD_START)
 
 
 def as_started(run: Outcome) -> float:
-    """To what the start allowed while κ stays below 1; three times at least, a hundred at most."""
-    allowed = min(FAR**2, 1 / run.kappa)
-    if not math.isnan(run.start_factor):
-        allowed = min(allowed, run.start_factor / GOOD_START)
-        return max(NEXT, allowed)
-    return NEXT
+    """To what the start allowed while κ stays below 1; three times at least, ninety at most."""
+    if math.isnan(run.start_factor):
+        return NEXT
+    return max(NEXT, min(run.start_factor / GOOD_START, 1 / run.kappa, FAR * NEXT))
 
 
 def third(run: Outcome) -> float:
