@@ -1,9 +1,7 @@
-"""How often the intervals of fit_smoothness and advise cover the truth: python benchmarks/coverage.py [runs].
+"""How often the intervals of fit_smoothness cover the truth: python benchmarks/coverage.py [runs].
 
 Autocorrelated traces with known L0, L1 and rank correlation; nine in ten intervals should cover. Then traces
 that break an assumption: the line of all rows, and the effect that it hides, beside how often the fit warns.
-The truth of an advice is what the same rule gives for the line and the gradient norms of the law the traces
-come from.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ import sys
 import numpy as np
 from scipy import stats
 
-from curvestep.advice.advice import advise
-from curvestep.advice.rule import clipping_below
 from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
@@ -174,48 +170,6 @@ def print_traps(runs: int) -> None:
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
-ADVISED = ("lr", "max_norm", "step_cap")
-
-
-def advised_truth(L0: float, L1: float) -> tuple[float, float, float]:
-    """``lr``, ``max_norm`` and ``step_cap`` for the law that :func:`smoothness` draws from."""
-    factor = math.exp(0.4 * stats.norm.ppf(0.75))
-    least, most = np.exp(0.5 * stats.norm.ppf([0.05, 0.95]))
-    lr, max_norm = clipping_below(L0 * factor, L1 * factor, constant=1.5, least=least, most=most)
-    return lr, max_norm, lr * max_norm
-
-
-def advice_coverage(num: int, phi: float, L0: float, L1: float, *, runs: int) -> dict[str, float]:
-    truth = dict(zip(ADVISED, advised_truth(L0, L1), strict=True))
-    covered = dict.fromkeys(ADVISED, 0)
-    for seed in range(runs):
-        rng = np.random.default_rng([seed, num])
-        g = np.exp(0.5 * autoregression(rng, num, phi))
-        ell = smoothness(g, autoregression(rng, num, phi), L0, L1)
-        trace = Trace()
-        for step, (norm, value) in enumerate(zip(g, ell, strict=True)):
-            row = {"step": step, "grad_norm": norm, "smoothness": value, "lr": 0.1, "step_norm": 0.1 * norm}
-            trace.append(row)
-        advice = advise(trace, level=0.9, seed=seed)
-        for name in ADVISED:
-            low, high = getattr(advice, f"{name}_interval")
-            covered[name] += low * (1 - 1e-9) <= truth[name] <= high * (1 + 1e-9)
-    return {name: count / runs for name, count in covered.items()}
-
-
-def print_advice(runs: int) -> None:
-    print(f"\nThe same for advise, {runs} traces, 75 % line")
-    print(
-        "| rows | neighbours | true L0 | true L1 | lr covered | max_norm covered | step_cap covered |\n|"
-        + " --- |" * 7
-    )
-    for num, phi, L0, L1, quantile in SCENARIOS:
-        if quantile == 0.95:
-            share = advice_coverage(num, phi, L0, L1, runs=runs)
-            cells = [num, phi, f"{L0:g}", f"{L1:g}", *(f"{value:.1%}" for value in share.values())]
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
 if __name__ == "__main__":
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     print(f"Share of {runs} traces whose 90 % interval covers the truth")
@@ -228,4 +182,3 @@ if __name__ == "__main__":
         cells = [num, phi, f"{L0:g}", f"{L1:g}", quantile, *(f"{value:.1%}" for value in share.values())]
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     print_traps(runs)
-    print_advice(runs)

@@ -50,7 +50,7 @@ USES = {
     "optim": {"steps", "clip_rules", "vectors", "distributed"},
     "smoothness": {"steps", "bracket", "display", "vectors", "distributed"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
-    "advice": {"steps", "display", "smoothness", "fit"},
+    "advice": {"bracket", "display", "theory.theorems", "smoothness", "fit"},
     "calibration": {
         "bracket",
         "display",

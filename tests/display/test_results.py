@@ -102,20 +102,9 @@ def test_the_edge_is_the_optimizers_own(limit, name, edges):
     assert chart.series[-1].name == "edge of stability"
 
 
-def test_the_plot_of_an_advice_has_its_step_rule_below_the_edge(shown):
-    advice = shown["advice"]
-    edge, taken, rule = results.advised(advice.fit, lr=advice.lr, max_norm=advice.max_norm).series
-    np.testing.assert_allclose(rule.y, np.minimum(advice.lr, advice.lr * advice.max_norm / rule.x))
-    np.testing.assert_allclose(edge.y, 2 / advice.fit.samples.smoothness)
-    np.testing.assert_allclose(taken.y, advice.fit.samples.step_norm / taken.x)
-
-
 def test_what_cannot_be_plotted_says_why():
     with pytest.raises(ValueError, match="none of the 0 rows was measured"):
         cs.Trace().plot()
-    refused = cs.advise(cs.Trace())
-    with pytest.raises(ValueError, match="There is no setting to plot"):
-        refused.plot()
 
 
 def test_a_line_marks_the_threshold_only_where_there_is_one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from textwrap import shorten
 
 from curvestep.advice.decision import (
     CANNOT_TELL,
@@ -20,10 +21,10 @@ from curvestep.advice.settings import Setting
 from curvestep.fit.samples import LEAST_ROWS
 from curvestep.notes import Note
 
-INERT = 0.9  # share of clipped steps from which lr no longer acts by itself
 MOST_LISTED = 10  # settings
 
 _CANNOT_TELL = {
+    "no-rows": "the trace has no rows. Let the probe see every step: `probe.watch(optimizer)`.",
     "no-loss": "no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "eval-mode": "the model was in eval mode. Call `model.train()` before training.",
     "no-step": "the parameters did not move. Does the optimizer hold them, and is lr above 0?",
@@ -44,7 +45,8 @@ def verdict_on(decision: Decision, run: Outcome) -> str:
     if decision.action in (RAISE, LOWER):
         return f"{decision.action.upper()} {change}"
     if decision.action == DIVERGED:
-        return f"DIVERGED at step {run.lost_at or 1}: run calibrate, or lower {change}"
+        where = "" if run.lost_at is None else f" at step {run.lost_at}"
+        return f"DIVERGED{where}: run calibrate, or lower {change}"
     if decision.action == DATA:
         return f"DATA: look at the data and the loss of step {run.lost_at}. lr does not look like the cause."
     if decision.action == STUCK and decision.lr is not None:
@@ -52,6 +54,8 @@ def verdict_on(decision: Decision, run: Outcome) -> str:
     if decision.action == STUCK:
         return "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model."
     assert decision.action == CANNOT_TELL
+    if decision.kind == "failed-rows":
+        return f"CANNOT TELL: measurements failed. {shorten(run.failure, 110, placeholder=' …')}"
     few = f"{run.num_rows} of at least {LEAST_ROWS} measured rows. Train longer, or probe more often."
     return f"CANNOT TELL: {_CANNOT_TELL.get(decision.kind, few)}"
 
@@ -149,12 +153,10 @@ def _about_clipping(run: Outcome) -> Note:
         text = ""
     elif share == 0:
         text = "no step was clipped"
-    elif share < INERT:
-        text = f"{share:.0%} of the steps, at {run.max_norm:.3g}"
     elif run.family.is_adaptive:
-        text = f"{share:.0%} of the steps: for Adam this hardly matters, since it divides by the norm"
+        text = f"{share:.0%} of the steps, at {run.max_norm:.3g}; Adam divides by the norm again"
     else:
-        text = f"{share:.0%} of the steps: only lr x max_norm counts, so scale either"
+        text = f"{share:.0%} of the steps, at {run.max_norm:.3g}; for these only lr x max_norm counts"
     return Note("clipping", text)
 
 

@@ -86,25 +86,29 @@ def as_started(run: Outcome) -> float:
     return max(NEXT, min(run.start_factor / GOOD_START, 1 / run.kappa, FAR * NEXT))
 
 
-def third(run: Outcome) -> float:
-    """A third, whatever the run."""
-    return 1 / NEXT
+def half_way(run: Outcome) -> float:
+    """Half way, on a log scale, to what the start allowed; a third at most."""
+    if math.isnan(run.start_factor):
+        return 1 / NEXT
+    return min(1 / NEXT, math.sqrt(run.start_factor))
 
 
 # fmt: off
 TABLE = (
+    Condition("no-rows", CANNOT_TELL, lambda run: run.num_rows == run.num_losses == 0 and run.lost_at is None),
     Condition("no-loss", CANNOT_TELL, lambda run: run.num_losses == 0 and run.lost_at is None),
     Condition("bad-batch", DATA, lambda run: run.lost_at is not None and was_falling(run)),
     Condition("not-finite", DIVERGED, lambda run: run.lost_at is not None, far_below),
     Condition("rose-far", DIVERGED, rose_far, far_below),
     Condition("no-step", CANNOT_TELL, lambda run: run.num_rows == 0 and run.num_losses >= LEAST_ROWS),
+    Condition("failed-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS and bool(run.failure)),
     Condition("few-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS),
     Condition("eval-mode", CANNOT_TELL, lambda run: run.in_eval_mode),
     Condition("stuck-after-long-steps", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
-    Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, third),
-    Condition("long-first-steps", LOWER, lambda run: run.start_factor < 1 / GOOD_START, third),
+    Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
+    Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, half_way),
+    Condition("long-first-steps", LOWER, lambda run: run.start_factor < 1 / GOOD_START, half_way),
     Condition("short-steps", RAISE, lambda run: run.kappa < SHORT_KAPPA, as_started),
-    Condition("no-progress", STUCK, lambda run: hardly_fell(run) and not run.fell),
     Condition("short-first-steps", RAISE, lambda run: run.start_factor > 2 * GOOD_START, lambda run: NEXT),
     Condition("no-sign", KEEP, lambda run: True, lambda run: 1.0),
 )

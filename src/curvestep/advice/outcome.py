@@ -11,8 +11,8 @@ import numpy as np
 from curvestep.bracket import working_fraction
 from curvestep.fit.samples import History, typical_clip_norm
 from curvestep.optimizer_family import Family, family_of
-from curvestep.smoothness.trace import NONFINITE
-from curvestep.theory import clipping_floor
+from curvestep.smoothness.trace import FAILED, NONFINITE
+from curvestep.theory.theorems.clipping_floor import clipping_floor
 
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
 
@@ -31,10 +31,12 @@ class Outcome:
         in_eval_mode: Whether the model was in eval mode.
         num_rows: Measured rows.
         num_losses: Rows with a finite loss.
+        failure: Why the first measurement failed that did; empty if none did.
         first_loss: Of the first row.
         last_loss: Mean of the last tenth, five rows at least.
         highest_loss: Of all finite ones.
         fell: Whether the last losses lie below as many first ones, by two standard errors.
+        should_have_fallen: Whether they would, had the steps lowered other batches as they did their own.
         spread: Standard error of the last loss.
         lost_at: First step, counted from one, whose loss or gradient is not finite; None if all are.
         kappa: Change of the gradient over a step relative to its norm, median of the later half of rows
@@ -54,10 +56,12 @@ class Outcome:
     in_eval_mode: bool
     num_rows: int
     num_losses: int
+    failure: str
     first_loss: float
     last_loss: float
     highest_loss: float
     fell: bool
+    should_have_fallen: bool
     spread: float
     lost_at: int | None
     kappa: float
@@ -121,12 +125,16 @@ def _loss_curve(history: History) -> dict[str, Any]:
         lost = np.zeros(len(loss), dtype=bool)  # nobody recorded the loss
     part = max(FEW_ROWS, len(losses) // 10)
     start, last = losses[:part], losses[-part:]
+    clear = 2 * math.hypot(_error(start), _error(last))
+    own_falls = (loss - history.columns["loss_after"])[history.ok]
+    steps = float(np.ptp(history.step)) if len(loss) else 0.0
     return {
         "num_losses": len(losses),
         "first_loss": float(losses[0]) if len(losses) else math.nan,
         "last_loss": _mean(last),
         "highest_loss": float(losses.max(initial=-math.inf)),
-        "fell": _mean(start) - _mean(last) > 2 * math.hypot(_error(start), _error(last)),
+        "fell": _mean(start) - _mean(last) > clear,
+        "should_have_fallen": _mean(own_falls[np.isfinite(own_falls)]) * steps > clear,
         "spread": _error(last),
         "lost_at": int(history.step[np.argmax(lost)]) + 1 if lost.any() else None,
     }
@@ -137,7 +145,8 @@ def _steps(history: History) -> dict[str, Any]:
     rows, kappa = history.columns, _kappa(history)
     measured = history.ok & np.isfinite(kappa)
     share = _share_of_peak(history.lr)
-    near = np.flatnonzero(measured & (share >= np.median(share)))  # of a schedule the half around its peak
+    middle = _median(share)  # of a schedule, what lies above it is the half around its peak
+    near = np.flatnonzero(measured & (share >= middle))
     late = near[len(near) // 2 :]
     length = rows["step_norm"][late]
     cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)[late]  # 1 along the gradient
@@ -149,10 +158,15 @@ def _steps(history: History) -> dict[str, Any]:
         fall = promise - rows["curvature"][late] * length**2 / 2
     return {
         "num_rows": int(measured.sum()),
+        "failure": next((str(word)[len(FAILED) :] for word in rows["status"] if _is_failure(word)), ""),
         "kappa": _median(kappa[late]),
         "efficiency": _median(fall) / _median(promise),
         "grad_norm": float(np.nanmax(rows["grad_norm"][:FEW_ROWS], initial=0.0)),
     }
+
+
+def _is_failure(status: object) -> bool:
+    return isinstance(status, str) and status.startswith(FAILED)
 
 
 def _kappa(history: History) -> np.ndarray:
@@ -173,7 +187,7 @@ def _start_factor(history: History) -> float:
     for row in np.flatnonzero(np.isfinite(kappa))[:FEW_ROWS]:
         secants = rows["secants"][row]
         at, values = np.ones(1), kappa[row : row + 1]
-        if len(fractions) == len(secants) and np.isfinite(secants).all():
+        if 0 < len(fractions) == len(secants) and np.isfinite(secants).all():
             at, values = fractions, secants * fractions * rows["step_norm"][row] / rows["grad_norm"][row]
         built_up = 1 - momentum ** (rows["step"][row] + 1)  # of the length that momentum gives to steps
         factors.append(share[row] * built_up * working_fraction(at, values))

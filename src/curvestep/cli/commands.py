@@ -172,11 +172,12 @@ def advise(args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
     parser = Parser(
         "curvestep advise",
-        "The (L0, L1) of a run, the lr and max_norm that follow, and why.",
+        "What to run next after a run: keep, raise or lower lr, and why. Of several runs: the best.",
         example="runs/mine/trace.jsonl",
         names="TRACE ...",
     )
     parser.positional("TRACE", "Run folders, folders of runs, trace files; tasks are judged one by one")
+    parser.flag("--details", "Print all reasons, and of a single run its (L0, L1)")
     parser.flag("--json", "Print JSON instead of words")
     chosen = parser.read(args)
     if not chosen.TRACE:
@@ -190,7 +191,7 @@ def advise(args: list[str]) -> int:
         listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
         say(dump_json(listed[0]["advice"] if len(listed) == 1 else {"tasks": listed}, indent=2))
     else:
-        say("\n\n".join(_advice_of(task, tasks, advices) for task in tasks))
+        say("\n\n".join(_advice_of(task, tasks, advices, chosen.details) for task in tasks))
     return FAILED if any(advice.refused for advice in advices.values()) else OK
 
 
@@ -247,7 +248,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train, "one training run with the probe built in"),
     "sweep": (sweep, "a grid of runs: --lr 3 10 30 --max-norm inf 0.25"),
     "report": (report, "runs as one self-contained HTML page"),
-    "advise": (advise, "(L0, L1) of a run, lr, max_norm, and why"),
+    "advise": (advise, "Keep, raise or lower lr after a run, and why"),
     "calibrate": (calibrate, "lr and max_norm measured before training"),
     "data": (data, "fetch and verify the data sets"),
 }
@@ -282,16 +283,26 @@ def _arguments(chosen: Namespace, *names: str) -> dict[str, Any]:
     return {"progress": not chosen.quiet, **{name: getattr(chosen, name) for name in names}}
 
 
-def _advice_of(task: str, tasks: dict[str, Any], advices: dict[str, Any]) -> str:
+def _advice_of(task: str, tasks: dict[str, Any], advices: dict[str, Any], details: bool) -> str:
     """The advice for one task, under its name if there are several."""
     advice, num_runs = advices[task], len(tasks[task])
-    words = advice.verdict if advice.refused else str(advice)
-    if num_runs == 1 and advice.fit is not None:
-        words = f"{words}\n\n{advice.fit}"
+    words = advice.details() if details else str(advice)
+    if details and num_runs == 1:
+        words = f"{words}\n\n{_fit_words(tasks[task][0])}"
     if len(tasks) == 1:
         return words
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     return f"{task or 'other runs'} ({runs})\n{words}"
+
+
+def _fit_words(trace: Any) -> str:
+    """The fit of a trace, or why there is none."""
+    from curvestep.fit.fit import fit_smoothness
+
+    try:
+        return str(fit_smoothness(trace))
+    except ValueError as error:
+        return f"No fit: {error}"
 
 
 def _ending(result: Any) -> str:

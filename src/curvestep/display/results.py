@@ -1,4 +1,4 @@
-"""The charts of a trace, a fit, an advice and a calibration, as data."""
+"""The charts of a trace, a fit and a calibration, as data."""
 
 from __future__ import annotations
 
@@ -172,23 +172,6 @@ def fit_charts(fit: SmoothnessFit) -> list[Chart]:
     names = ("step", "loss", "grad_norm", "smoothness", "lr")
     found = scatter({name: getattr(samples, name) for name in names}, fit), within(fit)
     return [chart for chart in found if chart is not None]
-
-
-def advised(fit: SmoothnessFit, *, lr: float, max_norm: float) -> Chart:
-    """Step sizes against gradient norm: as taken, at the edge of stability, and as advised."""
-    samples = fit.samples
-    g = samples.grad_norm
-    norms = np.geomspace(*fit.grad_norm_range, 60)
-    advice = f"advised: lr {lr:.3g}"
-    if math.isfinite(max_norm):
-        advice += f", max_norm {max_norm:.3g}"
-    series = (
-        Series("edge of stability, 2/L̂", g, 2 / samples.smoothness, colour=1, dash="", mark="circle"),
-        Series("as taken", g, samples.step_size, colour=0, dash="", mark="triangle"),
-        Series(advice, norms, clipped_step(norms, lr=lr, max_norm=max_norm), colour=2),
-    )
-    axes = Axis(GRADIENT, log=True), Axis("step size, step length over gradient norm", log=True)
-    return Chart("advice", "Step sizes against gradient norm", *axes, series)
 
 
 def calibration(found: Calibration) -> list[Chart]:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from curvestep.advice.advice import Advice
-from curvestep.advice.decision import KEEP
-from curvestep.advice.settings import rate_name
+from curvestep.advice.advice_words import rate_name
 from curvestep.calibration.result import Calibration
 from curvestep.display.chart import Grid
 from curvestep.display.results import stability, usable
@@ -239,12 +238,12 @@ def verdict(task: Task, *, title: str = "") -> Fields:
     advice = task.advice
     if advice is None or advice.refused:
         return {**group, "verdict": f"{so_far}{_without_advice(task)}", "warnings": missing}
-    warnings = task.runs[0].warnings if len(task.runs) == 1 else advice.warnings
+    warnings = task.runs[0].warnings if len(task.runs) == 1 else tuple(map(str, advice.warnings))
     return {
         **group,
         "verdict": f"{so_far}{advice.verdict}",
         "advice": advice_table(advice),
-        "reasons": [words for words in (*advice.reasons, advice.clipping) if words],
+        "reasons": [f"{note.kind}: {note.text}" for note in advice.reasons],
         "warnings": [*warnings, *missing],
     }
 
@@ -291,50 +290,19 @@ def _without_advice(task: Task) -> str:
 
 
 def advice_table(advice: Advice) -> dict[str, str]:
-    """The numbers of the advice, rounded for reading."""
-    # A run that is kept may have a threshold that no gradient reached.
-    without = "no step clipped" if advice.action == KEEP else "no clipping"
-
-    def number(value: float | None) -> str:
-        if value is None or math.isnan(value):
-            return "unknown"
-        if math.isinf(value):
-            return without
-        return f"{value:.3g}"
-
-    def interval(ends: tuple[float, float] | None) -> str:
-        if ends is None or not all(map(math.isfinite, ends)):
-            return ""
-        return f"{ends[0]:.3g} to {ends[1]:.3g}"
-
-    table = {
+    """The numbers of the advice, rounded for reading; none where it has none."""
+    if advice.lr is None or advice.max_norm is None:
+        return {}
+    max_norm = "no step clipped" if math.isinf(advice.max_norm) else f"{advice.max_norm:.3g}"
+    following = ""
+    if advice.next_lr is not None:
+        following = f"{rate_name(advice.lr_is_peak)} {advice.next_lr:.3g}"
+    return {
         "rate": "peak learning rate" if advice.lr_is_peak else "learning rate",
-        "lr": number(advice.lr),
-        "lr_interval": interval(advice.lr_interval),
-        "max_norm": number(advice.max_norm),
-        "max_norm_interval": interval(advice.max_norm_interval),
-        "step_cap": "",  # Adam has no such length
-        "step_cap_interval": interval(advice.step_cap_interval),
-        "clipped": "unknown",
-        "next": _next_setting(advice),
+        "lr": f"{advice.lr:.3g}",
+        "max_norm": max_norm,
+        "next": following,
     }
-    if advice.step_cap is not None:
-        table["step_cap"] = number(advice.step_cap)
-    if advice.clipped_fraction is not None:
-        table["clipped"] = f"{advice.clipped_fraction:.0%}"
-    return table
-
-
-def _next_setting(advice: Advice) -> str:
-    words = []
-    for name, value in (advice.next_setting or {}).items():
-        if math.isinf(value):
-            words.append("no clipping")
-        elif name == "lr":
-            words.append(f"{rate_name(advice.lr_is_peak)} {value:.3g}")
-        else:
-            words.append(f"{name} {value:.3g}")
-    return ", ".join(words)
 
 
 # Headings of the kinds of claims of a reproduction, what their second column holds, and colours of verdicts.

@@ -17,7 +17,6 @@ import numpy as np
 
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
-from curvestep.advice.decision import TRY
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
@@ -92,9 +91,9 @@ class RunView:
         """The warnings of the fit and of the advice, each once."""
         found: list[str] = []
         if self.fit:
-            found += tuple(map(str, self.fit.warnings))
+            found += map(str, self.fit.warnings)
         if self.advice:
-            found += self.advice.warnings
+            found += map(str, self.advice.warnings)
         return tuple(dict.fromkeys(found))
 
     @property
@@ -383,10 +382,10 @@ def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[
     except ValueError as error:
         refusal = str(error)
     advice = advise(fit or trace)
-    if refusal and not (advice.action == TRY and trace.ok.all()):  # there the advice itself says: too few
+    if refusal:
         notes.append(Note(NOT_JUDGED, refusal))
-    if advice.refused:
-        notes += [Note(NOT_JUDGED, reason) for reason in advice.reasons]
+    elif advice.refused:
+        notes.append(Note(NOT_JUDGED, advice.verdict))
     measured = columns_of(trace)
     layers = [name for name in measured if name.startswith("layers/")]
     return {

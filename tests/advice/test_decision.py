@@ -1,0 +1,87 @@
+"""The table of conditions: each holds for its example, and the answer is another one without it."""
+
+import math
+
+import pytest
+
+from curvestep.advice import decision
+from curvestep.advice.advice_words import verdict_on
+from curvestep.advice.decision import FAR, GOOD_START, HARDLY, NEXT, SHORT_KAPPA, TABLE, decide
+from tests.advice.runs import outcome
+
+LOST = {"lost_at": 16, "kappa": 5.0}
+# For each condition: facts, action, factor on lr (None for no number).
+EXAMPLES = {
+    "no-rows": ({"num_rows": 0, "num_losses": 0}, "cannot tell", None),
+    "no-loss": ({"num_losses": 0}, "cannot tell", None),
+    "bad-batch": ({"lost_at": 16}, "data", None),
+    "not-finite": ({**LOST, "start_factor": 2.0}, "diverged", 1 / FAR),
+    "rose-far": ({"last_loss": 8.0, "start_factor": 0.02}, "diverged", 0.02 / GOOD_START),
+    "no-step": ({"num_rows": 0, "num_losses": 30}, "cannot tell", None),
+    "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
+    "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
+    "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
+    "stuck-after-long-steps": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),
+    "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
+    "inefficient": ({"efficiency": 0.05}, "lower", 1 / NEXT),
+    "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),
+    "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 20.0),
+    "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
+    "no-sign": ({}, "keep", 1.0),
+}
+
+
+def test_every_condition_has_an_example():
+    assert list(EXAMPLES) == [line.kind for line in TABLE]
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_condition_leads_to_its_action(kind):
+    facts, action, factor = EXAMPLES[kind]
+    found = decide(outcome(**facts))
+    assert (found.kind, found.action) == (kind, action)
+    if factor is None:
+        assert found.lr is None
+    else:
+        assert found.lr == pytest.approx(factor * 0.1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EXAMPLES if kind != "no-sign"])
+def test_without_its_condition_the_answer_is_another_one(kind, monkeypatch):
+    run = outcome(**EXAMPLES[kind][0])
+    said = verdict_on(decide(run), run)
+    monkeypatch.setattr(decision, "TABLE", [line for line in TABLE if line.kind != kind])
+    assert verdict_on(decide(run), run) != said
+
+
+def test_what_is_not_known_holds_for_nothing():
+    unknown = dict.fromkeys(("kappa", "efficiency", "start_factor", "last_loss", "first_loss"), math.nan)
+    assert decide(outcome(**unknown)).kind == "no-sign"
+    assert decide(outcome(start_factor=math.nan, **LOST)).lr == pytest.approx(0.1 / FAR)
+    assert decide(outcome(start_factor=math.nan, kappa=0.01)).lr == pytest.approx(0.1 * NEXT)
+
+
+@pytest.mark.parametrize(("kappa", "start", "factor"), [
+    (0.09, 5.0, NEXT), (0.05, 100.0, 20.0), (1e-4, 1e4, FAR * NEXT), (0.02, 30.0, 15.0),
+])  # fmt: skip
+def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor):
+    assert decide(outcome(kappa=kappa, start_factor=start)).lr == pytest.approx(0.1 * factor)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_progress_is_measured_for_negative_losses_too(sign):
+    first = 2.0 * sign
+    stuck = outcome(first_loss=first, last_loss=first - 0.9 * (1 - HARDLY) * 2.0, fell=False)
+    fell = outcome(first_loss=first, last_loss=first - 1.1 * (1 - HARDLY) * 2.0, fell=False)
+    assert (decide(stuck).kind, decide(fell).kind) == ("no-progress", "no-sign")
+
+
+def test_a_fall_that_noise_does_not_explain_is_no_standstill():
+    # A fine-tuned model starts near its end.
+    assert decide(outcome(first_loss=3.0, last_loss=2.8, fell=True)).action == "keep"
+
+
+def test_short_steps_that_hardly_moved_are_raised_and_not_stuck():
+    short = {"last_loss": 2.25, "fell": False, "kappa": SHORT_KAPPA / 2}
+    assert decide(outcome(**short, should_have_fallen=False)).action == "raise"
+    assert decide(outcome(**short, should_have_fallen=True)).action == "stuck"

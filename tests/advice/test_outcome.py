@@ -1,0 +1,101 @@
+"""Facts of a run, against runs solved by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from curvestep import ClippedSGD, SmoothnessProbe
+from curvestep.advice.outcome import outcome_of
+from curvestep.fit.samples import History
+from curvestep.optimizer_family import Family
+from tests.advice.runs import falling, trace_of
+
+
+def descended(lr, *, L=4.0, steps=12, schedule=None, **options):
+    """Facts of descent on L x²/2: κ is lr·L, and a step achieves 1 − lr·L/2 of its promise."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.float64))])
+    options = {"max_norm": math.inf, **options}
+    optimizer = ClippedSGD(model.parameters(), lr=lr, **options)
+    probe = SmoothnessProbe(model)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * (schedule[step] if schedule else 1.0)
+
+        def loss_fn():
+            return 0.5 * L * model[0].square().sum()
+
+        loss = loss_fn()
+        loss.backward()
+        with probe(loss_fn, loss=loss):
+            optimizer.step()
+        optimizer.zero_grad()
+    return outcome_of(History.of(probe.trace))
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.1, 0.2])
+def test_kappa_efficiency_and_start_of_a_quadratic(lr):
+    run = descended(lr)
+    assert run.kappa == pytest.approx(4 * lr)
+    assert run.efficiency == pytest.approx(1 - 2 * lr)
+    assert run.start_factor == pytest.approx(1 / (4 * lr))
+    assert (run.optimizer, run.family, run.lr, run.scheduled) == ("ClippedSGD", Family.SGD, lr, False)
+    assert (run.num_rows, run.lost_at, run.in_eval_mode, run.clipped) == (12, None, False, 0.0)
+
+
+def test_the_start_is_held_against_the_peak_of_a_schedule():
+    run = descended(0.1, schedule=[0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05])
+    assert (run.lr, run.scheduled) == (0.1, True)
+    assert run.start_factor == pytest.approx(2.5)
+    # Of the six rows with the larger lr the later three: 1.0, 0.8, 0.6.
+    assert run.kappa == pytest.approx(0.8 * 0.4)
+
+
+def test_the_start_is_held_against_steps_that_momentum_has_built_up():
+    # A first step of κ = 4 ends the start there; it is a tenth of what momentum makes of it.
+    assert descended(1.0, momentum=0.9).start_factor == pytest.approx(0.1 / 4)
+
+
+def test_clipping_has_a_share_and_a_threshold():
+    run = descended(0.01, max_norm=5.0)
+    norms = 4 * math.sqrt(3) * 0.96 ** np.arange(12)
+    assert run.max_norm == pytest.approx(5.0)
+    assert 0 < run.clipped < 1 or norms.min() > 5.0
+
+
+def test_the_floor_of_clipping_needs_noise():
+    quiet = outcome_of(History.of(trace_of(falling(), clipped=True, coefficient=0.5)))
+    noisy = outcome_of(History.of(trace_of(falling(), clipped=True, coefficient=0.5, noise=2.0)))
+    assert math.isnan(quiet.floor)
+    assert noisy.floor == pytest.approx(2.0)  # σ²/(4 max_norm) at a threshold of 0.5
+
+
+def test_the_loss_curve():
+    run = outcome_of(History.of(trace_of([2.0, 5.0, *[1.0, 1.2] * 9, None, 1.1])))
+    assert (run.first_loss, run.highest_loss, run.num_losses) == (2.0, 5.0, 21)
+    assert run.last_loss == pytest.approx(np.mean([1.2, 1.0, 1.2, 1.1, 1.0]), abs=0.1)
+    assert run.lost_at == 101  # the row of step 100, counted from one
+    assert run.fell
+
+
+def test_rows_without_any_loss_are_not_lost():
+    run = outcome_of(History.of(trace_of([None] * 12)))
+    assert (run.num_losses, run.lost_at, run.num_rows) == (0, None, 12)
+
+
+def test_a_run_that_begins_later_has_no_start():
+    trace = trace_of(falling(), every=5)
+    trace.cut(100)
+    later = trace_of([])
+    for row in list(trace)[3:]:
+        later.append(row)
+    assert math.isnan(outcome_of(History.of(later)).start_factor)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optimizer_family"])
+def test_older_headers_leave_the_optimizer_to_the_rows(key):
+    trace = trace_of(falling(), optimizer="ClippedAdamW")
+    for name in ("optimizer", "optimizer_family"):
+        trace.header.pop(name)
+    assert outcome_of(History.of(trace)).family is Family.ADAM
