@@ -2,8 +2,8 @@
 
     python -m benchmarks.advice --rows FOLDER --part develop | judge [--tasks …] [--kinds …] [--seeds 1 2]
 
-Every task of :data:`DEVELOPMENT` or :data:`JUDGED` is trained by five kinds of optimizer at seven learning rates
-over three decades, and at more where the best one is an end of that grid. Safe to kill at any time.
+Every task of :data:`DEVELOPMENT` or :data:`JUDGED` is trained by five kinds of optimizer at seven learning
+rates over three decades, and at more where the best one is an end of that grid. Safe to kill at any time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def train(job: Job, trace: Path | None) -> Job:
     return {**job, **found, "loss": last if math.isfinite(last) else None, "seconds": seconds}
 
 
-def _run(recipe: Recipe, optimizer: Optimizer, model: nn.Module, job: Job, probe: cs.SmoothnessProbe | None) -> bool:
+def _run(
+    recipe: Recipe, optimizer: Optimizer, model: nn.Module, job: Job, probe: cs.SmoothnessProbe | None
+) -> bool:
     """Whether the losses stayed finite; a lost run goes on until the probe has seen it twice."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     shape = SCHEDULES[schedule_of(job["kind"])](STEPS)
@@ -130,10 +132,13 @@ class Rows:
         if key(job) not in self.rows:
             row = train(job, self.trace_of(job) if probed else None)
             self.keep(row)
-            print(len(self.rows), {name: row[name] for name in (*job, "first", "loss", "seconds")}, flush=True)
+            print(
+                len(self.rows), {name: row[name] for name in (*job, "first", "loss", "seconds")}, flush=True
+            )
         return self.rows[key(job)]
 
     def trace_of(self, job: Job) -> Path:
+        """Where the trace of a probed run is kept."""
         name = "-".join(str(job[name]) for name in ("task", "kind", "seed", "lr"))
         return self.folder / "traces" / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
 
@@ -157,16 +162,18 @@ class Rows:
         return self.rows[key(name)]
 
     def key_of(self, **job: Any) -> str:
+        """The name of a job's row."""
         return key(job)
 
 
 def _calibrate(task: str, kind: str, seed: int) -> Job:
     recipe = recipe_of(task)
-    model = recipe.task.start(seed)
+    model = recipe.task.start(seed).train()
     optimizer, _ = optimizer_of(kind, recipe, model, 1.0, math.inf)
+    batches = recipe.task.stream(seed, "measuring")
     try:
         found = cs.calibrate(
-            model.train(), lambda batch: recipe.task.loss(model, batch), recipe.task.stream(seed, "measuring"),
+            model, lambda batch: recipe.task.loss(model, batch), batches,
             optimizer=optimizer, schedule=schedule_of(kind), num_steps=STEPS,
         )  # fmt: skip
     except ValueError as error:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.advice.score --rows FOLDER --part develop | judge [--train] [--each]
 
-Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training never
-sees, 0 at least and 1 for a run that was lost or ended above its start. Each seed has its own grid. A followed
-learning rate within the grid is read off it (losses linear in log lr between neighbours); one beyond its ends is
-trained with ``--train``, and until then counted as its end. A task whose best does not beat a trivial predictor
-by 5 %, or is an end of its grid, does not count. An answer without a number is scored as keep.
+Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training
+never sees, 0 at least and 1 for a run that was lost or ended above its start. Each seed has its own grid. A
+followed learning rate within the grid is read off it (losses linear in log lr between neighbours); one beyond
+its ends is trained with ``--train``, and until then counted as its end. A task whose best does not beat a
+trivial predictor by 5 %, or is an end of its grid, does not count. An answer without a number is scored as
+keep.
 """
 
 from __future__ import annotations
@@ -171,14 +172,25 @@ def table(found: dict[str, list[Case]], calibrated: dict[str, list[float]], kind
     some = next(iter(chosen.values()))
     if not some:
         return []
-    lines = [f"### {kind or 'All kinds'}: {len(some)} runs, mean regret before {mean(c.before for c in some):.1%}", ""]
-    lines += ["| following | mean regret after | above 20 % | bad runs kept | good runs harmed |", "| --- " * 5 + "|"]
+    lines = [
+        f"### {kind or 'All kinds'}: {len(some)} runs, mean regret before {mean(c.before for c in some):.1%}",
+        "",
+    ]
+    lines += [
+        "| following | mean regret after | above 20 % | bad runs kept | good runs harmed |",
+        "| --- " * 5 + "|",
+    ]
     lines += [line(name, of) for name, of in chosen.items()]
     every = [value for name, of in calibrated.items() if kind in (name, None) for value in of]
     if every:
         lines.append(f"| calibrate | {mean(every):.1%} | {mean(value > BAD for value in every):.0%} | | |")
     said = Counter(case.said for case in chosen["advise"])
-    return [*lines, "", "advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".", ""]
+    return [
+        *lines,
+        "",
+        "advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".",
+        "",
+    ]
 
 
 def main() -> None:
@@ -196,7 +208,9 @@ def main() -> None:
     left_out, counted = [], set()
     for grid in grids(rows, JUDGED if options.part == "judge" else DEVELOPMENT, train=options.train):
         if grid.problem:
-            left_out.append(f"{grid.name['task']}, {grid.name['kind']}, seed {grid.name['seed']}: {grid.problem}")
+            left_out.append(
+                f"{grid.name['task']}, {grid.name['kind']}, seed {grid.name['seed']}: {grid.problem}"
+            )
             continue
         counted.add(grid.name["task"])
         for name, adviser in ADVISERS.items():
@@ -205,8 +219,9 @@ def main() -> None:
             calibrated.setdefault(str(grid.name["kind"]), []).extend([value] * len(grid.runs))
     if options.each:
         for six, own in zip(found["six lines"], found["advise"], strict=True):
-            words = f"{own.said} {own.factor:.3g} -> {own.after:.0%}; six lines {six.said} {six.factor:.3g} -> {six.after:.0%}"
-            print(f"{own.task}, {own.kind}, seed {own.seed}, lr {own.lr:g}: {own.before:.0%}, {words}")
+            name = f"{own.task}, {own.kind}, seed {own.seed}, lr {own.lr:g}"
+            answers = (f"{case.said} {case.factor:.3g} -> {case.after:.0%}" for case in (own, six))
+            print(f"{name}: {own.before:.0%}, {'; six lines '.join(answers)}")
     for kind in (None, *LOWEST):
         print("\n".join(table(found, calibrated, kind)))
     print(f"{len(counted)} tasks: {', '.join(sorted(map(str, counted)))}.")

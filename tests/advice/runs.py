@@ -32,7 +32,6 @@ GOOD = {
     "kappa": 0.5,
     "efficiency": 0.7,
     "start_factor": 2.0,
-    "grad_norm": 1.0,
     "floor": math.nan,
 }
 
@@ -85,5 +84,5 @@ def train(model, optimizer, *, steps=80, every=4, batch=points, zero_grad=True):
         with probe(loss_fn, loss=loss):
             optimizer.step()
         if zero_grad:
-            optimizer.zero_grad()
+            model.zero_grad()
     return probe

@@ -21,7 +21,7 @@ EXAMPLES = {
     "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
     "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
-    "stuck-after-long-steps": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),
+    "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),
     "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
     "inefficient": ({"efficiency": 0.05}, "lower", 1 / NEXT),
     "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),

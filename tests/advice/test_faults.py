@@ -98,6 +98,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_named(fault):
     torch.set_default_dtype(torch.float32)
@@ -112,6 +113,7 @@ def test_a_healthy_run_is_kept():
     assert advise(train(model, plain(model))).action == "keep"
 
 
+@pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
 def test_the_step_of_a_bad_batch_and_the_cause_of_a_failure_are_named():
     assert "step 49" in advise(bad_batch()).verdict
     assert "`.grad`" in advise(no_zero_grad()).verdict

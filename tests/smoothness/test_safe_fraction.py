@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
-from curvestep.advice.decision import ONE_BATCH
 from curvestep.calibration.line import scale_of
 from curvestep.calibration.passes import Passes
 from curvestep.smoothness.probe import SmoothnessProbe
@@ -142,7 +141,7 @@ def test_of_adams_first_step_it_is_where_the_slope_along_signs_ends():
     assert row["lr"] * row["safe_fraction"] == pytest.approx(11.0 / 3.0, rel=0.05)
 
 
-def test_a_step_that_ends_where_nothing_is_finite_has_one_and_advice_uses_it():
+def test_a_step_that_ends_where_nothing_is_finite_has_one():
     model = nn.ParameterList([nn.Parameter(torch.tensor([2.0]))])
     optimizer, probe = sgd(100.0)(model.parameters()), SmoothnessProbe(model)
 
@@ -157,9 +156,6 @@ def test_a_step_that_ends_where_nothing_is_finite_has_one_and_advice_uses_it():
     assert row["status"] == "nonfinite"
     step = row["safe_fraction"] * row["step_norm"]
     assert step == pytest.approx(2)  # to the minimum at zero, where the gradient has changed by itself
-    advice = cs.advise(probe.trace)
-    assert advice.action == "rescue"
-    assert advice.lr == pytest.approx(ONE_BATCH * step / row["grad_norm"], rel=1e-9)
 
 
 def test_healthy_runs_pay_nothing_and_others_in_their_first_three_rows_only():

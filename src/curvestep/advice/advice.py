@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,9 +68,9 @@ class Advice:
 
     def __str__(self) -> str:
         lines = self._lines()
-        if len(lines) < MOST_LINES:
-            return "\n".join(lines)
-        return "\n".join([*lines[: MOST_LINES - 2], "More: print(advice.details())"])
+        if len(lines) > MOST_LINES:
+            lines = [*lines[: MOST_LINES - 1], "More: print(advice.details())"]
+        return "\n".join(lines)
 
     def details(self) -> str:
         """All reasons and warnings, and the fit if there is one."""
@@ -92,14 +92,14 @@ class Advice:
 def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advice:
     """What to run next: the same learning rate, a larger or a smaller one, and why.
 
-    From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): how its loss went, what its steps
-    did, how far the start allowed to go. One run shows steps that were far too long or too short; it cannot rank
-    learning rates within a factor of three. From several runs of one task: the best, its ties, and the next
-    learning rate to try.
+    From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): how its loss went, what its
+    steps did, how far the start allowed to go. One run shows steps that were far too long or too short; it
+    cannot rank learning rates within a factor of three. From several runs of one task: the best, its ties,
+    and the next learning rate to try.
 
     Args:
-        runs: Probed runs, at least one: probes, traces, their files or run folders, or fits. Several must be of
-            one task, with one kind of optimizer and one batch size.
+        runs: Probed runs, at least one: probes, traces, their files or run folders, or fits. Several must be
+            of one task, with one kind of optimizer and one batch size.
 
     Returns:
         An :class:`Advice`; where the runs do not support one, its action is ``"cannot tell"``.
@@ -107,10 +107,10 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
     Example:
         >>> trace = Trace()
         >>> for step in range(20):
-        ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": 1.0, "lr": 0.02, "kappa": 0.05,
-        ...                       "step_norm": 0.02, "smoothness": 2.5, "cosine": 1.0})
+        ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": 1.0, "lr": 0.02,
+        ...                       "kappa": 0.05, "step_norm": 0.02, "smoothness": 2.5})
         >>> print(advise(trace).verdict)
-        RAISE lr 0.02 -> 0.1
+        RAISE lr 0.02 -> 0.2
     """
     if not runs:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")
@@ -128,7 +128,8 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
 def _loaded(run: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Trace | SmoothnessFit:
     if isinstance(run, SmoothnessFit):
         return run
-    return check_trace(getattr(run, "trace", run))
+    trace: Any = getattr(run, "trace", run)  # a probe has one
+    return check_trace(trace)
 
 
 def _from_run(history: History, run: Trace | SmoothnessFit) -> Advice:

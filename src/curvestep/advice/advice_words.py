@@ -14,29 +14,28 @@ from curvestep.advice.decision import (
     LOWER,
     RAISE,
     STUCK,
-    Decision,
+    Finding,
 )
 from curvestep.advice.outcome import Outcome
-from curvestep.advice.settings import Setting
+from curvestep.advice.settings import TriedSetting
 from curvestep.fit.samples import LEAST_ROWS
 from curvestep.notes import Note
 
 MOST_LISTED = 10  # settings
 
 _CANNOT_TELL = {
-    "no-rows": "the trace has no rows. Let the probe see every step: `probe.watch(optimizer)`.",
+    "no-rows": "no step was measured. Let the probe see every step: `probe.watch(optimizer)`.",
     "no-loss": "no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "eval-mode": "the model was in eval mode. Call `model.train()` before training.",
     "no-step": "the parameters did not move. Does the optimizer hold them, and is lr above 0?",
 }
 _HOW_STEPS_WENT = {
-    "rose-far": "they raised the loss far above its start",
-    "inefficient": "they are too long, or gradients add up (is `zero_grad` called?)",
-    "short-steps": "they are short",
+    "inefficient": "too long, or gradients add up (is `zero_grad` called?)",
+    "short-steps": "short",
 }
 
 
-def verdict_on(decision: Decision, run: Outcome) -> str:
+def verdict_on(decision: Finding, run: Outcome) -> str:
     """One line to act on: the answer in capitals, the old value and the new one."""
     rate = rate_name(run.scheduled)
     change = "" if decision.lr is None else f"{rate} {run.lr:.3g} -> {decision.lr:.3g}"
@@ -60,7 +59,7 @@ def verdict_on(decision: Decision, run: Outcome) -> str:
     return f"CANNOT TELL: {_CANNOT_TELL.get(decision.kind, few)}"
 
 
-def reasons_for(decision: Decision, run: Outcome) -> tuple[Note, ...]:
+def reasons_for(decision: Finding, run: Outcome) -> tuple[Note, ...]:
     """What the verdict rests on, a line each: the loss, the steps, the start, clipping, what to do next."""
     found = [_about_loss(run), _about_steps(decision, run), _about_start(run), _about_clipping(run)]
     return tuple(note for note in (*found, _about_next(decision)) if note.text)
@@ -70,12 +69,14 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     """What to doubt."""
     found = []
     if math.isfinite(run.floor) and run.floor > 0.5 * run.max_norm:
-        text = f"Clipping at {run.max_norm:.3g} can hold the gradient norm at {run.floor:.2g}: noise is larger."
+        text = (
+            f"Clipping at {run.max_norm:.3g} can hold the gradient norm at {run.floor:.2g}: noise is larger."
+        )
         found.append(Note("clipping-floor", f"{text} Raise max_norm or the batch size."))
     return tuple(found)
 
 
-def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: float | None) -> str:
+def verdict_on_settings(best: TriedSetting, settings: Sequence[TriedSetting], following: float | None) -> str:
     """Which of several settings to take, and what to try before settling."""
     verdict = f"TAKE {setting_name(best)}: best of {len(settings)} settings"
     if following is None:
@@ -83,7 +84,9 @@ def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: f
     return f"{verdict}; try {rate_name(best.scheduled)} {following:.3g} next."
 
 
-def reasons_for_settings(best: Setting, ties: Sequence[Setting], settings: Sequence[Setting]) -> tuple[Note, ...]:
+def reasons_for_settings(
+    best: TriedSetting, ties: Sequence[TriedSetting], settings: Sequence[TriedSetting]
+) -> tuple[Note, ...]:
     """The ties, and a line for each setting, the best ten of them."""
     found = []
     if ties:
@@ -102,13 +105,13 @@ def rate_name(scheduled: bool) -> str:
     return "peak lr" if scheduled else "lr"
 
 
-def setting_name(setting: Setting) -> str:
+def setting_name(setting: TriedSetting) -> str:
     """The setting as a person writes it."""
     clip = "no step clipped" if math.isinf(setting.max_norm) else f"max_norm {setting.max_norm:.3g}"
     return f"{rate_name(setting.scheduled)} {setting.lr:.3g}, {clip}"
 
 
-def _ending(setting: Setting) -> str:
+def _ending(setting: TriedSetting) -> str:
     lost = sum(math.isinf(loss) for loss in setting.losses)
     seeds = f", {len(setting.losses)} runs" if len(setting.losses) > 1 else ""
     if lost:
@@ -131,10 +134,10 @@ def _about_loss(run: Outcome) -> Note:
     return Note("loss", text)
 
 
-def _about_steps(decision: Decision, run: Outcome) -> Note:
+def _about_steps(decision: Finding, run: Outcome) -> Note:
     if not math.isfinite(run.kappa):
         return Note("steps", "")
-    text = f"efficiency {run.efficiency:.0%}, each changes the gradient by {run.kappa:.2g} of its norm"
+    text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
     how = _HOW_STEPS_WENT.get(decision.kind)
     return Note("steps", f"{text}: {how}" if how else text)
 
@@ -160,7 +163,7 @@ def _about_clipping(run: Outcome) -> Note:
     return Note("clipping", text)
 
 
-def _about_next(decision: Decision) -> Note:
+def _about_next(decision: Finding) -> Note:
     text = {
         KEEP: "one run cannot rank lr within a factor of 3: give two runs to compare",
         RAISE: "run again and ask again, or give both runs to compare",

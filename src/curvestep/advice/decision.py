@@ -1,7 +1,7 @@
 """What to do after one run: a table of named conditions on the facts, read from the top.
 
-The loss curve speaks first, then what steps do, then the start. The limits were chosen on the development tasks
-of ``benchmarks/advice``, where the mean regret hardly depends on any of them.
+The loss curve speaks first, then what steps do, then the start. The limits were chosen on the development
+tasks of ``benchmarks/advice``, where the mean regret hardly depends on any of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Finding:
     """The line of the table that holds: its name, its action, and lr to run next; None for no number."""
 
     kind: str
@@ -50,11 +50,16 @@ class Decision:
     lr: float | None
 
 
-def decide(run: Outcome) -> Decision:
+def decide(run: Outcome) -> Finding:
     """What to do after a run: the first line of :data:`TABLE` that holds."""
     found = next(line for line in TABLE if line.holds(run))
     lr = run.lr * found.factor(run)
-    return Decision(found.kind, found.action, lr if math.isfinite(lr) else None)
+    return Finding(found.kind, found.action, lr if math.isfinite(lr) else None)
+
+
+def has_no_loss(run: Outcome) -> bool:
+    """Whether nobody recorded a loss."""
+    return run.num_losses == 0 and run.lost_at is None
 
 
 def hardly_fell(run: Outcome) -> bool:
@@ -95,8 +100,8 @@ def half_way(run: Outcome) -> float:
 
 # fmt: off
 TABLE = (
-    Condition("no-rows", CANNOT_TELL, lambda run: run.num_rows == run.num_losses == 0 and run.lost_at is None),
-    Condition("no-loss", CANNOT_TELL, lambda run: run.num_losses == 0 and run.lost_at is None),
+    Condition("no-rows", CANNOT_TELL, lambda run: has_no_loss(run) and run.num_rows == 0),
+    Condition("no-loss", CANNOT_TELL, lambda run: has_no_loss(run)),
     Condition("bad-batch", DATA, lambda run: run.lost_at is not None and was_falling(run)),
     Condition("not-finite", DIVERGED, lambda run: run.lost_at is not None, far_below),
     Condition("rose-far", DIVERGED, rose_far, far_below),
@@ -104,7 +109,7 @@ TABLE = (
     Condition("failed-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS and bool(run.failure)),
     Condition("few-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS),
     Condition("eval-mode", CANNOT_TELL, lambda run: run.in_eval_mode),
-    Condition("stuck-after-long-steps", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
+    Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
     Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
     Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, half_way),
     Condition("long-first-steps", LOWER, lambda run: run.start_factor < 1 / GOOD_START, half_way),

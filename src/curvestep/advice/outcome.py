@@ -1,4 +1,4 @@
-"""How a run went, as facts: its setting, its loss curve, what its steps did, and how far the start allowed to go."""
+"""How a run went, as facts: its setting, its loss curve, what its steps did, how far the start let it go."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class Outcome:
             with the larger lr.
         efficiency: What a step took off the loss of its own batch over what the slope promised, likewise.
         start_factor: Largest working step at the start over the step that the peak lr takes there.
-        grad_norm: The largest of the start.
         floor: Gradient norm below which clipping keeps noisy steps from getting, at worst.
     """
 
@@ -67,7 +66,6 @@ class Outcome:
     kappa: float
     efficiency: float
     start_factor: float
-    grad_norm: float
     floor: float
 
 
@@ -161,7 +159,6 @@ def _steps(history: History) -> dict[str, Any]:
         "failure": next((str(word)[len(FAILED) :] for word in rows["status"] if _is_failure(word)), ""),
         "kappa": _median(kappa[late]),
         "efficiency": _median(fall) / _median(promise),
-        "grad_norm": float(np.nanmax(rows["grad_norm"][:FEW_ROWS], initial=0.0)),
     }
 
 
@@ -190,7 +187,7 @@ def _start_factor(history: History) -> float:
         if 0 < len(fractions) == len(secants) and np.isfinite(secants).all():
             at, values = fractions, secants * fractions * rows["step_norm"][row] / rows["grad_norm"][row]
         built_up = 1 - momentum ** (rows["step"][row] + 1)  # of the length that momentum gives to steps
-        factors.append(share[row] * built_up * working_fraction(at, values))
+        factors.append(share[row] * built_up * working_fraction(at.tolist(), values.tolist()))
         if kappa[row] > 1:
             break
     return _median(np.array(factors))

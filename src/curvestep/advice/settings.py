@@ -1,4 +1,4 @@
-"""Several runs of one task: one line a setting with its seeds merged, the best with its ties, and what to try next.
+"""Several runs of one task: the seeds of a setting merged, the best with its ties, and what to try next.
 
 Curvature adapts to the step: a run with a small step walks into sharp regions where only a small step is
 stable. So curvature alone cannot say which setting is best; how far the loss fell can.
@@ -22,7 +22,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TriedSetting:
     """What was set, and how its runs went.
 
     Attributes:
@@ -89,10 +89,12 @@ def check_alike(histories: Sequence[History]) -> None:
                 found.append(value)
         if len(found) > 1:
             words = " against ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in found)
-            raise ValueError(f"These runs differ in {unit} ({words}). Ask about one task and optimizer at a time.")
+            raise ValueError(
+                f"These runs differ in {unit} ({words}). Ask about one task and optimizer at a time."
+            )
 
 
-def settings_of(histories: Sequence[History]) -> list[Setting]:
+def settings_of(histories: Sequence[History]) -> list[TriedSetting]:
     """The settings of these runs, by ascending lr, compared at a step that most of them reached."""
     outcomes = [outcome_of(history) for history in histories]
     horizon = _common_step(histories)
@@ -106,19 +108,21 @@ def settings_of(histories: Sequence[History]) -> list[Setting]:
     return sorted(found, key=lambda setting: (setting.lr, setting.max_norm))
 
 
-def best_of(settings: Sequence[Setting]) -> Setting:
+def best_of(settings: Sequence[TriedSetting]) -> TriedSetting:
     """The setting whose loss ended lowest.
 
     Raises:
         ValueError: If no run both kept its loss finite and recorded it.
     """
     if all(np.isnan(setting.losses).all() for setting in settings):
-        raise ValueError("No run recorded a loss that can be compared. Hand it to the probe: `probe.record(loss_fn)`.")
+        raise ValueError(
+            "No run recorded a loss that can be compared. Hand it to the probe: `probe.record(loss_fn)`."
+        )
     scores = {index: setting.losses for index, setting in enumerate(settings)}
     return settings[best_setting(scores)]
 
 
-def ties_of(best: Setting, settings: Sequence[Setting]) -> list[Setting]:
+def ties_of(best: TriedSetting, settings: Sequence[TriedSetting]) -> list[TriedSetting]:
     """The other settings within two standard errors of the best."""
     return [
         other
@@ -127,11 +131,11 @@ def ties_of(best: Setting, settings: Sequence[Setting]) -> list[Setting]:
     ]
 
 
-def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
+def next_lr(best: TriedSetting, settings: Sequence[TriedSetting]) -> float | None:
     """The learning rate to try next to the best: three times or a third of it; None if both sides were seen.
 
     Example:
-        >>> runs = [Setting(lr=lr, max_norm=1.0, scheduled=False, losses=(loss,), error=0.0)
+        >>> runs = [TriedSetting(lr=lr, max_norm=1.0, scheduled=False, losses=(loss,), error=0.0)
         ...         for lr, loss in ((1.0, 3.0), (3.0, 2.0), (9.0, 2.5))]
         >>> next_lr(runs[1], runs) is None, next_lr(runs[0], runs[:2]), next_lr(runs[2], runs)
         (True, 0.3333333333333333, 27.0)
@@ -144,12 +148,14 @@ def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
     return None
 
 
-def _merged(outcomes: Sequence[Outcome], losses: Sequence[float]) -> Setting:
+def _merged(outcomes: Sequence[Outcome], losses: Sequence[float]) -> TriedSetting:
     error = outcomes[0].spread
     if len(losses) > 1:
-        error = float(np.std(losses, ddof=1) / math.sqrt(len(losses))) if np.isfinite(losses).all() else math.nan
+        error = (
+            float(np.std(losses, ddof=1) / math.sqrt(len(losses))) if np.isfinite(losses).all() else math.nan
+        )
     first = outcomes[0]
-    return Setting(
+    return TriedSetting(
         lr=first.lr, max_norm=first.max_norm, scheduled=first.scheduled, losses=tuple(losses), error=error
     )
 

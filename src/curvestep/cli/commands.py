@@ -172,7 +172,7 @@ def advise(args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
     parser = Parser(
         "curvestep advise",
-        "What to run next after a run: keep, raise or lower lr, and why. Of several runs: the best.",
+        "Keep, raise or lower lr after a run, and why; of several runs the best.",
         example="runs/mine/trace.jsonl",
         names="TRACE ...",
     )

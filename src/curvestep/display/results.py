@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.steps import clipped_step
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration

@@ -1,0 +1,107 @@
+"""What advise takes and prints."""
+
+import json
+
+import pytest
+
+from curvestep import SmoothnessProbe, advise, fit_smoothness
+from curvestep._files import dump_json
+from curvestep.advice.advice import Advice
+from curvestep.advice.advice_words import reasons_for, verdict_on, warnings_about
+from curvestep.advice.decision import decide
+from curvestep.notes import Note
+from curvestep.optimizer_family import Family
+from tests.advice.runs import falling, network, outcome, trace_of
+from tests.advice.test_decision import EXAMPLES
+
+
+def test_the_first_line_has_the_old_and_the_new_value():
+    assert str(advise(trace_of(falling(), kappa=0.01))).splitlines()[0] == "RAISE lr 0.1 -> 5"
+    assert advise(trace_of(falling())).verdict.startswith("KEEP lr 0.1:")
+    peaks = trace_of([])
+    for k, loss in enumerate(falling()):
+        peaks.append({**trace_of([loss])[0], "step": k, "lr": 0.2 if k < 15 else 0.1, "kappa": 4.0})
+    assert advise(peaks).verdict == "LOWER peak lr 0.2 -> 0.0667"
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_an_answer_has_eight_lines_at_most_and_short_sentences(kind):
+    run = outcome(**EXAMPLES[kind][0], clipped=0.95, max_norm=0.5, floor=3.0)
+    decision = decide(run)
+    advice = Advice(
+        action=decision.action,
+        kind=kind,
+        verdict=verdict_on(decision, run),
+        reasons=reasons_for(decision, run),
+        warnings=warnings_about(run),
+    )
+    assert len(str(advice).splitlines()) <= 8
+    assert advice.verdict.split(" ")[0].strip(":").isupper()
+    for text in (advice.verdict, *map(str, advice.reasons), *map(str, advice.warnings)):
+        for sentence in text.split(". "):
+            assert len(sentence.split()) <= 20
+
+
+def test_a_floor_of_clipping_is_warned_of():
+    kinds = [note.kind for note in warnings_about(outcome(clipped=1.0, max_norm=0.5, floor=1.5))]
+    assert kinds == ["clipping-floor"]
+    assert warnings_about(outcome(clipped=1.0, max_norm=0.5, floor=0.1)) == ()
+
+
+@pytest.mark.parametrize(("family", "word"), [(Family.SGD, "lr x max_norm"), (Family.ADAM, "divides")])
+def test_what_clipping_does_depends_on_the_optimizer(family, word):
+    run = outcome(family=family, clipped=0.98, max_norm=1.0)
+    clipping = next(note for note in reasons_for(decide(run), run) if note.kind == "clipping")
+    assert word in clipping.text
+
+
+@pytest.mark.parametrize(("trace", "kind"), [
+    (trace_of([]), "no-rows"),
+    (trace_of([1.0]), "few-rows"),
+    (trace_of([None] * 20), "no-loss"),
+    (trace_of([None] * 2, status="nonfinite"), "not-finite"),
+])  # fmt: skip
+def test_traces_that_say_little_get_one_clear_line(trace, kind):
+    advice = advise(trace)
+    assert advice.kind == kind
+    assert "\n" not in advice.verdict
+
+
+def test_rows_of_an_older_version_are_enough():
+    trace = trace_of(falling())
+    trace.header = {"format": "curvestep-trace", "schema": 1}
+    assert advise(trace).action == "keep"
+
+
+def test_paths_folders_probes_and_fits_are_taken(tmp_path):
+    trace = trace_of(falling(), path=tmp_path / "trace.jsonl")
+    said = advise(trace)
+    assert advise(tmp_path) == advise(str(tmp_path / "trace.jsonl")) == said
+    assert advise(SmoothnessProbe(network())).kind == "no-rows"
+    fit = fit_smoothness(trace)
+    assert advise(fit) == said
+    assert str(fit) in advise(fit).details()
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="`runs` must be at least one"):
+        advise()
+    with pytest.raises(TypeError, match="`trace` must be a Trace"):
+        advise(3)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="there is no trace at"):
+        advise("nowhere.jsonl")
+
+
+def test_an_advice_is_json_and_html():
+    advice = advise(trace_of(falling(), kappa=0.01))
+    found = json.loads(dump_json(advice))
+    assert (found["action"], found["lr"]) == ("raise", pytest.approx(5.0))
+    assert advice.verdict.replace(">", "&gt;") in advice._repr_html_()
+
+
+def test_details_have_everything():
+    notes = tuple(Note(f"n{k}", f"text {k}") for k in range(12))
+    advice = Advice(action="take", kind="best-setting", verdict="TAKE it", reasons=notes)
+    assert all(note.text in advice.details() for note in notes)
+    assert str(advice).splitlines()[-1].startswith("More:")
+    assert len(str(advice).splitlines()) == 8

@@ -1,0 +1,118 @@
+"""Several runs: seeds merged, ties as ties, and a next learning rate that was not tried."""
+
+import math
+
+import numpy as np
+import pytest
+
+from curvestep.advice.advice import advise
+from curvestep.advice.settings import TriedSetting, best_setting, next_lr
+from tests.advice.runs import falling, trace_of
+
+
+def run(lr, last, *, seed=0, noise=0.01, num=40, header=None, **row):
+    rng = np.random.default_rng([seed, round(1e6 * lr)])
+    losses = np.array(falling(num, last=last)) + noise * rng.standard_normal(num)
+    return trace_of(list(losses), lr=lr, header=header, **row)
+
+
+def lost(lr):
+    return trace_of([2.0, 40.0, *[None] * 4], lr=lr, kappa=9.0)
+
+
+def kinds(advice):
+    return [note.kind for note in advice.reasons]
+
+
+def test_the_best_is_taken_and_settings_are_listed_by_their_loss():
+    advice = advise(run(0.1, 0.9), run(0.3, 0.5), run(0.9, 0.7))
+    assert (advice.action, advice.lr, advice.next_lr) == ("take", 0.3, None)
+    assert kinds(advice) == ["setting"] * 3
+    assert [note.text.split(",")[0] for note in advice.reasons] == ["lr 0.3", "lr 0.9", "lr 0.1"]
+
+
+def test_seeds_of_a_setting_are_one_line():
+    runs = [run(lr, last, seed=seed) for lr, last in ((0.1, 0.9), (0.3, 0.5)) for seed in (1, 2, 3)]
+    advice = advise(*runs)
+    assert kinds(advice) == ["setting"] * 2
+    assert "3 runs" in advice.reasons[0].text
+
+
+def test_runs_within_noise_are_ties():
+    advice = advise(run(0.1, 0.502, noise=0.1), run(0.3, 0.5, noise=0.1), run(0.9, 0.7, noise=0.01))
+    assert kinds(advice)[0] == "tie"
+    advice = advise(run(0.1, 0.6, noise=1e-4), run(0.3, 0.5, noise=1e-4))
+    assert "tie" not in kinds(advice)
+
+
+@pytest.mark.parametrize(("losses", "following"), [((0.9, 0.7, 0.5), 2.7), ((0.5, 0.7, 0.9), 0.1 / 3)])
+def test_at_the_edge_the_next_one_lies_beyond(losses, following):
+    advice = advise(*(run(lr, last) for lr, last in zip((0.1, 0.3, 0.9), losses, strict=True)))
+    assert advice.next_lr == pytest.approx(following)
+    assert f"{following:.3g}" in advice.verdict
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_to_try_next_was_never_tried(seed):
+    rng = np.random.default_rng(seed)
+    rates = sorted({float(f"{rate:.2g}") for rate in 10 ** rng.uniform(-3, 1, 6)})
+    settings = [
+        TriedSetting(lr=lr, max_norm=1.0, scheduled=False, losses=(float(rng.uniform()),), error=0.0)
+        for lr in rates
+    ]
+    for best in settings:
+        following = next_lr(best, settings)
+        assert following is None or not any(math.isclose(following, rate, rel_tol=0.01) for rate in rates)
+
+
+def test_a_lost_run_is_listed_and_cannot_win():
+    advice = advise(run(0.1, 0.9), run(0.3, 0.5), lost(3.0))
+    assert (advice.lr, advice.next_lr) == (0.3, None)
+    assert advice.reasons[-1].text.endswith("diverged")
+
+
+def test_runs_that_were_all_lost_are_judged_by_the_smallest_lr():
+    advice = advise(lost(3.0), lost(9.0))
+    assert advice.action == "diverged"
+    assert advice.lr < 3.0
+
+
+def test_runs_are_compared_where_most_of_them_ended():
+    long, short = run(0.3, 0.45, num=60), run(0.1, 0.5, num=40)
+    assert advise(long, short).lr == 0.1  # at step 195 the longer one was higher
+    assert "cannot be compared" in advise(run(0.1, 0.5), run(0.3, 0.5, num=15)).reasons[-1].text
+
+
+def test_twenty_settings_are_ten_lines():
+    advice = advise(*(run(0.01 * 1.3**k, 0.5 + 0.02 * k, noise=1e-4) for k in range(20)))
+    assert kinds(advice).count("setting") == 11
+    assert advice.reasons[-1].text.startswith("10 more")
+    assert len(str(advice).splitlines()) == 8
+
+
+@pytest.mark.parametrize(("name", "one", "other"), [
+    ("model", "LSTM", "GRU"), ("optimizer", "SGD", "AdamW"), ("num_parameters", 11, 21),
+    ("momentum", 0.5, 0.9),
+])  # fmt: skip
+def test_runs_of_different_tasks_are_refused_in_one_line(name, one, other):
+    advice = advise(run(0.1, 0.5, header={name: one}), run(0.3, 0.5, header={name: other}))
+    assert (advice.action, advice.kind) == ("cannot tell", "not-comparable")
+    assert str(advice).count("\n") == 0
+    assert f"({one} against {other})" in advice.verdict
+
+
+def test_the_clip_inside_makes_no_other_optimizer():
+    advice = advise(
+        run(0.1, 0.5, header={"optimizer": "AdamW"}), run(0.3, 0.4, header={"optimizer": "ClippedAdamW"})
+    )
+    assert advice.action == "take"
+
+
+def test_runs_without_a_loss_cannot_be_compared():
+    silent = [trace_of([None] * 20, lr=lr) for lr in (0.1, 0.3)]
+    assert advise(*silent).kind == "not-comparable"
+
+
+def test_no_setting_without_a_finite_score_is_best():
+    with pytest.raises(ValueError, match="no best one"):
+        best_setting({1: [math.inf], 2: [1.0, math.nan]})
