@@ -1,6 +1,7 @@
 """What advise takes and prints."""
 
 import json
+import math
 
 import pytest
 
@@ -105,3 +106,27 @@ def test_details_have_everything():
     assert all(note.text in advice.details() for note in notes)
     assert str(advice).splitlines()[-1].startswith("More:")
     assert len(str(advice).splitlines()) == 8
+
+
+HOSTILE = {
+    "huge": 10**400,
+    "negative": -1.0,
+    "words": "x\x00\x1b[31m",
+    "list": [None, "x"],
+    "infinite": math.inf,
+}
+NAMES = ("loss", "grad_norm", "smoothness", "step_norm", "secants", "kappa", "lr", "coefficient", "status")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_values_that_nobody_measured_are_answered_or_refused_in_one_line(value, name):
+    trace = trace_of([], header={"fractions": [0.5, 1.0]})
+    for row in trace_of(falling(16)):
+        trace.append({**row, name: value})
+    assert "\n" not in advise(trace).verdict
+
+
+@pytest.mark.parametrize("name", ["optimizer_family", "momentum", "fractions", "offset"])
+def test_headers_that_nobody_wrote_are_answered(name):
+    assert advise(trace_of(falling(16), header={name: "x"})).action == "keep"

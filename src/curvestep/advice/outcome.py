@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +94,13 @@ def _setting(history: History) -> dict[str, Any]:
     header, rows = history.header, history.columns
     lr, scheduled = peak(history.lr)
     name = header.get("optimizer") or next((word for word in rows["optimizer"] if word is not None), "")
-    family = Family(header["optimizer_family"]) if "optimizer_family" in header else family_of(name)
+    word = header.get("optimizer_family")
+    family = Family(word) if word in list(Family) else family_of(name)
     clip = history.clip_norm[history.ok]
     known = clip[~np.isnan(clip)]
     max_norm, clipped = typical_clip_norm(clip), _mean(np.isfinite(known))
     if family is Family.NORMALIZED:  # it shortens every step, by a rule without an edge
-        max_norm, clipped = float(header.get("offset", max_norm)), 0.0
+        max_norm, clipped = _number(header, "offset", max_norm), 0.0
     noise = _median(rows["noise"])
     floor = math.nan
     if clipped > 0 and noise >= 0:
@@ -178,8 +180,8 @@ def _start_factor(history: History) -> float:
     rows, kappa, share = history.columns, _kappa(history), _share_of_peak(history.lr)
     if not len(kappa) or rows["step"][0] > 0:
         return math.nan
-    fractions = np.asarray(history.header.get("fractions") or [], dtype=float)
-    momentum = float(history.header.get("momentum", 0.0))  # of SGD: Adam corrects for its own
+    fractions = _fractions(history.header)
+    momentum = _number(history.header, "momentum", 0.0)  # of SGD: Adam corrects for its own
     factors = []
     for row in np.flatnonzero(np.isfinite(kappa))[:FEW_ROWS]:
         secants = rows["secants"][row]
@@ -197,6 +199,18 @@ def _share_of_peak(rates: np.ndarray) -> np.ndarray:
     """The learning rate of each row, as a share of the largest; 1 where it is not known."""
     share = rates / peak(rates)[0]
     return np.where(np.isfinite(share), share, 1.0)
+
+
+def _fractions(header: Mapping[str, Any]) -> np.ndarray:
+    given = header.get("fractions")
+    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
+        return np.array([])
+    return np.array(given, dtype=float)
+
+
+def _number(header: Mapping[str, Any], name: str, missing: float) -> float:
+    value = header.get(name)
+    return float(value) if isinstance(value, (int, float)) else missing
 
 
 def _mean(values: np.ndarray) -> float:
