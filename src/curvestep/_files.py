@@ -28,6 +28,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NAMES = {str(value): name for name, value in _FLOATS.items()}
 _CHUNK = 4096  # lines parsed at once
 _KEY = "crc32"
+_DAMAGED = f"it does not match its checksum: damaged, or edited without removing `{_KEY}`"
 _TAIL = f', "{_KEY}": "'.encode()
 _TAIL_LENGTH = len(_TAIL) + len('01234567"}')
 _PART = ".part"  # suffix of a file that is being written
@@ -108,6 +109,28 @@ def load_json(text: str | bytes) -> Any:
     return _from_strict(json.loads(text, parse_constant=_refuse))
 
 
+def add_checksum(values: Mapping[str, object]) -> Row:
+    """The values and, as their last key ``crc32``, the checksum of the others.
+
+    Example:
+        >>> add_checksum({"step": 3})
+        {'step': 3, 'crc32': '08b1f3bf'}
+    """
+    return {**values, _KEY: _sum_of(values)}
+
+
+def take_checksum(values: Row) -> Row:
+    """The values without their checksum, if they have one; ``ValueError`` if it is that of others."""
+    others = {name: value for name, value in values.items() if name != _KEY}
+    if _KEY in values and values[_KEY] != _sum_of(others):
+        raise ValueError(_DAMAGED)
+    return others
+
+
+def _sum_of(values: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(dump_json(values).encode()):08x}"
+
+
 def dump_row(row: Mapping[str, object]) -> bytes:
     r"""One row as a line of strict JSON with a checksum.
 
@@ -133,7 +156,7 @@ def load_row(line: bytes) -> tuple[Row, bool]:
         raise ValueError("it is no JSON object")
     summed = _check_sum(line)
     if summed is False:
-        raise ValueError(f"it does not match its checksum: damaged, or edited without removing `{_KEY}`")
+        raise ValueError(_DAMAGED)
     row.pop(_KEY, None)
     return row, summed is True
 

@@ -20,6 +20,7 @@ from curvestep.lab.paper.verdicts.claims import write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
 from curvestep.lab.report.views import RunView, find_views, tasks_of
+from curvestep.lab.run.folder import read_json, write_status
 from curvestep.smoothness.trace import NONFINITE, Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import made_up_claim, make_reproduction, make_run
@@ -382,8 +383,7 @@ def test_finished_runs_of_different_lengths_are_not_called_diverged(tmp_path):
 
 def test_a_run_that_is_still_training_makes_a_page(tmp_path):
     folder = make_run(tmp_path / "run", steps=90, status="running")
-    status = json.loads((folder / "status.json").read_text())
-    (folder / "status.json").write_text(json.dumps({**status, "step": 0}))  # it is written now and then
+    write_status(folder, **{**read_json(folder / "status.json"), "step": 0})  # it is written now and then
     page = write_page([folder], tmp_path / "page.html")
     assert "Not finished: 90 steps so far." in page.path.read_text()
     assert page.verdicts[0]["verdict"].startswith("Not finished, 90 steps so far. ")

@@ -9,7 +9,7 @@ import torch
 
 from curvestep.cli import main
 from curvestep.lab.report.views import find_views
-from curvestep.lab.run.folder import Run, locked
+from curvestep.lab.run.folder import Run, locked, open_run, read_json, write_status
 from curvestep.lab.run.loop import train
 from tests.lab.report.pages import make_run
 from tests.lab.small import small_language
@@ -45,6 +45,28 @@ def write_ptb(folder):
         (folder / name).write_bytes(gzip.compress(b" the cat sat \n" * 500))
 
 
+@pytest.mark.parametrize("name", ["config.json", "status.json"])
+def test_no_flipped_bit_of_config_or_status_changes_what_is_read(name, tmp_path):
+    folder = tmp_path / "run"
+    open_run(folder, small_language(tmp_path), resume=False)
+    write_status(folder, status="finished", step=3, train_loss=2.5, metrics={"valid": {"loss": 0.1}})
+    before, content = Run.load(folder), (folder / name).read_bytes()
+    refused = 0
+    for place in range(len(content)):
+        for bit in range(place % 3, 8, 3):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            (folder / name).write_bytes(damaged)
+            try:
+                after = Run.load(folder)
+            except ValueError as error:
+                refused += str(folder / name) in str(error)
+                continue
+            assert after.recipe == before.recipe
+            assert after.status.items() >= before.status.items()
+    assert refused > 2 * len(content)
+
+
 def test_a_folder_of_data_that_is_not_there_is_named(data, tmp_path, capsys):
     data.rmdir()
     assert str(data) in refused(capsys, "ptb-lstm", "--folder", tmp_path / "run")
@@ -62,8 +84,7 @@ def test_a_folder_of_data_that_is_not_there_is_named(data, tmp_path, capsys):
 )
 def test_a_status_with_text_for_a_number_is_named(tmp_path, capsys, field, value):
     folder = make_run(tmp_path / "run", steps=20)
-    status = json.loads((folder / "status.json").read_text())
-    (folder / "status.json").write_text(json.dumps({**status, field: value}))
+    write_status(folder, **{**read_json(folder / "status.json"), field: value})
     for command in (["report", "-o", str(tmp_path / "page.html")], ["advise"]):
         assert main([*command, str(folder)]) == 1
         said = capsys.readouterr().err
@@ -144,8 +165,7 @@ def options(sizes, **changes):
 
 def unfinished(folder):
     """Take away the end of a run, so that it would be resumed."""
-    status = json.loads((folder / "status.json").read_text())
-    (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
+    write_status(folder, **{**read_json(folder / "status.json"), "status": "running"})
 
 
 def damage(path):

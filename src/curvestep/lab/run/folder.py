@@ -23,11 +23,13 @@ import numpy as np
 
 from curvestep._files import (
     RowFile as RowFile,
+    add_checksum,
     dump_json,
     load_json,
     lock,
     read_rows,
     remove_parts,
+    take_checksum,
     write_atomically,
 )
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
@@ -208,7 +210,7 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     if rows and not (folder / CONFIG).exists():
         raise ValueError(f"{folder} has {rows[0]} but no {CONFIG}: it is no run folder. Choose another.")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, to_dict(recipe))
+    write_json(folder / CONFIG, add_checksum(to_dict(recipe)))
     return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})
 
 
@@ -288,7 +290,7 @@ def read_status(folder: Path, default: Fields) -> Fields:
 
 def write_status(folder: Path, **values: object) -> None:
     """Replace ``status.json``."""
-    write_json(folder / STATUS, values)
+    write_json(folder / STATUS, add_checksum(values))
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -306,4 +308,7 @@ def read_json(path: Path, *, needed: str = "") -> Fields:
         raise ValueError(f"{path} is not JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, it holds {type(values).__name__}.")
-    return values
+    try:
+        return take_checksum(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}.") from None
