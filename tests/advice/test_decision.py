@@ -16,17 +16,18 @@ EXAMPLES = {
     "no-loss": ({"num_losses": 0}, "cannot tell", None),
     "bad-batch": ({"lost_at": 16}, "data", None),
     "not-finite": ({**LOST, "start_factor": 2.0}, "diverged", 1 / FAR),
-    "rose-far": ({"last_loss": 8.0, "start_factor": 0.02}, "diverged", 0.02 / GOOD_START),
+    "rose-far": ({"last_loss": 8.0, "start_factor": 0.04}, "diverged", 0.04 / GOOD_START),
     "no-step": ({"num_rows": 0, "num_losses": 30}, "cannot tell", None),
     "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
     "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
+    "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
     "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),
-    "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
     "inefficient": ({"efficiency": 0.05}, "lower", 1 / NEXT),
     "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),
     "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 20.0),
     "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
+    "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
     "no-sign": ({}, "keep", 1.0),
 }
 
@@ -62,7 +63,7 @@ def test_what_is_not_known_holds_for_nothing():
 
 
 @pytest.mark.parametrize(("kappa", "start", "factor"), [
-    (0.09, 5.0, NEXT), (0.05, 100.0, 20.0), (1e-4, 1e4, FAR * NEXT), (0.02, 30.0, 15.0),
+    (0.09, 5.0, NEXT), (0.05, 100.0, 20.0), (1e-4, 1e4, FAR**2), (0.02, 30.0, 15.0),
 ])  # fmt: skip
 def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor):
     assert decide(outcome(kappa=kappa, start_factor=start)).lr == pytest.approx(0.1 * factor)
@@ -82,6 +83,9 @@ def test_a_fall_that_noise_does_not_explain_is_no_standstill():
 
 
 def test_short_steps_that_hardly_moved_are_raised_and_not_stuck():
-    short = {"last_loss": 2.25, "fell": False, "kappa": SHORT_KAPPA / 2}
-    assert decide(outcome(**short, should_have_fallen=False)).action == "raise"
-    assert decide(outcome(**short, should_have_fallen=True)).action == "stuck"
+    assert decide(outcome(last_loss=2.25, fell=False, kappa=SHORT_KAPPA / 2)).action == "raise"
+    assert decide(outcome(last_loss=2.25, fell=False, should_have_fallen=False)).action == "keep"
+
+
+def test_a_lost_run_is_lowered_to_a_hundredth_at_least():
+    assert decide(outcome(**LOST, start_factor=1e-5)).lr == pytest.approx(0.1 / FAR**2)

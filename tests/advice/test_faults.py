@@ -86,8 +86,8 @@ def huge_inputs():
 FAULTS = {
     too_long: ({"diverged", "stuck"}, True),
     too_short: ({"raise"}, True),
-    adam_too_long: ({"lower"}, True),
-    dead_units: ({"stuck"}, False),
+    adam_too_long: ({"stuck"}, True),
+    dead_units: ({"raise"}, True),
     shuffled_labels: ({"stuck"}, False),
     bad_batch: ({"data"}, False),
     no_zero_grad: ({"cannot tell"}, False),

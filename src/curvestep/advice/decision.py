@@ -18,7 +18,7 @@ KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stu
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
 
 NEXT = 3.0  # factor on lr, within which one run cannot rank
-FAR = 30.0  # factor on lr where a run was lost or is stuck: with a tenth some were lost again
+FAR = 10.0  # factor on lr where a run was lost or is stuck
 GOOD_START = 2.0  # largest working step at the start over the step of the best lr, about
 HARDLY = 0.9  # of the first loss: no progress to speak of
 SHORT_KAPPA = 0.1  # change of the gradient over a step, relative to its norm, below which steps are short
@@ -72,23 +72,36 @@ def rose_far(run: Outcome) -> bool:
     return run.last_loss > run.first_loss + (NEXT - 1) * abs(run.first_loss)
 
 
+def came_back_in_part(run: Outcome) -> bool:
+    """Whether the loss rose far above the first, and did not fall to half of it."""
+    scale = abs(run.first_loss)
+    return (
+        run.highest_loss > run.first_loss + (NEXT - 1) * scale and run.last_loss > run.first_loss - scale / 2
+    )
+
+
 def was_falling(run: Outcome) -> bool:
     """Whether the loss fell and steps worked, as far as they were finite."""
     return run.last_loss < run.first_loss and run.kappa <= 1
 
 
+def short_at_first(run: Outcome) -> bool:
+    """Whether the start allowed more than twice the step of a good run, and steps are rather short still."""
+    return run.start_factor > 2 * GOOD_START and run.kappa < NEXT * SHORT_KAPPA
+
+
 def far_below(run: Outcome) -> float:
-    """A thirtieth, or less where the start allowed less."""
+    """A tenth, or less where the start allowed less; a hundredth at least."""
     if math.isnan(run.start_factor):
         return 1 / FAR
-    return min(1 / FAR, run.start_factor / GOOD_START)
+    return min(1 / FAR, max(run.start_factor / GOOD_START, 1 / FAR**2))
 
 
 def as_started(run: Outcome) -> float:
-    """To what the start allowed while κ stays below 1; three times at least, ninety at most."""
+    """To what the start allowed while κ stays below 1; three times at least, a hundred at most."""
     if math.isnan(run.start_factor):
         return NEXT
-    return max(NEXT, min(run.start_factor / GOOD_START, 1 / run.kappa, FAR * NEXT))
+    return max(NEXT, min(run.start_factor / GOOD_START, 1 / run.kappa, FAR**2))
 
 
 def half_way(run: Outcome) -> float:
@@ -109,12 +122,13 @@ TABLE = (
     Condition("failed-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS and bool(run.failure)),
     Condition("few-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS),
     Condition("eval-mode", CANNOT_TELL, lambda run: run.in_eval_mode),
+    Condition("rose-and-stuck", STUCK, came_back_in_part, far_below),
     Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
-    Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
     Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, half_way),
     Condition("long-first-steps", LOWER, lambda run: run.start_factor < 1 / GOOD_START, half_way),
     Condition("short-steps", RAISE, lambda run: run.kappa < SHORT_KAPPA, as_started),
-    Condition("short-first-steps", RAISE, lambda run: run.start_factor > 2 * GOOD_START, lambda run: NEXT),
+    Condition("short-first-steps", RAISE, short_at_first, lambda run: NEXT),
+    Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
     Condition("no-sign", KEEP, lambda run: True, lambda run: 1.0),
 )
 # fmt: on
