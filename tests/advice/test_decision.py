@@ -72,8 +72,9 @@ def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_progress_is_measured_for_negative_losses_too(sign):
     first = 2.0 * sign
-    stuck = outcome(first_loss=first, last_loss=first - 0.9 * (1 - HARDLY) * 2.0, fell=False)
-    fell = outcome(first_loss=first, last_loss=first - 1.1 * (1 - HARDLY) * 2.0, fell=False)
+    facts = {"first_loss": first, "highest_loss": first, "fell": False}
+    stuck = outcome(last_loss=first - 0.9 * (1 - HARDLY) * 2.0, **facts)
+    fell = outcome(last_loss=first - 1.1 * (1 - HARDLY) * 2.0, **facts)
     assert (decide(stuck).kind, decide(fell).kind) == ("no-progress", "no-sign")
 
 
