@@ -40,8 +40,8 @@ class Outcome:
         should_have_fallen: Whether they would, had the steps lowered other batches as they did their own.
         spread: Standard error of the last loss.
         lost_at: First step, counted from one, whose loss or gradient is not finite; None if all are.
-        kappa: Change of the gradient over a step relative to its norm, median of the later half of rows
-            with the larger lr.
+        kappa: Change of the gradient over a step relative to its norm, median of the later half of
+            the steps with the larger lr.
         efficiency: What a step took off the loss of its own batch over what the slope promised, likewise.
         start_factor: Largest working step at the start over the step that the peak lr takes there.
         floor: Gradient norm below which clipping keeps noisy steps from getting, at worst.
@@ -141,13 +141,13 @@ def _loss_curve(history: History) -> dict[str, Any]:
 
 
 def _steps(history: History) -> dict[str, Any]:
-    """What steps did, in the later half of the rows with the larger lr."""
+    """What steps did, in the later half of those with the larger lr."""
     rows, kappa = history.columns, _kappa(history)
     measured = history.ok & np.isfinite(kappa)
     share = _share_of_peak(history.lr)
     middle = _median(share)  # of a schedule, what lies above it is the half around its peak
     near = np.flatnonzero(measured & (share >= middle))
-    late = near[len(near) // 2 :]
+    late = _later_half(near, history.step)
     length = rows["step_norm"][late]
     cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)[late]  # 1 along the gradient
     promise = cosine * rows["grad_norm"][late] * length
@@ -180,14 +180,12 @@ def _start_factor(history: History) -> float:
     rows, kappa, share = history.columns, _kappa(history), _share_of_peak(history.lr)
     if not len(kappa) or rows["step"][0] > 0:
         return math.nan
-    fractions = _fractions(history.header)
     momentum = _number(history.header, "momentum", 0.0)  # of SGD: Adam corrects for its own
     factors = []
     for row in np.flatnonzero(np.isfinite(kappa))[:FEW_ROWS]:
-        secants = rows["secants"][row]
-        at, values = np.ones(1), kappa[row : row + 1]
-        if 0 < len(fractions) == len(secants) and np.isfinite(secants).all():
-            at, values = fractions, secants * fractions * rows["step_norm"][row] / rows["grad_norm"][row]
+        at, values = _kappa_along(history, row)
+        if not len(at):
+            at, values = np.ones(1), kappa[row : row + 1]
         built_up = 1 - momentum ** (rows["step"][row] + 1)  # of the length that momentum gives to steps
         factors.append(share[row] * built_up * working_fraction(at.tolist(), values.tolist()))
         if kappa[row] > 1:
@@ -201,11 +199,24 @@ def _share_of_peak(rates: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(share), share, 1.0)
 
 
-def _fractions(header: Mapping[str, Any]) -> np.ndarray:
-    given = header.get("fractions")
-    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
-        return np.array([])
-    return np.array(given, dtype=float)
+def _later_half(rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    if not len(rows):
+        return rows
+    return rows[steps[rows] >= (steps[rows[0]] + steps[rows[-1]]) / 2]
+
+
+def _kappa_along(history: History, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fractions of a step, of its row or else of the header, and κ there; both empty where that is unknown."""
+    rows, secants = history.columns, history.columns["secants"][row]
+    fractions = np.asarray(rows.get("fractions", np.empty((row + 1, 0)))[row])
+    given = history.header.get("fractions")
+    if not np.isfinite(fractions).any() and isinstance(given, (list, tuple)):
+        fractions = np.array([value if isinstance(value, (int, float)) else math.nan for value in given])
+    if len(fractions) != len(secants):
+        return np.empty(0), np.empty(0)
+    known = np.isfinite(fractions) & np.isfinite(secants)
+    at = fractions[known]
+    return at, secants[known] * at * rows["step_norm"][row] / rows["grad_norm"][row]
 
 
 def _number(header: Mapping[str, Any], name: str, missing: float) -> float:
