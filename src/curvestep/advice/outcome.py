@@ -206,7 +206,7 @@ def _later_half(rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _kappa_along(history: History, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fractions of a step, of its row or else of the header, and κ there; both empty where that is unknown."""
+    """Fractions of a step, of its row or of the header, and κ there; both empty where that is unknown."""
     rows, secants = history.columns, history.columns["secants"][row]
     fractions = np.asarray(rows.get("fractions", np.empty((row + 1, 0)))[row])
     given = history.header.get("fractions")
