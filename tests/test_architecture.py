@@ -26,6 +26,7 @@ LIBRARY = {
     "fit",
     "advice",
     "calibration",
+    "autopsy",
 }
 LAB = {"lab.recipes", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
 USES = {
@@ -51,6 +52,7 @@ USES = {
     "smoothness": {"steps", "bracket", "display", "vectors", "distributed"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
     "advice": {"bracket", "display", "theory.theorems", "smoothness", "fit"},
+    "autopsy": {"vectors", "distributed", "smoothness"},
     "calibration": {
         "bracket",
         "display",

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
     from curvestep import clip_rules as clip_rules, loggers as loggers, steps as steps, theory as theory
     from curvestep.advice.advice import Advice as Advice, advise as advise
+    from curvestep.autopsy.recorder import Autopsy as Autopsy
     from curvestep.calibration.calibrate import calibrate as calibrate
     from curvestep.calibration.result import Calibration as Calibration
     from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
@@ -75,6 +76,7 @@ _PUBLIC = {
     "smoothness.estimators": ("segment_smoothness", "local_smoothness", "spectral_smoothness", "critical_lr"),
     "fit.fit": ("fit_smoothness", "SmoothnessFit"),
     "advice.advice": ("advise", "Advice"),
+    "autopsy.recorder": ("Autopsy",),
     "": ("clip_rules", "loggers", "steps", "theory"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}

@@ -1,0 +1,71 @@
+"""The sentences of an explanation: the answer first, then the numbers, then what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from curvestep.autopsy.cause import BLOCK, CANNOT_TELL
+
+if TYPE_CHECKING:
+    from curvestep.autopsy.explanation import Explanation
+
+# By cause: what is found, and what to do.
+ANSWERS = {
+    "batch": (
+        "the batch. With another batch this step is no spike.",
+        'Look at the batch. `skip_above="10x"` leaves such steps out, clipping shortens them.',
+    ),
+    "length": (
+        "the length of the step. No other single change takes the rise away.",
+        "Lower lr, or warm up longer.",
+    ),
+    "momentum": (
+        "the momentum. With that of this batch alone the step is no spike.",
+        "Find what wrote to the momentum. A smaller momentum forgets sooner.",
+    ),
+    "second moment": (
+        "the second moment. It is too small for this gradient.",
+        "Lower the second beta, or cap the update by `update_rms`.",
+    ),
+    "precision": (
+        "the precision. In float32 this step is no spike.",
+        "Compute this part of the loss in float32.",
+    ),
+    "block": (
+        "block {block}. Without its part the step is no spike.",
+        "Look at the gradient and the lr of this block.",
+    ),
+    CANNOT_TELL: ("cannot tell. This step is no spike.", "Ask again after a step that raised the loss."),
+}
+CHANGES = {
+    "half": "half the length",
+    "batch": "another batch",
+    "clipped": "clipped to the usual norm",
+    "momentum": "momentum of this batch",
+    "second moment": "second moment of this batch",
+    "precision": "float32",
+}
+
+
+def sentences(found: Explanation) -> list[str]:
+    """At most eight lines."""
+    kind = "block" if found.cause.startswith(BLOCK) else found.cause
+    answer, advice = ANSWERS[kind]
+    lines = [
+        f"Step {found.step}: {answer.format(block=found.cause.removeprefix(BLOCK))}",
+        f"It changed the loss of kept batches by {found.rise:+.3g} in the median.",
+        f"Before it, steps changed it by {found.usual:.3g} at most.",
+    ]
+    if found.is_spike:
+        lines += ["Share of the rise that one change takes away:", *_shares(found)]
+    elif found.largest != found.step:
+        advice = f"Step {found.largest} raised the loss most: ask for that one."
+    return [*lines, advice]
+
+
+def _shares(found: Explanation) -> list[str]:
+    """One line for changes of the whole step, one for the block that matters most."""
+    ordered = sorted(found.shares.items(), key=lambda entry: -entry[1])
+    whole = [f"{CHANGES[name]} {value:.0%}" for name, value in ordered if name in CHANGES]
+    block, value = next(entry for entry in ordered if entry[0] not in CHANGES)
+    return ["  " + ", ".join(whole), f"  {block} left out {value:.0%}, and no other block more"]

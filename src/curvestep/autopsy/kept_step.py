@@ -1,0 +1,162 @@
+"""What is kept of a training step in host memory: enough to take it again, bit for bit."""
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# torch names its functions for lists of tensors with an underscore.
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvestep.smoothness.observer import Pass, tensors_in
+from curvestep.smoothness.snapshot import map_tensors
+
+Settings = dict[str, object]  # of a parameter group: lr, betas and the like
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+class KeptBatch:
+    """A copy of a batch in host memory.
+
+    Args:
+        batch: Tensors, numbers and strings, in tuples, lists and dicts however deep.
+
+    Example:
+        >>> x = torch.zeros(2, dtype=torch.float64)
+        >>> kept = KeptBatch({"x": x})
+        >>> _ = x.add_(1.0)
+        >>> kept.batch()["x"].tolist(), kept.nbytes
+        ([0.0, 0.0], 16)
+    """
+
+    def __init__(self, batch: object) -> None:
+        for part in _parts(batch):
+            if not isinstance(part, (Tensor, *_NUMBERS)):
+                raise TypeError(
+                    f"`batch` holds a {type(part).__name__}, which cannot be kept: give tensors, numbers and "
+                    "strings in tuples, lists and dicts."
+                )
+        tensors = list(tensors_in(batch))
+        self._devices = [tensor.device for tensor in tensors]
+        self._held: object = map_tensors(on_host, batch)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    def batch(self) -> object:
+        """The batch again, in memory of its own: the loss may write to it."""
+        devices = iter(self._devices)
+        return map_tensors(lambda tensor: tensor.to(next(devices), copy=True), self._held)
+
+
+def _parts(value: object) -> list[object]:
+    """What is in nested tuples, lists and dicts."""
+    inside = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(inside, (tuple, list)):
+        return [inside]
+    return [part for item in inside for part in _parts(item)]
+
+
+class KeptLoss:
+    """The loss of a kept batch, under the autocast that training had around it."""
+
+    def __init__(self, loss_of_batch: Callable[[object], object], kept: KeptBatch, device: str) -> None:
+        self.kept = kept
+        self._loss_of_batch = loss_of_batch
+        self._autocast = torch.autocast(
+            device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
+        )
+
+    def __call__(self) -> object:
+        """The loss."""
+        with self._autocast:
+            return self._loss_of_batch(self.kept.batch())
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step of training.
+
+    Attributes:
+        number: How many steps came before it.
+        passes: Its batches, with the random states and buffers that each pass started from.
+        settings: Of each parameter group, as the step found them.
+        norms: Of the gradient that the optimizer was handed, one a parameter; None without gradient.
+    """
+
+    number: int
+    passes: list[Pass]
+    settings: list[Settings]
+    norms: list[Tensor | None]
+
+
+class StepStart:
+    """Parameters and optimizer before a step, in host memory.
+
+    Args:
+        number: How many steps came before.
+        parameters: The model's.
+        optimizer: The one that trains them. Its state is copied with all that a checkpoint of it has.
+        is_break: Whether something else than a step led here, such as a loaded checkpoint.
+    """
+
+    def __init__(
+        self, number: int, parameters: Sequence[Tensor], optimizer: Optimizer, *, is_break: bool = False
+    ) -> None:
+        self.number = number
+        self.is_break = is_break
+        self.point = list(map(on_host, parameters))
+        self._devices = [tensor.device for tensor in _state_tensors(optimizer)]
+        self._optimizer = _copy_of(optimizer, on_host)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of parameters and moments."""
+        return sum(tensor.nbytes for tensor in (*self.point, *_state_tensors(self._optimizer)))
+
+    def optimizer(self) -> Optimizer:
+        """The optimizer again: it steps the same parameters, with a state of its own."""
+        devices = iter(self._devices)
+        return _copy_of(self._optimizer, lambda tensor: tensor.to(next(devices), copy=True))
+
+
+def versions_of(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Marks of parameters and moments, which change with every write to them."""
+    return [(id(tensor), tensor._version) for tensor in (*parameters, *_state_tensors(optimizer))]
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def settings_of(optimizer: Optimizer) -> list[Settings]:
+    """The numbers of each parameter group, which a scheduler may change between steps."""
+    return [
+        {name: _frozen(value) for name, value in group.items() if isinstance(value, (Tensor, *_NUMBERS))}
+        for group in optimizer.param_groups
+    ]
+
+
+def _frozen(value: object) -> object:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The norm of each gradient, left where the gradient is."""
+    there = [g.detach().to_dense() for g in gradients if g is not None]
+    norms = iter(torch._foreach_norm(there) if there else ())
+    return [None if g is None else next(norms) for g in gradients]
+
+
+def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    return list(tensors_in(list(optimizer.state.values())))
+
+
+def _copy_of(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> Optimizer:
+    """A copy of the same parameters; the tensors of its state are moved."""
+    memo: dict[int, object] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo.update((id(tensor), move(tensor)) for tensor in _state_tensors(optimizer))
+    return copy.deepcopy(optimizer, memo)
