@@ -88,5 +88,11 @@ def test_short_steps_that_hardly_moved_are_raised_and_not_stuck():
     assert decide(outcome(last_loss=2.25, fell=False, should_have_fallen=False)).action == "keep"
 
 
+def test_a_warm_up_may_take_the_peak_beyond_what_the_start_allowed():
+    assert decide(outcome(start_factor=0.2)).action == "lower"
+    assert decide(outcome(start_factor=0.2, scheduled=True)).action == "keep"
+    assert decide(outcome(start_factor=0.05, scheduled=True)).action == "lower"
+
+
 def test_a_lost_run_is_lowered_to_a_hundredth_at_least():
     assert decide(outcome(**LOST, start_factor=1e-5)).lr == pytest.approx(0.1 / FAR**2)

@@ -85,6 +85,11 @@ def was_falling(run: Outcome) -> bool:
     return run.last_loss < run.first_loss and run.kappa <= 1
 
 
+def long_at_first(run: Outcome) -> bool:
+    """Whether the start allowed clearly less than the step of its lr; a warm-up takes a peak beyond that."""
+    return run.start_factor < (1 / FAR if run.scheduled else 1 / GOOD_START)
+
+
 def short_at_first(run: Outcome) -> bool:
     """Whether the start allowed more than twice the step of a good run, and steps are rather short still."""
     return run.start_factor > 2 * GOOD_START and run.kappa < NEXT * SHORT_KAPPA
@@ -125,7 +130,7 @@ TABLE = (
     Condition("rose-and-stuck", STUCK, came_back_in_part, far_below),
     Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
     Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, half_way),
-    Condition("long-first-steps", LOWER, lambda run: run.start_factor < 1 / GOOD_START, half_way),
+    Condition("long-first-steps", LOWER, long_at_first, half_way),
     Condition("short-steps", RAISE, lambda run: run.kappa < SHORT_KAPPA, as_started),
     Condition("short-first-steps", RAISE, short_at_first, lambda run: NEXT),
     Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
