@@ -1,8 +1,8 @@
 """False alarms, power and size of the within-step test: python benchmarks/within.py [--help].
 
 Every run takes steps on a function whose smoothness is known to grow with the gradient norm, or known not to.
-Rows hold what the probe records at the beginning of a step and at its end. Runs are simulated many at once.
-Seeds below 10,000 were for choosing the constants of the test; the printed tables are of others.
+Rows hold what the probe records, at the fractions that it chooses as the run goes. Runs are simulated many at
+once. Seeds below 10,000 were for choosing the constants of the test; the printed tables are of others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 
 from curvestep.fit.within import Within, within_steps
+from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 
-FRACTIONS = (0.05, 0.15, 0.5, 1.0)
 STEPS = 240  # of every run; a run of n rows at stride s keeps every s-th of the first n·s
 BATCH = 100  # runs of one seed
 DIM = 20  # of the drifting Hessians
@@ -51,11 +51,12 @@ class Run:
     grad_norm: Array
     secants: Array
     grad_norms: Array
-    fractions: tuple[float, ...]
+    fractions: Array  # one list a row
+    cosine: float = 1.0  # of step and −gradient
 
     def within(self) -> Within:
         """The test."""
-        change = self.secants[:, -1] * self.fractions[-1] * self.step_norm
+        change = self.secants[:, -1] * self.fractions[:, -1] * self.step_norm
         return within_steps(
             secants=self.secants,
             grad_norm=self.grad_norm,
@@ -63,20 +64,42 @@ class Run:
             fractions=self.fractions,
             kappa=change / self.grad_norm,
             eps=2.0**-52,
+            cosine=self.cosine,
         )
 
 
 def measured(
-    start: Array, changes: Sequence[Array], length: Array, fractions: tuple[float, ...]
+    start: Array, changes: Sequence[Array], length: Array, fractions: Array, cosine: float = 1.0
 ) -> list[Run]:
     """Runs from gradients of shape (runs, rows, dimension) and their changes up to each fraction."""
-    sizes = [np.linalg.norm(change, axis=-1) for change in changes]
-    secants = np.stack([size / (f * length) for size, f in zip(sizes, fractions, strict=True)], axis=-1)
+    sizes = np.stack([np.linalg.norm(change, axis=-1) for change in changes], axis=-1)
+    secants = sizes / (fractions * length[..., None])
     norms = np.stack([np.linalg.norm(start + change, axis=-1) for change in changes], axis=-1)
-    columns = zip(length, np.linalg.norm(start, axis=-1), secants, norms, strict=True)
+    columns = zip(length, np.linalg.norm(start, axis=-1), secants, norms, fractions, strict=True)
     return [
-        Run(step_norm=a, grad_norm=b, secants=c, grad_norms=d, fractions=fractions) for a, b, c, d in columns
+        Run(step_norm=a, grad_norm=b, secants=c, grad_norms=d, fractions=e, cosine=cosine)
+        for a, b, c, d, e in columns
     ]
+
+
+def chosen(rates: Sequence[Array], fixed: Sequence[float] | None, runs: int) -> Array:
+    """Fractions of the next row of each run, from the rates of those before it, or as fixed."""
+    if fixed is not None:
+        return np.tile(fixed, (runs, 1))
+    last = np.array(rates[-FOLLOWED_ROWS:]).reshape(-1, runs).T
+    return np.array([(*short_fractions([r for r in row if 0 < r < np.inf]), 1.0) for row in last])
+
+
+def followed(rates: Array, fixed: Sequence[float] | None) -> Array:
+    """Fractions of all rows, shape (runs, rows, fractions), from rates of shape (runs, rows)."""
+    runs, rows = rates.shape
+    columns = list(rates.T)
+    return np.stack([chosen(columns[:row], fixed, runs) for row in range(rows)], axis=1)
+
+
+def each_fraction(fractions: Array) -> list[Array]:
+    """The fractions one by one, each of shape (runs, rows, 1)."""
+    return [fractions[..., i, None] for i in range(fractions.shape[-1])]
 
 
 # Cells: steps of a given kappa and a given cosine to the gradient that is measured, as on an oracle
@@ -105,7 +128,7 @@ def drifting(
     rng: np.random.Generator,
     runs: int,
     rows: int,
-    fractions: tuple[float, ...],
+    fixed: Sequence[float] | None,
     *,
     kappa: float,
     cosine: float,
@@ -123,8 +146,9 @@ def drifting(
     length = size * np.linalg.norm(g, axis=-1) / np.linalg.norm(change, axis=-1)
     change *= length[..., None]
     drift = rng.standard_normal(g.shape) if each else autoregression(rng, (runs, rows))[..., None]
-    changes = [f * (1 + (0.5 * drift - 0.5) * f / 2) * change for f in fractions]
-    return measured(g, changes, length, fractions)
+    fractions = followed(size, fixed)
+    changes = [f * (1 + (0.5 * drift - 0.5) * f / 2) * change for f in each_fraction(fractions)]
+    return measured(g, changes, length, fractions, cosine)
 
 
 KINDS = ("exponential", "cosh", "quartic", "radial quartic", "deep linear")
@@ -159,7 +183,7 @@ def growing_cells(
     rng: np.random.Generator,
     runs: int,
     rows: int,
-    fractions: tuple[float, ...],
+    fixed: Sequence[float] | None,
     *,
     kind: str,
     kappa: float,
@@ -177,8 +201,9 @@ def growing_cells(
     smoothness = np.linalg.norm(gradient(x + short * way) - g, axis=-1) / short[..., 0]
     size = kappa * np.exp(0.3 * autoregression(rng, (runs, rows)))
     length = size * np.linalg.norm(batch, axis=-1) / smoothness
-    changes = [gradient(x + f * length[..., None] * way) - g for f in fractions]
-    return measured(batch, changes, length, fractions)
+    fractions = followed(size, fixed)
+    changes = [gradient(x + f * length[..., None] * way) - g for f in each_fraction(fractions)]
+    return measured(batch, changes, length, fractions, cosine)
 
 
 # Descent with noise, clipping and batches of unequal scale
@@ -190,7 +215,7 @@ def descend(gradient: Gradient, x: Array, how: Descent, rng: np.random.Generator
     ``gradient`` takes positions and a standard normal draw that stands for the batch. Runs that diverge, end
     in a minimum to the last digit or meet a gradient that does not change are left out.
     """
-    starts, changes, lengths = [], [[] for _ in FRACTIONS], []
+    starts, changes, lengths, fractions, rates = [], [], [], [], []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for t in range(STEPS):
             cosine = 0.505 + 0.495 * np.cos(np.pi * np.minimum(t / (how.rows * how.stride), 1))
@@ -206,11 +231,15 @@ def descend(gradient: Gradient, x: Array, how: Descent, rng: np.random.Generator
             d = -(lr * np.minimum(1.0, how.max_norm / np.linalg.norm(g, axis=1)))[:, None] * g
             starts.append(g)
             lengths.append(np.linalg.norm(d, axis=1))
-            for kept, f in zip(changes, FRACTIONS, strict=True):
-                kept.append(at(x + f * d) - g)
+            fractions.append(chosen(rates, None, len(x)))
+            changes.append([at(x + f * d) - g for f in each_fraction(fractions[-1])])
+            first = np.linalg.norm(changes[-1][0], axis=1) / fractions[-1][:, 0]
+            rates.append(first / np.linalg.norm(g, axis=1))
             x = x + d
-        stacked = [np.stack(kept, axis=1) for kept in (starts, *changes)]
-        found = measured(stacked[0], stacked[1:], np.stack(lengths, axis=1), FRACTIONS)
+        each = [np.stack(kept, axis=1) for kept in zip(*changes, strict=True)]
+        found = measured(
+            np.stack(starts, axis=1), each, np.stack(lengths, axis=1), np.stack(fractions, axis=1)
+        )
     kept = (
         shortened(run, rows, stride) for run, rows, stride in zip(found, how.rows, how.stride, strict=True)
     )
@@ -225,7 +254,7 @@ def shortened(run: Run, rows: int, stride: int) -> Run:
         grad_norm=run.grad_norm[part],
         secants=run.secants[part],
         grad_norms=run.grad_norms[part],
-        fractions=run.fractions,
+        fractions=run.fractions[part],
     )
 
 
@@ -462,10 +491,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=300, help="of each null cell and family")
     parser.add_argument("--power", type=int, default=100, help="runs of each cell for power and for size")
     parser.add_argument("--rows", type=int, default=100, help="of each run in a cell")
-    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="of a step in a cell")
+    parser.add_argument("--fractions", type=float, nargs="+", help="in a cell; default: the probe's choice")
     parser.add_argument("--cells", action="store_true", help="leave the families out")
     asked = parser.parse_args()
-    settings = (asked.rows, tuple(asked.fractions))
+    settings = (asked.rows, asked.fractions)
     began = time.perf_counter()
     print(heading("Hessian drifts", "κ", "cosine"))
     for i, kappa in enumerate(KAPPAS):

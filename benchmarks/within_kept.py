@@ -26,6 +26,7 @@ def elasticity_of(samples: Samples, most_kappa: float = MOST_KAPPA) -> Within:
         fractions=samples.fractions,
         kappa=samples.kappa,
         eps=samples.eps,
+        cosine=samples.cosine,
         most_kappa=most_kappa,
     )
 
@@ -36,7 +37,7 @@ def settings_below(folders: list[Path]) -> dict[str, list[Samples]]:
     for folder in folders:
         for path in sorted(folder.rglob("trace.jsonl")):
             trace = Trace.load(path)
-            if len(trace.fractions) > 1 and len(trace) >= LEAST_ROWS:
+            if trace.column("fractions").shape[1] > 1 and len(trace) >= LEAST_ROWS:
                 found[path.parent.name.split("-seed")[0] + " " + folder.name].append(usable_samples(trace))
     return found
 

@@ -6,7 +6,7 @@ Quick start. ``loss_of_batch`` is your function from a batch to a loss, ``loader
 
     cal = cs.calibrate(model, loss_of_batch, loader)             # lr and max_norm before training
     opt = cs.ClippedSGD(model.parameters(), lr=cal.lr, max_norm=cal.max_norm)
-    probe = cs.SmoothnessProbe(model, every=2, trace="runs/mine/trace.jsonl")
+    probe = cs.SmoothnessProbe(model, trace="runs/mine/trace.jsonl")
     for batch in loader:
         loss_fn = lambda: loss_of_batch(batch)
         loss_fn().backward()

@@ -92,15 +92,15 @@ class Logger:
         return float(np.isfinite(known).mean()) if len(known) else math.nan
 
     def _elasticity(self) -> float:
-        last = self._rows[-1].get("fractions")
-        rows = [row for row in self._rows if row.get("secants") and row.get("fractions") == last]
-        if not last or len(last) < 2 or not rows:
+        count = len(self._rows[-1].get("secants") or ())
+        rows = [row for row in self._rows if len(row.get("secants") or ()) == count]
+        if count < 2:
             return math.nan
         return within_steps(
             secants=np.array([row["secants"] for row in rows], dtype=float),
             grad_norm=self._column("grad_norm", rows),
             grad_norms=np.array([row["grad_norms"] for row in rows], dtype=float),
-            fractions=last,
+            fractions=[row["fractions"] for row in rows],
             kappa=self._column("kappa", rows),
             eps=self._column("eps", rows),
         ).elasticity

@@ -246,7 +246,7 @@ def test_one_fraction_alone_is_named():
         grad_norms=[[float(n) / 2] for n in g],
         header={"fractions": [1.0]},
     )
-    assert warned(single, "fractions=(0.05, 0.15, 0.5, 1.0)")
+    assert warned(single, "the probe's own fractions")
     assert not warned(make_trace(g, ell, **inside_steps(g, ell)), "Inside steps")
 
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, mean_norms, within_steps
+from curvestep.smoothness.trace import Trace
 from tests.fit.traces import autoregression
 
 EPS = 2.0**-52
@@ -279,7 +281,7 @@ def untested(kind, **changes) -> Within:
 def test_missing_columns_are_told():
     untested("no-secants", secants=None)
     untested("no-secants", grad_norms=None, fractions=None)
-    untested("no-secants", fractions=())
+    untested("no-fractions", fractions=())
 
 
 def test_one_fraction_is_not_enough():
@@ -295,13 +297,13 @@ def test_rows_without_numbers_are_left_out_and_counted():
     holes[8:] = np.nan
     holes[:8] = rows["secants"][:8]
     assert str(untested("few-rows", **(rows | {"secants": holes})).missing).startswith("8 of 100 rows")
-    untested("few-rows", kappa=np.full(60, np.nan))
+    untested("no-kappa", kappa=np.full(60, np.nan))
 
 
 def test_steps_that_overshoot_are_told():
     for fractions in (HALVES, (0.1, 0.5, 1.0)):
         rows = drifting(np.random.default_rng(0), kappa=1.5, fractions=fractions)
-        assert re.search(r"fractions=\(0.0\d+, 0.1\d, 0.5, 1.0\)", str(untested("overshoot", **rows).missing))
+        assert re.search(r"fractions=\(0.0\d+, 0.1\d, 1.0\)", str(untested("overshoot", **rows).missing))
 
 
 def test_steps_too_short_for_their_precision_are_told():
@@ -325,3 +327,95 @@ def test_steps_that_are_all_alike_are_told():
 def test_arguments_that_do_not_fit_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         within_steps(**(along(np.sinh, points(), lr=0.05) | change))
+
+
+# Traces that lack something
+
+
+def trace_of(rows, *, fractions_in_rows=False, drop=(), **header):
+    """A trace of ``along``'s rows."""
+    trace = Trace(header={"dtype": "float64", **header})
+    fractions = list(rows["fractions"])
+    for i, g in enumerate(rows["grad_norm"]):
+        row = {
+            "step": i,
+            "grad_norm": g,
+            "smoothness": rows["secants"][i].max(),
+            "secants": rows["secants"][i].tolist(),
+            "grad_norms": rows["grad_norms"][i].tolist(),
+            "kappa": rows["kappa"][i],
+            "cosine": rows.get("cosine", 1.0),
+        }
+        row |= {"fractions": fractions} if fractions_in_rows else {}
+        trace.append({key: value for key, value in row.items() if key not in drop})
+    return trace
+
+
+EXPONENTIAL = along(np.exp, points(high=2.0), lr=0.02)
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind", "way_out"),
+    [
+        (trace_of(EXPONENTIAL, drop=("secants",), fractions=DEFAULT), "no-secants", "Measure again"),
+        (trace_of(EXPONENTIAL), "no-fractions", "Add `fractions`"),
+        (trace_of(EXPONENTIAL, drop=("kappa",), fractions=DEFAULT), "no-kappa", "Record one of them"),
+        (
+            trace_of(along(np.exp, points(), lr=0.02, fractions=(1.0,)), fractions=(1.0,)),
+            "one-fraction",
+            "the probe's own fractions",
+        ),
+        (trace_of(along(np.exp, points(20), lr=0.02), fractions=DEFAULT), "few-rows", "Measure more steps"),
+    ],
+)
+def test_what_a_trace_lacks_is_named_with_the_way_out(trace, kind, way_out):
+    found = fit_smoothness(trace, control=False).within
+    assert found.answer == "cannot-tell"
+    assert found.missing.kind == kind
+    assert way_out in str(found)
+
+
+def test_fractions_of_the_rows_are_used_where_the_header_has_none():
+    rows = trace_of(EXPONENTIAL, fractions_in_rows=True)
+    header = trace_of(EXPONENTIAL, fractions=DEFAULT)
+    one, two = (fit_smoothness(trace, control=False).within for trace in (rows, header))
+    assert one == two
+    assert one.answer == "grows"
+
+
+def test_other_fractions_than_the_probes_own_are_used_as_they_are():
+    rows = along(np.exp, points(high=2.0), lr=0.02, fractions=(0.3, 0.6))
+    found = fit_smoothness(trace_of(rows, fractions=(0.3, 0.6)), control=False).within
+    assert found.stretch == (0.3, 0.6)
+    assert found.answer == "grows"
+
+
+def test_steps_across_the_gradient_that_show_no_growth_say_nothing():
+    rows = along(lambda p: p * [1, 2, 8], points(dim=3), lr=0.02)
+    assert within_steps(**rows).answer == "does-not-grow"
+    assert within_steps(**rows, cosine=0.6).answer == "does-not-grow"
+    found = within_steps(**rows, cosine=0.3)
+    assert found.missing is None
+    assert found.doubt.kind == "across"
+    assert found.answer == "cannot-tell"
+    assert within_steps(**EXPONENTIAL, cosine=0.3).answer == "grows"  # what shows is shown
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_stretches_that_follow_the_run_do_not_pass_for_growth(seed):
+    # Curvature falls along every step whatever the gradient does: longer stretches see more of it.
+    rng = np.random.default_rng(seed)
+    rows = [
+        drifting(rng, kappa=k, drift=0.0, fractions=(f / 3, f, 1.0)) for k, f in ((0.4, 0.5), (1.6, 0.125))
+    ]
+    take = rng.random(80) < 0.5
+    mixed = {
+        name: np.where(
+            np.reshape(take, (-1,) + (1,) * (np.ndim(rows[0][name]) - 1)), rows[0][name], rows[1][name]
+        )
+        for name in ("secants", "grad_norm", "grad_norms", "kappa")
+    }
+    fractions = np.where(take[:, None], rows[0]["fractions"], rows[1]["fractions"])
+    found = within_steps(**mixed, fractions=fractions, eps=EPS)
+    assert found.elasticity <= 0.2

@@ -76,8 +76,9 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     assert row["lr"] == 0.3
     assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / g.norm().item()))
     assert row["edge"] == pytest.approx(0.15 * L)
-    assert row["secants"] == pytest.approx([L, L])
-    assert row["grad_norms"] == pytest.approx([(H @ (x + f * d)).norm().item() for f in (0.5, 1.0)])
+    assert row["fractions"] == [0.5 / 3, 0.5, 1.0]
+    assert row["secants"] == pytest.approx([L, L, L])
+    assert row["grad_norms"] == pytest.approx([(H @ (x + f * d)).norm().item() for f in row["fractions"]])
     assert row["curvature"] == pytest.approx((d @ H @ d / (d @ d)).item())
     assert row["cosine"] == pytest.approx(1.0)
     assert row["local_converged"]

@@ -203,13 +203,13 @@ def run(path, **options):
     return probe
 
 
-def test_a_second_run_of_the_same_script_writes_beside_the_first_and_says_where(tmp_path):
+def test_a_second_run_of_the_same_script_writes_beside_the_first_and_says_where(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     run(path)
     first = path.read_bytes()
     for number in (2, 3):
-        with pytest.warns(UserWarning, match=rf"trace.jsonl holds a run.*trace-{number}.jsonl"):
-            probe = run(path)
+        probe = run(path)
+        assert f"This run writes to {probe.trace.path}" in capsys.readouterr().err
         assert probe.trace.path == tmp_path / f"trace-{number}.jsonl"
         assert len(Trace.load(probe.trace.path)) == len(probe.trace) == 2
     assert path.read_bytes() == first

@@ -1,233 +1,180 @@
-"""Budgets of time, under a clock that only the test moves: every number here is exact arithmetic."""
+"""When the probe measures and where on a step: counted in gradients, so that every number here is exact."""
 
 import itertools
-import random
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
-from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.schedule import Schedule
+import curvestep as cs
+from curvestep.smoothness.schedule import Schedule, short_fractions
 
 
-class Clock:
-    """A clock that stands still unless it is told how long something took."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
+def measured(schedule, *, steps, cost=lambda row: 3):
+    """Steps that are measured, where row i costs ``cost(i)`` gradients."""
+    found = []
+    for step in range(steps):
+        gradients = cost(len(found)) if step == schedule.next else 0
+        found += [step] * (step == schedule.next)
+        schedule.finished(step, num_gradients=gradients)
+    return found
 
 
-def simulate(schedule, clock, *, steps, cost, step_time=lambda k: 1.0):
-    """Steps of ``step_time(k)``, measurements of ``cost(i)``; what was measured when, and the total time."""
-    measured, plain = [], 0.0
-    for k in range(steps):
-        clock.advance(step_time(k))
-        plain += step_time(k)
-        spent = 0.0
-        if k == schedule.next:
-            spent = cost(len(measured))
-            clock.advance(spent)
-            measured.append(k)
-        schedule.finished(k, spent=spent, routine=len(measured) != 1)
-        if schedule.needs_plan(k):
-            schedule.plan(k)
-    return measured, clock.now / plain
+def test_interval_alone_is_kept_whatever_rows_cost():
+    assert measured(Schedule(every=7), steps=50, cost=lambda row: 100) == list(range(0, 50, 7))
 
 
-def test_without_budget_every_nth_step_is_measured():
-    clock = Clock()
-    schedule = Schedule(every=7, clock=clock)
-    measured, _ = simulate(schedule, clock, steps=50, cost=lambda i: 100.0)
-    assert measured == list(range(0, 50, 7))
+def test_default_measures_ten_rows_soon_and_then_at_one_gradient_in_twenty():
+    rows = measured(Schedule(), steps=2000)
+    assert rows[:10] == list(range(0, 50, 5))
+    assert {b - a for a, b in itertools.pairwise(rows[9:])} == {60}
 
 
-@pytest.mark.parametrize("cost", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("budget", [0.02, 0.05, 0.5])
-def test_budget_is_spent_whole_and_never_exceeded(cost, budget):
-    clock = Clock()
-    schedule = Schedule(every=2, max_overhead=budget, first_cost=cost, clock=clock)
-    measured, ratio = simulate(schedule, clock, steps=2000, cost=lambda i: cost)
-    assert ratio <= 1 + budget * (1 + 1e-9)
-    gaps = [b - a for a, b in itertools.pairwise(measured[1:])]
-    assert len(gaps) >= 5
-    wanted = max(2, cost / budget)
-    assert all(abs(gap - wanted) <= 1 for gap in gaps)
+def test_budget_is_never_more_often_than_the_interval():
+    rows = measured(Schedule(every=100, max_overhead=0.5), steps=3000)
+    assert {b - a for a, b in itertools.pairwise(rows)} == {100}
 
 
-def test_first_long_measurement_is_paid_back_over_the_following_steps():
-    clock = Clock()
-    schedule = Schedule(every=1, max_overhead=0.1, first_cost=1.0, clock=clock)
-    measured, ratio = simulate(schedule, clock, steps=400, cost=lambda i: 1.0 if i else 5.0)
-    assert measured[1] >= 59  # 5 + 1 are a tenth of 60
-    assert 1.08 <= ratio <= 1.1
-
-
-def test_slower_step_after_a_measurement_is_counted():
-    clock = Clock()
-    schedule = Schedule(every=1, max_overhead=0.05, first_cost=1.0, clock=clock)
-    previous = []
-
-    def step_time(k):
-        return 1.5 if previous and previous[-1] == k - 1 else 1.0
-
-    measured, total = previous, 0.0
-    for k in range(1000):
-        clock.advance(step_time(k))
-        spent = 0.0
-        if k == schedule.next:
-            spent = 1.0
-            clock.advance(spent)
-        schedule.finished(k, spent=spent)
-        if spent:
-            measured.append(k)
-        if schedule.needs_plan(k):
-            schedule.plan(k)
-    total = clock.now / 1000
-    assert 1.045 <= total <= 1.05
-    assert schedule.probe_seconds == pytest.approx(1.5 * len(measured), abs=0.5)
-
-
-def test_evaluation_after_a_measurement_is_not_taken_for_its_cost():
-    clock = Clock()
-    schedule = Schedule(every=1, max_overhead=0.05, first_cost=1.0, clock=clock)
-    evaluations = range(20, 1000, 20)
-    measured, _ = simulate(
-        schedule,
-        clock,
-        steps=1000,
-        cost=lambda i: 1.0,
-        step_time=lambda k: 500.0 if k in evaluations else 1.0,
-    )
-    assert schedule.probe_seconds <= 3.0 * len(measured)  # itself, and once more for each of two steps
-    assert len(measured) >= 20
-
-
-def test_slow_first_steps_do_not_pass_for_usual_ones():
-    clock = Clock()
-    schedule = Schedule(every=1, max_overhead=0.05, first_cost=1.0, clock=clock)
-    simulate(schedule, clock, steps=8, cost=lambda i: 1.0, step_time=lambda k: 100.0 if k < 3 else 1.0)
-    assert schedule.step_seconds == 1.0
-
-
-@settings(max_examples=30, deadline=None)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    budget=st.floats(0.01, 0.5),
-    cost=st.floats(0.2, 8.0),
-    jitter=st.floats(0.0, 0.5),
+    costs=st.lists(st.integers(1, 200), min_size=30, max_size=30),
+    share=st.floats(0.01, 1.0),
+    every=st.integers(1, 20),
 )
-def test_run_with_jittering_costs_ends_within_its_budget_and_one_surprise(seed, budget, cost, jitter):
-    draw = random.Random(seed)
-    clock = Clock()
-    schedule = Schedule(every=1, max_overhead=budget, first_cost=cost, clock=clock)
-    costs, times = [], []
-
-    def jittered(value, log):
-        log.append(value * draw.uniform(1 - jitter, 1 + jitter))
-        return log[-1]
-
-    for k in range(3000):
-        clock.advance(jittered(1.0, times))
-        spent = 0.0
-        if k == schedule.next:
-            spent = jittered(cost, costs)
-            clock.advance(spent)
-        schedule.finished(k, spent=spent)
-        if schedule.needs_plan(k):
-            schedule.plan(k)
-    surprise = 2 * jitter * cost  # of the last measurement, beyond what the one before it cost
-    # The mean time of a step is known from those between measurements: up to a few per cent.
-    assert sum(costs) <= budget * sum(times) * (1 + 0.2 * jitter) + surprise + 1e-9
+def test_after_ten_rows_every_row_is_paid_by_the_steps_that_follow_it(costs, share, every):
+    schedule = Schedule(every=every, max_overhead=share)
+    rows = measured(schedule, steps=3000, cost=lambda row: costs[row % 30])
+    for row, (one, two) in enumerate(itertools.pairwise(rows)):
+        if row >= 9:
+            assert costs[row % 30] <= share * (two - one) * (1 + 1e-12)
+    assert schedule.num_gradients == sum(costs[row % 30] for row in range(len(rows)))
 
 
 def test_schedule_resumes_where_it_was():
-    clock = Clock()
-    one = Schedule(every=2, max_overhead=0.1, clock=clock)
-    simulate(one, clock, steps=70, cost=lambda i: 1.0)
-    two = Schedule(every=2, max_overhead=0.1, clock=clock)
+    one = Schedule()
+    measured(one, steps=70)
+    two = Schedule()
     two.load_state_dict(one.state_dict())
     assert two.state_dict() == one.state_dict()
-    clock.advance(1e6)  # the time between two parts of a run is nobody's
-    two.finished(70)
-    assert two.state_dict() == one.state_dict()
+    two.load_state_dict({"next": 80, "train_seconds": 3.0, "train_steps": 5})  # of a checkpoint of before
+    assert two.next == 80
 
 
-class SlowModel(nn.Module):
-    """One parameter; a forward pass takes as long as the clock is told."""
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5))
+def test_short_fractions_stay_before_the_overshoot_of_the_median_step(rates):
+    first, second = short_fractions(rates)
+    assert first == second / 3
+    middle = (
+        sorted(rates)[len(rates) // 2]
+        if len(rates) % 2
+        else sum(sorted(rates)[len(rates) // 2 - 1 :][:2]) / 2
+    )
+    assert second <= 0.5
+    assert second * middle <= 0.25 * (1 + 1e-12)
+    assert second == 0.5 or second * middle > 0.125  # and are not shorter than they must be
 
-    def __init__(self, clock):
+
+class Quadratic(nn.Module):
+    """½ λ x², whose step of SGD changes the gradient by lr·λ times itself."""
+
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.0))
-        self._clock, self._durations = clock, itertools.repeat(1.0)
+        self.x = nn.Parameter(torch.tensor([3.0, -1.0], dtype=torch.float64))
+        self.scale = 1.0
 
-    def forward(self, x):
-        self._clock.advance(next(self._durations))
-        return self.weight * x
+    def forward(self):
+        return 0.5 * self.scale * self.x.square().sum()
 
 
-def probed_run(steps, *, pass_time, first_passes=1.0, hidden=0.0, plain_step=1.0, **options):
-    """Time of a probed run over that of the same run without, and the rows.
-
-    ``pass_time(i)`` is the cost of the i-th replayed pass, the first three (the self-test's) times
-    ``first_passes``; ``hidden`` is what the step after a measurement takes longer.
-    """
-    clock = Clock()
-    model = SlowModel(clock)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    probe = SmoothnessProbe(model, **options)
-    probe.schedule.clock = clock
-    replays = itertools.count()
-
-    def replay_cost():
-        for i in replays:
-            yield pass_time(i) * (first_passes if i < 3 else 1.0)
-
-    costs, rows = replay_cost(), 0
-    for _ in range(steps):
-        slower = hidden if len(probe.trace) > rows else 0.0
-        rows = len(probe.trace)
-        model._durations = iter([plain_step + slower])
+def probed(steps, *, scale_of=lambda step: 1.0, watch=False, **options):
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    probe = cs.SmoothnessProbe(model, on_error="raise", **options)
+    probe = probe.watch(optimizer) if watch else probe
+    for step in range(steps):
+        model.scale = scale_of(step)
         optimizer.zero_grad()
-        model(torch.tensor(2.0)).square().backward()
-        model._durations = costs
-        with probe(lambda: model(torch.tensor(2.0)).square()):
+        if watch:
+            probe.record(model).backward()
             optimizer.step()
-    return clock.now / (steps * plain_step), rows
+            continue
+        model().backward()
+        with probe(model):
+            optimizer.step()
+        model.x.data.fill_(3.0)
+    return probe
 
 
-@pytest.mark.parametrize("fractions", [(1.0,), (0.5, 1.0)])
-def test_probed_run_stays_within_its_budget_of_time(fractions):
-    jitter = random.Random(0)
-    ratio, rows = probed_run(
-        1000,
-        pass_time=lambda i: jitter.uniform(0.7, 1.6),
-        first_passes=2.0,
-        hidden=0.3,
-        every=1,
-        fractions=fractions,
-        max_overhead=0.05,
+@pytest.mark.parametrize(("watch", "each"), [(False, 3), (True, 4)])  # a hook computes the gradient again
+def test_default_row_takes_three_gradients_and_says_so(watch, each):
+    probe = probed(60, scale_of=lambda step: 0.1, watch=watch)
+    costs = probe.trace.column("num_gradients")
+    assert probe.trace.column("step").tolist() == list(range(0, 50, 5))
+    assert costs[2:].tolist() == [each] * 8  # the first two rows test the replays, too
+    assert probe.trace.column("fractions").shape == (10, 3)
+    assert repr(probe) == (
+        f"<SmoothnessProbe: 10 rows in 60 steps, {costs.sum():.0f} extra gradients ({costs.sum() / 60:.0%})>"
     )
-    assert rows >= 10
-    assert 1.04 <= ratio <= 1.0505
 
 
-@pytest.mark.parametrize("steps", [60, 150, 300])
-def test_short_run_with_an_expensive_first_measurement_stays_within_eight_per_cent(steps):
-    ratio, _ = probed_run(
-        steps,
-        pass_time=lambda i: 1.2,
-        first_passes=2.0,
-        hidden=0.3,
-        every=1,
-        fractions=(1.0,),
-        max_overhead=0.05,
-    )
-    assert ratio <= 1.08
+def test_oracle_counts_its_batches():
+    model = Quadratic()
+    oracle = cs.GradientOracle(lambda _: model(), [0, 1, 2], sizes=[1, 1, 1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = cs.SmoothnessProbe(model, every=1, fractions=(1.0,), oracle=oracle, on_error="raise")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model().backward()
+        with probe(model):
+            optimizer.step()
+    assert probe.trace.column("num_gradients")[-1] == 6  # at the start and at the end of the step
+
+
+def test_fractions_follow_the_curvature_of_the_last_rows():
+    probe = probed(40, every=1, scale_of=lambda step: 0.1 if step < 20 else 8.0)
+    fractions = probe.trace.column("fractions")
+    assert fractions[:20].tolist() == [[0.5 / 3, 0.5, 1.0]] * 20
+    assert fractions[25:].tolist() == [[0.03125 / 3, 0.03125, 1.0]] * 15  # γκ at most a quarter: γ = 2⁻⁵
+    changes = fractions[25:, 1] * probe.trace.column("secants")[25:, 1]
+    assert changes == pytest.approx([0.25] * 15)
+
+
+def test_resumed_probe_chooses_the_same_fractions(tmp_path):
+    def run(model, probe, steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in steps:
+            optimizer.zero_grad()
+            model.x.data.fill_(3.0)
+            model().backward()
+            with probe(model):
+                optimizer.step()
+
+    model = Quadratic()
+    model.scale = 3.0
+    whole = cs.SmoothnessProbe(model, every=1)
+    run(model, whole, range(8))
+    first = cs.SmoothnessProbe(model, every=1)
+    run(model, first, range(4))
+    second = cs.SmoothnessProbe(model, every=1)
+    second.load_state_dict(first.state_dict())
+    run(model, second, range(4, 8))
+    assert second.trace.column("fractions").tolist() == whole.trace.column("fractions")[4:].tolist()
+
+
+def test_fixed_fractions_are_in_every_row_and_in_the_header():
+    probe = probed(2, every=1, fractions=(1.0, 0.25))
+    assert probe.trace.fractions == (0.25, 1.0)
+    assert probe.trace[1]["fractions"] == [0.25, 1.0]
+
+
+def test_rows_without_fractions_have_those_of_the_header():
+    trace = cs.Trace(header={"fractions": [0.5, 1.0]})
+    trace.append({"step": 0, "secants": [2.0, 1.0]})
+    trace.append({"step": 1, "secants": [2.0, 1.0], "fractions": [0.1, 1.0]})
+    assert trace.column("fractions").tolist() == [[0.5, 1.0], [0.1, 1.0]]
+
+
+def test_fit_and_advise_take_the_probe_itself():
+    probe = probed(60, every=5, scale_of=lambda step: 0.1)
+    assert str(cs.fit_smoothness(probe)) == str(cs.fit_smoothness(probe.trace))
+    assert str(cs.advise(probe)) == str(cs.advise(probe.trace))

@@ -70,7 +70,7 @@ def hardly_varies(samples: Samples) -> bool:
 
 def silent_steps(within: Within) -> str | None:
     """Where the steps by themselves cannot say whether smoothness follows the gradient norm."""
-    return str(within) if within.missing else None
+    return str(within) if within.doubt else None
 
 
 def few_points(samples: Samples, effective: float) -> str | None:

@@ -36,6 +36,7 @@ from curvestep.fit.samples import (
 )
 from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
+from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import ESTIMATORS, Trace
 from curvestep.theory.inequalities import sample_frontier
 
@@ -127,7 +128,7 @@ class SmoothnessFit(Correlations):
     def changes_within(self) -> tuple[np.ndarray, np.ndarray]:
         """Change of log gradient norm and of log smoothness over the last part of each step."""
         samples = self.samples
-        norms = mean_norms(samples.grad_norm, samples.grad_norms, np.array(samples.fractions))
+        norms = mean_norms(samples.grad_norm, samples.grad_norms, samples.fractions)
         with np.errstate(divide="ignore", invalid="ignore"):
             x, y = (np.diff(np.log(values), axis=1)[:, -1] for values in (norms, samples.secants))
         return x, y
@@ -199,7 +200,7 @@ class SmoothnessFit(Correlations):
 
 
 def fit_smoothness(
-    trace: Trace | str | Path,
+    trace: Trace | SmoothnessProbe | str | Path,
     *,
     estimator: str = "smoothness",
     quantile: float = 0.95,
@@ -224,8 +225,8 @@ def fit_smoothness(
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
 
     Args:
-        trace: A trace, its file or run folder, with at least ten usable rows; rows not marked ok, or without
-            numbers, are skipped and counted.
+        trace: A trace, the probe that wrote it, its file or run folder, with at least ten usable rows; rows
+            not marked ok, or without numbers, are skipped and counted.
         estimator: Which estimate to fit: ``"smoothness"`` (the paper's), ``"local_smoothness"`` or
             ``"spectral_smoothness"``.
         quantile: Share of points below the line, in (0, 1).
@@ -298,6 +299,7 @@ def fit_samples(
         fractions=samples.fractions,
         kappa=samples.kappa,
         eps=samples.eps,
+        cosine=samples.cosine,
         level=level,
     )
     middle = slope(g[None], ell[None])[0]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.fit.within import Within
 
-WAY_OUT = "Measure with fractions=(0.05, 0.15, 0.5, 1.0)"
+WAY_OUT = "Measure with the probe's own fractions (its default)"
 
 
 def no_secants() -> Note:
@@ -19,6 +19,33 @@ def no_secants() -> Note:
         "no-secants",
         "The rows hold no secants and gradient norms at fractions of the step. Measure again with the "
         "estimator `smoothness`, which records both.",
+    )
+
+
+def no_fractions() -> Note:
+    """Secants of unknown fractions."""
+    return Note(
+        "no-fractions",
+        "Neither rows nor header say at which fractions of the step the secants are. Add `fractions` to the "
+        "header, or measure again.",
+    )
+
+
+def no_kappa() -> Note:
+    """Steps of unknown length."""
+    return Note(
+        "no-kappa",
+        "No row has `kappa` or `step_norm`, so how far steps change the gradient is unknown. Record one of "
+        "them, or measure again.",
+    )
+
+
+def across(cosine: float) -> Note:
+    """Steps that run across the gradient and show no growth."""
+    return Note(
+        "across",
+        f"No growth shows, but steps run across the gradient (cosine {cosine:.2f}): curvature along them "
+        "need not be that along the gradient. Measure on the training batch, or with plain SGD.",
     )
 
 
@@ -44,8 +71,8 @@ def overshoot(kappa: float, short: tuple[float, float]) -> Note:
     return Note(
         "overshoot",
         f"Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of that before "
-        f"the second fraction. Beyond it a steeper stretch makes a larger gradient. Measure with "
-        f"fractions=({short[0]:.2g}, {short[1]:.2g}, 0.5, 1.0).",
+        f"the second fraction. Beyond it a steeper stretch makes a larger gradient. {WAY_OUT}, or with "
+        f"fractions=({short[0]:.2g}, {short[1]:.2g}, 1.0).",
     )
 
 
@@ -61,8 +88,8 @@ def alike(resolved: int, rows: int, kappa: float) -> Note:
 
 def within_words(within: Within) -> str:
     """The answer of the test inside steps, in a sentence or two."""
-    if within.missing is not None:
-        return f"Inside steps: cannot tell. {within.missing}"
+    if within.doubt is not None:
+        return f"Inside steps: cannot tell. {within.doubt}"
     said = {
         "grows": "sharpness grows with the gradient norm",
         "does-not-grow": "sharpness does not grow with the gradient norm",
@@ -120,8 +147,8 @@ def fit_words(fit: SmoothnessFit) -> str:
 
 
 def _inside(within: Within) -> str:
-    if within.missing is not None:
-        return f"inside steps: {within.missing.kind}"
+    if within.doubt is not None:
+        return f"inside steps: {within.doubt.kind}"
     return (
         f"inside steps: {within.elasticity:.2f} {_span(within.elasticity_interval)}, shuffled "
         f"{within.zero:.2f}, p {within.p_value:.1g}; 0 = no, 1 = proportionally"

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.notes import Note
+from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
 
 LEAST_ROWS = 10
@@ -67,6 +68,7 @@ class Samples:
     lr: np.ndarray
     coefficient: np.ndarray
     kappa: np.ndarray
+    cosine: np.ndarray  # between the step and −g
     noise: np.ndarray
     clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
     spectral: np.ndarray  # spectral smoothness where it had converged
@@ -74,7 +76,7 @@ class Samples:
     grad_signal: np.ndarray  # ‖G‖², without the noise
     secants: np.ndarray  # shape (rows, fractions)
     grad_norms: np.ndarray  # gradient norm on the same batch at each fraction, likewise
-    fractions: tuple[float, ...]
+    fractions: np.ndarray  # likewise; NaN in rows that have fewer
     skipped: int
     eps: float  # relative precision of the gradients
     self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if unknown
@@ -139,8 +141,19 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
     if len(order) < LEAST_ROWS:
         raise ValueError(_too_few(trace, measured, keep, estimator))
-    names = ("step", "loss", "grad_norm", "step_norm", "lr", "coefficient", "kappa", "noise", "secants")
-    names += ("grad_norms", "grad_variance", "grad_signal", "eps", "self_test")
+    names = (
+        "step",
+        "loss",
+        "grad_norm",
+        "step_norm",
+        "lr",
+        "coefficient",
+        "kappa",
+        "cosine",
+        "noise",
+        "secants",
+    )
+    names += ("grad_norms", "fractions", "grad_variance", "grad_signal", "eps", "self_test")
     column = {name: trace.column(name)[order] for name in names}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
     spectral = trace.column("spectral_smoothness")
@@ -154,7 +167,6 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
         clip_norm=trace.clip_norm[order],
         spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
-        fractions=trace.fractions,
         skipped=len(trace) - len(order),
         estimator=estimator,
         history=History.of(trace),
@@ -206,8 +218,10 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     return float(final.mean()) if np.isfinite(final).all() else math.nan
 
 
-def check_trace(trace: Trace | str | Path) -> Trace:
-    """``trace`` itself, or the trace in a file or in the folder of a run."""
+def check_trace(trace: Trace | SmoothnessProbe | str | Path) -> Trace:
+    """``trace`` itself, that of a probe, or the trace in a file or in the folder of a run."""
+    if isinstance(trace, SmoothnessProbe):
+        return trace.trace
     if isinstance(trace, (str, Path)):
         path = Path(trace)
         file = path / "trace.jsonl" if path.is_dir() else path
@@ -218,7 +232,9 @@ def check_trace(trace: Trace | str | Path) -> Trace:
             )
         return Trace.load(file)
     if not isinstance(trace, Trace):
-        raise TypeError(f"`trace` must be a Trace, a path to its file or its run folder, got {trace!r}.")
+        raise TypeError(
+            f"`trace` must be a Trace, a probe, a path to a trace or its run folder, got {trace!r}."
+        )
     return trace
 
 

@@ -15,22 +15,23 @@ fraction :math:`\gamma` to the last one :math:`\gamma'` before the overshoot:
     u = \log\frac{s(\gamma')}{s(\gamma)}, \qquad v = \log\frac{m(\gamma')}{m(\gamma)}, \qquad
     \text{elasticity} = \frac{\sum u v}{\sum v^2} \approx \frac{d\log L}{d\log\lVert g\rVert}
 
-u and v are taken less their means and trends over the run: what all steps share (kinks, directions that turn)
-and what training changes slowly drops out. A constant Hessian gives 0, a smoothness
-:math:`L_1\lVert g\rVert` gives 1.
+u and v are taken for the same length of the stretch in all rows, less their means and trends over the run:
+what all steps share (kinks, directions that turn) and what training changes slowly drops out. A constant
+Hessian gives 0, a smoothness :math:`L_1\lVert g\rVert` gives 1.
 
 A Hessian that changes without regard to the gradient does not give 0, because :math:`g(\gamma')` is in both u
 and v. So every elasticity has a zero of its own. The profile of each step, by how much its secant grows and
 its gradient turns from :math:`\gamma` to :math:`\gamma'`, is dealt out at random to the other rows; start
 gradient, first secant and first angle stay, and the gradient norms follow from them. The test asks whether
 the elasticity exceeds that zero. Beyond an overshoot (:math:`\lVert g(\gamma') - g(0)\rVert`
-above a third of :math:`\lVert g(0)\rVert`) u and v are one quantity, and nothing can be told.
+above a third of :math:`\lVert g(0)\rVert`) u and v are one quantity, and nothing can be told. Nor can it
+where no growth shows and steps run across the gradient: the curvature along them is not that along it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,7 +45,7 @@ from curvestep.smoothness.schedule import short_fractions
 # Chosen on seeds below 10,000 of benchmarks/within.py, which judges them on others.
 MOST_KAPPA = 1 / 3  # change of the gradient over its norm, up to which a stretch does not overshoot
 LEAST_ELASTICITY = 0.2  # less is no growth that clipping could use
-ALONG = 0.5  # cosine of gradient and its change, below which a step that shows no growth says nothing
+LEAST_COSINE = 0.5  # of gradient and step, or its own change, below which steps without growth say nothing
 BLOCK = 8  # neighbouring rows that count as one observation
 LEAST_ROWS = 4 * BLOCK
 SHUFFLES = 100
@@ -66,6 +67,7 @@ class Within:
         stretch: First and last fraction of the step that were compared.
         kappa: Median of :math:`\lVert\Delta g\rVert/\lVert g\rVert` over whole steps.
         along: Median cosine between the gradient and its change, in size.
+        cosine: Median cosine between the step and −g; NaN if unknown.
         level: Of the intervals; growth counts as shown where ``p_value <= 1 - level``.
         missing: Why nothing could be tested, and the way out; else None.
     """
@@ -80,6 +82,7 @@ class Within:
     stretch: tuple[float, float] = (math.nan, math.nan)
     kappa: float = math.nan
     along: float = math.nan
+    cosine: float = math.nan
     missing: Note | None = None
 
     @property
@@ -88,18 +91,21 @@ class Within:
         return self.p_value <= 1 - self.level and self.elasticity >= LEAST_ELASTICITY
 
     @property
-    def constant(self) -> bool:
-        """Whether smoothness is shown not to grow."""
-        return self.elasticity_interval[1] <= LEAST_ELASTICITY and self.along >= ALONG
+    def doubt(self) -> Note | None:
+        """Why it cannot be told whether smoothness grows, and the way out."""
+        if self.missing is None and self.cosine < LEAST_COSINE and not self.grows:
+            return words.across(self.cosine)
+        return self.missing
 
     @property
     def answer(self) -> str:
         """``"grows"``, ``"does-not-grow"``, ``"not-shown"`` or ``"cannot-tell"``."""
-        if self.missing:
+        if self.doubt:
             return "cannot-tell"
         if self.grows:
             return "grows"
-        return "does-not-grow" if self.constant else "not-shown"
+        constant = self.elasticity_interval[1] <= LEAST_ELASTICITY and self.along >= LEAST_COSINE
+        return "does-not-grow" if constant else "not-shown"
 
     def __str__(self) -> str:
         return words.within_words(self)
@@ -113,6 +119,7 @@ def within_steps(
     fractions: ArrayLike | None,
     kappa: ArrayLike,
     eps: ArrayLike,
+    cosine: ArrayLike = math.nan,
     level: float = 0.9,
     most_kappa: float = MOST_KAPPA,
     seed: int = 0,
@@ -126,9 +133,10 @@ def within_steps(
         secants: Secant smoothness, shape (rows, fractions), in the order of the steps; NaN where unknown.
         grad_norm: Gradient norm of the same batch at the start of the step.
         grad_norms: Gradient norm of the same batch at each fraction, shaped like ``secants``.
-        fractions: Fractions of the step, rising, two or more: one list, or one a row.
+        fractions: Fractions of the step, rising, two or more: one list, or one a row; NaN where unknown.
         kappa: :math:`\lVert\Delta g\rVert/\lVert g\rVert` over the step, to its last fraction.
         eps: Machine precision of the gradients, one number or one a row.
+        cosine: Between the step and −g, one number or one a row; NaN where unknown.
         level: Confidence level in (0, 1).
         most_kappa: How much of its norm the gradient may change by up to the last fraction that is compared.
         seed: Of the shuffles.
@@ -145,13 +153,20 @@ def within_steps(
         ('grows', 1.01, -0.11, 48)
     """
     check_share("level", level)
-    if secants is None or grad_norms is None or fractions is None or np.size(fractions) == 0:
+    if secants is None or grad_norms is None:
         return Within(level=level, missing=words.no_secants())
+    if fractions is None or not np.isfinite(np.asarray(fractions, dtype=float)).any():
+        return Within(level=level, missing=words.no_fractions())
+    if np.shape(fractions)[-1] < 2:
+        return Within(level=level, missing=words.one_fraction())
+    if not np.isfinite(np.asarray(kappa, dtype=float)).any():
+        return Within(level=level, missing=words.no_kappa())
     steps = _read(secants, grad_norm, grad_norms, fractions, kappa, eps)
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
         return Within(level=level, kappa=steps.kappa_median, missing=missing)
-    return _tested(steps.up_to(last), level=level, kappa=steps.kappa_median, rng=np.random.default_rng(seed))
+    found = _tested(steps.up_to(last), level=level, kappa=steps.kappa_median, rng=np.random.default_rng(seed))
+    return replace(found, cosine=_median(np.asarray(cosine, dtype=float)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +183,7 @@ class _Steps:
 
     @property
     def kappa_median(self) -> float:
-        return float(np.median(self.kappa)) if len(self.kappa) else math.nan
+        return _median(self.kappa)
 
     @property
     def length(self) -> np.ndarray:
@@ -219,10 +234,10 @@ def _read(
             "`secants` and `grad_norms` must have one row a step and one column a fraction, got shapes "
             f"{s.shape} and {m.shape} for {rows} steps and {along.shape[1]} fractions."
         )
-    if not (np.all(along > 0) and np.all(np.diff(along, axis=1) > 0)):
+    if np.any(along <= 0) or np.any(np.diff(along, axis=1) <= 0):  # not where one is unknown
         raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
     single = [np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa, eps)]
-    columns = np.column_stack([s, m, *single])
+    columns = np.column_stack([s, m, np.broadcast_to(along, s.shape), *single])
     read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
     start, change, precision = (column[read] for column in single)
     return _Steps(
@@ -238,15 +253,13 @@ def _read(
 
 def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
     """Why these steps cannot be tested, or None; and the column of the last fraction before the overshoot."""
-    if steps.secants.shape[1] < 2:
-        return words.one_fraction(), 0
     if len(steps.start) < LEAST_ROWS:
         return words.few_rows(len(steps.start), steps.given, LEAST_ROWS), 0
     short = np.median(steps.change, axis=0) <= most_kappa
     last = int(np.argmin(np.append(short, False))) - 1  # the last of those that are short from the first on
     if last < 1:
         rate = float(np.median(steps.change[:, 0] / steps.fractions[:, 0]))
-        return words.overshoot(steps.kappa_median, short_fractions(1.0, rate, 1.0)), 0
+        return words.overshoot(steps.kappa_median, short_fractions([rate])), 0
     resolved = int(steps.resolved(last).sum())
     if resolved < LEAST_ROWS:
         return words.alike(resolved, len(steps.start), steps.kappa_median), 0
@@ -257,16 +270,19 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
     """The elasticity of steps that do not overshoot, beside what it is with their profiles shuffled."""
     start, change = steps.start[:, None], steps.change
     cosine = np.clip(((steps.norms / start) ** 2 - 1 - change**2) / (2 * change), -1, 1)
-    growth, turn = steps.secants / steps.secants[:, :1], cosine - cosine[:, :1]
+    # Where the fractions follow the run: growth and turn of a stretch of the usual length, in proportion.
+    stretch = steps.fractions[:, -1:] / np.median(steps.fractions[:, -1])
+    growth = np.log(steps.secants / steps.secants[:, :1]) / stretch
+    turn = (cosine - cosine[:, :1]) / stretch
 
     def parts(growth: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Σuv and Σv² of each block, for profiles of shape (..., rows, fractions)."""
-        moved = change[:, :1] * growth * (steps.fractions / steps.fractions[:, :1])
-        angle = np.clip(cosine[:, :1] + turn, -1, 1)
+        moved = change[:, :1] * np.exp(growth * stretch) * (steps.fractions / steps.fractions[:, :1])
+        angle = np.clip(cosine[:, :1] + turn * stretch, -1, 1)
         norms = start * np.sqrt(np.maximum(1 + 2 * angle * moved + moved**2, 0))
         means = np.log(mean_norms(np.broadcast_to(steps.start, norms.shape[:-1]), norms, steps.fractions))
-        u = _detrended(np.log(growth[..., -1]))
-        v = _detrended(means[..., -1] - means[..., 0])
+        u = _detrended(growth[..., -1])
+        v = _detrended((means[..., -1] - means[..., 0]) / stretch[:, 0])
         return _block_sums(u * v), _block_sums(v * v)
 
     products, squares = parts(growth, turn)
@@ -295,6 +311,11 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
         kappa=kappa,
         along=float(np.median(np.abs(cosine[:, -1]))),
     )
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
 
 
 def _block_sums(values: np.ndarray) -> np.ndarray:

@@ -60,14 +60,14 @@ class SmoothnessCallback(Callback):
     its loss by :func:`record`. Accumulation, mixed precision, DDP and checkpoints are taken care of.
 
     Args:
-        every: Optimizer steps between measurements.
+        every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
         fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
-            batch of a measured step: with both defaults 2 to 2.5 % of a run.
+            batch of a measured step. Default: two short ones that follow the run, and the whole step.
         estimators: Columns of the trace, or a mapping from column to its period in measurements.
         trace: File for the rows; None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
             writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
-        max_overhead: Share of the training time that measuring may take, such as 0.02.
+        max_overhead: Gradients for measuring over those for training, such as 0.02, after ten rows.
         layers: Also measure each layer.
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
             ``"raise"`` stops training.
@@ -79,8 +79,8 @@ class SmoothnessCallback(Callback):
 
     def __init__(
         self,
-        every: int = 100,
-        fractions: tuple[float, ...] = (0.5, 1.0),
+        every: int | None = None,
+        fractions: tuple[float, ...] | None = None,
         estimators: list[str] | dict[str, int] | None = None,
         trace: str | None = None,
         if_exists: str = "resume",

@@ -54,8 +54,7 @@ def probe_at(step: int, model: nn.Module, state: State, options: Options) -> Smo
         warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
     if step > 0 and not state:
         schedule, done = probe.schedule.state_dict(), math.ceil(step / probe.schedule.every)
-        if schedule["next"] is not None:
-            schedule["next"] = done * probe.schedule.every
+        schedule["next"] = done * probe.schedule.every
         state = {"step": step, "measurements": done, "schedule": schedule}
     if step > 0:
         probe.load_state_dict(state)

@@ -65,8 +65,8 @@ PRINTERS = (PrinterCallback, ProgressCallback)
 class SmoothnessOptions(TypedDict, total=False):
     """The options of :class:`SmoothnessCallback`, as it describes them."""
 
-    every: int
-    fractions: tuple[float, ...]
+    every: int | None
+    fractions: tuple[float, ...] | None
     estimators: list[str] | dict[str, int] | None
     trace: Trace | str | Path | None
     if_exists: str
@@ -101,14 +101,14 @@ class SmoothnessCallback(TrainerCallback):
     resuming from a checkpoint are taken care of.
 
     Args:
-        every: Optimizer steps between measurements.
+        every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
         fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
-            batch of a measured step: with both defaults 2 to 2.5 % of a run.
+            batch of a measured step. Default: two short ones that follow the run, and the whole step.
         estimators: Columns of the trace, or a mapping from column to its period in measurements.
         trace: Where the rows go: a path, a trace, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
             writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
-        max_overhead: Share of the training time that measuring may take, such as 0.02.
+        max_overhead: Gradients for measuring over those for training, such as 0.02, after ten rows.
         layers: Also measure each layer.
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
             ``"raise"`` stops training.
@@ -125,8 +125,8 @@ class SmoothnessCallback(TrainerCallback):
     def __init__(
         self,
         *,
-        every: int = 100,
-        fractions: tuple[float, ...] = (0.5, 1.0),
+        every: int | None = None,
+        fractions: tuple[float, ...] | None = None,
         estimators: list[str] | dict[str, int] | None = None,
         trace: Trace | str | Path | None = None,
         if_exists: str = "resume",

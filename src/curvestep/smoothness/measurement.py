@@ -189,6 +189,7 @@ def along_step(
     end = end_part(segment, replay, secants[1.0]) if 1.0 in secants else {}
     return {
         "smoothness": _largest(slopes),
+        "fractions": list(fractions),
         "secants": slopes,
         "grad_norms": [s.grad_norm for s in ordered],
         **change_part(segment, ordered[-1]),

@@ -250,10 +250,8 @@ def _tell(listener: Listener, args: tuple[object, ...], kwargs: dict[str, object
 class StepObserver:
     """The optimizers that step, their learning rate then, and the gradient that they are handed."""
 
-    def __init__(self, parameters: Sequence[Tensor], clock: Callable[[], float]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._clock = clock
-        self.seconds = 0.0  # that observing took
         self.optimizers: list[Optimizer] = []
         self.rates: list[float] = []  # lr of each group of the first optimizer
         self.lr: float | None = None  # of several, the largest
@@ -264,7 +262,6 @@ class StepObserver:
         """Called by torch before every optimizer's step."""
         if not trains_any(optimizer, self._parameters):
             return
-        started = self._clock()
         self.expect(optimizer)
         if not isinstance(optimizer, ClipsItself):  # one with statistics needs no norm
             self._grad_norm = global_norm(p.grad for p in self._parameters)
@@ -272,7 +269,6 @@ class StepObserver:
             scale = getattr(optimizer, "grad_scale", None)
             if scale is not None:
                 self._grad_norm /= float(scale)
-        self.seconds += self._clock() - started
 
     def expect(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""

@@ -6,6 +6,7 @@ start to its row, is :class:`~curvestep.smoothness.probed_step.ProbedStep`'s.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,8 +73,12 @@ class SmoothnessProbe:
     Args:
         model: The module that the loop calls, with all that the loss trains; the wrapped one under DDP, FSDP2
             and ``torch.compile``.
-        every: Steps between measurements.
-        fractions: Where on the step to take gradients, each in (0, 1]. Memory beyond training's, from the
+        every: Steps between measurements, whatever they cost. Default: the first ten rows come five steps
+            apart, then so many that measuring takes 5 % of the gradients that training does.
+        fractions: Where on the step to take gradients, each in (0, 1]. Default: three. Two are short, chosen
+            by the last rows so that the gradient changes by at most a quarter of its norm: only before the
+            overshoot can growth of smoothness be told from the step's own doing. The third is the whole
+            step, for κ, the loss after it and the paper's estimate. Memory beyond training's, from the
             first measurement on: twice the parameters and once the largest of them, however many fractions;
             under DDP and FSDP2 three times the parameters. Once more where a first step overshoots: it is
             searched for its safe fraction.
@@ -86,11 +91,11 @@ class SmoothnessProbe:
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
-            :meth:`load_state_dict`, and without it writes to a new file beside it and says so
-            (``trace-2.jsonl``; ``probe.trace.path``), ``"new"`` does that in any case, ``"overwrite"`` starts
-            it again.
-        max_overhead: Share of the training time that measuring may take, such as 0.05. The interval is then
-            chosen from measured times, never shorter than ``every``.
+            :meth:`load_state_dict`, and without it writes to a new file beside it and prints
+            its name (``trace-2.jsonl``; ``probe.trace.path``), ``"new"`` does that in any case,
+            ``"overwrite"`` starts it again.
+        max_overhead: Gradients for measuring over those for training, such as 0.05, after the first ten rows.
+            Counted, not timed: rows do not depend on the machine. Never more often than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
             step, ``"off"`` warns once and measures nothing more, whatever the failure. The step itself is
@@ -112,8 +117,8 @@ class SmoothnessProbe:
         self,
         model: nn.Module,
         *,
-        every: int = 5,
-        fractions: Iterable[float] = (0.5, 1.0),
+        every: int | None = None,
+        fractions: Iterable[float] | None = None,
         estimators: Iterable[str] | Mapping[str, int] = ("smoothness",),
         oracle: GradientOracle | None = None,
         trace: Trace | str | Path | None = None,
@@ -128,7 +133,7 @@ class SmoothnessProbe:
     ) -> None:
         self.model = model
         self.parameters = trainable_parameters(model)
-        self.fractions = check_fractions(fractions)
+        self.fractions = None if fractions is None else check_fractions(fractions)
         self.estimators = check_estimators(estimators)
         self.oracle = check_oracle(oracle)
         self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
@@ -139,9 +144,7 @@ class SmoothnessProbe:
             if not hasattr(other, "__dict__"):
                 raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
         self.num_steps = None if num_steps is None else check_count("num_steps", num_steps)
-        gradients = len(self.fractions) + (oracle is not None)
-        # Two more gradients for the self-test; and whatever is done for the first time takes longer.
-        self.schedule = Schedule(every=every, max_overhead=max_overhead, first_cost=2.0 * (gradients + 2))
+        self.schedule = Schedule(every=every, max_overhead=max_overhead)
         check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
         choice = "continue" if if_exists == "resume" else if_exists
         self._is_own_file = isinstance(trace, (str, Path))
@@ -228,16 +231,14 @@ class SmoothnessProbe:
         check_positive("weight", weight)
         if self._current.optimizers is not None:  # the step that had begun raised
             self._forget_step()
-        step, started = self._current, self._now()
+        record = self._current.record
         part = Pass(loss_fn, weight, PassState(self.model, self._setup.keep))
-        if step.record.state is None:
-            step.record.state = part.state
-        spent = self._now() - started
-        loss = step.record.run(part, self.parameters)
+        if record.state is None:
+            record.state = part.state
+        loss = record.run(part, self.parameters)
         if batch_size is not None:
             part.calls.size = batch_size
             part.calls.calls = max(part.calls.calls, 1)
-        step.spent += spent
         return loss
 
     def _begin(
@@ -261,9 +262,8 @@ class SmoothnessProbe:
             self._check_fresh()
         if not self.due:
             return
-        step, started = self._current, self._now()
+        step = self._current
         step.row = {"step": self.step, "batch_size": batch_size}
-        step.routine = self.self_test is not None
         self._check_mode()
         try:
             self._attempt(partial(step.measure_start, clipped=clipped))
@@ -275,10 +275,9 @@ class SmoothnessProbe:
         if any_rank(step.start is None, self.model):
             step.start = None
         step.stepping = True
-        step.optimizers = StepObserver(self.parameters, self._now)
+        step.optimizers = StepObserver(self.parameters)
         if optimizer is not None:
             step.optimizers.expect(check_optimizer(optimizer))
-        step.spent += self._now() - started
 
     def _end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
@@ -287,16 +286,15 @@ class SmoothnessProbe:
             self._finish_step()
             return
         try:
-            resumed, step.stepping = self._now(), False
+            step.stepping = False
             steps.stop()
-            step.spent += steps.seconds
             if step.start is not None:
                 self._attempt(step.measure_end)
             if step.row.get("noise") is not None and step.row["batch_size"] is not None:
                 step.row["grad_variance"] = step.row["batch_size"] * step.row["noise"] ** 2
             self._describe_run(steps)
+            step.row["num_gradients"] = step.num_gradients
             self._write(step.row)
-            step.spent += self._now() - resumed
             self._setup.measurements += 1
         finally:
             self._finish_step()
@@ -332,7 +330,7 @@ class SmoothnessProbe:
     def listen(self, listener: Callable[[Row], Any]) -> SmoothnessProbe:
         """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
 
-        The row is a dict with the keys of the trace and ``fractions``, those of its ``secants``. A listener
+        The row is a dict with the keys of the trace. A listener
         that raises is reported once; training goes on.
         """
         self._listeners.append(listener)
@@ -348,6 +346,11 @@ class SmoothnessProbe:
         """Relative difference of one gradient replayed twice: zero or rounding; None until tested."""
         return self._setup.test.error
 
+    def __repr__(self) -> str:
+        rows, spent = self.schedule.num_rows, self.schedule.num_gradients
+        share = spent / max(self.step, 1)
+        return f"<SmoothnessProbe: {rows} rows in {self.step} steps, {spent} extra gradients ({share:.0%})>"
+
     def snapshot(self) -> None:
         """Remember random states and buffers as they are now, as those that the training pass starts from.
 
@@ -355,10 +358,9 @@ class SmoothnessProbe:
         whole: then call this just before the loss is computed.
         """
         if self.due:
-            started, step = self._now(), self._current
-            step.record.state = PassState(self.model, self._setup.keep)
-            step.record.trained = ForwardCalls()
-            step.spent += self._now() - started
+            record = self._current.record
+            record.state = PassState(self.model, self._setup.keep)
+            record.trained = ForwardCalls()
 
     def close(self) -> None:
         """Stop observing model and optimizer and close the trace's file; later steps are not measured."""
@@ -372,6 +374,7 @@ class SmoothnessProbe:
         return {
             "step": self.step,
             "measurements": self._setup.measurements,
+            "rates": list(self._setup.rates),
             "schedule": self.schedule.state_dict(),
         }
 
@@ -379,6 +382,7 @@ class SmoothnessProbe:
         """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
         self.step = check_count("step", state["step"], least=0)
         self._setup.measurements = state["measurements"]
+        self._setup.rates.extend(state.get("rates", ()))
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
         self.trace.cut(self.step)
@@ -420,9 +424,7 @@ class SmoothnessProbe:
     def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.due or self._current.stepping or not torch.is_grad_enabled():
             return
-        started = self.schedule.clock()
-        if self._current.see_forward(args, kwargs):
-            self._current.spent += self.schedule.clock() - started
+        self._current.see_forward(args, kwargs)
 
     def _attempt(self, measure: Callable[[], None]) -> None:
         """Call ``measure``; its failure is noted in the row."""
@@ -454,10 +456,10 @@ class SmoothnessProbe:
         self.trace.close()
         self.trace = self._new_trace(path, "new")
         if path is not None:
-            warnings.warn(
-                f"{path} holds a run already. The rows of this one go to {self.trace.path}. To resume that "
-                "run, call `probe.load_state_dict(state)` first.",
-                stacklevel=3,
+            print(
+                f"{path} holds another run. This run writes to {self.trace.path}. "
+                "To resume the other, call `probe.load_state_dict(state)` first.",
+                file=sys.stderr,
             )
 
     def _check_mode(self) -> None:
@@ -510,7 +512,7 @@ class SmoothnessProbe:
             self.trace.append(row)
         for listener in self._listeners if is_writer(self.model) else ():
             try:
-                listener({**row, "fractions": self.fractions})
+                listener(dict(row))
             except Exception as error:
                 self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
 
@@ -525,11 +527,8 @@ class SmoothnessProbe:
             self.close()
         if self.step == self.schedule.next:
             self._forget_step()
-        self.schedule.finished(self.step, spent=step.spent, routine=step.routine)
-        if self.schedule.needs_plan(self.step):
-            self.schedule.plan(self.step)
-            if self.schedule.max_overhead is not None:
-                assert self.schedule.next is not None
+            self.schedule.finished(self.step, num_gradients=step.num_gradients)
+            if self.schedule.max_overhead is not None:  # a rank that failed may have counted otherwise
                 self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
 
@@ -538,18 +537,13 @@ class SmoothnessProbe:
             self._current.optimizers.stop()
         self._current = ProbedStep(self._setup)
 
-    def _now(self) -> float:
-        if torch.accelerator.is_available() and self.parameters[0].device.type != "cpu":
-            torch.accelerator.synchronize()
-        return self.schedule.clock()
-
     def _new_trace(self, path: str | Path | None, if_exists: str) -> Trace:
         header = {
             "model": type(self.model).__name__,
             "num_parameters": sum(p.numel() for p in self.parameters),
             "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
             "measured_on": "training batch" if self.oracle is None else f"{len(self.oracle)} fixed batches",
-            "fractions": list(self.fractions),
+            "fractions": self.fractions and list(self.fractions),
             "estimators": dict(self.estimators),
             "every": self.schedule.every,
             "max_overhead": self.schedule.max_overhead,

@@ -9,6 +9,7 @@ which they are measured.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from curvestep.smoothness.measurement import (
 from curvestep.smoothness.observer import ForwardCalls, StepObserver, StepRecord, TrainingLoss, trains_any
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import Gradients, Replay, trainable_parameters
+from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState, Workspace
 from curvestep.smoothness.trace import NONFINITE, ZERO_STEP, Row
 from curvestep.steps import is_clipped
@@ -59,7 +61,7 @@ class Setup:
 
     model: nn.Module
     parameters: list[nn.Parameter]
-    fractions: tuple[float, ...]
+    fractions: tuple[float, ...] | None  # of a step; None: two short ones that follow the run, and the whole
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
     groups: Mapping[str, Sequence[int]]  # names of layers with the indices of their parameters
@@ -68,9 +70,19 @@ class Setup:
     backward: Callable[[Tensor], Any] | None
     test: SelfTest = field(default_factory=SelfTest)
     measurements: int = 0  # so far
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
     origin: list[Tensor] | None = None  # starting point, kept while more batches are measured there
     start_memory: Workspace = field(default_factory=Workspace)
     gradient_memory: Workspace = field(default_factory=Workspace)
+
+    def batches_of(self, closure: Callable[[], Any]) -> int:
+        """How many batches a closure computes its loss of: of training, one step's."""
+        return len(closure) if isinstance(closure, GradientOracle) else 1
+
+    @property
+    def next_fractions(self) -> tuple[float, ...]:
+        """Where on the step that comes gradients are taken."""
+        return self.fractions or (*short_fractions(self.rates), 1.0)
 
 
 class ProbedStep:
@@ -82,8 +94,8 @@ class ProbedStep:
         optimizers: The optimizers that step; None until the step begins.
         start: What is known before the step; None if that could not be measured.
         stepping: Whether the optimizer is stepping: it may call the model as often as it likes.
-        spent: Seconds of this step that went into measuring.
-        routine: Whether the measurement costs what later ones will; the first one tests itself too.
+        num_gradients: How many of them measuring took; of an oracle, one for each of its batches. Without
+            the self-test, which a resumed run takes again.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -93,26 +105,24 @@ class ProbedStep:
         self.optimizers: StepObserver | None = None
         self.start: Start | None = None
         self.stepping = False
-        self.spent = 0.0
-        self.routine = True
+        self.num_gradients = 0
         self._loss: TrainingLoss | None = None
         self._oracle_state: PassState | None = None  # where the first gradient of the oracle started
         self._replays = False
 
-    def see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Take note of a call of the model; False if it is none of training's passes."""
+    def see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Take note of a call of the model."""
         with_inputs = not self.setup.test.is_complete
         if self._replays:
             self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
-            return False
+            return
         if Replay.running:  # somebody else's
-            return False
+            return
         if self.record.state is None:
             self.record.state = PassState(self.setup.model, self.setup.keep)
         self.record.see_precision(self.setup.parameters[0])
         self.record.see_inputs(args, kwargs)
         self.record.trained.record(args, kwargs, with_inputs=with_inputs)
-        return True
 
     def measure_start(self, *, clipped: bool) -> None:
         """Keep the point and the gradient before the step, and test the replays if that is due.
@@ -188,21 +198,29 @@ class ProbedStep:
         self.row |= summary_part(self.row)
 
     @contextmanager
-    def replaying(self, closure: Callable[[], Any]) -> Iterator[Replay]:
-        """A replay of a closure from the state in which training's first pass started."""
+    def replaying(self, closure: Callable[[], Any], *, counted: int | None = None) -> Iterator[Replay]:
+        """A replay of a closure from the state in which training's first pass started.
+
+        Args:
+            closure: Computes the loss.
+            counted: Gradients to count; default: all that are taken.
+        """
         setup, state = self.setup, self.record.state
         if closure is setup.oracle:  # its batches are its own: its gradients start from the state of now
             self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
             state = self._oracle_state
         self._replays = True
         inputs = [(tensor, tensor.grad) for tensor in self.record.inputs]
+        replay = Replay(setup.model, closure, state=state, keep=setup.keep)
         try:
             for tensor, _ in inputs:
                 tensor.grad = None
-            with Replay(setup.model, closure, state=state, keep=setup.keep) as replay:
+            with replay:
                 yield replay
         finally:
             self._replays = False
+            passes = replay.num_passes if counted is None else counted
+            self.num_gradients += passes * setup.batches_of(closure)
             for tensor, gradient in inputs:
                 tensor.grad = gradient
 
@@ -252,7 +270,7 @@ class ProbedStep:
             return gradients
         # A hook that leaves a step out hides the gradient: there is nothing to compare with.
         trained = None if hidden else gradients
-        with self.replaying(loss) as replay:
+        with self.replaying(loss, counted=1) as replay:
             return list(self.setup.test.run(replay, trained, self.record, clipped=True))
 
     def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
@@ -264,8 +282,7 @@ class ProbedStep:
                 return
             if not any_rank(test.is_due(self.record), self.setup.model):
                 return
-        self.routine = False
-        with self.replaying(self._measured_loss()) as replay:
+        with self.replaying(self._measured_loss(), counted=0) as replay:
             if not (with_oracle or clipped) and test.confirms(replay, raw, self.record):
                 return
             test.run(replay, None if with_oracle else raw, self.record)
@@ -310,16 +327,23 @@ class ProbedStep:
             # Later a run is no longer where it started; against the gradient no fraction is safe.
             closer = setup.measurements < CLOSER and segment.cosine > 0
             search = partial(self._look_closer, segment, replay) if closer else None
-            yield along_step(segment, replay, setup.fractions, at_end=search)
+            along = along_step(segment, replay, setup.next_fractions, at_end=search)
+            self._remember_rate(segment, along["secants"][0])
+            yield along
         elif due:
             end = secant_at(segment, replay, 1.0, in_metric=True)
             yield {**change_part(segment, end), **end_part(segment, replay, end)}
+
+    def _remember_rate(self, segment: Segment, first_secant: float) -> None:
+        if segment.grad_norm > 0:
+            rate = first_secant * segment.step_norm / segment.grad_norm
+            if math.isfinite(rate) and rate > 0:
+                self.setup.rates.append(rate)
 
     def _look_closer(self, segment: Segment, replay: Replay, end: Secant) -> Row:
         """The row's ``safe_fraction``, of a step that overshoots."""
         if point_of(segment, replay, end, max_kappa=OVERSHOT).safe:
             return {}
-        self.routine = False
         fraction = safe_fraction(segment, replay, end)
         # An oracle's batches stay the same: others would not tell more.
         first = self.row["step"] == 0 and self.setup.oracle is None
@@ -331,7 +355,6 @@ class ProbedStep:
         assert self._loss is not None
         if self.setup.measurements + 1 >= CLOSER:
             self.setup.origin = None
-        self.routine = False
         with self.replaying(self._loss) as replay:
             return safe_start(replay, origin, eps=eps)
 

@@ -101,6 +101,7 @@ class Replay:
         keep: Other objects whose attributes are put back, such as a metric that the closure adds to.
 
     Attributes:
+        num_passes: How often the closure has run: the price of what was asked, in gradients.
         running: The replays of this process that are computing a loss right now.
 
     Example:
@@ -132,6 +133,7 @@ class Replay:
         self._keep = keep
         self._home: list[Tensor] | None = None
         self._swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
+        self.num_passes = 0  # of the closure, so far
         self._is_open = False
         self._aliased = gradients_live_in_buckets(model)
         self._runs_backward = False  # the closure itself, by what it did last
@@ -415,6 +417,7 @@ class Replay:
             )
 
     def _run(self) -> Tensor:
+        self.num_passes += 1
         Replay.running.add(self)
         try:
             return checked_loss(self.closure())

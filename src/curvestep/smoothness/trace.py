@@ -69,8 +69,9 @@ _TABLE = (
     ("grad_norm", "number", "loss/x", "‖g(x)‖, before any clipping."),
     ("step_norm", "number", "x", "‖d‖."),
     ("smoothness", "number", "loss/x²", "The paper's L̂: the largest of `secants`, along the step."),
-    ("secants", "numbers", "loss/x²", "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in the header's `fractions`."),
-    ("grad_norms", "numbers", "loss/x", "‖g(x + γd)‖ for each γ in the header's `fractions`."),
+    ("fractions", "numbers", "1", "Every γ of this row; those of the header where it has none."),
+    ("secants", "numbers", "loss/x²", "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in `fractions`."),
+    ("grad_norms", "numbers", "loss/x", "‖g(x + γd)‖ for each γ in `fractions`."),
     ("local_smoothness", "number", "loss/x²", "‖∇²f(x) d‖/‖d‖, at x along the step."),
     ("local_converged", "flag", "", "Whether `local_error` is at most 0.1; if not, the value is not usable."),
     ("local_error", "number", "1", "Relative change of ∇²f(x) d when the difference step is halved."),
@@ -108,6 +109,8 @@ _TABLE = (
      "Largest stable lr · `optimizer_spectral` on a quadratic: 2 for SGD, 38 for Adam at β₁ = 0.9."),
     ("optimizer_missing", "word", "", "Why there is no smoothness in the optimizer's metric."),
     ("batch_size", "count", "samples", "Samples of the step, over all calls and ranks."),
+    ("num_gradients", "count", "gradients",
+     "What the row cost, without self-tests; an oracle counts each batch."),
     ("eps", "number", "1", "Relative precision of the gradients: of the dtype or of autocast."),
     ("self_test", "number", "1", "Relative difference of one gradient that was replayed twice."),
     ("status", "word", "", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'),
@@ -121,10 +124,11 @@ _HEADER_TABLE = (
     ("num_parameters", "count", "", "How many numbers are trained."),
     ("dtype", "word", "", "Type of the parameters."),
     ("measured_on", "word", "", "The training batch, or how many fixed batches."),
-    ("fractions", "numbers", "1", "Every γ: where on a step gradients are taken."),
+    ("fractions", "numbers", "1", "Every γ, if it is the same in all rows."),
     ("estimators", "group", "", "Estimators with their periods, in measurements."),
     ("every", "count", "steps", "Fewest steps between measurements."),
-    ("max_overhead", "number", "1", "Share of the training time that measuring may take."),
+    ("max_overhead", "number", "1",
+     "Gradients for measuring over those for training, after the first ten rows."),
     ("world_size", "count", "", "How many processes train."),
     ("optimizer", "word", "", "Class of the optimizer."),
     ("optimizer_family", "word", "",
@@ -310,7 +314,7 @@ class Trace:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """The fractions of a step at which gradients were taken, ascending; empty if the header has none."""
+        """The fractions of a step that all rows share, ascending; empty if they are in the rows alone."""
         given = self.header.get("fractions")
         if not isinstance(given, (list, tuple)) or not all(map(_is_exact, given)):
             return ()
@@ -336,7 +340,7 @@ class Trace:
     def column(self, name: str) -> np.ndarray:
         """Values of one key, one per row: float64, read-only, NaN where missing.
 
-        A list (``secants``, ``grad_norms``) comes in two dimensions, rows by ``fractions``. Layers are
+        A list (``secants``, ``grad_norms``, ``fractions``) comes in two dimensions. Layers are
         columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words (``status``)
         comes as an array of objects, None where missing. A key of the schema that no row has is all NaN.
         """
@@ -348,6 +352,9 @@ class Trace:
 
     def _make_column(self, name: str) -> np.ndarray:
         values, field = self._values(name), FIELDS.get(name)
+        if name == "fractions":
+            given = list(self.fractions)
+            values = [given if value is None else value for value in values]
         if field is None and name not in self.names:
             known = ", ".join(self.names) or "none yet"
             raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
