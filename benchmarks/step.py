@@ -3,6 +3,7 @@
     python benchmarks/step.py [--optimizer adamw] [--rounds 40] [--threads 1 2] [--warm]
                               [--json PATH [--tree NAME]]
     python benchmarks/step.py --json PATH --page PATH
+    python benchmarks/step.py --rules [--rounds 40] [--threads 1]
 
 All variants share parameters and gradients and take turns in one process, in a new order each round, so that
 a busy machine slows them alike; each number is a median. One thread is timed in its own CPU time, several
@@ -13,6 +14,7 @@ which nothing else runs.
 
 ``--json`` adds a call to those that the file holds. To time another tree, put its ``src`` first on
 ``PYTHONPATH`` and give it a name. ``--page`` times nothing: it shows the range over the calls of the file.
+``--rules`` times each rule of ``clip_rules`` and gives its cost in steps with a constant threshold.
 """
 
 import argparse
@@ -109,6 +111,38 @@ def adamw_variants(params):
         "ClippedAdamW(foreach)": ClippedAdamW(params, foreach=True, **options).step,
         "ClippedAdamW(fused)": ClippedAdamW(params, fused=True, **options).step,
     }
+
+
+def rule_variants(params, optimizer, **options):
+    from curvestep import clip_rules  # an older tree has none
+
+    rules = [
+        clip_rules.percentile(10),
+        clip_rules.zscore(2.5),
+        clip_rules.ema(),
+        clip_rules.weight_ratio(0.01),
+    ]
+    named = {"constant": MAX_NORM, **{rule.name: rule for rule in rules}}
+    return {name: optimizer(params, lr=LR, max_norm=rule, **options).step for name, rule in named.items()}
+
+
+def rules_table(rounds, threads, warm):
+    """The cost of a step by each rule, that with a constant threshold being 1."""
+    from curvestep import ClippedAdamW
+
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    kinds = {
+        "plain": partial(rule_variants, optimizer=ClippedSGD),
+        "momentum": partial(rule_variants, optimizer=ClippedSGD, momentum=0.9),
+        "AdamW": partial(rule_variants, optimizer=ClippedAdamW),
+    }
+    for shape, shapes in SHAPES.items():
+        small = sum(torch.Size(s).numel() for s in shapes) < 1e6
+        for kind, variants_of in kinds.items():
+            medians = measure(shapes, variants_of, 5 * rounds if small else rounds, clock, warm)
+            costs = {name: medians[name] / medians["constant"] for name in medians if name != "add_"}
+            listed = ", ".join(f"{name} {cost:.2f}" for name, cost in costs.items())
+            print(f"{shape} tensors, {kind}, {threads} threads: {listed}", flush=True)
 
 
 def measure(shapes, variants_of, rounds, clock, warm=False):
@@ -246,6 +280,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=40, help="timed calls of each variant (default 40)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     parser.add_argument("--warm", action="store_true", help="one call of a variant before each timed one")
+    parser.add_argument("--rules", action="store_true", help="time the rules of clip_rules instead")
     parser.add_argument("--tree", default="", help="name of the tree, if it is not today's")
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
     parser.add_argument("--page", type=Path, help="time nothing: write what --json holds as a page")
@@ -256,6 +291,11 @@ def main():
     if native() is None:
         print("curvestep's kernel was not built: these are times without it")
     torch.manual_seed(0)
+    if options.rules:
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            rules_table(options.rounds, threads, options.warm)
+        return
     results = []
     for threads in options.threads:
         torch.set_num_threads(threads)

@@ -277,6 +277,30 @@ def test_tensor_without_gradients_at_first_still_learns():
     assert not torch.equal(before, params[1])
 
 
+@pytest.mark.parametrize("rule", [ema(0.5, warmup=2), weight_ratio(0.01)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_kernel_gives_the_same_bits_on_two_threads_and_the_steps_of_torch(rule, dtype):
+    def run(threads, **options):
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(s, dtype=dtype)) for s in [(700, 100), (90, 1), (33, 2, 3, 3), (70_000,)]
+        ]
+        params[2].data = params[2].data.contiguous(memory_format=torch.channels_last)
+        opt = ClippedAdamW(params, lr=0.01, max_norm=rule, **options)
+        torch.set_num_threads(threads)
+        for step in range(4):
+            set_gradients(params, step)
+            params[2].grad = params[2].grad.contiguous(memory_format=torch.channels_last)
+            opt.step()
+        torch.set_num_threads(1)
+        return params
+
+    one, two, slow = run(1), run(2), run(1, foreach=False)
+    for a, b, c in zip(one, two, slow, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
+
+
 def test_groups_may_have_rules_of_their_own():
     head, body = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     opt = ClippedSGD(

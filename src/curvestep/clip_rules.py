@@ -21,12 +21,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvestep._checks import check_count, check_positive
 
-Number: TypeAlias = float | Tensor  # a float on the host; on a device a tensor, of one number or one for each
+Number: TypeAlias = (
+    float | np.ndarray[Any, Any] | Tensor
+)  # an array of one for each tensor or unit, on a device a tensor
 State: TypeAlias = tuple[Any, ...]  # the Numbers that a rule remembers
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
@@ -238,6 +241,8 @@ def choose(condition: Any, yes: Any, no: Any) -> Any:
     """``yes`` where the condition holds, else ``no``: numbers, or tensors of them."""
     if isinstance(condition, Tensor):
         return torch.where(condition, yes, no)
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
     return yes if condition else no
 
 

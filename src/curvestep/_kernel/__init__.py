@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -27,6 +28,7 @@ DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
 _RULE, _ADAM_RULE = Struct("dddddq"), Struct("dddddd")  # as in kernel.c
+Array: TypeAlias = np.ndarray[Any, Any]
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
@@ -43,6 +45,7 @@ class View(NamedTuple):
 
     addresses: Any  # of the first list, then of the others
     sizes: Any
+    starts: Any  # number of each tensor's first unit, and at last of all, -1 if units lie between each other
     length: int  # of each list
     num_lists: int
     doubles: int  # 1 for float64, 0 for float32
@@ -52,8 +55,8 @@ class View(NamedTuple):
 class Units(NamedTuple):
     """Factors on gradients, one for each unit: a tensor, or a row of it."""
 
-    starts: Tensor  # int64: the number of each tensor's first unit, and at last the number of all
-    scales: Tensor  # float64
+    starts: Any  # ctypes' int64: the number of each tensor's first unit, and at last the number of all
+    scales: Array  # float64
 
 
 class Kernel:
@@ -72,7 +75,7 @@ class Kernel:
         self._take_threads_from.restype = None
         self._take_threads_from(parallel_for())
         self._view = with_lock.curvestep_view_plain
-        self._view.argtypes = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer]
+        self._view.argtypes = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _pointer]
         self._view.restype = flag
         self._sum_of_squares = loaded.curvestep_sum_of_squares
         self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, _pointer, _pointer]
@@ -100,21 +103,22 @@ class Kernel:
         if any([len(other) != count for other in others]):
             return None
         addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
+        starts = (_int64 * (count + 1))()
         if self._describe:
             at = (_pointer * len(lists))(*map(id, lists))
             try:
-                kind = self._view(self._describe, _PLAIN_IDS, at, len(lists), count, addresses, sizes)
+                kind = self._view(self._describe, _PLAIN_IDS, at, len(lists), count, addresses, sizes, starts)
             except RuntimeError:  # torch has nothing to describe: sparse, on no device
                 return None
         else:
-            kind = _view_by_attributes(lists, addresses, sizes)
+            kind = _view_by_attributes(lists, addresses, sizes, starts)
         # A mark on a tensor can say that its numbers lie in memory with the wrong sign. torch sets it for the
         # imaginary part of a conjugate, every second number in memory, which only a tensor of one element
         # walks through without gaps. A gradient, the first list, can have got it in other ways.
         looked_at = (lists if kind & _SINGLE else lists[:1]) if may_be_negated else ()
         if kind < 0 or any([True in map(Tensor.is_neg, listed) for listed in looked_at]):
             return None
-        return View(addresses, sizes, count, len(lists), kind & _DOUBLE, self)
+        return View(addresses, sizes, starts, count, len(lists), kind & _DOUBLE, self)
 
     def sum_of_squares(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i \rVert^2`, right to 1e-7 for float32 norms between 1e-12 and 1e18."""
@@ -124,18 +128,18 @@ class Kernel:
         r""":math:`\sum_i \lVert t_i - u_i \rVert^2` of two lists, of which nothing is stored."""
         return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True, *_WHOLE)
 
-    def squares_of_units(self, x: View, starts: Tensor, which: int = 0) -> Tensor:
-        r""":math:`\lVert u \rVert^2` of each unit of the tensors in list ``which`` of the view.
+    def squares_of_units(self, x: View, starts: Any, which: int = 0) -> tuple[float, Array]:
+        r""":math:`\sum_u \lVert u \rVert^2`, and :math:`\lVert u \rVert^2` of each unit, in list ``which``.
 
         ``starts`` has the number of the first unit of each tensor, and at last their count; a unit is as many
         elements in a row as the others of its tensor.
         """
-        squares = torch.empty(int(starts[-1]), dtype=torch.float64, device="cpu")
+        squares = np.empty(starts[-1])
         addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
-        self._sum_of_squares(
+        total = self._sum_of_squares(
             addresses, x.sizes, x.length, x.doubles, _num_threads(), False, *_addresses(starts, squares)
         )
-        return squares
+        return total, squares
 
     def update(
         self,
@@ -184,12 +188,18 @@ class Kernel:
         )  # fmt: skip
 
 
-def _addresses(*tensors: Tensor) -> tuple[int | None, int | None]:
-    """Where the numbers of two tensors lie, nowhere without them."""
-    if not tensors:
+def _addresses(*units: Any) -> tuple[Any, Any]:
+    """Where the starts of units and a number for each lie, nowhere without them."""
+    if not units:
         return _WHOLE
-    starts, numbers = tensors
-    return starts.data_ptr(), numbers.data_ptr()
+    starts, numbers = units
+    return starts, numbers.ctypes.data
+
+
+@cache
+def one_unit_each(count: int) -> Any:
+    """The starts of so many tensors with one unit each."""
+    return (_int64 * (count + 1))(*range(count + 1))
 
 
 def is_non_overlapping_and_dense(t: Tensor) -> bool:
@@ -208,7 +218,7 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
     )
 
 
-def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any) -> int:
+def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any, starts: Any) -> int:
     """What ``curvestep_view_plain`` does, for a torch that does not let C look at its tensors."""
     count = len(lists[0])
     if any(type(t) not in PLAIN for listed in lists for t in listed):
@@ -223,15 +233,25 @@ def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: An
         ):
             return -1
         sizes[i] = t.numel()
+        starts[i + 1] = starts[i] + _units_of(t)
         for k, listed in enumerate(lists):
             if k and not same_layout(listed[i], t):
                 return -1
             addresses[k * count + i] = listed[i].data_ptr()
             if sizes[i] and not addresses[k * count + i]:
                 return -1
+    if 0 in map(_units_of, lists[0]):
+        starts[count] = -1
     if dtype not in DTYPES:
         return -1
     return _DOUBLE * (dtype is torch.float64) + _SINGLE * (1 in sizes)
+
+
+def _units_of(t: Tensor) -> int:
+    """How many units a tensor has, each so many elements in a row; 0 if they lie between each other."""
+    if t.dim() < 2 or t.numel() == 0:
+        return 1
+    return len(t) if t[0].numel() in (t.numel(), t.stride(0)) else 0
 
 
 def _describe() -> int | None:
@@ -311,16 +331,17 @@ def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
 def _scales_units(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Seven units of ten, the first times 0, the last times 6."""
     g, p = torch.full((70,), 2.0, dtype=dtype), torch.zeros(70, dtype=dtype)
-    units = Units(torch.tensor([0, 7]), torch.arange(7, dtype=torch.float64))
+    g, p = g.view(7, 10), p.view(7, 10)
     view = kernel.view([g], [p])
-    if view is None:
+    if view is None or list(view.starts) != [0, 7]:
         return False
-    squares = kernel.squares_of_units(view, units.starts)
+    units = Units(view.starts, np.arange(7.0))
+    total, squares = kernel.squares_of_units(view, units.starts)
     kernel.update(
         view, scale=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=0.5, nesterov=False, units=units
     )
-    is_scaled = torch.allclose(p.view(7, 10).T, -units.scales.to(dtype))
-    return is_scaled and torch.allclose(squares, torch.full_like(squares, 40.0))
+    is_scaled = torch.allclose(p.T, -torch.arange(7, dtype=dtype))
+    return is_scaled and np.allclose(squares, 40.0) and math.isclose(total, 280)
 
 
 def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:

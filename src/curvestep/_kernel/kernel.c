@@ -38,6 +38,7 @@ enum { BLOCK = 1 << 16 };  /* elements of which a thread takes the squares at a 
 enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the start of each, prefetching starts anew */
 enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: eight lines of each of its four arrays */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
+enum { SHORT = 4 * ROW };  /* elements of a unit whose squares are added in one go */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
 /* In both rules the factor on the gradient comes first: see update_range. */
@@ -158,6 +159,12 @@ static int64_t sum_of(const int64_t *sizes, int64_t count)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Of a short unit the rest after the rows would take most of the time. */
+static double squares_of_unit(const void *x, int64_t at, int64_t n, int doubles)
+{
+    return doubles ? squares_short_double((const double *)x + at, n) : squares_short_float((const float *)x + at, n);
+}
+
 static double squares_of_block(const void *x, const void *y, int64_t at, int64_t n, int doubles)
 {
     if (doubles)
@@ -192,11 +199,14 @@ static void squares_of_parts(int64_t begin, int64_t end, void *context)
     for (int64_t i = 0; i < job->count; tensor_begin += job->sizes[i++]) {
         const void *x = job->x[i], *y = job->apart ? job->x[job->count + i] : 0;
         const int64_t unit = unit_size(job->starts, job->sizes, i);
-        for (int64_t at = 0, n; at < job->sizes[i]; at += n, number++) {
-            n = least(unit - at % unit, BLOCK);
-            if (first <= tensor_begin + at && tensor_begin + at < last)
-                job->sums[number] = squares_of_block(x, y, at, n, job->doubles);
-        }
+        for (int64_t unit_begin = 0; unit_begin < job->sizes[i]; unit_begin += unit)
+            for (int64_t at = unit_begin; at < unit_begin + unit; at += BLOCK, number++) {
+                const int64_t n = least(unit_begin + unit - at, BLOCK);
+                if (tensor_begin + at < first || last <= tensor_begin + at)
+                    continue;
+                job->sums[number] = job->starts && n <= SHORT ? squares_of_unit(x, at, n, job->doubles)
+                                                              : squares_of_block(x, y, at, n, job->doubles);
+            }
     }
 }
 
@@ -249,9 +259,16 @@ struct Job {
     Correction usual; /* that of the first tensor, most often of all */
 };
 
-/* The first element of a tensor that belongs to what begins `reach` elements after its own beginning: cuts lie between
-   lines of the cache. */
-static int64_t cut(int64_t reach, int64_t size) { return reach <= 0 ? 0 : least((reach + 63) / 64 * 64, size); }
+/* The first element of tensor i that belongs to what begins `reach` elements after its own beginning: cuts lie between
+   lines of the cache, counted from the beginning of a unit if these have factors, so that no bit depends on them. */
+static int64_t cut(const Job *job, int64_t i, int64_t reach)
+{
+    const int64_t size = job->sizes[i], unit = job->scales ? unit_size(job->starts, job->sizes, i) : size;
+    if (reach <= 0 || reach >= size)
+        return reach <= 0 ? 0 : size;
+    const int64_t begin = reach / unit * unit;
+    return begin + least((reach - begin + 63) / 64 * 64, unit);
+}
 
 typedef struct {
     const char *begin, *end;
@@ -308,7 +325,7 @@ static void update_parts(int64_t begin, int64_t end, void *context)
         while (tensor_begin > low)
             tensor_begin -= job->sizes[--i];
         for (int64_t k = i, at = tensor_begin; at < high; at += job->sizes[k++]) {
-            const int64_t from = cut(low - at, job->sizes[k]), to = cut(high - at, job->sizes[k]);
+            const int64_t from = cut(job, k, low - at), to = cut(job, k, high - at);
             if (from < to)
                 update_range(job, k, from, to);
         }
@@ -462,14 +479,25 @@ static int describe_plain(Describe describe, void *const *types, void *list, int
     return (type != types[0] && type != types[1]) || describe(object, out);
 }
 
-/* Addresses and sizes of the tensors in a list, and addresses of those in the other lists, which follow. 0: all are
+/* How many units a tensor has, each so many elements in a row: its first dimension, 1 for a vector or a number, and 0 for
+   a tensor whose units lie between each other. */
+static int64_t units_of(const Description *t, int64_t size)
+{
+    if (t->dimensions < 2 || size == 0)
+        return 1;
+    return !t->strides || t->shape[0] == 1 || t->strides[0] * t->shape[0] == size ? t->shape[0] : 0;
+}
+
+/* Addresses and sizes of the tensors in a list, where their units start (and at last how many there are, -1 if those of
+   some tensor lie between each other), and addresses of those in the other lists, which follow. 0: all are
    of the two types, float32 on CPU, non-overlapping and dense, those of the other lists have the layout of those of
    the first, and there is memory behind all (not behind torch's tensors of zeros). 1: the same for float64. 2 more if
    some tensor has a single element. -1: not so. */
 int curvestep_view_plain(Describe describe, void *const *types, void *const *lists, int64_t num_lists, int64_t count,
-                         void **addresses, int64_t *sizes)
+                         void **addresses, int64_t *sizes, int64_t *starts)
 {
-    int bits = 32, single = 0;
+    int bits = 32, single = 0, apart = 1;
+    starts[0] = 0;
     for (int64_t i = 0; i < count; i++) {
         Description t, other;
         if (describe_plain(describe, types, lists[0], i, &t))
@@ -477,6 +505,8 @@ int curvestep_view_plain(Describe describe, void *const *types, void *const *lis
         if (i == 0)
             bits = t.bits;
         sizes[i] = size_of(&t);
+        starts[i + 1] = starts[i] + units_of(&t, sizes[i]);
+        apart &= starts[i + 1] > starts[i];
         single |= sizes[i] == 1;
         if (t.device != CPU || t.kind != FLOATING || t.bits != bits || t.lanes != 1 ||
             !is_non_overlapping_and_dense(&t, sizes[i]) || (sizes[i] > 0 && !t.data))
@@ -489,6 +519,8 @@ int curvestep_view_plain(Describe describe, void *const *types, void *const *lis
             addresses[k * count + i] = (char *)other.data + other.offset;
         }
     }
+    if (!apart)
+        starts[count] = -1;
     return bits == 32 ? 2 * single : bits == 64 ? 2 * single + 1 : -1;
 }
 
@@ -535,6 +567,32 @@ ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
     for (int k = 0; k < 4; k++)
         total += (sums[k] + sums[k + 4]) + (sums[k + 8] + sums[k + 12]);
     return total;
+}
+
+/* The squares of at most SHORT elements, added as REAL in sixteen sums: as many in each as of a row above. */
+FOR_EACH_CPU
+static double NAMED(squares_short)(const REAL *x, int64_t n)
+{
+    NAMED(Lanes) sum_of[4] = {{0}, {0}, {0}, {0}}, sum;
+    REAL sums[16], rest = 0;
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (int part = 0; part < 4; part++) {
+            const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i + 16 * part);
+            sum_of[part] += v * v;
+        }
+    for (; i + 16 <= n; i += 16) {
+        const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i);
+        sum_of[0] += v * v;
+    }
+    for (; i < n; i++)
+        rest += x[i] * x[i];
+    sum = (sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]);
+    __builtin_memcpy(sums, &sum, sizeof sums);
+    for (int half = 8; half; half /= 2)
+        for (int k = 0; k < half; k++)
+            sums[k] += sums[k + half];
+    return rest + sums[0];
 }
 
 FOR_EACH_CPU

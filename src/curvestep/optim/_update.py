@@ -20,6 +20,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from curvestep._kernel import DTYPES, PLAIN, Units, View, is_non_overlapping_and_dense, same_layout
 from curvestep.distributed import as_sharded, is_sharded, placed
+from curvestep.optim.pieces import scaled
 from curvestep.optim.policy import Decision, Group, decisions_of
 from curvestep.vectors import check_memory, is_readable, view_of
 
@@ -127,8 +128,8 @@ class Part:
 
     def scaled_units(self, scale: float) -> Units | None:
         """The factors on pieces times that on all."""
-        if self.units is None:
-            return None
+        if self.units is None or scale == 1:
+            return self.units
         return Units(self.units.starts, self.units.scales * scale)
 
 
@@ -190,10 +191,10 @@ def apply_pieces(bundles: list[Bundle]) -> None:
         pieces = bundle.pieces
         if pieces is None:
             continue
-        if bundle.view is not None and pieces.starts is not None:
-            bundle.units = pieces.units()
+        if bundle.view is not None and pieces.units is not None:
+            bundle.units = pieces.units
         else:
-            bundle.grads, bundle.view = pieces.scaled(bundle.grads), None
+            bundle.grads, bundle.view = scaled(bundle.grads, pieces), None
 
 
 def _sorted(bundle: Bundle, state: State) -> list[Part]:

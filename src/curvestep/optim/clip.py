@@ -229,9 +229,7 @@ class Clipping:
         skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
         counts = counts_on_device(self.optimizer, norm)
         keep = (counts > 0) & (skip == 0)
-        groups = self._record.rules.bounded_on_device(
-            decisions, norms, norm, keep, self.optimizer.param_groups
-        )
+        groups = self._record.rules.bounded(decisions, norms, norm, self.optimizer.param_groups, keep)
         bounds = list(map(self._bound, groups))
         coefficients = list(map(_coefficient, norms, bounds))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
@@ -239,7 +237,8 @@ class Clipping:
                 _scale_(decision.grads, coefficient)
             else:
                 _scale_pieces_(decision.grads, decision.pieces)
-        coefficients, fired = counted_pieces(decisions, coefficients, list(map(gt, norms, bounds)))
+        fired = list(map(gt, norms, bounds))
+        coefficients, fired = counted_pieces(decisions, coefficients, fired, torch.as_tensor)
         self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
 
     def _bound(self, group: Group) -> Any:

@@ -120,7 +120,7 @@ def device_norms(
 ) -> list[Tensor]:
     """One norm for each decision, where its gradients are; the same for all if the scope is global."""
     if measure_pieces(decisions):
-        norms = [d.pieces.norm() if d.pieces else norm_of(d.grads) for d in decisions]
+        norms = [torch.as_tensor(d.pieces.norm) if d.pieces else norm_of(d.grads) for d in decisions]
         return [joint_norm_on_device(norms, "tensor")] * len(norms) if norm_scope == "global" else norms
     if norm_scope == "global":
         return [norm_of([grad for decision in decisions for grad in decision.grads])] * len(decisions)
@@ -170,9 +170,7 @@ def step_on_device(
             return
         skip = None
     keep = counts > 0 if skip is None else (counts > 0) & (skip == 0)
-    bounded = partial(
-        record.rules.bounded_on_device, bundles, total=norm, keep=keep, groups=optimizer.param_groups
-    )
+    bounded = partial(record.rules.bounded, bundles, total=norm, keep=keep, groups=optimizer.param_groups)
     if options.get("clip") == "momentum":
         parts = [_averaged_(unscale, skip, parts_of(b, optimizer.state), b.group) for b in bundles]
         norms, unscale = device_norms(list(map(joined, parts)), scope, norm_of), None
@@ -187,7 +185,7 @@ def step_on_device(
             update_on_device(part, _product(coefficient, unscale), skip)
     relative = list(map(truediv, coefficients, map(optimizer.coefficient_at_zero, groups)))
     fired = list(map(gt, norms, optimizer.thresholds(groups)))
-    relative, fired = counted_pieces(bundles, relative, fired)
+    relative, fired = counted_pieces(bundles, relative, fired, torch.as_tensor)
     counters.count(norm, relative, fired, torch.zeros_like(norm) if skip is None else skip, counts)
 
 

@@ -6,16 +6,17 @@ gradients are a copy while the step lasts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep._kernel import Units, View
-from curvestep.clip_rules import ClipRule, choose
+from curvestep._kernel import Units, View, one_unit_each
+from curvestep.clip_rules import ClipRule
 from curvestep.distributed import whole
 from curvestep.vectors import LARGEST_SAFE_NORM, global_norm, on_one_device, view_of, widest_dtype
 
@@ -23,110 +24,141 @@ if TYPE_CHECKING:
     from curvestep.optim.policy import Decision
 
 
-@dataclass(slots=True)
-class Pieces:
-    """The norms of a gradient's pieces, and what the rule makes of them.
+class HostPieces:
+    """Pieces that our kernel measures and scales: their numbers are arrays.
 
-    Attributes:
+    Args:
         rule: The rule that clips them.
-        norms: Vectors of norms: one for all pieces, or without a kernel one for the units of each tensor.
-        weights: The norms of the parameters likewise, zero for a rule that does not ask for them.
-        starts: The number of each tensor's first piece, where one vector has all.
-        factors: What the pieces are multiplied by, once that is known.
-        fired: Whether a piece is above its threshold.
+        view: Where gradients and parameters lie.
+        starts: The number of each tensor's first piece, and at last the number of all.
     """
 
-    rule: ClipRule
-    norms: list[Tensor]
-    weights: list[Any]
-    starts: Tensor | None
-    factors: list[Tensor] = field(default_factory=list[Tensor])
-    fired: list[Tensor] = field(default_factory=list[Tensor])
+    def __init__(self, rule: ClipRule, view: View, starts: Any) -> None:
+        total, squares = view.kernel.squares_of_units(view, starts)
+        self.rule = rule
+        self.norm = math.sqrt(total)
+        self.norms = [np.sqrt(squares)]
+        self.weights: list[Any] = [0.0]
+        if rule.each == "unit":
+            self.weights = [np.sqrt(view.kernel.squares_of_units(view, starts, which=1)[1])]
+        self._starts = starts
+        self._num_fired = 0
+        self._factors = np.ones(0)
 
-    def norm(self) -> Tensor:
-        """The norm of all pieces together."""
-        return torch.linalg.vector_norm(_joined(self.norms))
-
-    def unscale(self, factor: Any) -> None:
+    def unscale(self, factor: float) -> None:
         """Take the scale of a GradScaler out of the norms."""
-        self.norms = [norm * factor for norm in self.norms]
+        self.norms = [norms * factor for norms in self.norms]
 
     def clip(self, bounds: Sequence[Any]) -> None:
         """Fix the factors, by a threshold for each norm."""
-        self.fired = [norm > bound for norm, bound in zip(self.norms, bounds, strict=True)]
-        self.factors = [
-            choose(fired, bound / norm, 1.0)
-            for fired, bound, norm in zip(self.fired, bounds, self.norms, strict=True)
-        ]
+        (norms,), (bound,) = self.norms, bounds
+        fired = norms > bound
+        self._num_fired = np.count_nonzero(fired)
+        self._factors = np.divide(bound, norms, out=np.ones_like(norms), where=fired)
 
-    def counted(self, like: Any) -> tuple[Any, Any]:
-        """The smallest factor and the share of pieces that are clipped: floats where ``like`` is one."""
-        factors = _joined(self.factors)
-        smallest = torch.cat([factors, factors.new_ones(1)]).min()  # of nothing at all it is one
-        share = _joined([fired.to(factors.dtype) for fired in self.fired]).sum() / max(len(factors), 1)
-        return (smallest, share) if isinstance(like, Tensor) else (smallest.item(), share.item())
+    def clip_some(self, bounds_of: Callable[[Any], Any], at: list[int], count: int) -> None:
+        """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
+        norms = np.zeros(count)
+        norms[at] = self.norms[0]
+        self.clip([bounds_of(norms)[at]])
 
-    def units(self) -> Units | None:
-        """The factors for our kernel, if it numbers the pieces as we do."""
-        return None if self.starts is None else Units(self.starts, self.factors[0])
+    def counted(self) -> tuple[float, float]:
+        """The smallest factor, and the share of pieces that are clipped."""
+        return self._factors.min().item(), self._num_fired / len(self._factors)
+
+    @property
+    def units(self) -> Units:
+        """The factors for our kernel."""
+        return Units(self._starts, self._factors)
 
     def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
         """What each gradient is multiplied by: one number, or one for each of its units."""
-        if self.starts is None:
-            each = self.factors
-        else:
-            cuts = self.starts[1:-1].tolist()
-            each = map(_along_rows, self.factors[0].tensor_split(cuts), grads)
+        factors = np.split(self._factors, list(self._starts)[1:-1])
+        return [_along_rows(torch.from_numpy(f), g) for f, g in zip(factors, grads, strict=True)]
+
+
+class TensorPieces:
+    """Pieces whose numbers are tensors: on a device, of shards, or without our kernel.
+
+    Args:
+        rule: The rule that clips them.
+        norms: A vector with the norm of each tensor, or for each tensor those of its units.
+        weights: The norms of the parameters likewise, zero for a rule that does not ask for them.
+    """
+
+    units = None
+
+    def __init__(self, rule: ClipRule, norms: list[Tensor], weights: list[Any]) -> None:
+        self.rule = rule
+        self.norms = norms
+        self.weights = weights
+        self.norm = torch.linalg.vector_norm(_joined(norms))
+        self._fired: list[Tensor] = []
+        self._factors: list[Tensor] = []
+
+    def unscale(self, factor: Tensor | float) -> None:
+        """Take the scale of a GradScaler out of the norms."""
+        self.norms = [norms * factor for norms in self.norms]
+
+    def clip(self, bounds: Sequence[Any]) -> None:
+        """Fix the factors, by a threshold for each norm."""
+        pairs = list(zip(self.norms, bounds, strict=True))
+        self._fired = [norms > bound for norms, bound in pairs]
+        self._factors = list(starmap(_factor, pairs))
+
+    def clip_some(self, bounds_of: Callable[[Any], Any], at: list[int], count: int) -> None:
+        """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
+        norms = self.norms[0]
+        there = torch.tensor(at, device="cpu").to(norms.device, non_blocking=True)
+        bounds = bounds_of(norms.new_zeros(count).index_copy(0, there, norms))
+        self.clip([bounds.index_select(0, there)])
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """The smallest factor, and the share of pieces that are clipped."""
+        factors = _joined(self._factors)
+        share = _joined([fired.to(factors.dtype) for fired in self._fired]).sum() / max(len(factors), 1)
+        return torch.cat([factors, factors.new_ones(1)]).min(), share  # of no pieces it is one
+
+    def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
+        """What each gradient is multiplied by: one number, or one for each of its units."""
+        each = self._factors if self.rule.each == "unit" else self._factors[0].unbind()
         return [factors.to(g.device) for factors, g in zip(each, grads, strict=True)]
 
-    def scaled(self, grads: list[Tensor]) -> list[Tensor]:
-        """A copy of the gradients with their factors in it, of the same dtypes."""
-        factors = self.factor_of_each(grads)
-        return [(g * f).to(g.dtype) for g, f in zip(grads, factors, strict=True)]
+
+Pieces: TypeAlias = HostPieces | TensorPieces
 
 
 def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     """The norms of the pieces that ``rule`` clips."""
     view = decision.view or view_of(decision.grads, decision.params)
-    if view is not None:
-        pieces = _by_kernel(decision, rule, view)
-        if pieces is not None:
+    starts = None if view is None else _starts(view, rule)
+    if view is not None and starts is not None:
+        pieces = HostPieces(rule, view, starts)
+        # A piece whose squares vanish is too small to be clipped: only large ones need another way.
+        if pieces.norm < LARGEST_SAFE_NORM:
             return pieces
     if rule.each == "tensor":
         norms = torch.stack(on_one_device([global_norm([g]) for g in decision.grads]))
-        return Pieces(rule, [norms], [0.0], _starts((1,) * len(decision.grads)))
+        return TensorPieces(rule, [norms], [0.0])
     if any(g.layout != torch.strided for g in decision.grads):
         raise ValueError(
             f"`{rule.name}` clips rows by the norm of their weights and takes no sparse gradients. Make the "
             "layer with sparse=False, or use another rule."
         )
-    norms, weights = [list(map(_unit_norms, tensors)) for tensors in (decision.grads, decision.params)]
-    return Pieces(rule, norms, weights, None)
+    return TensorPieces(rule, list(map(_unit_norms, decision.grads)), list(map(_unit_norms, decision.params)))
 
 
-def _by_kernel(decision: Decision, rule: ClipRule, view: View) -> Pieces | None:
-    """The norms by our kernel, unless units have gaps or a square has overflowed."""
-    weights: list[Any] = [0.0]
+def scaled(grads: list[Tensor], pieces: Pieces) -> list[Tensor]:
+    """A copy of the gradients with their factors in it, of the same dtypes."""
+    factors = pieces.factor_of_each(grads)
+    return [(g * f).to(g.dtype) for g, f in zip(grads, factors, strict=True)]
+
+
+def _starts(view: View, rule: ClipRule) -> Any:
+    """The number of each tensor's first piece, and at last of all; None if units lie between each other."""
     if rule.each == "tensor":
-        starts = _starts((1,) * len(decision.grads))
-    elif all(map(Tensor.is_contiguous, decision.grads)):
-        starts = _starts(tuple(map(_num_units, decision.grads)))
-        weights = [view.kernel.squares_of_units(view, starts, which=1).sqrt_()]
-    else:
-        return None
-    norms = view.kernel.squares_of_units(view, starts).sqrt_()
-    # A piece so small that its squares vanish is not clipped, so only large ones need another way.
-    return Pieces(rule, [norms], weights, starts) if norms.max() < LARGEST_SAFE_NORM else None
-
-
-@cache
-def _starts(counts: tuple[int, ...]) -> Tensor:
-    """The number of each tensor's first piece, and at last the number of all."""
-    return torch.tensor([0, *counts], device="cpu").cumsum(0)
-
-
-def _num_units(t: Tensor) -> int:
-    return max(t.shape[0], 1) if t.dim() > 1 else 1
+        return one_unit_each(view.length)
+    return view.starts if view.starts[view.length] >= 0 else None
 
 
 def _unit_norms(t: Tensor) -> Tensor:
@@ -136,6 +168,11 @@ def _unit_norms(t: Tensor) -> Tensor:
         return global_norm([t])
     dtype = t.dtype if t.is_complex() else widest_dtype(t.device)
     return torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), keepdim=True, dtype=dtype)
+
+
+def _factor(norms: Tensor, bound: Any) -> Tensor:
+    """One where the norm is within its threshold, which may be infinite, and where it is zero."""
+    return (bound / norms).clamp(max=1.0).nan_to_num(1.0)
 
 
 def _along_rows(factors: Tensor, g: Tensor) -> Tensor:

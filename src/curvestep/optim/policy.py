@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -61,20 +61,22 @@ def check_scope(rule: ClipRule, norm_scope: str) -> None:
 
 
 def counted_pieces(
-    decisions: Sequence[Decision], coefficients: list[Any], fired: list[Any]
+    decisions: Sequence[Decision],
+    coefficients: list[Any],
+    fired: list[Any],
+    as_number: Callable[[Any], Any] = float,
 ) -> tuple[list[Any], list[Any]]:
     """Coefficient and share of what fired of each decision, with those of its pieces where it has some."""
     for i, decision in enumerate(decisions):
         if decision.pieces is not None:
-            coefficients[i], fired[i] = decision.pieces.counted(coefficients[i])
+            coefficients[i], fired[i] = map(as_number, decision.pieces.counted())
     return coefficients, fired
 
 
 def unscale_pieces(decisions: Sequence[Decision], factor: Any) -> None:
     """Take the scale of a GradScaler out of the norms of the pieces."""
-    for decision in decisions:
-        if decision.pieces is not None:
-            decision.pieces.unscale(factor)
+    for pieces in [decision.pieces for decision in decisions if decision.pieces is not None]:
+        pieces.unscale(factor)
 
 
 def measure_pieces(decisions: Sequence[Decision]) -> bool:
@@ -153,7 +155,7 @@ class Policy:
 
 def _norm_on_host(decision: Decision) -> float:
     if decision.pieces is not None:
-        return decision.pieces.norm().item()
+        return float(decision.pieces.norm)
     return host_norm(decision.grads, decision.view)
 
 

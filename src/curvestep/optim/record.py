@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import repeat
+from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from curvestep._kernel import Array
 from curvestep.clip_rules import ClipRule, DeviceWindow, Seen, State, Window, choose, from_plain, placed
 from curvestep.optim.counters import ClipStats, HostCounters, clip_stats_of, is_clipped_before
 from curvestep.optim.device import DeviceCounters
-from curvestep.optim.pieces import Pieces
+from curvestep.optim.pieces import HostPieces, Pieces
 from curvestep.optim.policy import Decision, Group, rule_of
 
 # Where a state dict keeps the counters: an entry of the first parameter group.
@@ -28,7 +30,7 @@ Saved: TypeAlias = dict[str, Any]  # what a rule remembers, as plain numbers
 
 
 class HostMemory:
-    """What a rule remembers of one norm, as floats.
+    """What a rule remembers on the host: floats of one norm, or arrays of several.
 
     Args:
         rule: The rule.
@@ -37,7 +39,7 @@ class HostMemory:
 
     def __init__(self, rule: ClipRule, saved: Saved) -> None:
         self.rule = rule
-        self._state: State = tuple(saved["state"])
+        self._state: State = tuple(map(_on_host, saved["state"]))
         self._window = Window(rule.window, saved["norms"])
 
     def bound(self, norm: float, total: float) -> float:
@@ -49,9 +51,17 @@ class HostMemory:
         threshold, self._state = self.rule.bound(Seen(norm, total, 0.0, self._window), self._state)
         return threshold
 
+    def bounds(self, norms: Array, total: float) -> Array:
+        """A threshold for each of several norms, which are remembered."""
+        is_usual = (norms > 0) & (norms < math.inf)
+        thresholds, state = self.rule.bound(Seen(norms, total), self._state)
+        self._state = tuple(np.where(is_usual, new, old) for new, old in zip(state, self._state, strict=True))
+        return np.where(is_usual, thresholds, math.inf)
+
     def read(self) -> Saved:
         """The numbers for a checkpoint."""
-        return {"rule": self.rule.as_plain(), "state": list(self._state), "norms": list(self._window.values)}
+        numbers = [np.asarray(n).tolist() for n in self._state]
+        return {"rule": self.rule.as_plain(), "state": numbers, "norms": list(self._window.values)}
 
 
 class TensorMemory:
@@ -68,23 +78,21 @@ class TensorMemory:
         self._state = tuple(placed(numbers, like).expand(like.shape).clone() for numbers in saved["state"])
         self._window = DeviceWindow.of(rule.window, saved["norms"], like)
 
-    def bound(self, norm: Tensor, total: Any, keep: Tensor | bool = True, weight: Any = 0.0) -> Tensor:
+    def bound(self, norm: Tensor, total: Any, keep: Any) -> Tensor:
         """The threshold for gradients of these norms, which are remembered where ``keep`` holds."""
         is_usual = norm.isfinite() & (norm > 0)
+        is_kept = is_usual & _beside(norm, keep)
         window = self._window.pushed(norm) if self.rule.window else self._window
-        threshold, state = self.rule.bound(Seen(norm, total, weight, window), self._state)
+        threshold, state = self.rule.bound(Seen(norm, _beside(norm, total), 0.0, window), self._state)
         for old, new in zip((*self._state, *self._window), (*state, *window), strict=True):
             if old is not new:
-                old.copy_(torch.where(is_usual & keep, new, old))
+                old.copy_(torch.where(is_kept, new, old))
         return choose(is_usual, threshold, math.inf)
 
     def read(self) -> Saved:
         """The numbers for a checkpoint: waits for the device."""
-        return {
-            "rule": self.rule.as_plain(),
-            "state": [numbers.tolist() for numbers in self._state],
-            "norms": self._window.read(),
-        }
+        numbers = [n.tolist() for n in self._state]
+        return {"rule": self.rule.as_plain(), "state": numbers, "norms": self._window.read()}
 
 
 class RuleMemories:
@@ -95,76 +103,62 @@ class RuleMemories:
         self._memories: dict[str, HostMemory | TensorMemory] = {}
 
     def bounded(
-        self, decisions: Sequence[Decision], norms: list[float], total: float, groups: list[Group]
-    ) -> list[Group]:
-        """The group of each decision with a number in place of its rule; all numbers are floats."""
-        if not _have_rules(decisions):
-            return [decision.group for decision in decisions]
-        bounds: list[float] = []
-        for key, decision, norm in zip(_keys(decisions, groups), decisions, norms, strict=True):
-            rule = rule_of(decision.group)
-            if decision.pieces is not None:
-                bounds.append(self._clip_pieces(key, decision, decision.pieces, total, True))
-            elif rule is not None:
-                bounds.append(self._on_host(key, rule).bound(norm, total))
-            else:
-                bounds.append(decision.group["max_norm"])
-        return _with_bounds(decisions, bounds)
-
-    def bounded_on_device(
         self,
         decisions: Sequence[Decision],
-        norms: list[Tensor],
-        total: Tensor,
-        keep: Tensor,
+        norms: list[Any],
+        total: Any,
         groups: list[Group],
+        keep: Any = True,
     ) -> list[Group]:
-        """The same where numbers are tensors; norms are remembered where ``keep`` holds."""
-        if not _have_rules(decisions):
-            return [decision.group for decision in decisions]
-        bounds: list[Any] = []
-        for key, decision, norm in zip(_keys(decisions, groups), decisions, norms, strict=True):
-            rule, there = rule_of(decision.group), keep.to(norm.device)
-            if decision.pieces is not None:
-                bounds.append(self._clip_pieces(key, decision, decision.pieces, total.to(norm.device), there))
-            elif rule is not None:
-                memory = self._on_device(key, rule, norm)
-                bounds.append(memory.bound(norm, total.to(norm.device), there))
-            else:
-                bounds.append(decision.group["max_norm"])
-        return _with_bounds(decisions, bounds)
+        """The group of each decision, with a number in place of its rule.
 
-    def _clip_pieces(
-        self, key: str, decision: Decision, pieces: Pieces, total: Any, keep: Tensor | bool
-    ) -> float:
+        Norms are floats, or device scalars; these are remembered where ``keep`` holds.
+        """
+        bounded: list[Group] = []
+        for decision, norm in zip(decisions, norms, strict=True):
+            rule = rule_of(decision.group)
+            if rule is None:
+                bounded.append(decision.group)
+                continue
+            key = f"{_number_of(decision.group, groups)}.{decision.index}"
+            if decision.pieces is not None:
+                self._clip_pieces(key, decision, decision.pieces, total, keep)
+                bound = math.inf
+            elif isinstance(norm, Tensor):
+                bound = self._on_device(key, rule, norm).bound(norm, total, keep)
+            else:
+                bound = self._on_host(key, rule).bound(norm, total)
+            bounded.append(decision.group | {"max_norm": bound})
+        return bounded
+
+    def _clip_pieces(self, key: str, decision: Decision, pieces: Pieces, total: Any, keep: Any) -> None:
         """Fix the factors of the pieces; what is left to clip then is nothing."""
         rule = pieces.rule
         if not rule.start:
-            seen = [Seen(*of_each) for of_each in zip(pieces.norms, repeat(total), pieces.weights)]
-            pieces.clip([rule.bound(one, ())[0] for one in seen])
-            return math.inf
-        (norms,) = pieces.norms
+            pairs = zip(pieces.norms, pieces.weights, strict=True)
+            pieces.clip([rule.bound(Seen(norms, total, weights), ())[0] for norms, weights in pairs])
+            return
         everybody = decision.group["params"]
-        memory = self._on_device(key, rule, norms.new_zeros(len(everybody)))
-        if len(norms) == len(everybody):
-            pieces.clip([memory.bound(norms, total, keep)])
-            return math.inf
-        # Parameters without a gradient have norm zero, which is not remembered.
-        at = [i for i, p in enumerate(everybody) if p.grad is not None]
-        there = torch.tensor(at, device="cpu").to(norms.device, non_blocking=True)
-        of_all = norms.new_zeros(len(everybody)).index_copy(0, there, norms)
-        pieces.clip([memory.bound(of_all, total, keep).index_select(0, there)])
-        return math.inf
+        if isinstance(pieces, HostPieces):
+            bounds_of: Callable[[Any], Any] = partial(self._on_host(key, rule).bounds, total=total)
+        else:
+            of_all = pieces.norms[0].new_zeros(len(everybody))
+            bounds_of = partial(self._on_device(key, rule, of_all).bound, total=total, keep=keep)
+        if len(decision.params) == len(everybody):
+            pieces.clip([bounds_of(pieces.norms[0])])
+        else:  # the others have norm zero, which is not remembered
+            at = [i for i, p in enumerate(everybody) if p.grad is not None]
+            pieces.clip_some(bounds_of, at, len(everybody))
 
     def _on_host(self, key: str, rule: ClipRule) -> HostMemory:
         memory = self._memories.get(key)
-        if not isinstance(memory, HostMemory) or memory.rule != rule:
+        if not isinstance(memory, HostMemory) or memory.rule is not rule:
             memory = self._memories[key] = HostMemory(rule, self._saved_of(key, rule))
         return memory
 
     def _on_device(self, key: str, rule: ClipRule, like: Tensor) -> TensorMemory:
         memory = self._memories.get(key)
-        if not isinstance(memory, TensorMemory) or memory.rule != rule:
+        if not isinstance(memory, TensorMemory) or memory.rule is not rule:
             memory = self._memories[key] = TensorMemory(rule, self._saved_of(key, rule), like)
         return memory
 
@@ -184,19 +178,17 @@ class RuleMemories:
         self._saved, self._memories = saved, {}
 
 
-def _have_rules(decisions: Sequence[Decision]) -> bool:
-    return any([rule_of(decision.group) is not None for decision in decisions])
+def _number_of(group: Group, groups: list[Group]) -> int:
+    return [id(one) for one in groups].index(id(group))
 
 
-def _with_bounds(decisions: Sequence[Decision], bounds: Sequence[Any]) -> list[Group]:
-    return [d.group | {"max_norm": bound} for d, bound in zip(decisions, bounds, strict=True)]
+def _on_host(numbers: float | list[float]) -> Any:
+    return np.array(numbers) if isinstance(numbers, list) else numbers
 
 
-def _keys(decisions: Sequence[Decision], groups: list[Group]) -> Iterator[str]:
-    """Number of the group, and of the parameter if it is clipped alone."""
-    for decision in decisions:
-        number = next(i for i, group in enumerate(groups) if group is decision.group)
-        yield f"{number}.{decision.index}"
+def _beside(norm: Tensor, number: Any) -> Any:
+    """The number where the norm is."""
+    return number.to(norm.device) if isinstance(number, Tensor) else number
 
 
 class StepRecord:

@@ -263,7 +263,8 @@ class ScaledOptimizer(Optimizer, ABC):
         scale, overflowed = numbers_of_scaler(self)
         unscale = 1 / scale
         norms = [norm * unscale for norm in self._policy.norms(bundles)]
-        unscale_pieces(bundles, unscale)
+        if unscale != 1.0:
+            unscale_pieces(bundles, unscale)
         norm = self._policy.joint_norm(norms)
         pretended = norm == 0 and may_be_pretended(self)
         if overflowed or self._policy.should_skip(norms, counters, self.param_groups):
