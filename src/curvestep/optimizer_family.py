@@ -76,6 +76,16 @@ def known_name(optimizer: Any) -> str:
     return next((name for name in names if name in _FAMILIES), names[0])
 
 
+def is_muon_group(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Whether Muon steps a group: it says so itself (``use_muon``) where one optimizer has other groups too.
+
+    Example:
+        >>> is_muon_group("Muon", {}), is_muon_group("Muon", {"use_muon": False}), is_muon_group("AdamW", {})
+        (True, False, False)
+    """
+    return bool(group.get("use_muon", family_of(optimizer) is Family.MUON))
+
+
 def check_optimizer(optimizer: Any) -> Optimizer:
     """The torch optimizer that steps: ``optimizer``, or what frameworks wrapped in it."""
     from torch.optim import Optimizer

@@ -541,3 +541,66 @@ def test_no_gradient_is_no_step():
     cs.clip(opt, max_norm=1.0)
     opt.step()
     assert opt.clip_stats()["steps"] == 0
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """One optimizer for both, as Muon's authors publish it: a group says whether Muon steps it."""
+
+    def __init__(self, matrices, others):
+        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        super().__init__(groups, {"lr": 0.01})
+        self.parts = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def muon_problem():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(6, 5))], [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))]
+
+
+def set_muon_gradients(matrices, others, step):
+    torch.manual_seed(10 + step)
+    for p in matrices:
+        p.grad = 1000.0 * torch.randn_like(p)
+    for p in others:
+        p.grad = (0.1 + step % 3) * torch.randn_like(p)
+
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+
+
+@needs_muon
+def test_adamw_beside_muon_trains_as_if_alone():
+    (matrices, others), (alone_matrices, alone) = muon_problem(), muon_problem()
+    both = MuonAndAdamW(matrices, others)
+    with pytest.warns(UserWarning, match="Muon steps 1 of 2 parameter groups"):
+        cs.clip(both, 0.5)
+    adamw, muon = torch.optim.AdamW(alone, lr=0.01), torch.optim.Muon(alone_matrices, lr=0.01)
+    cs.clip(adamw, 0.5)
+    for step in range(8):
+        set_muon_gradients(matrices, others, step)
+        set_muon_gradients(alone_matrices, alone, step)
+        both.step()
+        adamw.step()
+        muon.step()
+    for a, b in zip([*others, *matrices], [*alone, *alone_matrices], strict=True):
+        assert torch.equal(a, b)  # by the joint norm, a thousand times larger, AdamW's gradients would vanish
+    assert both.clip_stats() == adamw.clip_stats()
+    assert 0 < adamw.clip_stats()["clipped_fraction"] < 1
+
+
+@needs_muon
+def test_muon_alone_is_counted_and_not_clipped():
+    matrices, _ = muon_problem()
+    muon = torch.optim.Muon(matrices, lr=0.01)
+    with pytest.warns(UserWarning, match="not clipped"):
+        cs.clip(muon, 0.5)
+    set_muon_gradients(matrices, [], 0)
+    before = matrices[0].grad.clone()
+    muon.step()
+    assert torch.equal(before, matrices[0].grad)
+    assert muon.clip_stats()["grad_norm"] == pytest.approx(before.norm().item())
+    assert muon.clip_stats()["clipped_fraction"] == 0

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from operator import gt
@@ -32,7 +34,7 @@ from curvestep.optim.policy import (
     unscale_pieces,
 )
 from curvestep.optim.record import StepRecord
-from curvestep.optimizer_family import check_optimizer
+from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -55,7 +57,8 @@ def clip(
     method ``clip_stats()``, and its state dict carries the counters and the threshold.
 
     Args:
-        optimizer: Any torch optimizer, or what Accelerate or Lightning wrapped one in.
+        optimizer: Any torch optimizer, or what Accelerate or Lightning wrapped one in. Groups that Muon steps
+            are left out of the norm, and said.
         max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
             :mod:`curvestep.clip_rules`. It becomes the entry
             ``max_norm`` of each parameter group that has none; change it there.
@@ -116,12 +119,12 @@ class Clipping:
         else:
             clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
         self.optimizer: Any = inner
-        self._max_norm = max_norm
+        self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
         self._policy = Policy(norm_scope, nonfinite, skip_above)
         self._record = StepRecord(type(inner).__name__)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         for group in inner.param_groups:
-            group.setdefault("max_norm", max_norm)
+            group.setdefault("max_norm", self._max_norm)
         self.optimizer.clip_stats = self.clip_stats
         self.optimizer.stop_double_clip_check = self._record.stop_double_clip_check
         self._hooks = [
@@ -174,7 +177,7 @@ class Clipping:
 
     @torch.no_grad()
     def _clip(self) -> None:
-        groups: list[Group] = self.optimizer.param_groups
+        groups = _clipped_groups(self.optimizer)
         decisions = list(chain(*(decisions_of(group, self._policy.norm_scope) for group in groups)))
         if not decisions:
             return
@@ -258,6 +261,24 @@ class Clipping:
         self._record.load(optimizer.param_groups, self._max_norm)
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
+
+
+def _clipped_groups(optimizer: Optimizer) -> list[Group]:
+    """The groups whose norm is taken: without Muon's, unless there are no others."""
+    others = [group for group in optimizer.param_groups if not is_muon_group(optimizer, group)]
+    return others or optimizer.param_groups
+
+
+def _warn_of_muon(optimizer: Optimizer) -> bool:
+    """Say which groups are not clipped because Muon steps them; whether that is all."""
+    num_muon = sum(is_muon_group(optimizer, group) for group in optimizer.param_groups)
+    if num_muon:
+        warnings.warn(
+            f"Muon steps {num_muon} of {len(optimizer.param_groups)} parameter groups. They are left out of "
+            "the norm and not clipped: Muon's steps have one length whatever the gradient's.",
+            stacklevel=4,
+        )
+    return num_muon == len(optimizer.param_groups)
 
 
 def _coefficient(norm: Norm, max_norm: float) -> Norm:
