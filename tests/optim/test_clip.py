@@ -296,7 +296,7 @@ def test_a_resumed_run_leaves_out_the_same_steps(make):
     assert opt.clip_stats() == whole.clip_stats()
 
 
-@pytest.mark.parametrize(("skip_above", "left_out"), [(5.0, [11, 13]), ("10x", [13])])
+@pytest.mark.parametrize(("skip_above", "left_out"), [(5.0, [11, 13]), ("10x", [13]), ("6sigma", [11])])
 def test_on_a_device_the_same_steps_are_left_out_without_reading(
     skip_above, left_out, monkeypatch, on_device
 ):
@@ -310,10 +310,71 @@ def test_on_a_device_the_same_steps_are_left_out_without_reading(
     assert opt.clip_stats()["skipped"] == len(left_out)
 
 
-@pytest.mark.parametrize("bad", ["x", "10", "0.5x", "1x", "infx", "ten x"])
+def noisy(step):
+    """Norms about one, with one spike of fifty that follows clean ones."""
+    return 50.0 if step == 40 else 1.0 + 0.1 * math.sin(7.0 * step)
+
+
+@with_skip
+def test_deviations_from_the_mean_leave_out_a_spike(make):
+    moved, opt = walk(make, map(noisy, range(60)), skip_above="6sigma")
+    assert [i for i, step in enumerate(moved) if not step] == [40]
+    assert opt.clip_stats()["skipped"] == 1
+
+
+@with_skip
+def test_a_loss_that_stands_out_leaves_the_step_out(make):
+    (w,) = parameters((2,))
+    opt = make([w], skip_above="6sigma")
+    moved = []
+    for step in range(30):
+
+        def closure(step=step):
+            w.grad = torch.tensor([0.6, 0.8])
+            return torch.tensor(90.0 if step == 25 else 2.0 + 0.1 * math.cos(5.0 * step))
+
+        before = w.detach().clone()
+        opt.step(closure)
+        moved.append(not torch.equal(before, w))
+    assert [i for i, step in enumerate(moved) if not step] == [25]
+
+
+@with_skip
+@pytest.mark.parametrize("skip_above", [None, "6sigma"])
+def test_spikes_are_logged_with_the_layer_that_caused_them(make, skip_above):
+    w, v = parameters((2,), (1,))
+    opt = make([("first", w), ("second", v)], skip_above=skip_above)
+    opt.param_groups[0]["max_norm"] = 5.0
+    for step in range(60):
+        w.grad, v.grad = torch.tensor([0.6, 0.8]), torch.tensor([noisy(step)])
+        opt.step()
+    (spike,) = opt.spikes()
+    norm = math.hypot(1.0, 50.0)
+    assert (spike["step"], spike["layer"], spike["loss"]) == (40, "second", None)
+    assert spike["grad_norm"] == pytest.approx(norm)
+    assert spike["share"] == pytest.approx(2500 / norm**2)
+    assert (spike["clipped_norm"] == 0) == (skip_above is not None)
+    assert spike["clipped_norm"] <= math.hypot(1.0, 5.0) + 1e-12
+    again = make([("first", w), ("second", v)], skip_above=skip_above)
+    again.load_state_dict(opt.state_dict())
+    assert again.spikes() == opt.spikes()
+
+
+@with_skip
+def test_norms_of_layers_are_given_by_name_or_number(make):
+    w, v = parameters((2,), (1,))
+    opt = make([w, v])
+    w.grad, v.grad = torch.tensor([3.0, 4.0]), None
+    assert "layers" not in opt.clip_stats()
+    assert opt.clip_stats(layers=True)["layers"] == {"0.0": 5.0}
+    named = make([("weight", w), ("bias", v)])
+    assert named.clip_stats(layers=True)["layers"] == {"weight": 5.0}
+
+
+@pytest.mark.parametrize("bad", ["x", "10", "0.5x", "1x", "infx", "ten x", "sigma", "-6sigma", "6 sigmas"])
 def test_a_multiple_must_be_a_number_above_one(bad):
     for make in MAKE_WITH_SKIP.values():
-        with pytest.raises(ValueError, match=r'`skip_above`.*"10x", got'):
+        with pytest.raises(ValueError, match=r'`skip_above`.*"10x".*got'):
             make(parameters((2,)), skip_above=bad)
 
 

@@ -1,11 +1,13 @@
 """Counters of the host and of a device count alike."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
+from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.device import DeviceCounters
 
 
@@ -29,14 +31,25 @@ def counted(num_steps):
 @pytest.mark.parametrize("num_steps", [0, 5, RECENT_STEPS + 30])
 def test_counters_of_host_and_device_hold_the_same_numbers_in_order(num_steps):
     host, device = counted(num_steps)
-    assert device.read() == host
+    assert replace(device.read(), spike_bound=host.spike_bound) == host
     assert host.norms == sorted(host.norms)
     assert len(host.norms) <= RECENT_STEPS
     assert math.inf not in host.norms
 
 
+@pytest.mark.parametrize("unit", ["x", "sigma"])
 @pytest.mark.parametrize(("num_steps", "is_above"), [(FEWEST_NORMS, False), (FEWEST_NORMS + 1, True)])
-def test_the_median_of_host_and_device_needs_ten_finite_norms(num_steps, is_above):
+def test_limits_of_host_and_device_need_ten_finite_norms(num_steps, is_above, unit):
     host, device = counted(num_steps)  # the seventh is not finite
-    assert (1e6 > 10 * host.running_median()) == is_above
-    assert bool(device.is_above_median(torch.tensor(1e6), 10.0)) == is_above
+    assert host.exceeds(Limit(10.0, unit), 1e6, None) == is_above
+    assert bool(device.exceeds(Limit(10.0, unit), torch.tensor(1e6))) == is_above
+
+
+@pytest.mark.parametrize("sigmas", [1.5, 3.0])
+def test_deviations_are_those_of_numpy_on_host_and_device(sigmas):
+    host, device = counted(60)
+    bound = np.mean(host.norms) + sigmas * np.std(host.norms)
+    for norm in (bound * (1 - 1e-12), bound * (1 + 1e-12)):
+        assert host.exceeds(Limit(sigmas, "sigma"), norm, None) == (norm > bound)
+        there = torch.tensor(norm, dtype=torch.float64)
+        assert bool(device.exceeds(Limit(sigmas, "sigma"), there)) == (norm > bound)

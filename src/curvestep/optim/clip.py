@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import local
 from curvestep.optim._update import Number
-from curvestep.optim.counters import ClipStats
+from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import counts_on_device, device_norms, joint_norm_on_device, read_norms
 from curvestep.optim.pieces import Pieces
 from curvestep.optim.policy import (
@@ -26,11 +26,13 @@ from curvestep.optim.policy import (
     Group,
     Policy,
     check_scope,
+    clipped_norms,
     counted_pieces,
     decisions_of,
     is_on_host,
     may_be_pretended,
     numbers_of_scaler,
+    spike_of,
     unscale_pieces,
 )
 from curvestep.optim.record import StepRecord
@@ -68,7 +70,8 @@ def clip(
             nothing, ``"skip"`` leaves the step out and counts it, ``"propagate"`` takes it. Under a
             ``GradScaler`` such steps are the scaler's: it leaves them out.
         skip_above: Leave out a step whose gradient norm is larger than this: a number, or a multiple of the
-            running median such as ``"10x"``.
+            running median such as ``"10x"``, or standard deviations above the mean such as ``"6sigma"``; the
+            last also of a closure's loss.
 
     Returns:
         A handle with ``clip_stats()`` and ``remove()``.
@@ -122,10 +125,11 @@ class Clipping:
         self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
         self._policy = Policy(norm_scope, nonfinite, skip_above)
         self._record = StepRecord(type(inner).__name__)
+        self._loss: float | None = None  # of the closure that is being stepped by
         self._hidden: list[tuple[Tensor, Tensor]] = []
         for group in inner.param_groups:
             group.setdefault("max_norm", self._max_norm)
-        self.optimizer.clip_stats = self.clip_stats
+        self.optimizer.clip_stats, self.optimizer.spikes = self.clip_stats, self.spikes
         self.optimizer.stop_double_clip_check = self._record.stop_double_clip_check
         self._hooks = [
             inner.register_step_pre_hook(self._before),
@@ -134,9 +138,13 @@ class Clipping:
             inner.register_load_state_dict_post_hook(self._load),
         ]
 
-    def clip_stats(self) -> ClipStats:
+    def spikes(self) -> list[Spike]:
+        """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""
+        return self._record.spikes()
+
+    def clip_stats(self, *, layers: bool = False) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return self._record.clip_stats()
+        return self._record.clip_stats(self.optimizer.param_groups if layers else None)
 
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
@@ -144,7 +152,7 @@ class Clipping:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            del self.optimizer.clip_stats, self.optimizer.stop_double_clip_check
+            del self.optimizer.clip_stats, self.optimizer.spikes, self.optimizer.stop_double_clip_check
             for group in self.optimizer.param_groups:
                 group.pop("max_norm", None)
         self._hooks = []
@@ -165,7 +173,7 @@ class Clipping:
         def clipped_closure() -> Any:
             self._after()  # the closure accumulates into `.grad`, or clears it
             loss = closure()
-            self._clip()
+            self._clip(loss)
             return loss
 
         return clipped_closure
@@ -176,7 +184,7 @@ class Clipping:
         self._hidden = []
 
     @torch.no_grad()
-    def _clip(self) -> None:
+    def _clip(self, loss: float | None = None) -> None:
         groups = _clipped_groups(self.optimizer)
         decisions = list(chain(*(decisions_of(group, self._policy.norm_scope) for group in groups)))
         if not decisions:
@@ -194,6 +202,7 @@ class Clipping:
         # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
         scale, overflowed = numbers_of_scaler(self.optimizer)
         unscale_pieces(decisions, 1 / scale)
+        self._loss = None if loss is None else float(loss)
         self._clip_on_host(decisions, [norm / scale for norm in norms], may_skip, overflowed)
 
     def _clip_on_host(
@@ -203,13 +212,20 @@ class Clipping:
         counters, norm = self._record.on_host(), self._policy.joint_norm(norms)
         if norm == 0 and may_be_pretended(self.optimizer):
             return
-        if may_skip and self._policy.should_skip(norms, counters, self.optimizer.param_groups):
+        param_groups, is_spike = self.optimizer.param_groups, norm > counters.spike_bound
+        if may_skip and self._policy.should_skip(norms, self._loss, counters, param_groups):
+            if is_spike:
+                counters.keep_spike(spike_of(counters, norm, 0.0, self._loss, param_groups))
             self._hide(decisions)
             counters.count_skipped(norm)
             return
+        counters.keep_loss(self._loss)
         groups = self._record.rules.bounded(decisions, norms, norm, self.optimizer.param_groups)
         bounds = list(map(self._bound, groups))
         coefficients = list(map(_coefficient, norms, bounds))
+        if is_spike:  # while the gradients are as they came
+            clipped_norm = self._policy.joint_norm(clipped_norms(decisions, norms, coefficients))
+            counters.keep_spike(spike_of(counters, norm, clipped_norm, self._loss, param_groups))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             if coefficient != 1.0:
                 _scale_(decision.grads, coefficient)

@@ -45,8 +45,9 @@ class ClippedSGD(ScaledSGD):
             because it decides whether the second is damped. With ``"skip"``, paths other than the default
             and ``fused`` keep a copy of the parameters during a step there.
         skip_above: Leave out a step whose gradient norm, over all parameters, is larger than this: a number,
-            or a multiple of the running median such as ``"10x"``. Counted as ``skipped``. The median is that
-            of the last 100 norms, and takes at least ten; an infinite norm is above every bound.
+            a multiple of the running median such as ``"10x"``, or standard deviations above the mean such as
+            ``"6sigma"``, the last also of a closure's loss on the host. Counted as ``skipped``. Median, mean
+            and deviation are those of the last 100, and take at least ten; infinity is above every bound.
         maximize: Ascend instead of descend.
         foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
             CPU the package's own kernel, if it was built.

@@ -10,15 +10,45 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 # Steps that `recent_clipped_fraction` and the running median look back on.
 RECENT_STEPS = 100
 # Gradient norms that a running median needs before it can leave out a step.
 FEWEST_NORMS = 10
+# A norm so many standard deviations above the mean of the last ones is a spike; how often that is renewed.
+SPIKE_SIGMAS = 6.0
+RENEWED_STEPS = 10
 # Norms that agree to 1e-5 and are the largest, but neither the same nor in order: somebody clips before us.
 NUM_EQUAL_NORMS = 4
 EQUAL_NORMS = 1 - 1e-5
+
+
+class Limit(NamedTuple):
+    """What a step is left out above: a norm, a multiple of the running median, deviations from the mean."""
+
+    number: float
+    unit: Literal["norm", "x", "sigma"]
+
+
+class Spike(TypedDict):
+    """A step whose gradient norm stood out from those before it.
+
+    Attributes:
+        step: Steps counted before it, skipped ones among them.
+        grad_norm: Norm of the gradient.
+        clipped_norm: The same after clipping, 0 if the step was left out.
+        loss: What the closure of the step returned, None without one.
+        layer: The parameter with the largest gradient.
+        share: Its share of the squared norm.
+    """
+
+    step: int
+    grad_norm: float
+    clipped_norm: float
+    loss: float | None
+    layer: str
+    share: float
 
 
 class ClipStats(TypedDict):
@@ -33,6 +63,7 @@ class ClipStats(TypedDict):
         skipped: Steps skipped because the gradient was not finite, or its norm larger than ``skip_above``.
             With ``fused=True`` also those of a ``GradScaler``, which otherwise skips the step without calling
             the optimizer.
+        layers: Gradient norm of each parameter, if asked for.
     """
 
     grad_norm: float
@@ -41,6 +72,7 @@ class ClipStats(TypedDict):
     clipped_fraction: float
     recent_clipped_fraction: float
     skipped: int
+    layers: NotRequired[dict[str, float]]
 
 
 @dataclass
@@ -56,6 +88,9 @@ class HostCounters:
         recent: The shares of the last steps taken.
         norms: The last finite gradient norms, those of skipped steps among them: where gradients grow for
             good, their median follows and steps are taken again after at most 50.
+        losses: The last losses, where closures return them.
+        spike_bound: Norm above which a step is a spike.
+        spikes: The last spikes.
     """
 
     grad_norm: float = 0.0
@@ -65,6 +100,9 @@ class HostCounters:
     skipped: int = 0
     recent: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
+    losses: list[float] = field(default_factory=list[float])
+    spike_bound: float = math.inf
+    spikes: list[Spike] = field(default_factory=list[Spike])
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> HostCounters:
@@ -85,9 +123,24 @@ class HostCounters:
         self.skipped += 1
         self._keep_norm(norm)
 
-    def running_median(self) -> float:
-        """Median of the last norms, ``inf`` while there are few."""
-        return median(self.norms) if len(self.norms) >= FEWEST_NORMS else math.inf
+    def exceeds(self, limit: Limit, norm: float, loss: float | None) -> bool:
+        """Whether norm or loss is above the limit; never while those before are few."""
+        if limit.unit == "norm":
+            return norm > limit.number
+        if limit.unit == "x":
+            return len(self.norms) >= FEWEST_NORMS and norm > limit.number * median(self.norms)
+        is_high = loss is not None and loss > _mean_and_deviations(self.losses, limit.number)
+        return is_high or norm > _mean_and_deviations(self.norms, limit.number)
+
+    def keep_loss(self, loss: float | None) -> None:
+        """Remember a loss, if there is one and it is finite."""
+        if loss is not None and math.isfinite(loss):
+            _push(self.losses, loss)
+
+    def keep_spike(self, spike: Spike) -> None:
+        """Add a spike to the last ones."""
+        self.spikes.append(spike)
+        del self.spikes[:-RECENT_STEPS]
 
     def read(self) -> HostCounters:
         """The numbers themselves."""
@@ -97,6 +150,16 @@ class HostCounters:
         self.grad_norm = norm
         if math.isfinite(norm):
             _push(self.norms, norm)
+        if (self.steps + self.skipped) % RENEWED_STEPS == 0:
+            self.spike_bound = _mean_and_deviations(self.norms, SPIKE_SIGMAS)
+
+
+def _mean_and_deviations(values: list[float], sigmas: float) -> float:
+    """The mean plus so many standard deviations, ``inf`` while values are few."""
+    if len(values) < FEWEST_NORMS:
+        return math.inf
+    mean = sum(values) / len(values)
+    return mean + sigmas * math.sqrt(sum([(value - mean) ** 2 for value in values]) / len(values))
 
 
 def _push(values: list[float], value: float) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.optim._update import Bundle, Number, Part, along, apply_pieces, joined, parts_of, update
-from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters
+from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
     Group,
@@ -53,6 +53,7 @@ class DeviceCounters:
     """
 
     def __init__(self, start: HostCounters, device: torch.device) -> None:
+        self._start = start  # with what is not counted on a device
         totals = [start.grad_norm, start.coefficient, float(start.steps), start.clipped, float(start.skipped)]
         rows = [totals, _ring(start.recent), _ring(start.norms)]
         table = [row + [math.nan] * (RECENT_STEPS + 1 - len(row)) for row in rows]
@@ -77,21 +78,33 @@ class DeviceCounters:
         totals[1].copy_(torch.where(taken > 0, coefficient, totals[1]))
         totals[2:5].add_(torch.stack([taken, taken * share, skipped]))
 
-    def is_above_median(self, norm: Tensor, multiple: float) -> Tensor:
-        """Whether the norm is larger than this multiple of the running median; never while norms are few."""
+    def exceeds(self, limit: Limit, norm: Tensor) -> Tensor:
+        """Whether the norm is above the limit; never while those before are few."""
+        if limit.unit == "norm":
+            return norm > limit.number
         norms, count = self._table[2, :-1], self._table[2, -1]
         num_kept = count.clamp(1, RECENT_STEPS)
-        middle = torch.stack([(num_kept - 1) // 2, num_kept // 2]).long()
-        running = norms.sort().values.index_select(0, middle).mean()  # NaN, no value yet, comes last
-        return (count >= FEWEST_NORMS) & (norm.to(running) > multiple * running)
+        bound = _deviations_above if limit.unit == "sigma" else _multiple_of_median
+        return (count >= FEWEST_NORMS) & (norm.to(norms) > bound(norms, num_kept, limit.number))
 
     def read(self) -> HostCounters:
         """The counters as plain numbers: one wait for the device."""
         totals, recent, norms = self._table.tolist()
         norm, coefficient, steps, clipped, skipped, *_ = totals
-        return HostCounters(
-            norm, coefficient, int(steps), clipped, int(skipped), _in_order(recent), _in_order(norms)
-        )
+        return replace(
+            self._start, grad_norm=norm, coefficient=coefficient, steps=int(steps), clipped=clipped,
+            skipped=int(skipped), recent=_in_order(recent), norms=_in_order(norms),
+        )  # fmt: skip
+
+
+def _multiple_of_median(norms: Tensor, count: Tensor, multiple: float) -> Tensor:
+    middle = torch.stack([(count - 1) // 2, count // 2]).long()
+    return multiple * norms.sort().values.index_select(0, middle).mean()  # NaN, no value yet, comes last
+
+
+def _deviations_above(norms: Tensor, count: Tensor, sigmas: float) -> Tensor:
+    mean = norms.nansum() / count
+    return mean + sigmas * ((norms - mean).square().nansum() / count).sqrt()
 
 
 def _ring(values: list[float]) -> list[float]:
@@ -225,10 +238,8 @@ def _skip_flags(
     flags: list[Tensor] = []
     if policy.nonfinite != "propagate":
         flags.append(~torch.stack(on_one_device(norms)).isfinite().all())
-    if policy.largest_multiple is not None:
-        flags.append(counters.is_above_median(norm, policy.largest_multiple))
-    elif policy.limits_norm:
-        flags.append(norm > policy.largest_norm)
+    if policy.limit.number < math.inf:
+        flags.append(counters.exceeds(policy.limit, norm))
     if overflow is not None:
         flags.append(overflow.view(()) > 0)
     return [flag.to(norm.device) for flag in flags]

@@ -37,7 +37,7 @@ class HostPieces:
         total, squares = view.kernel.squares_of_units(view, starts)
         self.rule = rule
         self.norm = math.sqrt(total)
-        self.norms = [np.sqrt(squares)]
+        self.norms: list[Any] = [np.sqrt(squares)]
         self.weights: list[Any] = [0.0]
         if rule.each == "unit":
             self.weights = [np.sqrt(view.kernel.squares_of_units(view, starts, which=1)[1])]
@@ -66,6 +66,10 @@ class HostPieces:
         """The smallest factor, and the share of pieces that are clipped."""
         return self._factors.min().item(), self._num_fired / len(self._factors)
 
+    def clipped_norm(self) -> float:
+        """The norm of all pieces after clipping."""
+        return float(np.linalg.norm(self._factors * self.norms[0]))
+
     @property
     def units(self) -> Units:
         """The factors for our kernel."""
@@ -90,7 +94,7 @@ class TensorPieces:
 
     def __init__(self, rule: ClipRule, norms: list[Tensor], weights: list[Any]) -> None:
         self.rule = rule
-        self.norms = norms
+        self.norms: list[Any] = norms
         self.weights = weights
         self.norm = torch.linalg.vector_norm(_joined(norms))
         self._fired: list[Tensor] = []
@@ -118,6 +122,11 @@ class TensorPieces:
         factors = _joined(self._factors)
         share = _joined([fired.to(factors.dtype) for fired in self._fired]).sum() / max(len(factors), 1)
         return torch.cat([factors, factors.new_ones(1)]).min(), share  # of no pieces it is one
+
+    def clipped_norm(self) -> Tensor:
+        """The norm of all pieces after clipping."""
+        clipped = [f * norms for f, norms in zip(self._factors, self.norms, strict=True)]
+        return torch.linalg.vector_norm(_joined(clipped))
 
     def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
         """What each gradient is multiplied by: one number, or one for each of its units."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from curvestep._checks import check_choice, check_positive
 from curvestep._kernel import View
 from curvestep.clip_rules import ClipRule
-from curvestep.optim.counters import HostCounters
+from curvestep.optim.counters import HostCounters, Limit, Spike
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
 
@@ -99,33 +99,22 @@ class Policy:
     Args:
         norm_scope: Whose norm is clipped: ``"global"``, ``"group"`` or ``"tensor"``.
         nonfinite: ``"raise"``, ``"skip"`` or ``"propagate"``.
-        skip_above: Largest gradient norm of a step, a multiple of the running median such as ``"10x"``, or
-            None.
+        skip_above: Largest gradient norm of a step, a multiple of the running median such as ``"10x"``,
+            standard deviations above the mean such as ``"6sigma"``, or None.
 
     Attributes:
-        largest_norm: Norm above which a step is left out, ``inf`` if there is none.
-        largest_multiple: The same as a multiple of the running median, None if there is none.
+        limit: What a step is left out above, ``inf`` if nothing.
     """
 
     def __init__(self, norm_scope: str, nonfinite: str, skip_above: float | str | None) -> None:
         self.norm_scope = check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))
         self.nonfinite = check_choice("nonfinite", nonfinite, ("raise", "skip", "propagate"))
-        self.largest_norm = math.inf
-        self.largest_multiple = None
-        if isinstance(skip_above, str):
-            self.largest_multiple = _multiple(skip_above)
-        elif skip_above is not None:
-            self.largest_norm = check_positive("skip_above", skip_above)
-
-    @property
-    def limits_norm(self) -> bool:
-        """Whether a step may be left out because its gradient is large."""
-        return self.largest_multiple is not None or self.largest_norm < math.inf
+        self.limit = _limit(skip_above)
 
     @property
     def may_skip(self) -> bool:
         """Whether a step may be left out, or raise, for what its gradient is."""
-        return self.nonfinite != "propagate" or self.limits_norm
+        return self.nonfinite != "propagate" or self.limit.number < math.inf
 
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""
@@ -141,16 +130,15 @@ class Policy:
         """Norm of the whole gradient, from the norms of what is clipped alone."""
         return norms[0] if self.norm_scope == "global" else math.hypot(*norms)
 
-    def should_skip(self, norms: list[float], counters: HostCounters, groups: list[Group]) -> bool:
+    def should_skip(
+        self, norms: list[float], loss: float | None, counters: HostCounters, groups: list[Group]
+    ) -> bool:
         """Whether to leave out the step with these norms; raises where that is wanted."""
         if self.nonfinite != "propagate" and not all(map(math.isfinite, norms)):
             if self.nonfinite == "raise":
                 raise FloatingPointError(nonfinite_gradient(groups))
             return True
-        bound = self.largest_norm
-        if self.largest_multiple is not None:
-            bound = self.largest_multiple * counters.running_median()
-        return self.joint_norm(norms) > bound
+        return counters.exceeds(self.limit, self.joint_norm(norms), loss)
 
 
 def _norm_on_host(decision: Decision) -> float:
@@ -159,18 +147,23 @@ def _norm_on_host(decision: Decision) -> float:
     return host_norm(decision.grads, decision.view)
 
 
-def _multiple(skip_above: str) -> float:
-    """The number of a text such as "10x"."""
+def _limit(skip_above: float | str | None) -> Limit:
+    """What ``skip_above`` says: a number, "10x" or "6sigma"."""
+    if skip_above is None:
+        return Limit(math.inf, "norm")
+    if not isinstance(skip_above, str):
+        return Limit(check_positive("skip_above", skip_above), "norm")
+    unit = "sigma" if skip_above.endswith("sigma") else "x"
     try:
-        multiple = float(skip_above.removesuffix("x"))
+        limit = Limit(float(skip_above.removesuffix(unit)), unit)
     except ValueError:
-        multiple = math.nan
-    if not skip_above.endswith("x") or not 1.0 < multiple < math.inf:
+        limit = Limit(math.nan, unit)
+    if not skip_above.endswith(unit) or not 1.0 < limit.number < math.inf:
         raise ValueError(
-            "`skip_above` must be a gradient norm, or a multiple above 1 of the running median such as "
-            f'"10x", got {skip_above!r}.'
+            '`skip_above` must be a gradient norm, a multiple of the running median such as "10x", or '
+            f'deviations from the mean such as "6sigma", both above 1, got {skip_above!r}.'
         )
-    return multiple
+    return limit
 
 
 def may_be_pretended(optimizer: Optimizer) -> bool:
@@ -191,6 +184,40 @@ def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0
+
+
+def layer_norms(groups: list[Group]) -> dict[str, float]:
+    """The norm of each parameter's gradient, by name; waits for a device."""
+    named = [(name, p.grad) for name, p in _named(groups) if p.grad is not None]
+    return {name: float(global_norm([grad])) for name, grad in named}
+
+
+def clipped_norms(
+    decisions: Sequence[Decision], norms: list[float], coefficients: list[float]
+) -> list[float]:
+    """The norm of each decision after clipping; of pieces that of all together."""
+    pieces = [decision.pieces for decision in decisions]
+    triples = zip(pieces, norms, coefficients, strict=True)
+    return [norm * c if p is None else float(p.clipped_norm()) for p, norm, c in triples]
+
+
+def spike_of(
+    counters: HostCounters, norm: float, clipped_norm: float, loss: float | None, groups: list[Group]
+) -> Spike:
+    """A step that stands out, with the parameter that has most of its gradient."""
+    norms = layer_norms(groups)
+    layer = max(norms, key=lambda name: norms[name])
+    return {
+        "step": counters.steps + counters.skipped, "grad_norm": norm, "clipped_norm": clipped_norm,
+        "loss": loss, "layer": layer, "share": (norms[layer] / norm) ** 2,
+    }  # fmt: skip
+
+
+def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters with their names, or with numbers where they were given without."""
+    for number, group in enumerate(groups):
+        numbered = [f"{number}.{i}" for i in range(len(group["params"]))]
+        yield from zip(group.get("param_names", numbered), group["params"], strict=True)
 
 
 def nonfinite_gradient(groups: list[Group]) -> str:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from curvestep._kernel import Array
 from curvestep.clip_rules import ClipRule, DeviceWindow, Seen, State, Window, choose, from_plain, placed
-from curvestep.optim.counters import ClipStats, HostCounters, clip_stats_of, is_clipped_before
+from curvestep.optim.counters import ClipStats, HostCounters, Spike, clip_stats_of, is_clipped_before
 from curvestep.optim.device import DeviceCounters
 from curvestep.optim.pieces import HostPieces, Pieces
-from curvestep.optim.policy import Decision, Group, rule_of
+from curvestep.optim.policy import Decision, Group, layer_norms, rule_of
 
 # Where a state dict keeps the counters: an entry of the first parameter group.
 COUNTERS = "clip_stats"
@@ -139,8 +139,9 @@ class RuleMemories:
             pieces.clip([rule.bound(Seen(norms, total, weights), ())[0] for norms, weights in pairs])
             return
         everybody = decision.group["params"]
+        bounds_of: Callable[[Any], Any]
         if isinstance(pieces, HostPieces):
-            bounds_of: Callable[[Any], Any] = partial(self._on_host(key, rule).bounds, total=total)
+            bounds_of = partial(self._on_host(key, rule).bounds, total=total)
         else:
             of_all = pieces.norms[0].new_zeros(len(everybody))
             bounds_of = partial(self._on_device(key, rule, of_all).bound, total=total, keep=keep)
@@ -215,7 +216,11 @@ class StepRecord:
             self._counters = DeviceCounters(self._counters, device)
         return self._counters
 
-    def clip_stats(self) -> ClipStats:
+    def spikes(self) -> list[Spike]:
+        """The last steps whose norm stood out."""
+        return list(self._counters.read().spikes)
+
+    def clip_stats(self, layers_of: list[Group] | None) -> ClipStats:
         """What an optimizer's ``clip_stats()`` returns; warns once if somebody clips before it."""
         counters = self._counters.read()
         if self._checks_norms and is_clipped_before(counters.norms):
@@ -227,7 +232,10 @@ class StepRecord:
                 "Lightning, no clip_grad_norm_.",
                 stacklevel=3,
             )
-        return clip_stats_of(counters)
+        stats = clip_stats_of(counters)
+        if layers_of is not None:
+            stats["layers"] = layer_norms(layers_of)
+        return stats
 
     def stop_double_clip_check(self) -> None:
         """Stop checking; the user was warned."""

@@ -18,17 +18,19 @@ from torch.torch_version import TorchVersion
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Part, Rule, along, apply_pieces, collect, joined, parts_of, update
-from curvestep.optim.counters import ClipStats
+from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import step_on_device
 from curvestep.optim.policy import (
     Group,
     Policy,
     check_scope,
+    clipped_norms,
     counted_pieces,
     is_on_host,
     may_be_pretended,
     numbers_of_scaler,
     rule_of,
+    spike_of,
     unscale_pieces,
 )
 from curvestep.optim.record import StepRecord
@@ -191,14 +193,25 @@ class ScaledOptimizer(Optimizer, ABC):
     # attribute keeps it from doing so: its wrapper is used only where somebody looks.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def clip_stats(self) -> ClipStats:
+    def spikes(self) -> list[Spike]:
+        """The last 100 steps whose gradient norm stood out from those before, with the layer that caused it.
+
+        A spike is more than six standard deviations above the mean of the last 100 norms. Steps on the host
+        are looked at, those on an accelerator are not.
+        """
+        return self._record.spikes()
+
+    def clip_stats(self, *, layers: bool = False) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired.
 
         With several clipping decisions in a step (``norm_scope`` "group" or "tensor", or groups with their
         own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
         dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
+
+        Args:
+            layers: Add ``layers``, the norm of each gradient in ``.grad``: ask before ``zero_grad()``.
         """
-        return self._record.clip_stats()
+        return self._record.clip_stats(self.param_groups if layers else None)
 
     def stop_double_clip_check(self) -> None:
         """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
@@ -244,7 +257,7 @@ class ScaledOptimizer(Optimizer, ABC):
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
             if bundles and reads_numbers(bundles):
-                self._step(bundles)
+                self._step(bundles, None if loss is None else float(loss))
             elif bundles:
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
@@ -257,7 +270,7 @@ class ScaledOptimizer(Optimizer, ABC):
             return False
         return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
 
-    def _step(self, bundles: list[Bundle]) -> None:
+    def _step(self, bundles: list[Bundle], loss: float | None) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
         counters = self._record.on_host()
         scale, overflowed = numbers_of_scaler(self)
@@ -267,9 +280,13 @@ class ScaledOptimizer(Optimizer, ABC):
             unscale_pieces(bundles, unscale)
         norm = self._policy.joint_norm(norms)
         pretended = norm == 0 and may_be_pretended(self)
-        if overflowed or self._policy.should_skip(norms, counters, self.param_groups):
+        is_spike = norm > counters.spike_bound
+        if overflowed or self._policy.should_skip(norms, loss, counters, self.param_groups):
+            if is_spike:
+                counters.keep_spike(spike_of(counters, norm, 0.0, loss, self.param_groups))
             counters.count_skipped(norm)
             return
+        counters.keep_loss(loss)
         if self.defaults.get("clip") == "momentum":
             parts = [_averaged_(unscale, parts_of(b, self.state), b.group) for b in bundles]
             norms, unscale = self._policy.norms(list(map(joined, parts))), 1.0
@@ -282,8 +299,11 @@ class ScaledOptimizer(Optimizer, ABC):
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
                 update(part, coefficient * unscale)
+        relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
+        if is_spike:
+            clipped_norm = self._policy.joint_norm(clipped_norms(bundles, norms, relative))
+            counters.keep_spike(spike_of(counters, norm, clipped_norm, loss, self.param_groups))
         if not pretended:
-            relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
             fired = list(map(gt, norms, self.thresholds(groups)))
             counters.count(norm, *counted_pieces(bundles, relative, fired))
 
