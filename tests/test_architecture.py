@@ -27,6 +27,7 @@ LIBRARY = {
     "advice",
     "calibration",
     "autopsy",
+    "loaders",
 }
 LAB = {"lab.recipes", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
 USES = {
@@ -61,10 +62,12 @@ USES = {
         "smoothness",
         "optim",
         "lr_schedules",
+        "loaders",
         "notes",
         "optimizer_family",
     },
     "lr_schedules": set(),
+    "loaders": {"distributed", "smoothness"},
     "integrations": {"loggers", *LIBRARY},
     "loggers": LIBRARY,
     "lab.recipes": {"steps"},

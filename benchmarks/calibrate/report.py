@@ -67,7 +67,8 @@ def best_of(rows: list[Job]) -> Best | None:
 
 def table(rows: list[Job], tasks: list[str], kind: str) -> list[str]:
     """Regret of every method on every task, mean over seeds, and what is left of them below."""
-    methods = ["calibrate", *(RIVALS if kind == "adamw" else ())]
+    ran = {row["method"] for row in rows if row["kind"] == kind and row["task"] in tasks}
+    methods = ["calibrate", *(method for method in RIVALS if method in ran)]
     lines = [f"| task (grid's lr) | {' | '.join(methods)} | gradients | confidence |"]
     lines.append("| --- " * (len(methods) + 3) + "|")
     missed: dict[str, list[float]] = {method: [] for method in methods}
@@ -89,7 +90,7 @@ def table(rows: list[Job], tasks: list[str], kind: str) -> list[str]:
         lines.append(f"| {task} ({best.lr:.3g}) | {' | '.join(cells)} | {spent} | {sure} |")
     if not any(missed.values()):
         return []
-    for name, of in (("median", median), ("worst", max), (f"within {WITHIN:.0%}", _share)):
+    for name, of in (("mean", mean), ("median", median), ("worst", max), (f"within {WITHIN:.0%}", _share)):
         cells = [f"{of(missed[method]):.1%}" if missed[method] else "" for method in methods]
         lines.append(f"| **{name}** | {' | '.join(cells)} | | |")
     return [*lines, "", *notes, ""]

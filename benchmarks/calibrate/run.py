@@ -28,7 +28,7 @@ from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_para
 from torch import nn
 
 from curvestep import SmoothnessProbe
-from curvestep.calibration import line, pilots
+from curvestep.calibration import pilots, scale
 
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
@@ -44,7 +44,7 @@ def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
     names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "FACTOR", "NOISY_FACTOR", "CLEAR", "BLIND",
              "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
-    return {**{name: getattr(pilots, name) for name in names}, "CLIP_AT": list(line.CLIP_AT)}
+    return {**{name: getattr(pilots, name) for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
 
 
 def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:
@@ -148,16 +148,24 @@ class Rows:
     def run(self, **job: Any) -> Job:
         """The row of a job, trained if it is not there."""
         if key(job) not in self.rows:
-            name = "".join(c if c.isalnum() else "-" for c in f"{job['task']}-{job['kind']}-{job.get('lr')}")
-            traced = self.folder / "traces" / f"{name}-{job['seed']}.jsonl"
-            wants_trace = self.probe and job["method"] == "grid"
-            row = train(job, trace=traced if wants_trace else None)
+            row = self._same(job) or self._train(job)
             self.rows[key(job)] = row
             with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps(row) + "\n")  # the first ends a line that was torn
             shown = {name: row.get(name) for name in (*job, "first", "loss", "seconds")}
             print(len(self.rows), shown, flush=True)
         return self.rows[key(job)]
+
+    def _same(self, job: Job) -> Job | None:
+        """A fixed rate that is a point of the grid is that very run."""
+        same = self.rows.get(key({**job, "method": "grid"}))
+        return {**same, "method": job["method"]} if same and job["method"] in FIXED else None
+
+    def _train(self, job: Job) -> Job:
+        name = "".join(c if c.isalnum() else "-" for c in f"{job['task']}-{job['kind']}-{job.get('lr')}")
+        traced = self.folder / "traces" / f"{name}-{job['seed']}.jsonl"
+        wants_trace = self.probe and job["method"] == "grid"
+        return train(job, trace=traced if wants_trace else None)
 
 
 def loss_of(row: Job) -> float:

@@ -152,32 +152,51 @@ def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], floa
     return low.step * (high.step / low.step) ** share
 
 
-def longest_safe(
-    measure: Callable[[float], Point], *, unit: float, max_kappa: float, loss: Callable[[float], float]
-) -> float | None:
-    r"""The longest safe step on the lattice of ``unit``; None if all that can be tried are, or none is.
+def longest_step(
+    measure: Callable[[float], Point],
+    *,
+    unit: float,
+    max_kappa: float,
+    loss: Callable[[float], float],
+    guess: float | None = None,
+    budget: int = LARGEST,
+) -> float:
+    r"""The longest safe step on the lattice of ``unit``.
 
     Args:
         measure: What a step does, by its length.
         unit: :math:`u` of the lattice.
         max_kappa: Largest safe :math:`\kappa`.
         loss: Largest safe loss, by the step.
+        guess: A step near the answer, to begin at.
+        budget: Largest number of points to measure.
+
+    Raises:
+        NoBracket: every step is safe, or none is.
+        OutOfBudget: ``budget`` is used up.
 
     Example:
         >>> at = lambda step: Point(step=step, kappa=step / 3, loss=0.0, safe=step <= 3)
-        >>> round(longest_safe(at, unit=1.0, max_kappa=1.0, loss=lambda step: 1.0), 12)
+        >>> round(longest_step(at, unit=1.0, max_kappa=1.0, loss=lambda step: 1.0), 12)
         3.0
     """
+    start, stride = START, LONG_STRIDE
+    if guess is not None:
+        start, stride = round(PER_OCTAVE * math.log2(guess / unit)), PER_OCTAVE // 2
+    bracket = find_bracket(
+        lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)), start=start, stride=stride, budget=budget
+    )
+    return crossing(bracket, max_kappa=max_kappa, loss=loss)
+
+
+def longest_safe(
+    measure: Callable[[float], Point], *, unit: float, max_kappa: float, loss: Callable[[float], float]
+) -> float | None:
+    """The longest safe step by few points; None if all that can be tried are safe, or none is."""
     try:
-        bracket = find_bracket(
-            lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)),
-            start=START,
-            stride=LONG_STRIDE,
-            budget=MOST_POINTS,
-        )
+        return longest_step(measure, unit=unit, max_kappa=max_kappa, loss=loss, budget=MOST_POINTS)
     except (NoBracket, OutOfBudget):
         return None
-    return crossing(bracket, max_kappa=max_kappa, loss=loss)
 
 
 def working_fraction(fractions: Sequence[float], kappa: Sequence[float]) -> float:

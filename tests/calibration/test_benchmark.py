@@ -123,6 +123,8 @@ def test_rows_survive_a_torn_line_and_no_run_is_repeated(tmp_path, monkeypatch):
     third = run.Rows(tmp_path)
     assert len(third.rows) == 2
     assert third.run(**job)["loss"] == 0.5
+    fixed = third.run(**{**job, "method": "AdamW 4e-3", "lr": 0.008})  # a point of the grid: that very run
+    assert (fixed["method"], fixed["loss"]) == ("AdamW 4e-3", 0.5)
 
 
 @pytest.mark.slow

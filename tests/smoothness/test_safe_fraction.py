@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
-from curvestep.calibration.line import scale_of
 from curvestep.calibration.passes import Passes
+from curvestep.calibration.scale import scale_of
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, train
@@ -73,9 +73,8 @@ def test_on_a_parabola_it_is_one_over_step_and_curvature_and_the_row_is_as_ever(
 def scales_of(num):
     """What calibrate measures on each of the batches, before any step."""
     model = net()
-    closures = [lambda b=b: F.cross_entropy(model(b[0]), b[1]) for b in batches(num)]
-    with Passes(model, closures[0]) as passes:
-        return [scale_of(passes, [closure], [1.0] * len(passes.parameters)) for closure in closures]
+    with Passes(model, lambda b: F.cross_entropy(model(b[0]), b[1])) as passes:
+        return [scale_of(passes, [batch], [1.0] * len(passes.parameters)) for batch in batches(num)]
 
 
 @pytest.mark.parametrize("times", [3, 10, 300])

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.calibration import calibration_words as words
-from curvestep.calibration.line import scale_of
+from curvestep.calibration import calibration_words as words, pilots
 from curvestep.calibration.method import Method, method_of
-from curvestep.calibration.passes import Closure, Losses, Passes, shared, unmoved
-from curvestep.calibration.pilots import (
-    ADAM_MAX_NORM,
-    ADAM_SCALE,
-    CLEAR,
-    FIRST_OCTAVES,
-    MOST_ARMS,
-    NUM_JUDGES,
-    NUM_STEPS,
-    SCHEDULES,
-    SUFFICIENT,
-    Pilots,
-    answer,
-    clarity,
-)
+from curvestep.calibration.passes import Passes
+from curvestep.calibration.pilots import MOST_ARMS, NUM_JUDGES, NUM_STEPS, Pilots
 from curvestep.calibration.refusals import check_arguments, check_enough, check_start
 from curvestep.calibration.result import Calibration
+from curvestep.calibration.scale import scale_of
+from curvestep.loaders import Batch, shared, unmoved
 from curvestep.lr_schedules import peak_lr
 from curvestep.optimizer_family import Family
 from curvestep.vectors import global_norm
@@ -41,8 +29,8 @@ from curvestep.vectors import global_norm
 
 def calibrate(
     model: nn.Module,
-    loss_of_batch: Callable[[Any], Tensor | float],
-    batches: Iterable[Any],
+    loss_of_batch: Callable[[Batch], Tensor | float],
+    batches: Iterable[Batch],
     *,
     optimizer: str | type | Optimizer = "ClippedSGD",
     momentum: float | None = None,
@@ -56,13 +44,13 @@ def calibrate(
     r"""Learning rate and ``max_norm`` found by short trials where training is about to start.
 
     Up to five trials of 16 steps run the whole schedule at learning rates a factor of two to four apart. They
-    are judged by batches that they do not step on, and the smallest learning rate with 96 % of the best gain
-    is taken. Where noise hides the gains, the trials are repeated at twice the length.
+    are judged by batches that they do not step on; the smallest rate with 96 % of the best gain is taken.
+    Where noise hides the gains, the trials are repeated at twice the length.
 
     Nothing is changed: parameters, buffers, ``.grad``, optimizer, random states and a loader's own generator
-    are afterwards what they were, bit for bit, after an interrupt too. Give the batches that training will
-    see: their size, and gradient accumulation inside ``loss_of_batch``, are part of what is measured. Under
-    DDP and FSDP2 every rank calls with its share of each batch, and all get the same answer.
+    are the same bits afterwards, after an interrupt too. Batch size, and gradient accumulation inside
+    ``loss_of_batch``, are part of what is measured. Under DDP and FSDP2 every rank calls with its share of
+    each batch, and all get the same answer.
 
     Args:
         model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
@@ -100,48 +88,38 @@ def calibrate(
         (1.0, 5, 82)
     """
     check_arguments(model, loss_of_batch, batches)
-    check_choice("schedule", schedule, tuple(SCHEDULES))
-    gradients = budget_of(budget, num_steps)
+    check_choice("schedule", schedule, tuple(pilots.SCHEDULES))
+    gradients, may_double = budget_of(budget, num_steps), budget is None
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
     given = method.max_norm if max_norm is None else check_positive("max_norm", max_norm)
-    show = _shown if progress or (progress is None and sys.stderr.isatty()) else _hidden
-    show(words.before(method.name, gradients, may_double=budget is None))
-    losses, began = Losses(model, loss_of_batch), perf_counter()
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    screen = sys.stderr if is_shown else io.StringIO()
+    show = partial(print, end="", file=screen, flush=True)
+    show(words.before(method.name, gradients, may_double=may_double))
+    began = perf_counter()
     try:
         with unmoved(batches):
-            known: list[Closure] = []
-            stream = (partial(losses, batch) for batch in shared(batches, model))
-            repetitions = max(1, gradients // (MOST_ARMS * NUM_STEPS))
-
-            def split(times: int) -> tuple[list[Closure], list[Closure]]:
-                """Batches to judge by, and others to step on; of few batches a third and the rest."""
-                most = times * NUM_JUDGES
-                known.extend(islice(stream, most + times * repetitions * NUM_STEPS - len(known)))
-                check_enough(len(known))
-                num_judges = max(2, min(most, len(known) // 3))
-                return known[:num_judges], known[num_judges:]
-
-            judges, steps = split(1)
-            with Passes(model, steps[0]) as passes:
+            supply = Supply(shared(batches, model), max(1, gradients // (MOST_ARMS * NUM_STEPS)))
+            judges, steps = supply.split(1)
+            with Passes(model, loss_of_batch) as passes:
                 loss, grad_norm, shares, num_idle = _look(passes, steps[0], method)
                 scale, threshold = _scale(passes, steps[:3], shares, method, given)
-                pilots = Pilots(passes, method, schedule, threshold, scale, partial(words.trial, show))
+                tell = lambda length, lr: show(words.trial(length, lr))  # noqa: E731
+                trials = Pilots(passes, method, schedule, threshold, scale, tell)
+                least = pilots.CLEAR if may_double else 0.0
                 most = min(MOST_ARMS, gradients // NUM_STEPS)
-                arms = tried = pilots.search(
-                    steps, judges, most=most, least_clarity=CLEAR if budget is None else 0.0
-                )
-                if budget is None and clarity(arms) < CLEAR:
-                    judges, steps = split(2)
-                    arms = pilots.search(steps, judges, length=2 * NUM_STEPS)
+                arms = tried = trials.search(steps, judges, most=most, least_clarity=least)
+                if may_double and pilots.clarity(arms) < pilots.CLEAR:
+                    judges, steps = supply.split(2)
+                    arms = trials.search(steps, judges, length=2 * NUM_STEPS)
                     tried = tried + arms
     finally:
-        losses.restore()
-        show("")
+        show(words.CLEAR_LINE)
     return Calibration(
         optimizer=method.name,
         family=method.family,
         momentum=method.momentum,
-        lr=answer(arms, schedule, scale),
+        lr=pilots.answer(arms, schedule, scale),
         max_norm=threshold,
         schedule=schedule,
         confidence=words.confidence(arms, method.family, schedule),
@@ -153,7 +131,7 @@ def calibrate(
         warnings=(
             *words.of_arms(arms, num_judges=len(judges)),
             *words.of_start(model, method, grad_norm),
-            *words.of_untrained(losses.num_outside, num_idle),
+            *words.of_untrained(passes.num_outside, num_idle),
         ),
     )
 
@@ -165,43 +143,57 @@ def budget_of(budget: float | None, num_steps: int | None) -> int:
         >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None)
         (200, 400, 80)
     """
-    one_search, least = MOST_ARMS * NUM_STEPS, len(FIRST_OCTAVES) * NUM_STEPS
     if num_steps is not None:
         check_count("num_steps", num_steps)
     if budget is None:
-        return max(one_search, (num_steps or 0) // 20)
+        return max(MOST_ARMS * NUM_STEPS, (num_steps or 0) // 20)
     gradients = check_positive("budget", budget)
     if gradients < 1:
         if num_steps is None:
             raise ValueError(f"`budget` {budget:g} is a share of `num_steps`: give that too.")
         gradients *= num_steps
+    least = len(pilots.FIRST_OCTAVES) * NUM_STEPS
     if gradients < least:
-        raise ValueError(
-            f"`budget` must be at least {least} gradients, three trials of {NUM_STEPS} steps, got "
-            f"{gradients:.0f}."
-        )
+        raise ValueError(f"`budget` must be at least {least} gradients, three trials, got {gradients:.0f}.")
     return int(gradients)
 
 
-def _look(passes: Passes, closure: Closure, method: Method) -> tuple[float, float, list[float], int]:
+class Supply:
+    """Batches to judge by and others to step on, read only as far as needed."""
+
+    def __init__(self, stream: Iterator[Batch], repetitions: int) -> None:
+        self._stream, self._repetitions = stream, repetitions
+        self._known: list[Batch] = []
+
+    def split(self, times: int) -> tuple[list[Batch], list[Batch]]:
+        """Judges and steps of trials so many times as long; of few batches a third and the rest."""
+        most = times * NUM_JUDGES
+        wanted = most + times * self._repetitions * NUM_STEPS
+        self._known.extend(islice(self._stream, wanted - len(self._known)))
+        check_enough(len(self._known))
+        num_judges = max(2, min(most, len(self._known) // 3))
+        return self._known[:num_judges], self._known[num_judges:]
+
+
+def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, list[float], int]:
     """Loss and gradient norm of a batch, each parameter's share of lr, and how many with a gradient stand."""
-    loss, gradients = passes.gradient(closure)
+    loss, gradients = passes.gradient_of(batch)
     norm = global_norm(gradients).item()
     check_start(loss, norm)
     shares = [method.share(p) for p in passes.parameters]
     trained = [share > 0 for share, g in zip(shares, gradients, strict=True) if g is not None]
     if not any(trained):
         raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")
-    passes.check_repeatable(closure, gradients, tolerance=1 - SUFFICIENT)
+    passes.check_repeatable(batch, gradients, tolerance=1 - pilots.SUFFICIENT)
     return loss, norm, shares, trained.count(False)
 
 
 def _scale(
-    passes: Passes, steps: list[Closure], shares: list[float], method: Method, given: float
+    passes: Passes, steps: list[Batch], shares: list[float], method: Method, given: float
 ) -> tuple[float, float]:
     """What lr is tried around, and the threshold: the one given, or one of our own where it is infinite."""
     if method.family is Family.ADAM:
-        return ADAM_SCALE, ADAM_MAX_NORM if math.isinf(given) else given
+        return pilots.ADAM_SCALE, pilots.ADAM_MAX_NORM if math.isinf(given) else given
     if not method.family.is_descent:
         return peak_lr(method.optimizer), given
     found = scale_of(passes, steps, shares)
@@ -209,11 +201,3 @@ def _scale(
     if method.family is Family.NORMALIZED:  # a length: the same step at gradients far below the offset
         return found.step * threshold, threshold
     return found.step * (1.0 - method.momentum), threshold
-
-
-def _shown(text: str) -> None:
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _hidden(text: str) -> None:
-    pass

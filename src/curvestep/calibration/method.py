@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,19 @@ OURS = (ClippedSGD, ClippedAdamW, NormalizedSGD)
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, which is never stepped.
+    """An optimizer, which is never stepped, and what it says of itself.
 
     Args:
         optimizer: The optimizer.
-        was_made: Whether the caller made it: its learning rate and threshold are then meant.
+        family: How it turns gradients into steps.
+        momentum: Of SGD, normalised or not; zero for the others.
+        max_norm: The threshold (or offset) that the caller gave its groups; infinite if none.
     """
 
     optimizer: Optimizer
-    was_made: bool
+    family: Family
+    momentum: float
+    max_norm: float
 
     @property
     def name(self) -> str:
@@ -41,31 +45,9 @@ class Method:
         return type(self.optimizer).__name__
 
     @property
-    def family(self) -> Family:
-        """How it turns gradients into steps."""
-        return family_of(self.optimizer)
-
-    @property
-    def momentum(self) -> float:
-        """Of SGD, normalised or not; zero for the others."""
-        return _momentum(self.optimizer) if self.family.is_descent else 0.0
-
-    @property
     def clips_itself(self) -> bool:
         """Whether its own step clips, or normalises; so does a copy's."""
         return isinstance(self.optimizer, OURS)
-
-    @property
-    def max_norm(self) -> float:
-        """The threshold (or offset) that its groups ask for; infinite if they have none."""
-        name = threshold_name(self.optimizer)
-        given = [float(group.get(name, math.inf)) for group in self.optimizer.param_groups]
-        return min(given) if self.was_made else math.inf
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether it has a state already."""
-        return any(bool(state) for state in self.optimizer.state.values())
 
     def share(self, parameter: Tensor) -> float:
         """The parameter's learning rate, relative to the largest; zero if it is not trained."""
@@ -75,11 +57,7 @@ class Method:
         return 0.0
 
     def copy(self, max_norm: float) -> tuple[Optimizer, list[float]]:
-        """A second one of the same parameters, settings and state, and its groups' shares of ``lr``.
-
-        Args:
-            max_norm: The threshold (or offset) of one that clips itself and was given none.
-        """
+        """Another of these settings and state, with ``max_norm`` where it has none; groups' shares of lr."""
         groups = self.optimizer.param_groups
         made = copy.deepcopy(self.optimizer, {id(p): p for group in groups for p in group["params"]})
         for group in made.param_groups:
@@ -88,6 +66,11 @@ class Method:
             if self.clips_itself and math.isinf(self.max_norm):
                 group[threshold_name(made)] = max_norm
         return made, [group_peak(group) / peak_lr(self.optimizer) for group in groups]
+
+
+def threshold_name(optimizer: Optimizer) -> str:
+    """What the optimizer's groups call the gradient norm at which steps stop growing."""
+    return "offset" if isinstance(optimizer, NormalizedSGD) else "max_norm"
 
 
 def method_of(
@@ -104,33 +87,37 @@ def method_of(
         for argument in settings:
             raise ValueError(f"`{argument}` is read from the optimizer itself: leave it out.")
         _check_instance(optimizer, model)
-        return Method(optimizer, was_made=True)
+        thresholds = [
+            float(group.get(threshold_name(optimizer), math.inf)) for group in optimizer.param_groups
+        ]
+        return _method(optimizer, min(thresholds))
     kind = _class_of(optimizer)
     if settings.get("momentum", 0.0) >= 1:
         raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
     if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
         raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
-    make: Any = kind
-    return Method(make(trainable_parameters(model), **settings, **_required(kind)), was_made=False)
+    make: Callable[..., Optimizer] = kind
+    return _method(make(trainable_parameters(model), **settings, **_required(kind)), math.inf)
 
 
-def threshold_name(optimizer: Optimizer) -> str:
-    """What the optimizer's groups call the gradient norm at which steps stop growing."""
-    return "offset" if isinstance(optimizer, NormalizedSGD) else "max_norm"
+def _method(optimizer: Optimizer, max_norm: float) -> Method:
+    family = family_of(optimizer)
+    return Method(optimizer, family, _momentum(optimizer) if family.is_descent else 0.0, max_norm)
 
 
-def _class_of(optimizer: Any) -> type[Optimizer]:
+def _class_of(optimizer: object) -> type[Optimizer]:
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return optimizer
     known = {kind.__name__.lower(): kind for kind in (*Optimizer.__subclasses__(), *OURS)}
     known["adamw"] = torch.optim.AdamW
-    if not isinstance(optimizer, str) or optimizer.lower() not in known:
-        said = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+    if isinstance(optimizer, str) and optimizer.lower() in known:
+        return known[optimizer.lower()]
+    if isinstance(optimizer, (list, tuple)):
         raise ValueError(
-            "`optimizer` must be the optimizer that will train, its class, or a name such as 'AdamW' or "
-            f"'ClippedSGD', got {said}."
+            f"`optimizer` must be one optimizer, got {len(optimizer)}: calibrate each by itself."
         )
-    return known[optimizer.lower()]
+    said = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+    raise ValueError(f"`optimizer` must be an optimizer, its class, or a name such as 'AdamW', got {said}.")
 
 
 def _required(kind: type[Optimizer]) -> dict[str, float]:
@@ -154,8 +141,8 @@ def _check_instance(optimizer: Optimizer, model: nn.Module) -> None:
     strangers = sum(id(p) not in known for group in groups for p in group["params"])
     if strangers:
         raise ValueError(
-            f"`optimizer` trains {strangers} parameters that are not in `model`. Give the model whose "
-            "parameters it was made from, and make it after the model is moved or wrapped."
+            f"`optimizer` trains {strangers} parameters that are not in `model`. Make it from the parameters "
+            "of this model, after that is moved or wrapped."
         )
     _momentum(optimizer)
     peak_lr(optimizer)
@@ -165,7 +152,6 @@ def _momentum(optimizer: Optimizer) -> float:
     momenta = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
     if len(momenta) > 1:
         raise ValueError(
-            f"`optimizer` has groups of unequal momentum ({sorted(momenta)}), and the scale of a step is "
-            "shared by all. Calibrate with one momentum."
+            f"`optimizer` has groups of unequal momentum, {sorted(momenta)}. Calibrate with one momentum."
         )
     return momenta.pop()

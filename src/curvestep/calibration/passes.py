@@ -2,143 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from curvestep.calibration.refusals import check_loss
-from curvestep.distributed import any_rank, over_ranks
+from curvestep.calibration.refusals import check_loss, no_gradient
+from curvestep.distributed import is_sharded, over_ranks
+from curvestep.loaders import Batch
 from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable, leaves
 from curvestep.smoothness.replay import Replay
-from curvestep.smoothness.snapshot import RandomState, undone
 
-Closure = Callable[[], "Tensor | float"]
 Gradients = list["Tensor | None"]
 
 
-class Passes:
-    """Losses and gradients of a model, which is put back at the end of the ``with`` block.
+class Passes(Replay):
+    """Losses and gradients of batches; the model is put back at the end of the ``with`` block.
 
     Attributes:
-        parameters: The parameters, which may be moved.
         num_gradients: Gradients computed so far.
     """
 
-    def __init__(self, model: nn.Module, first: Closure) -> None:
-        self._replay = Replay(model, first)
+    def __init__(self, model: nn.Module, loss_of_batch: Callable[[Batch], Tensor | float]) -> None:
+        super().__init__(model, loss_of_batch)
+        self._loss_of_batch = loss_of_batch
         self._needs_graph = False  # a loss that differentiates inside fails without
-        self.parameters = self._replay.parameters
+        self._known = {id(p) for p in model.parameters()}
+        self._is_sharded = any(map(is_sharded, self.parameters))  # computes with tensors of its own
+        self._outside: list[tuple[Tensor, Tensor | None]] = []
         self.num_gradients = 0
 
     def __enter__(self) -> Passes:
-        self._replay.__enter__()
-        self._replay.keep_home()
+        super().__enter__()
+        self.keep_home()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._replay.__exit__(*exception)
+    def _put_back(self) -> None:
+        super()._put_back()
+        for leaf, gradient in self._outside:
+            leaf.grad = gradient
 
-    def gradient(self, closure: Closure) -> tuple[float, Gradients]:
-        """Loss and gradient where the parameters are."""
-        self._replay.closure = closure
-        there = self._replay.gradient()
+    @property
+    def num_outside(self) -> int:
+        """Tensors outside the model that the loss trains too; not those that it only differentiates by."""
+        return sum(isinstance(leaf, nn.Parameter) or g is not None for leaf, g in self._outside)
+
+    def gradient_of(self, batch: Batch, *, seed: int | None = None) -> tuple[float, Gradients]:
+        """Loss and gradient where the parameters are; a ``seed`` gives the pass randomness of its own."""
+        self._look_at(batch, seed)
+        there = self.gradient()
         self.num_gradients += 1
-        return over_ranks(there.loss.item(), self._replay.model, mean=True), there.gradients
+        return over_ranks(there.loss.item(), self.model, mean=True), there.gradients
 
-    def loss(self, closure: Closure) -> float:
+    def loss_of(self, batch: Batch) -> float:
         """Loss where the parameters are, by a forward pass if the loss allows it."""
-        self._replay.closure = closure
+        self._look_at(batch)
         if not self._needs_graph:
             try:
-                return over_ranks(self._replay.loss().item(), self._replay.model, mean=True)
+                return over_ranks(self.loss().item(), self.model, mean=True)
             except RuntimeError:  # torch: "element 0 of tensors does not require grad"
                 self._needs_graph = True
-        return self.gradient(closure)[0]
+        return self.gradient_of(batch)[0]
 
-    def move(self, direction: Gradients, fraction: float) -> None:
-        """Put the parameters at a fraction of ``direction`` from the start."""
-        self._replay.move(direction, fraction)
+    def restart(self) -> None:
+        """Put the parameters back at the start, and stay open."""
+        self.move([None] * len(self.parameters), 0.0)
 
-    def return_home(self) -> None:
-        """Put the parameters back at the start."""
-        self._replay.move([None] * len(self.parameters), 0.0)
-
-    def check_repeatable(self, closure: Closure, gradients: Gradients, *, tolerance: float) -> None:
+    def check_repeatable(self, batch: Batch, gradients: Gradients, *, tolerance: float) -> None:
         """Refuse a loss whose gradient at the start differs from itself."""
-        self._replay.closure = closure
+        self._look_at(batch)
         self.num_gradients += 1
         try:
-            check_repeatable(self._replay, gradients, tolerance=tolerance)
+            check_repeatable(self, gradients, tolerance=tolerance)
         except NonDeterministicError as error:
             said = str(error).replace("The closure", "`loss_of_batch`").replace("the closure", "it")
             raise ValueError(said) from None
 
+    def _check_any(self, found: Iterable[object]) -> None:
+        if not any(found):
+            raise no_gradient()
 
-def shared(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
-    """The batches, as long as every rank has one."""
-    iterator, end = iter(batches), object()
-    while True:
-        batch = next(iterator, end)
-        if any_rank(batch is end, model):
-            return
-        yield batch
+    def _look_at(self, batch: Batch, seed: int | None = None) -> None:
+        def closure() -> Tensor | float:
+            if seed is not None:  # else every step would have the same dropout masks
+                torch.manual_seed(seed)
+            loss = check_loss(self._loss_of_batch(batch), self.model)
+            if isinstance(loss, Tensor) and loss.requires_grad and not self._is_sharded:
+                self._keep_gradients(loss)
+            return loss
 
-
-@contextmanager
-def unmoved(loader: Any) -> Iterator[None]:
-    """Put back the random states that reading a data loader draws from: the global ones and its own."""
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    owners = [loader, *samplers, getattr(samplers[1], "sampler", None)]
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    states = [(own, own.get_state()) for own in generators if isinstance(own, torch.Generator)]
-    random = RandomState.capture()
-
-    def put_back() -> None:
-        random.restore()
-        for generator, state in states:
-            generator.set_state(state)
-
-    with undone(put_back):
-        yield
-
-
-class Losses:
-    """Losses of batches; gradients of tensors outside the model are put back by ``restore``."""
-
-    def __init__(self, model: nn.Module, loss_of_batch: Callable[[Any], Tensor | float]) -> None:
-        self._model, self._loss_of_batch = model, loss_of_batch
-        parameters = list(model.parameters())
-        self._sharded = any(isinstance(p, DTensor) for p in parameters)  # computes with tensors of its own
-        self._known = {id(p) for p in parameters}
-        self._outside: list[tuple[Tensor, Tensor | None]] = []
-
-    def __call__(self, batch: Any) -> Tensor | float:
-        """The loss of ``batch``, checked."""
-        loss: Any = self._loss_of_batch(batch)
-        check_loss(loss, self._model)
-        if not isinstance(loss, Tensor):
-            return float(loss)
-        if loss.requires_grad and not self._sharded:
-            self._keep_gradients(loss)
-        return loss
+        self.closure = closure
 
     def _keep_gradients(self, loss: Tensor) -> None:
+        """Set gradients of tensors outside the model aside, before a backward pass adds to them."""
         for leaf in leaves(loss):
             if id(leaf) not in self._known:
                 self._known.add(id(leaf))
                 self._outside.append((leaf, leaf.grad))
                 leaf.grad = None
-
-    @property
-    def num_outside(self) -> int:
-        """Parameters, and tensors with a gradient; not those that a loss only differentiates by."""
-        return sum(isinstance(leaf, nn.Parameter) or g is not None for leaf, g in self._outside)
-
-    def restore(self) -> None:
-        """Put the gradients of tensors outside the model back."""
-        for leaf, gradient in self._outside:
-            leaf.grad = gradient

@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from curvestep.calibration.method import Method
-from curvestep.calibration.passes import Closure, Passes
+from curvestep.calibration.passes import Passes
+from curvestep.loaders import Batch
 from curvestep.vectors import global_norm
 
 NUM_STEPS = 16  # of an arm
@@ -66,12 +65,10 @@ def warmup_decay(num_steps: int) -> list[float]:
     return [(k + 1) / warm for k in range(warm)] + decay
 
 
-def constant(num_steps: int) -> list[float]:
-    """The same learning rate at every step."""
-    return [1.0] * num_steps
-
-
-SCHEDULES: dict[str, Callable[[int], list[float]]] = {"constant": constant, "warmup-decay": warmup_decay}
+SCHEDULES: dict[str, Callable[[int], list[float]]] = {
+    "constant": lambda num_steps: [1.0] * num_steps,
+    "warmup-decay": warmup_decay,
+}
 
 
 def next_octave(gains: Mapping[int, float]) -> int | None:
@@ -131,16 +128,7 @@ def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Pilots:
-    """Arms from one start.
-
-    Args:
-        passes: The model's passes, open.
-        method: The optimizer.
-        schedule: A key of ``SCHEDULES``.
-        max_norm: The threshold at which gradients are clipped.
-        scale: What rates are tried around: twice of it is in the middle under a schedule, else half of it.
-        show: Told the steps and the learning rate of each arm.
-    """
+    """Arms from one start; ``show`` is told the steps and the rate of each."""
 
     passes: Passes
     method: Method
@@ -151,8 +139,8 @@ class Pilots:
 
     def search(
         self,
-        steps: Sequence[Closure],
-        judges: Sequence[Closure],
+        steps: Sequence[Batch],
+        judges: Sequence[Batch],
         *,
         length: int = NUM_STEPS,
         most: int = MOST_ARMS,
@@ -160,45 +148,32 @@ class Pilots:
     ) -> list[Arm]:
         """Arms, ascending in ``lr``, until the smallest sufficient one is bracketed or ``most`` were tried.
 
-        Args:
-            steps: Batches to step on, in turn; several times ``length`` of them are as many repetitions.
-            judges: Batches to judge by.
-            length: Steps of an arm.
-            most: Largest number of arms.
-            least_clarity: End after the first arms if the best gain is fewer standard errors than this.
+        Several times ``length`` batches to step on are as many repetitions. The search ends after the first
+        arms if the best gain is fewer standard errors than ``least_clarity``.
         """
-        start = np.array([self.passes.loss(judge) for judge in judges])
+        start = np.array([self.passes.loss_of(judge) for judge in judges])
+        rounds = max(1, len(steps) // length)
+        turns = [[steps[(r * length + k) % len(steps)] for k in range(length)] for r in range(rounds)]
         center = self.scale / 2 if self.schedule == "constant" else self.scale * 2
         arms: dict[int, Arm] = {}
         waiting: list[int] = list(FIRST_OCTAVES)
         while waiting and len(arms) < most:
             octave = waiting.pop(0)
-            arms[octave] = self._arm(center * 2.0**octave, steps, judges, start, length)
+            lr = center * 2.0**octave
+            self.show(length, lr)
+            falls = sum((start - self.losses_after(lr, turn, judges)) / rounds for turn in turns)
+            arms[octave] = _arm(lr, length, np.asarray(falls))
             if not waiting and clarity(list(arms.values())) > least_clarity:
                 octave = next_octave({octave: arm.gain for octave, arm in arms.items()})
                 waiting += [] if octave is None else [octave]
         return [arms[octave] for octave in sorted(arms)]
 
-    def _arm(
-        self, lr: float, steps: Sequence[Closure], judges: Sequence[Closure], start: np.ndarray, length: int
-    ) -> Arm:
-        self.show(length, lr)
-        repetitions = max(1, len(steps) // length)
-        falls = np.zeros(len(judges))
-        for first in range(0, repetitions * length, length):
-            turn = [steps[(first + k) % len(steps)] for k in range(length)]
-            falls += (start - self.losses_after(lr, turn, judges)) / repetitions
-        if not np.isfinite(falls).all():
-            return Arm(lr=lr, num_steps=length, gain=-math.inf, error=0.0)
-        error = float(falls.std(ddof=1)) / math.sqrt(len(falls))
-        return Arm(lr=lr, num_steps=length, gain=float(falls.mean()), error=error)
-
-    def losses_after(self, lr: float, steps: Sequence[Closure], judges: Sequence[Closure]) -> np.ndarray:
+    def losses_after(self, lr: float, steps: Sequence[Batch], judges: Sequence[Batch]) -> np.ndarray:
         """The judges' losses after training on ``steps``; infinite if it breaks. The parameters come back."""
         optimizer, shares = self.method.copy(self.max_norm)
         try:
             for k, multiple in enumerate(SCHEDULES[self.schedule](len(steps))):
-                loss, gradients = self.passes.gradient(partial(_reseeded, steps[k], k))
+                loss, gradients = self.passes.gradient_of(steps[k], seed=k)
                 norm = global_norm(gradients).item()
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     return np.full(len(judges), math.inf)
@@ -206,9 +181,9 @@ class Pilots:
                 for group, share in zip(optimizer.param_groups, shares, strict=True):
                     group["lr"] = lr * multiple * share
                 optimizer.step()
-            return np.array([self.passes.loss(judge) for judge in judges])
+            return np.array([self.passes.loss_of(judge) for judge in judges])
         finally:
-            self.passes.return_home()
+            self.passes.restart()
 
     def _set_gradients(self, gradients: Sequence[Tensor | None], norm: float) -> None:
         is_clipped = norm > self.max_norm and not self.method.clips_itself
@@ -218,7 +193,9 @@ class Pilots:
                 g.mul_(self.max_norm / norm)
 
 
-def _reseeded(closure: Closure, seed: int) -> Tensor | float:
-    """The closure with randomness of its own: a replay would give every step the same dropout masks."""
-    torch.manual_seed(seed)
-    return closure()
+def _arm(lr: float, num_steps: int, falls: np.ndarray) -> Arm:
+    """The trial whose judges' losses fell by ``falls``."""
+    if not np.isfinite(falls).all():
+        return Arm(lr=lr, num_steps=num_steps, gain=-math.inf, error=0.0)
+    error = float(falls.std(ddof=1)) / math.sqrt(len(falls))
+    return Arm(lr=lr, num_steps=num_steps, gain=float(falls.mean()), error=error)

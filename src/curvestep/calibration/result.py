@@ -96,11 +96,9 @@ class Calibration:
     def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
         """Set the learning rate of an optimizer and of its schedules, and a threshold where it has none.
 
-        The largest peak of its groups becomes ``lr``; every other learning rate is multiplied by the same
-        factor, so that groups keep their ratios and schedules their shape: ``initial_lr``, the schedulers'
-        ``base_lrs``, their floors (``eta_min``, ``min_lrs``) and, wherever the schedule stands, the ``lr`` of
-        this step. An infinite ``max_norm`` of an optimizer that clips by itself or by ``curvestep.clip``
-        becomes the one found; a finite one is yours and stays.
+        The largest peak of its groups becomes ``lr``; groups keep their ratios and schedules their shape and
+        place. An infinite ``max_norm`` of an optimizer that clips becomes the one found; a finite one is
+        yours and stays.
 
         Args:
             optimizer: Of the kind that was calibrated for.
@@ -128,25 +126,25 @@ class Calibration:
                 raise ValueError(f"The {type(scheduler).__name__} belongs to another optimizer.")
         if not every and any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
-                "`optimizer` has a scheduler, which would set its own learning rate again at its next step. "
-                "Give it too: `apply(optimizer, scheduler)`."
+                "`optimizer` has a scheduler, which would set its own lr again. Give it too: "
+                "`apply(optimizer, scheduler)`."
             )
         rescale(optimizer, every, self.lr / peak_lr(optimizer, every))
         self._set_threshold(optimizer)
 
     def _check(self, optimizer: Optimizer) -> None:
         family, name = family_of(optimizer), type(optimizer).__name__
-        if family.is_descent and self.family.is_descent and Family.NORMALIZED not in (family, self.family):
+        if {family, self.family} <= {Family.SGD, Family.MOMENTUM}:
             momenta = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
-            if momenta != {self.momentum}:
-                raise ValueError(
-                    f"This was measured for momentum {self.momentum:g}, got {sorted(momenta)}. Calibrate "
-                    "with `optimizer=` the one that trains."
-                )
-        elif family is not self.family or (family is not Family.ADAM and name != self.optimizer):
+            is_same, own = momenta == {self.momentum}, f"momentum {self.momentum:g}"
+            name = f"momentum {', '.join(f'{value:g}' for value in sorted(momenta))}"
+        elif family is self.family is Family.ADAM:
+            return
+        else:
+            is_same, own = (family, name) == (self.family, self.optimizer), self.optimizer
+        if not is_same:
             raise ValueError(
-                f"This was measured for {self.optimizer}, got a {name}. Calibrate with `optimizer=` the one "
-                "that trains."
+                f"This was measured for {own}, got {name}. Calibrate with `optimizer=` the one that trains."
             )
 
     def _set_threshold(self, optimizer: Optimizer) -> None:
@@ -158,8 +156,7 @@ class Calibration:
         if own == {math.inf} and scope == "global":
             for group in optimizer.param_groups:
                 group[name] = self.max_norm
-            return
-        if own != {self.max_norm}:
+        elif own != {self.max_norm}:
             python_warnings.warn(words.other_threshold(self, type(optimizer).__name__, own), stacklevel=3)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.calibration.calibrate import calibrate
-from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration
 from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
@@ -38,6 +37,7 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
+from curvestep.loaders import unmoved
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone

@@ -31,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 
 from curvestep._files import write_atomically
 from curvestep.calibration import calibrate as trials
-from curvestep.calibration.passes import unmoved
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import (
     Options,
@@ -45,6 +44,7 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
+from curvestep.loaders import unmoved
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe

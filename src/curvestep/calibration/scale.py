@@ -5,7 +5,7 @@ r"""The scale of SGD's learning rate: the largest working step along a batch's g
     \kappa(h) = \lVert \nabla f(x - h g) - g \rVert / \lVert g \rVert
 
 A step works if :math:`\kappa \le 1` and the loss falls by a tenth of what its slope promises. Groups whose
-learning rates are shares :math:`r` of the largest step along :math:`r g`; norms are then those of
+learning rates are shares :math:`r` of the largest step along :math:`r g`; norms are those of
 :math:`\sqrt r\,g`.
 """
 
@@ -19,33 +19,18 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from curvestep.bracket import (
-    LARGEST,
-    LONG_STRIDE,
-    PER_OCTAVE,
-    START,
-    NoBracket,
-    Point,
-    crossing,
-    find_bracket,
-    highest_loss,
-)
-from curvestep.calibration.passes import Closure, Gradients, Passes
-from curvestep.calibration.refusals import check_start, no_bracket
-from curvestep.vectors import difference, dot, global_norm
+from curvestep.bracket import NoBracket, Point, highest_loss, longest_step
+from curvestep.calibration.passes import Gradients, Passes
+from curvestep.calibration.refusals import check_representable, check_start, no_bracket
+from curvestep.loaders import Batch
+from curvestep.vectors import difference, dot, global_norm, precision
 
 CLIP_AT = (0.6, 1.75)  # thresholds by the first gradient norm: of batches with nothing, with all in common
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What the gradients of a few batches say of steps along them.
-
-    Args:
-        step: The largest working step, median over the batches.
-        grad_norm: Norm of the gradient, median over the batches.
-        agreement: Mean cosine of the angles between the gradients.
-    """
+class StepScale:
+    """Medians over a few batches, and the mean cosine of the angles between their gradients."""
 
     step: float
     grad_norm: float
@@ -62,20 +47,20 @@ class Scale:
         return CLIP_AT[0] ** (1.0 - weight) * CLIP_AT[1] ** weight * self.grad_norm
 
 
-def scale_of(passes: Passes, closures: Sequence[Closure], shares: Sequence[float]) -> Scale:
+def scale_of(passes: Passes, batches: Sequence[Batch], shares: Sequence[float]) -> StepScale:
     """The scale by the gradients of these batches; each search begins at the last answer."""
     steps: list[float] = []
     norms: list[float] = []
     total: Gradients = [None] * len(shares)  # of the directions
-    for closure in closures:
-        line = Line(passes, closure, shares)
+    for batch in batches:
+        line = Line(passes, batch, shares)
         steps.append(line.largest_step(steps[-1] if steps else None))
         norms.append(line.norm)
         total = [_plus(sum, g, line.norm) for sum, g in zip(total, line.gradients, strict=True)]
-        passes.return_home()
+        passes.restart()
     count = len(norms)
     agreement = (global_norm(total).item() ** 2 - count) / max(1, count * (count - 1))
-    return Scale(median(steps), median(norms), agreement)
+    return StepScale(median(steps), median(norms), agreement)
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None, norm: float) -> Tensor | None:
@@ -89,8 +74,8 @@ def _plus(total: Tensor | None, gradient: Tensor | None, norm: float) -> Tensor 
 class Line:
     """A batch's loss and gradient along its own gradient."""
 
-    def __init__(self, passes: Passes, closure: Closure, shares: Sequence[float]) -> None:
-        self.passes, self.closure, self.shares = passes, closure, shares
+    def __init__(self, passes: Passes, batch: Batch, shares: Sequence[float]) -> None:
+        self.passes, self.batch, self.shares = passes, batch, shares
         self.loss, self.gradients = self._gradient()
         self.norm = global_norm(self.gradients).item()
         check_start(self.loss, self.norm)
@@ -104,28 +89,18 @@ class Line:
 
     def largest_step(self, guess: float | None) -> float:
         """The largest working step; the search begins at ``guess``."""
-        start, stride = START, LONG_STRIDE
-        if guess is not None:
-            start, stride = round(PER_OCTAVE * math.log2(guess / self.unit)), PER_OCTAVE // 2
         try:
-            bracket = find_bracket(self.at, start=start, stride=stride, budget=LARGEST)
+            return longest_step(self.at, unit=self.unit, max_kappa=1.0, loss=self.highest_loss, guess=guess)
         except NoBracket as end:
             raise no_bracket(end.point, self.loss) from None
-        return crossing(bracket, max_kappa=1.0, loss=self.highest_loss)
 
     def highest_loss(self, step: float) -> float:
         """The largest loss after a working step of this length."""
-        eps = max(torch.finfo(p.dtype).eps for p in self.passes.parameters)
-        return highest_loss(self.loss, step * self.slope, eps=eps)
+        return highest_loss(self.loss, step * self.slope, eps=precision(self.passes.parameters))
 
-    def at(self, index: int) -> Point:
-        """The point with this lattice index, measured by one gradient."""
-        step = self.unit * 2.0 ** (index / PER_OCTAVE)
-        if step > min(torch.finfo(p.dtype).max for p in self.passes.parameters):
-            raise ValueError(
-                f"A step of {step:.2g} is more than the parameters' precision holds, for the gradient's norm "
-                f"is only {self.norm:.2g}. Multiply the loss by a constant, or calibrate in float64."
-            )
+    def at(self, step: float) -> Point:
+        """What a step does, measured by one gradient."""
+        check_representable(step, self.norm, self.passes.parameters)
         self.passes.move(self.direction, -step)
         loss, gradients = self._gradient()
         changes = difference(gradients, self.gradients, overwrite=True)
@@ -134,14 +109,10 @@ class Line:
         return Point(step=step, kappa=kappa, loss=loss, safe=works)
 
     def _gradient(self) -> tuple[float, Gradients]:
-        loss, gradients = self.passes.gradient(self.closure)
-        return loss, [_dense(g) for g in gradients]
+        loss, gradients = self.passes.gradient_of(self.batch)
+        return loss, [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
     def _weighted(self, gradients: Gradients) -> Gradients:
         """The way that a step goes by a gradient."""
         pairs = zip(gradients, self.shares, strict=True)
         return [share * g if g is not None and share > 0 else None for g, share in pairs]
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
