@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def method_of(
         raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
     if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
         raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
-    make: Callable[..., Optimizer] = kind
+    make = cast("Callable[..., Optimizer]", kind)
     return _method(make(trainable_parameters(model), **settings, **_required(kind)), math.inf)
 
 

@@ -24,7 +24,7 @@ class Passes(Replay):
     """
 
     def __init__(self, model: nn.Module, loss_of_batch: Callable[[Batch], Tensor | float]) -> None:
-        super().__init__(model, loss_of_batch)
+        super().__init__(model, lambda: None)  # each pass sets the closure of its batch
         self._loss_of_batch = loss_of_batch
         self._needs_graph = False  # a loss that differentiates inside fails without
         self._known = {id(p) for p in model.parameters()}
