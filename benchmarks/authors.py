@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 import curvestep as cs
-from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, SMALL_LSTM
+from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, SMALL_LSTM
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.controls import random_cuts
 from curvestep.lab.tasks import LanguageTask, make_task

@@ -159,11 +159,9 @@ def write_claims_pages(by_scale: dict[str, list[Claim]]) -> None:
     overview = DOCS / "reproduction.md"
     parts = {"found": tally(claims), "claims": claims_tables(claims, link=NUMBERS)}
     overview.write_text(filled(overview.read_text(encoding="utf-8"), parts), encoding="utf-8")
-    head = (
-        "# Numbers behind the claims\n\nWritten by `python docs/reproduction_figures.py` from kept runs.\n\n"
-    )
     text = numbers_behind(claims).removeprefix("## Numbers behind the claims").lstrip()
-    (DOCS / NUMBERS).write_text(f"{head}{text}\n", encoding="utf-8")
+    numbers = DOCS / NUMBERS
+    numbers.write_text(filled(numbers.read_text(encoding="utf-8"), {"numbers": text}), encoding="utf-8")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:

@@ -197,7 +197,7 @@ def test_each_task_has_its_row_with_the_units_of_the_paper(settings):
     assert titles[:2] == ["(a) ptb-lstm: training loss", "(b) ptb-lstm: validation loss"]
     assert titles[3] == "(d) cifar-resnet20: test accuracy"
     assert figure.axes[3].get_ylabel() == "test accuracy (%)"
-    assert "lr 30, no clip (diverged: 1 of 1, by iteration 7)" in texts(figure)
+    assert "lr 30, no clip (1 of 1\ndiverge)" in texts(figure)
     assert "seeds 0 to 2" in texts(figure)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from curvestep.lab.paper import reproduction
 from curvestep.lab.paper.kept_runs import KEPT, PAPER_SIZE, load_kept, pack_runs
-from curvestep.lab.paper.plan import BY_HAND
+from curvestep.lab.paper.legend import BY_HAND
 from curvestep.lab.paper.reproduction import draw_kept, make_plan
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
 from curvestep.lab.paper.verdicts.statements import make_claims

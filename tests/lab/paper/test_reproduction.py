@@ -15,7 +15,8 @@ from curvestep.fit.samples import final_loss
 from curvestep.lab import progress as displays
 from curvestep.lab.jobs import Job
 from curvestep.lab.paper.fig8_lstm_gd import two_layer_settings
-from curvestep.lab.paper.plan import BY_HAND, LANGUAGE, Results
+from curvestep.lab.paper.legend import BY_HAND, LANGUAGE
+from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.reproduction import (
     FIGURES,
     cost_table,

@@ -10,7 +10,7 @@ pytest.importorskip("lightning_fabric")
 
 from curvestep.calibration.result import CALIBRATION, read_calibration
 from curvestep.lab.paper.fig4_curves import CALIBRATED
-from curvestep.lab.paper.plan import BY_HAND
+from curvestep.lab.paper.legend import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan, reproduce
 from curvestep.lab.run.folder import Run
 from tests.lab.paper.test_reproduction import tiny_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curvestep.lab.paper.plan import BY_HAND
+from curvestep.lab.paper.legend import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED
 from curvestep.lab.run.folder import CHECKPOINT
@@ -36,6 +36,7 @@ def script(tmp_path, monkeypatch):
     for name in ("reproduction", "longer"):
         (tmp_path / "docs" / "results" / f"{name}.md").write_text(marks("found", "runs", "figures"))
     (tmp_path / "docs" / "reproduction.md").write_text(marks("found", "claims"))
+    (tmp_path / "docs" / "results" / "claims.md").write_text(marks("numbers"))
     monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
     monkeypatch.setattr(module, "KEPT", tmp_path / "kept")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.lab.paper.fig6_data_fraction import SHARES
-from curvestep.lab.paper.plan import (
+from curvestep.lab.paper.fig6_data_fraction import DATA_SHARES
+from curvestep.lab.paper.legend import (
     BY_HAND,
     CALIBRATED,
     FIVE,
@@ -15,8 +15,8 @@ from curvestep.lab.paper.plan import (
     MEASURED_IMAGES,
     NORMALIZED,
     THREE,
-    Results,
 )
+from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.reproduction import make_plan
 from curvestep.lab.paper.verdicts import judges, theorem_judges
 from curvestep.lab.paper.verdicts.claims import (
@@ -244,7 +244,7 @@ def test_growth_beyond_the_control_is_told_from_none(tmp_path):
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.05, REPRODUCED), (1.5, OPEN), ("mixed", IN_PART)])
 def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_path, factor, verdict):
-    plan = planned("fig6", *SHARES, seeds=THREE[:1])
+    plan = planned("fig6", *DATA_SHARES, seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 120))
     for run in plan.runs:
         path = tmp_path / "runs" / run.name / "trace.jsonl"

@@ -7,10 +7,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from curvestep.lab.paper.fig7_synthetic import draw_synthetic
-from curvestep.lab.paper.synthetic import (
-    METHODS,
+from curvestep.lab.paper.fig7_synthetic import (
+    RULES,
     SyntheticConfig,
+    draw_synthetic,
     growth,
     load_synthetic,
     run_synthetic,
@@ -133,7 +133,7 @@ def test_numbers_are_a_function_of_the_config(folder, tmp_path):
 def test_iterations_keep_the_corrected_bounds(folder):
     numbers = load_synthetic(folder)[1]
     fixed, clipped, normalized, smooth = numbers["iterations"]
-    assert len(METHODS) == 4
+    assert len(RULES) == 4
     assert (fixed >= numbers["fixed_lower"]).all()
     assert (fixed <= numbers["fixed_upper"]).all()
     for iterations, slack in ((clipped, 1), (normalized, 2), (smooth, 1)):
@@ -157,20 +157,18 @@ def test_what_a_fixed_step_loses_grows_with_M_as_predicted_over_three_decades():
 
 @pytest.mark.slow
 def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
-    for name in ("config.json", "numbers.npz", "summary.json"):
+    for name in ("config.json", "numbers.npz"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     paths = draw_synthetic(tmp_path)
     assert {path.name for path in paths} == {
-        f"{name}.{kind}"
-        for name in ("fig7", "fig7_jittered", "fig7_table", "fig7_growth")
-        for kind in ("png", "svg")
+        f"{name}.{kind}" for name in ("fig7", "fig7_jittered", "fig7_growth") for kind in ("png", "svg")
     }
     for path in paths:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
-    text = (tmp_path / "fig7_table.svg").read_text()
-    assert "printed" in text
-    assert "2.24" in text
+    text = (tmp_path / "fig7.svg").read_text()
+    assert "(f) clipped GD, |f′(x)| = 4|x|³" in text
+    assert text.count("step size 0.00031, best") == 1
 
 
 def test_drawing_without_numbers_says_what_to_do(tmp_path):

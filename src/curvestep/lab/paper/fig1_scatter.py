@@ -6,6 +6,7 @@ own, as in the paper. Above it stands the correlation of logs, the mean over the
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,20 +14,26 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.lab.paper.plan import (
+from curvestep.lab.paper.legend import (
     ALWAYS_CLIPPED,
     BY_HAND,
     IMAGES,
     LONG,
     SMALL_LR,
     SMALL_LR_CLIPPED,
-    PaperFigure,
-    Picture,
-    Results,
     legend_runs,
     run_again,
 )
-from curvestep.lab.paper.style import LETTERS, described, lettered, loaded, setting
+from curvestep.lab.paper.plan import PaperFigure, Picture, Results
+from curvestep.lab.paper.style import (
+    LETTERS,
+    SMALL_PANEL,
+    TITLE_CHARACTERS,
+    described,
+    lettered,
+    loaded,
+    setting,
+)
 from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
 from curvestep.lab.run.folder import Run
@@ -56,7 +63,7 @@ def scatter(
     scales = log or [True] * len(found)
     charts = [scatter_chart(seeds, log=scale) for seeds, scale in zip(found, scales, strict=True)]
     everything = [run for seeds in found for run in seeds]
-    return described(lettered(charts, letters), everything, title=title, columns=3, size=(3.8, 3.6))
+    return described(lettered(charts, letters), everything, title=title, columns=3, size=SMALL_PANEL)
 
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
@@ -73,7 +80,8 @@ def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
             Axis(SMOOTHNESS, range=(0.0, ROOM * float(smoothness.max()))),
         )
     points = Series("", norms, smoothness, dash="", mark="circle", shade=steps)
-    return Chart("scatter", f"{setting(runs[0])}{_correlation_words(runs)}", *axes, (points,))
+    title = textwrap.fill(setting(runs[0]), TITLE_CHARACTERS)
+    return Chart("scatter", f"{title}{_correlation_words(runs)}", *axes, (points,))
 
 
 def _correlation_words(runs: Sequence[Run]) -> str:
@@ -140,8 +148,8 @@ FIG3 = PaperFigure(
         Picture(
             name="fig3",
             title="Figure 3: smoothness against gradient norm, ResNet20",
-            caption="The paper's three settings, past the start of training. Correlations are within "
-            "stretches of constant learning rate.",
+            caption="The paper's settings (a) to (c), those that this scale has, past the start of training. "
+            "Correlations are within stretches of constant learning rate.",
             draw=_shown(*IMAGES),
         ),
     ),

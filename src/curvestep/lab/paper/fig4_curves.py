@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
-from curvestep.lab.paper.plan import (
+from curvestep.lab.paper.cost import steps_of
+from curvestep.lab.paper.legend import (
     BY_HAND,
     CALIBRATED,
     IMAGES,
@@ -20,17 +22,13 @@ from curvestep.lab.paper.plan import (
     LANGUAGE,
     NORMALIZED,
     UNCLIPPED_EPOCH,
-    PaperFigure,
-    Picture,
-    Planned,
-    Results,
     legend_runs,
     long_runs,
     run_again,
-    steps_of,
     trained_name,
 )
-from curvestep.lab.paper.style import colour_of, described, lettered, loaded
+from curvestep.lab.paper.plan import PaperFigure, Picture, Planned, Results
+from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, lettered, loaded
 from curvestep.lab.recipes import LanguageRecipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
@@ -83,7 +81,7 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
         charts.append(loss_chart(task, title=f"{task[0].recipe.name}: training loss"))
         title_beside = f"{task[0].recipe.name}: {label.removesuffix(' (%)')}"
         charts.append(curve_chart(gather(task, column, split), label, title=title_beside, time=time_of(task)))
-    return described(lettered(charts), found, title=title, size=(5.4, 4.2))
+    return described(lettered(charts), found, title=title)
 
 
 def time_of(runs: Sequence[Run]) -> str:
@@ -147,8 +145,8 @@ def curve_chart(
     for curve in found:
         name, look = curve.label, {"colour": curve.colour, "dash": curve.dash}
         if curve.diverged:
-            last = max(curve.diverged)
-            name += f" (diverged: {len(curve.diverged)} of {len(curve.values)}, by {time} {last:.3g})"
+            name += f" ({len(curve.diverged)} of {len(curve.values)} diverge)"
+        name = textwrap.fill(name, LEGEND_CHARACTERS)
         few = "circle" if 0 < len(curve.steps) < 12 else ""
         values = curve.values if len(curve.steps) else np.zeros((1, 0))
         series.append(over_seeds(name, curve.steps, values, mark=few, **look))
@@ -209,7 +207,7 @@ def equivalence_runs(scale: str) -> list[Planned]:
 def _draw_equivalence(results: Results, title: str) -> Figure:
     """Training losses of clipped descent at two learning rates and of normalized descent."""
     runs = [run for name in (BY_HAND, TUNED, NORMALIZED) for run in results.shown(name)]
-    return described([loss_chart(runs)], runs, title=title, size=(5.2, 3.6))
+    return described([loss_chart(runs)], runs, title=title)
 
 
 EQUIVALENCE = PaperFigure(

@@ -10,23 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.lab.paper.plan import (
-    BY_HAND,
-    LANGUAGE,
-    LONGER,
-    PAPER_MEASURED,
-    SHOWN_SEED,
-    SMALL_LSTM,
-    PaperFigure,
-    Picture,
-    Planned,
-)
-from curvestep.lab.paper.style import described, loaded
+from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, LONGER, PAPER_MEASURED, SHOWN_SEED, SMALL_LSTM
+from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
+from curvestep.lab.paper.style import described, lettered, loaded
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 
-SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
+DATA_SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +65,7 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
         words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
         below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
     default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
-    return described([*above, *below], [part, whole], title=title or default)
+    return described([*lettered(above), *below], [part, whole], title=title or default)
 
 
 def share(run: Run) -> str:
@@ -131,7 +122,7 @@ def share_runs(scale: str) -> list[Planned]:
         fields |= {**SMALL_LSTM, "fractions": (0.5,), "eval_every": 0}
         length = {"num_words": 100_000, "steps": 120} if scale == "laptop" else {"steps": 300}
         recipe = get_recipe("ptb-lstm", scale, probe_every=length["steps"] // 12, **length, **fields)
-    return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in SHARES.items()]
+    return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in DATA_SHARES.items()]
 
 
 FIG6 = PaperFigure(
@@ -141,10 +132,9 @@ FIG6 = PaperFigure(
         Picture(
             name="fig6",
             title="Figure 6: a tenth of the data against all of it",
-            caption="Gradient norm and smoothness of one run, from a tenth of its text and from all of it. "
-            "At laptop scale all is 100,000 words of PTB, and a tenth of it 10,000.",
+            caption="Gradient norm and smoothness of one run, from a tenth of its text and from all of it.",
             draw=lambda results, title: data_fraction(
-                *(results.shown(name)[0] for name in SHARES), title=title
+                *(results.shown(name)[0] for name in DATA_SHARES), title=title
             ),
         ),
     ),

@@ -1,8 +1,16 @@
-"""The figures of the synthetic experiment, redrawn from its saved numbers: figure 7 of the paper and more."""
+r"""Figure 7, the synthetic experiment, and two that the paper lacks: numbers in a folder, figures from them.
+
+- :math:`f(x) = x^4` from :math:`x_0 = 30`, gradient descent and clipped descent, step sizes by halving.
+- The same from many starts: a single one is as good as its luck with the lattice of its iterates.
+- The lower-bound pair: iterations against the largest gradient norm M, for four step rules.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,78 +18,355 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from curvestep._checks import check_count, check_positive
+from curvestep._files import write_atomically
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
-from curvestep.display.drawing import figure_of, save, styled
+from curvestep.display.drawing import figure_of, save
 from curvestep.display.results import level
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
-from curvestep.lab.paper.synthetic import METHODS, SUMMARY, SyntheticResult, load_synthetic, run_synthetic
+from curvestep.lab.paper.style import PANEL, SMALL_PANEL, lettered
 from curvestep.lab.paper.verdicts.claims import MissingRuns
+from curvestep.lab.progress import Progress
+from curvestep.lab.run.folder import read_json, write_json
+from curvestep.steps import normalized_from_clipped
+from curvestep.theory.complexity import descend
+from curvestep.theory.problems.polynomials import Quartic
+from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep, SmoothClippedStep, StepRule
+from curvestep.theory.theorems.clipped_gd import theorem3
+from curvestep.theory.theorems.fixed_gd import lower_bound_pair, theorem4, theorem6, wall_height
 
 Array = NDArray[Any]
-
+FOLDER, CONFIG, NUMBERS = "synthetic", "config.json", "numbers.npz"  # the first inside the reproduction's
+RULES = ("best fixed step", "clipped", "normalized", "smooth-clipped")
+METHODS = {"gd": "gradient descent", "clipped": "clipped GD"}
+# Step sizes tried for the best fixed one, as fractions of the largest that the wall allows.
+NEAR_LARGEST = np.array([0.9, 0.99, 0.999])
 NUM_LINES = 6  # step sizes shown in each of the six panels
-
 GD, CLIPPED = 0, 1  # colours in the palette
+PAPERS_L0, PAPERS_L1 = 0.1, 10.0  # with which the paper compares theory and experiment on x⁴
 
 
-def trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
-    """The six panels of the paper: distance, value and derivative, without and with clipping."""
-    quantities = (
-        ("|x|", np.abs),
-        ("f(x) = x⁴", lambda x: x**4),
-        ("|f′(x)| = 4|x|³", lambda x: np.abs(4 * x**3)),
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """Everything that the numbers depend on.
+
+    Args:
+        x0: Start on x⁴.
+        num_steps: Iterations T; the paper does not give it, 2000 reproduces its numbers.
+        gd_lr: Largest step size of gradient descent, to be halved.
+        clipped_lr: Largest step size of clipped descent, to be halved.
+        max_norm: Threshold of clipped descent.
+        num_halvings: Step sizes on each grid.
+        num_starts: Starts in the jittered version.
+        jitter: They are drawn evenly within this distance of ``x0``.
+        seed: Seed of the starts.
+        L0: L0 of the lower-bound pair.
+        L1: L1 of the lower-bound pair.
+        smallest_growth: Smallest L1·M/L0.
+        num_decades: Decades of M.
+        num_M: Values of M.
+    """
+
+    x0: float = 30.0
+    num_steps: int = 2000
+    gd_lr: float = 10.0
+    clipped_lr: float = 3e4
+    max_norm: float = 0.01
+    num_halvings: int = 24
+    num_starts: int = 200
+    jitter: float = 0.5
+    seed: int = 0
+    L0: float = 1.0
+    L1: float = 1.0
+    smallest_growth: float = 2.0
+    num_decades: float = 3.0
+    num_M: int = 13
+
+    def __post_init__(self) -> None:
+        sizes = "gd_lr", "clipped_lr", "max_norm", "jitter", "L0", "L1", "smallest_growth", "num_decades"
+        for name in sizes:
+            check_positive(name, getattr(self, name))
+        for name, least in (("num_steps", 2), ("num_halvings", 1), ("num_starts", 1), ("num_M", 2)):
+            check_count(name, getattr(self, name), least=least)
+        Quartic().check_start(self.x0)
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One line of the quantitative comparison.
+
+    Attributes:
+        quantity: What is compared.
+        printed: As the paper has it.
+        corrected: As its own formulas give it.
+        measured: As it comes out.
+    """
+
+    quantity: str
+    printed: str
+    corrected: str
+    measured: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticResult:
+    """What the experiment found; all of its numbers are in the folder.
+
+    Attributes:
+        config: What it was made with.
+        gd_best_lr: The step size of gradient descent with the smallest final gradient.
+        gd_grad_norm: Its final gradient.
+        clipped_best_lr: The step size of clipped descent with the smallest final gradient.
+        clipped_grad_norm: Its final gradient.
+        ratio: The first gradient over the second.
+        predicted_ratio: What the corrected bounds predict for it.
+        jittered_ratio: Median over the starts of that ratio, the best of each grid taken for each start.
+        jittered_range: Smallest and largest.
+        fixed_range: Smallest and largest ratio if both keep the step sizes that were best from x0.
+        slope: Slope of iterations of the best fixed step over those of clipping, against M, on log-log axes.
+        slope_theory: What the corrected bounds predict for it.
+        table: The quantitative comparison.
+    """
+
+    config: SyntheticConfig
+    gd_best_lr: float
+    gd_grad_norm: float
+    clipped_best_lr: float
+    clipped_grad_norm: float
+    ratio: float
+    predicted_ratio: float
+    jittered_ratio: float
+    jittered_range: tuple[float, float]
+    fixed_range: tuple[float, float]
+    slope: float
+    slope_theory: float
+    table: tuple[ComparisonRow, ...]
+
+
+def run_synthetic(
+    folder: Path, *, progress: bool = True, config: SyntheticConfig | None = None
+) -> SyntheticResult:
+    """Run the experiment and save what it was made with and its numbers: ``config.json``, ``numbers.npz``.
+
+    Args:
+        folder: Where to; made if missing, and its two files replaced.
+        progress: Show how far it is: a bar, or a line for each part without a terminal.
+        config: What to run; the paper's settings if not given.
+    """
+    config = config or SyntheticConfig()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
+    numbers: dict[str, Array] = {}
+    with Progress("synthetic experiment", len(stages), interval=0.0, shown=progress) as shown:
+        for count, (name, stage) in enumerate(stages.items(), 1):
+            numbers |= stage(config)
+            shown.update(count, name)
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, **numbers)  # pyright: ignore[reportArgumentType]  # no key is allow_pickle
+    write_atomically(folder / NUMBERS, arrays.getvalue())
+    write_json(folder / CONFIG, asdict(config))
+    return summarize(config, numbers)
+
+
+def load_synthetic(folder: Path) -> tuple[SyntheticResult, dict[str, Array]]:
+    """What :func:`run_synthetic` found and saved: the summary and the arrays."""
+    folder = Path(folder)
+    missing = [name for name in (CONFIG, NUMBERS) if not (folder / name).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"`folder` {folder} lacks {', '.join(missing)}. Call `run_synthetic` on it first."
+        )
+    with np.load(folder / NUMBERS, allow_pickle=False) as arrays:
+        numbers = dict(arrays)
+    return summarize(SyntheticConfig(**read_json(folder / CONFIG)), numbers), numbers
+
+
+def grids(config: SyntheticConfig) -> dict[str, Array]:
+    """Iterates from one start for every step size of both grids."""
+    numbers: dict[str, Array] = {}
+    for name, lrs, rule in _rules(config):
+        runs = descend(Quartic(), rule(lrs), config.x0, config.num_steps)
+        numbers |= {f"{name}_lrs": lrs, f"{name}_points": runs.points, f"{name}_final": runs.grad_norms[-1]}
+    return numbers
+
+
+def jittered(config: SyntheticConfig) -> dict[str, Array]:
+    """Final gradient norms from many starts, shaped (step sizes, starts)."""
+    rng = np.random.default_rng(config.seed)
+    starts = config.x0 + rng.uniform(-config.jitter, config.jitter, size=config.num_starts)
+    numbers: dict[str, Array] = {"starts": starts}
+    for name, lrs, rule in _rules(config):
+        runs = descend(Quartic(), rule(lrs[:, None]), starts, config.num_steps, every=config.num_steps)
+        numbers[f"{name}_jittered_final"] = runs.grad_norms[-1]
+    return numbers
+
+
+def _rules(config: SyntheticConfig) -> list[tuple[str, Array, Any]]:
+    halvings = 2.0 ** -np.arange(config.num_halvings)
+    return [
+        ("gd", config.gd_lr * halvings, lambda lr: FixedStep(lr=lr)),
+        ("clipped", config.clipped_lr * halvings, lambda lr: ClippedStep(lr=lr, max_norm=config.max_norm)),
+    ]
+
+
+def growth(config: SyntheticConfig) -> dict[str, Array]:
+    """Iterations of four step rules on the lower-bound pair, the slower of the two, for growing M."""
+    L0, L1 = config.L0, config.L1
+    growths = config.smallest_growth * np.logspace(0, config.num_decades, config.num_M)
+    Ms, eps = growths * L0 / L1, min(L0 / 4, config.smallest_growth * L0 / L1 / 2)
+    gaps = [max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) for M in Ms]
+    numbers: list[dict[str, Any]] = [dict(L0=L0, L1=L1, gap=gap, eps=eps) for gap in gaps]
+    pairs = [lower_bound_pair(**n, M=M) for n, M in zip(numbers, Ms, strict=True)]
+    clipped = theorem3(**numbers[0], version="sharp").hyperparameters
+    lr, max_norm = float(clipped["lr"]), float(clipped["max_norm"])
+    lower = [theorem4(**n, M=M).bound for n, M in zip(numbers, Ms, strict=True)]
+    fixed_upper = [theorem6(**n, M=M, version="sharp").bound for n, M in zip(numbers, Ms, strict=True)]
+    clipped_upper = [theorem3(**n, version="sharp").bound for n in numbers]
+    fixed = FixedStep(lr=NEAR_LARGEST[:, None] * [pair.largest_step for pair in pairs])
+    rules: list[tuple[StepRule, float]] = [
+        (fixed, 1.2 * max(lower)),
+        (ClippedStep(lr=lr, max_norm=max_norm), max(clipped_upper)),
+        (NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm)), 2 * max(clipped_upper)),
+        (SmoothClippedStep(L0=L0, L1=L1), max(clipped_upper)),
+    ]
+    walls = [pair.wall_start for pair in pairs], pairs[0].wall
+    valleys = [pair.valley_start for pair in pairs], pairs[0].valley
+    iterations = []
+    for rule, most in rules:
+        num, hits = math.ceil(most), []
+        for starts, problem in (walls, valleys):
+            runs = descend(problem, rule, np.array(starts), num, eps=eps, every=num, until_hit=True)
+            hits.append(np.asarray(runs.hits))
+        slower = np.maximum(*hits)
+        iterations.append(slower.min(axis=0) if slower.ndim == 2 else slower)
+    return {
+        "M": Ms,
+        "iterations": np.array(iterations),
+        "fixed_lower": np.array(lower),
+        "fixed_upper": np.array(fixed_upper),
+        "clipped_upper": np.array(clipped_upper),
+    }
+
+
+def summarize(config: SyntheticConfig, numbers: dict[str, Array]) -> SyntheticResult:
+    """The result from the arrays."""
+    # The step sizes with the smallest final gradient norm; those that diverged are out.
+    best = {name: int(np.nanargmin(numbers[f"{name}_final"])) for name in METHODS}
+    finals = {name: numbers[f"{name}_jittered_final"] for name in METHODS}
+    ratios = np.nanmin(finals["gd"], axis=0) / np.nanmin(finals["clipped"], axis=0)
+    kept = finals["gd"][best["gd"]] / finals["clipped"][best["clipped"]]
+    fixed, clipped = numbers["iterations"][:2]
+    lrs = {name: float(numbers[f"{name}_lrs"][index]) for name, index in best.items()}
+    norms = {name: float(numbers[f"{name}_final"][index]) for name, index in best.items()}
+    growths = numbers["M"] * config.L1 / config.L0
+    result = SyntheticResult(
+        config=config,
+        gd_best_lr=lrs["gd"],
+        gd_grad_norm=norms["gd"],
+        clipped_best_lr=lrs["clipped"],
+        clipped_grad_norm=norms["clipped"],
+        ratio=norms["gd"] / norms["clipped"],
+        predicted_ratio=math.sqrt(_condition(config, PAPERS_L0)),
+        jittered_ratio=float(np.median(ratios)),
+        jittered_range=(float(ratios.min()), float(ratios.max())),
+        fixed_range=(float(np.nanmin(kept)), float(np.nanmax(kept))),
+        slope=_slope(numbers["M"], fixed / clipped),
+        slope_theory=_slope(numbers["M"], growths / np.log1p(growths)),
+        table=(),
     )
+    return replace(result, table=_table(result, numbers["gd_points"][:, best["gd"]]))
+
+
+def _condition(config: SyntheticConfig, L0: float) -> float:
+    """(M L1 + L0) / L0 on x⁴ from the start, with the paper's L1."""
+    return (4 * abs(config.x0) ** 3 * PAPERS_L1 + L0) / L0
+
+
+def _table(result: SyntheticResult, path: Array) -> tuple[ComparisonRow, ...]:
+    """The paper's quantitative comparison, with both values of L0; ``path`` is that of gradient descent."""
+    config, true_L0 = result.config, Quartic().frontier(PAPERS_L1)
+    condition = _short(_condition(config, PAPERS_L0))
+    late = np.arange(config.num_steps // 2, config.num_steps + 1)
+    fall = _slope(late, np.abs(4 * path[late] ** 3))
+    law = (result.clipped_best_lr / result.gd_best_lr) ** 1.5
+    return (
+        ComparisonRow("Gradient norm of GD after T steps", "(M L1 + L0) / √T", "√((M L1 + L0) Δ / T)",
+                      f"∝ T^({fall:.2f}), tending to T^(−3/2)"),
+        ComparisonRow("(M L1 + L0) / L0 on x⁴", "1e5, and inverted", condition,
+                      f"{_short(_condition(config, true_L0))} with the true L0 = {true_L0:g}"),
+        ComparisonRow("Gradient norms on x⁴, GD over clipped, by the bounds", "1e5",
+                      f"√{condition} = {result.predicted_ratio:.4g}",
+                      f"{_short(result.ratio)}; {_short(result.jittered_ratio)} over jittered starts"),
+        ComparisonRow("The same by the local law (η_clipped / η_GD)^(3/2)", "not in the paper", _short(law),
+                      _short(result.ratio)),
+        ComparisonRow("Gradient norms of the LSTM, GD over clipped", "25 / 5 = 5",
+                      f"√(25 / 5) = {math.sqrt(5):.3g}", "≈ 3, in the paper"),
+    )  # fmt: skip
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}".replace("e+0", "e")
+
+
+def _slope(x: Array, y: Array) -> float:
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+# The pictures
+
+
+def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
+    """The six panels of the paper: distance, value and derivative, without and with clipping."""
+    quantities = {
+        "|x|": np.abs,
+        "f(x) = x⁴": lambda x: x**4,
+        "|f′(x)| = 4|x|³": lambda x: np.abs(4 * x**3),
+    }
     charts = []
-    for name, method in (("gd", "gradient descent"), ("clipped", "clipped GD")):
-        lrs, points = numbers[f"{name}_lrs"], numbers[f"{name}_points"]
-        best = int(np.argmin(np.abs(lrs - getattr(result, f"{name}_best_lr"))))
-        # Two larger step sizes than the best, the best, and smaller ones.
-        first = max(0, min(best - 2, len(lrs) - NUM_LINES))
-        for label, quantity in quantities:
-            series = []
-            for order, index in enumerate(range(first, min(len(lrs), first + NUM_LINES))):
-                with np.errstate(over="ignore", invalid="ignore"):
-                    values = quantity(points[:, index])
-                    values = np.where((values > 0) & (values < 1e3 * values[0]), values, np.nan)
-                steps = np.arange(len(values))
-                said = (
-                    f"{lrs[index]:.2e}"
-                    + ", best" * (index == best)
-                    + ", diverges" * bool(np.isnan(values[-1]))
-                )
-                look = {"colour": order % NUM_COLOURS, "thin": index != best}
-                series.append(Series(said * (label == "|x|"), steps, values, **look))
-            axes = Axis("iteration"), Axis(label, log=True)
-            charts.append(Chart(name, f"{method}: {label}", *axes, tuple(series)))
-    # Below one another the same quantity: on the same axis.
-    for i in range(3):
-        values = np.concatenate([one.y for chart in charts[i::3] for one in chart.series])
-        ends = np.nanmin(values) / 2, 2 * np.nanmax(values)
-        for j in (i, i + 3):
-            charts[j] = replace(charts[j], y=replace(charts[j].y, range=ends))
+    for name, method in {"gd": "GD", "clipped": "clipped GD"}.items():
+        for label, quantity in quantities.items():
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = quantity(numbers[f"{name}_points"])
+            series = _step_sizes(numbers[f"{name}_lrs"], values, getattr(result, f"{name}_best_lr"))
+            if charts and len(charts) % len(quantities):  # one legend a row
+                series = tuple(replace(one, name="") for one in series)
+            charts.append(Chart(name, f"{method}, {label}", Axis("iteration"), Axis("", log=True), series))
     note = (
         f"x⁴ from {result.config.x0:g}; clipping threshold {result.config.max_norm:g}. After "
         f"{result.config.num_steps} iterations the best step sizes reach |f′| = {result.gd_grad_norm:.2g} "
         f"and {result.clipped_grad_norm:.2g}; a band is a step that bounces for ever"
     )
-    return figure_of(charts, title=title, note=note, columns=3, size=(4.2, 3.4))
+    return figure_of(lettered(charts), title=title, note=note, columns=3, size=SMALL_PANEL)
 
 
-def jittered(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
+def _step_sizes(lrs: Array, values: Array, best_lr: float) -> tuple[Series, ...]:
+    """A line a step size: two larger ones than the best, the best, and smaller ones."""
+    best = int(np.argmin(np.abs(lrs - best_lr)))
+    first = max(0, min(best - 2, len(lrs) - NUM_LINES))
+    series = []
+    for order, index in enumerate(range(first, min(len(lrs), first + NUM_LINES))):
+        line = values[:, index]
+        line = np.where((line > 0) & (line < 1e3 * line[0]), line, np.nan)
+        said = f"step size {lrs[index]:.3g}" + ", best" * (index == best)
+        said += ", diverges" * bool(np.isnan(line[-1]))
+        look = {"colour": order % NUM_COLOURS, "thin": index != best}
+        series.append(Series(said, np.arange(len(line)), line, **look))
+    return tuple(series)
+
+
+def draw_jittered(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
     """Final gradients from many starts, and the ratio of the two methods."""
     starts = numbers["starts"]
-    finals = {name: numbers[f"{name}_jittered_final"] for name in ("gd", "clipped")}
+    finals = {name: numbers[f"{name}_jittered_final"] for name in METHODS}
     best = {name: np.nanmin(values, axis=0) for name, values in finals.items()}
     kept = [
         finals[name][int(np.argmin(np.abs(numbers[f"{name}_lrs"] - lr)))]
         for name, lr in (("gd", result.gd_best_lr), ("clipped", result.clipped_best_lr))
     ]
     left = []
-    for name, colour, label, mark in (
-        ("gd", GD, "gradient descent", "circle"),
-        ("clipped", CLIPPED, "clipped GD", "triangle"),
-    ):
-        left.append(Series(label, starts, best[name], colour=colour, dash="", mark=mark, thin=True))
+    for name, colour, mark in (("gd", GD, "circle"), ("clipped", CLIPPED, "triangle")):
+        left.append(Series(METHODS[name], starts, best[name], colour=colour, dash="", mark=mark, thin=True))
         left.append(level(starts, float(np.median(best[name])), "", colour=colour))
     right = []
     for ratios, label, colour, dash in (
@@ -105,10 +390,10 @@ def jittered(result: SyntheticResult, numbers: dict[str, Array], title: str) -> 
         f"{result.jittered_ratio:.2g}, range {low:.1e} to {high:.1e}; with fixed step sizes "
         f"{result.fixed_range[0]:.1e} to {result.fixed_range[1]:.1e}"
     )
-    return figure_of(charts, title=title, note=note, size=(5.2, 3.6))
+    return figure_of(charts, title=title, note=note, size=PANEL)
 
 
-def growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
+def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
     """Iterations on the lower-bound pair against the largest gradient norm, and what fixed steps lose."""
     M, iterations = numbers["M"], numbers["iterations"]
     lower, upper = numbers["fixed_lower"], numbers["fixed_upper"]
@@ -118,7 +403,7 @@ def growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Fi
         Series("clipped: at most (Thm 3)", M, numbers["clipped_upper"], colour=CLIPPED, dash="dash"),
     ]
     marks = ("circle", "square", "triangle", "circle")
-    for number, (method, row) in enumerate(zip(METHODS, iterations, strict=False)):
+    for number, (method, row) in enumerate(zip(RULES, iterations, strict=False)):
         left.append(Series(method, M, row, colour=number % NUM_COLOURS, mark=marks[number % 4], thin=True))
     kappas = M * result.config.L1 / result.config.L0
     ratio, predicted = iterations[0] / iterations[1], kappas / np.log1p(kappas)
@@ -138,87 +423,48 @@ def growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Fi
         f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0; corrected and sharp bounds; "
         "the prediction is scaled to the last point"
     )
-    return figure_of(charts, title=title, note=note, size=(5.2, 4.0))
+    return figure_of(charts, title=title, note=note, size=PANEL)
 
 
-def table(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
-    """The paper's quantitative comparison: as printed, corrected, measured."""
-    header = ["", "printed", "corrected", "measured"]
-    rows = [[row.quantity, row.printed, row.corrected, row.measured] for row in result.table]
-    with styled():
-        figure = Figure(figsize=(11, 0.36 * (len(rows) + 2)), layout="constrained")
-        panel = figure.subplots()
-        panel.axis("off")
-        cells = panel.table(
-            cellText=rows,
-            colLabels=header,
-            bbox=(0, 0, 1, 1),  # pyright: ignore[reportArgumentType]  # four numbers are a box, too
-            cellLoc="left",
-            colLoc="left",
-            colWidths=[0.4, 0.17, 0.17, 0.26],
-        )
-        cells.auto_set_font_size(False)
-        cells.set_fontsize(9)
-        for (row, column), cell in cells.get_celld().items():
-            cell.set_edgecolor("#cccccc")
-            cell.visible_edges = "B"
-            cell.PAD = 0.02 if column == 0 else 0.05
-            if row == 0:
-                cell.set_text_props(fontweight="bold")
-        figure.suptitle(title, fontweight="bold")
-    return figure
-
-
-FOLDER = "synthetic"  # inside the reproduction's
-
-
-def draw_synthetic(folder: Path) -> list[Path]:
-    """Draw every picture of the experiment in ``folder``, beside its numbers; the PNG and SVG files."""
-    saved = load_synthetic(folder)
-    return [
-        path
-        for picture in FIG7.pictures
-        for path in save(_DRAW[picture.name][0](*saved, picture.title), folder / picture.name)
-    ]
-
-
-_DRAW = {
+Draw = Callable[[SyntheticResult, dict[str, Array], str], Figure]
+_DRAW: dict[str, tuple[Draw, str, str]] = {
     "fig7": (
-        trajectories,
-        "gradient descent and clipped gradient descent on x⁴",
+        draw_trajectories,
+        "Figure 7: gradient descent and clipped gradient descent on x⁴",
         "Distance to the minimum, value and gradient from x = 30, a line a step size.",
     ),
     "fig7_jittered": (
-        jittered,
-        "the same comparison over many starting points",
+        draw_jittered,
+        "Figure 7 from many starting points",
         "The last gradient of both methods from starts around 30, and how much smaller clipping makes it.",
     ),
-    "fig7_table": (
-        table,
-        "theory against experiment: printed, corrected, measured",
-        "What the paper prints, the same with its errors corrected, and what was measured.",
-    ),
     "fig7_growth": (
-        growth,
-        "iterations against the largest gradient norm, with the bounds",
+        draw_growth,
+        "Theorems 3, 4 and 6: iterations against the largest gradient norm",
         "Iterations on the pair of functions behind Theorem 4, and the ratio of a fixed step to clipping.",
     ),
 }
 
 
+def draw_synthetic(folder: Path) -> list[Path]:
+    """Draw every picture of the experiment in ``folder``, beside its numbers; the PNG and SVG files."""
+    saved = load_synthetic(folder)
+    drawn = [save(draw(*saved, title), folder / name) for name, (draw, title, _) in _DRAW.items()]
+    return [path for paths in drawn for path in paths]
+
+
 def _picture(name: str) -> Picture:
     draw, title, caption = _DRAW[name]
-    return Picture(
-        name=name,
-        title=f"Figure 7: {title}",
-        caption=caption,
-        draw=lambda results, title: draw(*load_synthetic(results.folder / FOLDER), title),
-    )
+
+    def drawn(results: Results, title: str) -> Figure:
+        return draw(*load_synthetic(results.folder / FOLDER), title)
+
+    return Picture(name=name, title=title, caption=caption, draw=drawn)
 
 
 def run_once(folder: Path, progress: bool) -> None:
     """Make the experiment unless it is there."""
-    if not (folder / FOLDER / SUMMARY).exists():
+    if not (folder / FOLDER / CONFIG).exists():
         run_synthetic(folder / FOLDER, progress=progress)
 
 

@@ -12,14 +12,8 @@ from curvestep.display.chart import GRADIENT
 from curvestep.display.results import on_common_steps, running_mean
 from curvestep.lab.paper.fig1_scatter import Runs, scatter_chart
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
-from curvestep.lab.paper.plan import (
-    BY_HAND,
-    LANGUAGE,
-    PaperFigure,
-    Picture,
-    Planned,
-    legend_runs,
-)
+from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, legend_runs
+from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
 from curvestep.lab.paper.style import colour_of, described, lettered, loaded
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
@@ -87,7 +81,7 @@ def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
         *(scatter_chart(side) for side in sides),
     ]
     title = title or "GD against clipped GD on the 2-layer LSTM"
-    return described(lettered(charts), runs, title=title, size=(5.0, 4.0))
+    return described(lettered(charts), runs, title=title)
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:

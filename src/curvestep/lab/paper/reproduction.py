@@ -23,13 +23,14 @@ from typing import Any
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
+from curvestep.lab.paper.cost import steps_of
 from curvestep.lab.paper.fig1_scatter import FIG1, FIG2, FIG3, FIG5
 from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, PAPER_SIZE, load_kept
-from curvestep.lab.paper.plan import PaperFigure, Plan, Planned, Results, plan_runs, steps_of
+from curvestep.lab.paper.plan import PaperFigure, Plan, Planned, Results, plan_runs
 from curvestep.lab.paper.style import model_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
@@ -246,8 +247,9 @@ def _trained(figure: PaperFigure, results: Results) -> str:
         return ""
     models: dict[str, list[Run]] = {}
     for run in runs:
-        models.setdefault(f"{model_words(run.recipe)}, {run.status['step']:,} steps", []).append(run)
-    words = "; ".join(f"{model}, {seed_words(own)}" for model, own in models.items())
+        models.setdefault(model_words(run.recipe), []).append(run)
+    steps = {model: max(run.status["step"] for run in own) for model, own in models.items()}
+    words = "; ".join(f"{model}, {steps[model]:,} steps, {seed_words(own)}" for model, own in models.items())
     missing = sorted(set(planned) - {run.folder.name for run in runs})
     return f"{words}." + f" Not run yet: {', '.join(missing)}." * bool(missing)
 

@@ -25,6 +25,9 @@ COLOURS = {
     (0.1, 0.9): 6,
 }
 LETTERS = "abcdefgh"  # of panels
+# Inches of a panel, so that a figure of two or of three can be read at half the width of a page.
+PANEL, SMALL_PANEL = (4.0, 3.4), (3.1, 3.0)
+TITLE_CHARACTERS, LEGEND_CHARACTERS = 24, 27  # in a line above a small panel, and of a legend of two columns
 OTHER_COLOUR = 5  # of a setting that is not in the paper's legend
 
 
@@ -89,7 +92,7 @@ def described(
     title: str,
     columns: int = 2,
     share: str = "",
-    size: tuple[float, float] = (5.0, 3.4),
+    size: tuple[float, float] = PANEL,
 ) -> Figure:
     """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
     models = dict.fromkeys(model_words(run.recipe) for run in runs)

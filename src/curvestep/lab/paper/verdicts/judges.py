@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from curvestep.lab.paper.fig6_data_fraction import SHARES, agreement
+from curvestep.lab.paper.fig6_data_fraction import DATA_SHARES, agreement
 from curvestep.lab.paper.fig8_lstm_gd import compare, two_layer_settings
-from curvestep.lab.paper.plan import (
+from curvestep.lab.paper.legend import (
     ALWAYS_CLIPPED,
     BY_HAND,
     CALIBRATED,
@@ -18,9 +18,10 @@ from curvestep.lab.paper.plan import (
     NORMALIZED,
     SMALL_LR,
     UNCLIPPED,
-    Results,
     trained_name,
 )
+from curvestep.lab.paper.plan import Results
+from curvestep.lab.paper.style import model_words
 from curvestep.lab.paper.verdicts.claims import (
     DOES_NOT_HOLD,
     HOLDS,
@@ -264,7 +265,7 @@ def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
 
 def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
     """Relative error of an estimate from a tenth of the data, iterate by iterate."""
-    part, whole = (results.of(setting)[0] for setting in SHARES)
+    part, whole = (results.of(setting)[0] for setting in DATA_SHARES)
     found = agreement(part, whole)[quantity]
     middle, most = found.errors
     if most <= ACCURATE:
@@ -278,6 +279,7 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
         sentence=f"The median error of the {name} is {100 * middle:.1f} %; nine of ten are below "
         f"{100 * most:.1f} %.",
         numbers={
+            "model": model_words(whole.recipe),
             "iterates": str(len(found.steps)),
             "median ratio": f"{found.ratio:.3f}",
             "correlation of logs": f"{found.correlation:.3f}",

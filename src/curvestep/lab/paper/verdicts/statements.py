@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 
-from curvestep.lab.paper.plan import (
+from curvestep.lab.paper.legend import (
     BY_HAND,
     CLIPPED_IMAGES,
     LARGE_LR_IMAGES,
@@ -19,8 +19,8 @@ from curvestep.lab.paper.plan import (
     MOMENTUM,
     SMALL_LR,
     SMALL_LR_CLIPPED,
-    Results,
 )
+from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.verdicts import judges, theorem_judges
 from curvestep.lab.paper.verdicts.claims import (
     ADDITION,
@@ -35,7 +35,7 @@ from curvestep.lab.paper.verdicts.claims import (
 from curvestep.theory import theorem3, theorem6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Statement:
     """One row before it is judged.
 
@@ -43,8 +43,8 @@ class Statement:
         name: Short name, for links.
         source: Figure, section or theorem of the paper.
         says: What the paper says; of an addition, what is asked.
-        figures: Figures of the plan whose runs it needs; none where nothing is trained.
         judge: What the runs of one scale show.
+        figures: Figures of the plan whose runs it needs; none where nothing is trained.
         kind: ``paper``, ``erratum`` or ``addition``.
     """
 
@@ -53,6 +53,7 @@ class Statement:
     says: str
     judge: Callable[[Results], Finding]
     figures: tuple[str, ...] = ()
+    _: KW_ONLY
     kind: str = PAPER
 
 
@@ -89,180 +90,103 @@ def _fixed(verdict: str, sentence: str, **numbers: str) -> Callable[[Results], F
     return lambda results: Finding(verdict=verdict, sentence=sentence, numbers=numbers)
 
 
-_IMAGES_FIGURES, _LANGUAGE_FIGURES = ("fig3",), ("fig2",)
 STATEMENTS = (
-    Statement(
-        name="smoothness-varies", source="Figure 1", says="Smoothness varies greatly along training.",
-        judge=judges.varies, figures=("fig1",),
-    ),
-    Statement(
-        name="follows-gradient", source="Figure 2(a)", figures=_LANGUAGE_FIGURES,
-        says="With lr 30 and clipping, smoothness follows the gradient norm.",
-        judge=partial(judges.follows, setting=BY_HAND, scales=judges.AWD_LSTM),
-    ),
-    Statement(
-        name="less-without-clipping", source="Figure 2(b)", figures=_LANGUAGE_FIGURES,
-        says="At lr 2 without clipping it does so much less.",
-        judge=partial(judges.much_weaker, large=BY_HAND, small=SMALL_LR, scales=judges.AWD_LSTM),
-    ),
-    Statement(
-        name="less-at-small-lr", source="Figure 2(c)", figures=_LANGUAGE_FIGURES,
-        says="At lr 2 with clipping it does so much less, too.",
-        judge=partial(judges.much_weaker, large=BY_HAND, small=SMALL_LR_CLIPPED, scales=judges.AWD_LSTM),
-    ),
-    Statement(
-        name="why-clipping-helps", source="Section 5", figures=_LANGUAGE_FIGURES,
-        says="Clipping crosses less smooth regions; without it a run stays where smoothness hardly varies.",
-        judge=judges.explanation,
-    ),
-    Statement(
-        name="affine-law", source="Equation 1", figures=_LANGUAGE_FIGURES,
-        says="Smoothness grows at most linearly with the gradient norm.", judge=judges.at_most_linear,
-    ),
-    Statement(
-        name="momentum-none", source="Figure 3(a)", figures=_IMAGES_FIGURES,
-        says="On images with SGD and momentum there is no correlation.",
-        judge=partial(judges.no_correlation, setting=MOMENTUM, scales=judges.PAPER_ONLY),
-    ),
-    Statement(
-        name="images-large-lr", source="Figure 3(b)", figures=_IMAGES_FIGURES,
-        says="On images at lr 1 without clipping the correlation is much weaker than with clipping.",
-        judge=partial(
-            judges.much_weaker, large=CLIPPED_IMAGES, small=LARGE_LR_IMAGES, scales=judges.PAPER_ONLY
-        ),
-    ),
-    Statement(
-        name="images-clipped", source="Figure 3(c)", figures=_IMAGES_FIGURES,
-        says="On images with a large lr and clipping smoothness follows the gradient norm.",
-        judge=partial(judges.follows, setting=CLIPPED_IMAGES, scales=judges.PAPER_ONLY),
-    ),
-    Statement(
-        name="large-lr-diverges", source="Figure 4", figures=("fig4",),
-        says="Clipping allows a learning rate at which training without it diverges.",
-        judge=judges.allows_large_lr,
-    ),
-    Statement(
-        name="clipping-accelerates", source="Figure 4(a)", figures=("fig4",),
-        says="Clipping accelerates the training of the language model.",
-        judge=judges.accelerates,
-    ),
-    Statement(
-        name="best-validation", source="Figure 4(b)", figures=("fig4",),
-        says="Models trained with clipping have the best validation loss.",
-        judge=judges.best_validation,
-    ),
-    Statement(
-        name="perplexity", source="Appendix H", figures=("fig4",),
-        says="AWD-LSTM with clipped SGD reaches a test perplexity of 56.5 after 500 epochs.",
-        judge=_fixed(NOT_TESTED, "Not run: 500 epochs take about 300 core-hours."),
-    ),
-    Statement(
-        name="images-fastest", source="Figure 4(c)", figures=("fig4",),
-        says="On images clipped descent converges fastest.",
-        judge=judges.fastest_on_images,
-    ),
-    Statement(
-        name="images-accuracy", source="Figure 4(d)", figures=("fig4",),
-        says="On images clipped descent matches the test accuracy of momentum.",
-        judge=judges.images_accuracy,
-    ),
-    Statement(
-        name="images-95", source="Appendix H", figures=("fig4",),
-        says="ResNet20 reaches 95.0 % test accuracy with momentum, 95.2 % with clipping.",
-        judge=judges.reaches_95,
-    ),
-    Statement(
-        name="language-more", source="Section 1", figures=("fig4",),
-        says="Clipping accelerates language models more than image classifiers.",
-        judge=judges.language_more,
-    ),
-    Statement(
-        name="correlation-lasts", source="Figure 5(b)", figures=("fig5",),
-        says="The correlation lasts over 200 epochs.",
-        judge=partial(judges.follows, setting=LONG, scales=judges.PAPER_ONLY, past=0.5),
-    ),
-    Statement(
-        name="tenth-smoothness", source="Figure 6(b)", figures=("fig6",),
-        says="A tenth of the data gives an accurate estimate of smoothness.",
-        judge=partial(judges.accurate_share, quantity=1, name="smoothness"),
-    ),
-    Statement(
-        name="tenth-gradient", source="Figure 6(a)", figures=("fig6",),
-        says="A tenth of the data gives an accurate estimate of the gradient norm.",
-        judge=partial(judges.accurate_share, quantity=0, name="gradient norm"),
-    ),
-    Statement(
-        name="quartic-faster", source="Figure 7", figures=("fig7",),
-        says="On x⁴ clipped descent converges much faster than gradient descent.",
-        judge=theorem_judges.quartic_faster,
-    ),
-    Statement(
-        name="quartic-conservative", source="Appendix I", figures=("fig7",),
-        says="There the theory is right, but conservative.",
-        judge=theorem_judges.quartic_conservative,
-    ),
-    Statement(
-        name="gradients-stay", source="Figure 8(a, b)", figures=("fig8",),
-        says="GD lowers the loss but not the gradient norm.",
-        judge=judges.gradients_stay,
-    ),
-    Statement(
-        name="about-three-times", source="Figure 8(a)", figures=("fig8",),
-        says="GD's gradients are about 3 times those of clipped GD.",
-        judge=judges.about_three_times,
-    ),
-    Statement(
-        name="normalizing-is-clipping", source="Section 3", figures=("fig4", "equivalence"),
-        judge=judges.same_up_to_a_factor,
-        says="Clipping and normalizing are the same up to a constant factor of the step size.",
-    ),
-    Statement(
-        name="theorem-3", source="Theorem 3", judge=partial(theorem_judges.certified, theorem=theorem3),
-        says="Clipped gradient descent converges within the printed number of iterations.",
-    ),
-    Statement(
-        name="theorem-6", source="Theorem 6", judge=partial(theorem_judges.certified, theorem=theorem6),
-        says="Gradient descent with a fixed step converges within the printed number of iterations.",
-    ),
-    Statement(
-        name="quartic-arithmetic", source="Appendix I", figures=("fig7",), kind=ERRATUM,
-        judge=theorem_judges.quartic_arithmetic,
-        says="On x⁴ theory predicts gradients about 1e5 times smaller.",
-    ),
-    Statement(
-        name="theorem-7-printed", source="Theorem 7", kind=ERRATUM,
-        says="Clipped SGD converges with the printed step and constants.",
-        judge=_fixed(CORRECTED, "False as printed; the corrected constants hold on every random certificate.",
+    Statement("smoothness-varies", "Figure 1", "Smoothness varies greatly along training.",
+              judges.varies, ("fig1",)),
+    Statement("follows-gradient", "Figure 2(a)",
+              "With lr 30 and clipping, smoothness follows the gradient norm.",
+              partial(judges.follows, setting=BY_HAND, scales=judges.AWD_LSTM), ("fig2",)),
+    Statement("less-without-clipping", "Figure 2(b)", "At lr 2 without clipping it does so much less.",
+              partial(judges.much_weaker, large=BY_HAND, small=SMALL_LR, scales=judges.AWD_LSTM),
+              ("fig2",)),
+    Statement("less-at-small-lr", "Figure 2(c)", "At lr 2 with clipping it does so much less, too.",
+              partial(judges.much_weaker, large=BY_HAND, small=SMALL_LR_CLIPPED, scales=judges.AWD_LSTM),
+              ("fig2",)),
+    Statement("why-clipping-helps", "Section 5",
+              "Clipping crosses less smooth regions; without it a run stays where smoothness hardly varies.",
+              judges.explanation, ("fig2",)),
+    Statement("affine-law", "Equation 1", "Smoothness grows at most linearly with the gradient norm.",
+              judges.at_most_linear, ("fig2",)),
+    Statement("momentum-none", "Figure 3(a)", "On images with SGD and momentum there is no correlation.",
+              partial(judges.no_correlation, setting=MOMENTUM, scales=judges.PAPER_ONLY), ("fig3",)),
+    Statement("images-large-lr", "Figure 3(b)",
+              "On images at lr 1 without clipping the correlation is much weaker than with clipping.",
+              partial(judges.much_weaker, large=CLIPPED_IMAGES, small=LARGE_LR_IMAGES,
+                      scales=judges.PAPER_ONLY),
+              ("fig3",)),
+    Statement("images-clipped", "Figure 3(c)",
+              "On images with a large lr and clipping smoothness follows the gradient norm.",
+              partial(judges.follows, setting=CLIPPED_IMAGES, scales=judges.PAPER_ONLY), ("fig3",)),
+    Statement("large-lr-diverges", "Figure 4",
+              "Clipping allows a learning rate at which training without it diverges.",
+              judges.allows_large_lr, ("fig4",)),
+    Statement("clipping-accelerates", "Figure 4(a)",
+              "Clipping accelerates the training of the language model.",
+              judges.accelerates, ("fig4",)),
+    Statement("best-validation", "Figure 4(b)", "Models trained with clipping have the best validation loss.",
+              judges.best_validation, ("fig4",)),
+    Statement("perplexity", "Appendix H",
+              "AWD-LSTM with clipped SGD reaches a test perplexity of 56.5 after 500 epochs.",
+              _fixed(NOT_TESTED, "Not run: 500 epochs take about 300 core-hours."), ("fig4",)),
+    Statement("images-fastest", "Figure 4(c)", "On images clipped descent converges fastest.",
+              judges.fastest_on_images, ("fig4",)),
+    Statement("images-accuracy", "Figure 4(d)",
+              "On images clipped descent matches the test accuracy of momentum.",
+              judges.images_accuracy, ("fig4",)),
+    Statement("images-95", "Appendix H",
+              "ResNet20 reaches 95.0 % test accuracy with momentum, 95.2 % with clipping.",
+              judges.reaches_95, ("fig4",)),
+    Statement("language-more", "Section 1",
+              "Clipping accelerates language models more than image classifiers.",
+              judges.language_more, ("fig4",)),
+    Statement("correlation-lasts", "Figure 5(b)", "The correlation lasts over 200 epochs.",
+              partial(judges.follows, setting=LONG, scales=judges.PAPER_ONLY, past=0.5), ("fig5",)),
+    Statement("tenth-smoothness", "Figure 6(b)",
+              "A tenth of the data gives an accurate estimate of smoothness.",
+              partial(judges.accurate_share, quantity=1, name="smoothness"), ("fig6",)),
+    Statement("tenth-gradient", "Figure 6(a)",
+              "A tenth of the data gives an accurate estimate of the gradient norm.",
+              partial(judges.accurate_share, quantity=0, name="gradient norm"), ("fig6",)),
+    Statement("quartic-faster", "Figure 7",
+              "On x⁴ clipped descent converges much faster than gradient descent.",
+              theorem_judges.quartic_faster, ("fig7",)),
+    Statement("quartic-conservative", "Appendix I", "There the theory is right, but conservative.",
+              theorem_judges.quartic_conservative, ("fig7",)),
+    Statement("gradients-stay", "Figure 8(a, b)", "GD lowers the loss but not the gradient norm.",
+              judges.gradients_stay, ("fig8",)),
+    Statement("about-three-times", "Figure 8(a)", "GD's gradients are about 3 times those of clipped GD.",
+              judges.about_three_times, ("fig8",)),
+    Statement("normalizing-is-clipping", "Section 3",
+              "Clipping and normalizing are the same up to a constant factor of the step size.",
+              judges.same_up_to_a_factor, ("fig4", "equivalence")),
+    Statement("theorem-3", "Theorem 3",
+              "Clipped gradient descent converges within the printed number of iterations.",
+              partial(theorem_judges.certified, theorem=theorem3)),
+    Statement("theorem-6", "Theorem 6",
+              "Gradient descent with a fixed step converges within the printed number of iterations.",
+              partial(theorem_judges.certified, theorem=theorem6)),
+    Statement("quartic-arithmetic", "Appendix I", "On x⁴ theory predicts gradients about 1e5 times smaller.",
+              theorem_judges.quartic_arithmetic, ("fig7",), kind=ERRATUM),
+    Statement("theorem-7-printed", "Theorem 7", "Clipped SGD converges with the printed step and constants.",
+              _fixed(CORRECTED, "False as printed; the corrected constants hold on every random certificate.",
                      where="docs/theorems.md; tests/theory/test_certificates.py"),
-    ),
-    Statement(
-        name="theorem-4-printed", source="Theorem 4", kind=ERRATUM,
-        says="A fixed step needs at least the printed number of iterations.",
-        judge=theorem_judges.lower_bound_corrected,
-    ),
-    Statement(
-        name="fine-tuning", source="Appendix H", kind=ERRATUM,
-        says="The public recipe reaches 56.5.",
-        judge=_fixed(CORRECTED, "The public recipe reports 58.8, and 56.5 only after fine-tuning."),
-    ),
-    Statement(
-        name="beyond-control", source="Figure 2(a)", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=judges.beyond_control,
-        says="Is the growth more than a constant Hessian shows under the same steps?",
-    ),
-    Statement(
-        name="inside-steps", source="Figure 2(a)", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=judges.inside_steps,
-        says="Does smoothness grow with the gradient norm inside single steps?",
-    ),
-    Statement(
-        name="equal-steps", source="Figure 2", kind=ADDITION, figures=_LANGUAGE_FIGURES,
-        judge=judges.equal_steps_make_it,
-        says="Where every step is clipped, do equal steps make the correlation, not the landscape?",
-    ),
-    Statement(
-        name="calibrated", source="Figure 4", kind=ADDITION, figures=("fig4",),
-        says="Do lr and max_norm that were measured before training do as well as the best by hand?",
-        judge=judges.calibrated_as_good,
-    ),
+              kind=ERRATUM),
+    Statement("theorem-4-printed", "Theorem 4",
+              "A fixed step needs at least the printed number of iterations.",
+              theorem_judges.lower_bound_corrected, kind=ERRATUM),
+    Statement("fine-tuning", "Appendix H", "The public recipe reaches 56.5.",
+              _fixed(CORRECTED, "The public recipe reports 58.8, and 56.5 only after fine-tuning."),
+              kind=ERRATUM),
+    Statement("beyond-control", "Figure 2(a)",
+              "Is the growth more than a constant Hessian shows under the same steps?",
+              judges.beyond_control, ("fig2",), kind=ADDITION),
+    Statement("inside-steps", "Figure 2(a)",
+              "Does smoothness grow with the gradient norm inside single steps?",
+              judges.inside_steps, ("fig2",), kind=ADDITION),
+    Statement("equal-steps", "Figure 2",
+              "Where every step is clipped, do equal steps make the correlation, not the landscape?",
+              judges.equal_steps_make_it, ("fig2",), kind=ADDITION),
+    Statement("calibrated", "Figure 4",
+              "Do lr and max_norm that were measured before training do as well as the best by hand?",
+              judges.calibrated_as_good, ("fig4",), kind=ADDITION),
 )  # fmt: skip

@@ -1,0 +1,77 @@
+"""What a run costs, known without its data."""
+
+from __future__ import annotations
+
+import math
+
+from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+from curvestep.lab.tasks import PIECE_WORDS
+
+# CPU seconds, measured on one core of the machine that the plan was made on: of a step of training, and of a
+# gradient of one batch when measuring.
+_LANGUAGE_STEP, _LANGUAGE_OVERHEAD = 0.033, 0.011  # a gradient is a step less its overhead
+_IMAGE_STEP, _IMAGE_GRADIENT = 0.064, 0.066
+
+
+def cost_of(recipe: Recipe) -> float:
+    """CPU seconds that a run takes, roughly: what was measured, scaled by the size of model and batch.
+
+    Example:
+        >>> from curvestep.lab.recipes import get_recipe
+        >>> hours = cost_of(get_recipe("cifar-resnet20", "paper")) / 3600
+        >>> f"{hours:.0f} core-hours"
+        '12 core-hours'
+    """
+    if isinstance(recipe, LanguageRecipe):
+        if recipe.scale == "laptop" and recipe.max_norm == math.inf and recipe.lr >= 10:
+            return 1.5  # diverges at once
+        outputs = recipe.embedding * (recipe.vocabulary or 10_000)
+        inner = 8 * recipe.hidden * (recipe.embedding + recipe.hidden) * (recipe.layers - 1)
+        # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
+        scale = ((outputs + inner) / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
+        step = scale * _LANGUAGE_STEP
+        gradient = step - _LANGUAGE_OVERHEAD
+    else:
+        pooling = recipe.pooling if isinstance(recipe, ImageRecipe) else 1
+        scale = 4 / pooling**2 * recipe.batch_size / 64
+        step, gradient = scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
+    return steps_of(recipe) * step + _rows_of(recipe) * _batches_of_a_row(recipe) * gradient
+
+
+def _rows_of(recipe: Recipe) -> int:
+    """Measurements of a run."""
+    if recipe.probe_every == 0:
+        return 0
+    return (steps_of(recipe) - recipe.probe_from) // recipe.probe_every
+
+
+def _batches_of_a_row(recipe: Recipe) -> float:
+    """Gradients of a measurement, in those of a training batch."""
+    gradients = len(recipe.fractions)
+    if isinstance(recipe, LanguageRecipe) and recipe.probe_pieces:
+        # At the start too, and without dropout; the words before each piece are a third more.
+        return (gradients + 2) * 1.3 * recipe.probe_pieces * PIECE_WORDS / recipe.bptt
+    if recipe.probe_data:
+        return (gradients + 1) * max(1, round(recipe.probe_data * _epoch(recipe)))
+    return gradients
+
+
+def steps_of(recipe: Recipe) -> int:
+    """Steps of a run, known without its data: those given, or about those of its epochs.
+
+    Example:
+        >>> from curvestep.lab.recipes import get_recipe
+        >>> steps_of(get_recipe("ptb-lstm", "longer"))
+        1328
+        >>> steps_of(get_recipe("cifar-resnet20", "paper"))
+        78000
+    """
+    return recipe.steps or round(recipe.epochs * _epoch(recipe))
+
+
+def _epoch(recipe: Recipe) -> float:
+    if isinstance(recipe, LanguageRecipe):
+        return (recipe.num_words or 929_589) / (recipe.batch_size * recipe.bptt)
+    assert isinstance(recipe, ImageRecipe)
+    sizes = {"cifar10": 50_000, "cifar10-subset": 10_000, "digits": 1_437}
+    return (recipe.num_images or sizes[recipe.images]) // recipe.batch_size
