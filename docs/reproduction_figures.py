@@ -24,6 +24,7 @@ from pathlib import Path
 from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, load_kept, pack_runs
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.reproduction import draw_all, make_plan
+from curvestep.lab.paper.style import run_words
 from curvestep.lab.paper.verdicts.claims import (
     Claim,
     Spread,
@@ -144,7 +145,7 @@ def write_results(page: Page) -> list[Claim]:
                 shown.append(f"![{picture['title']}](images/{name})\n\n{picture['caption']}")
         found = kept.about
         if kept.missing:
-            found += f" Not kept yet: {', '.join(kept.missing)}."
+            found += f" Not kept yet: {run_words(kept.missing)}."
         parts = {"found": found, "runs": runs_table(results), "figures": "\n\n".join(shown)}
         file = DOCS / "results" / f"{page.name}.md"
         file.write_text(filled(file.read_text(encoding="utf-8"), parts), encoding="utf-8")

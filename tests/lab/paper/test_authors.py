@@ -8,9 +8,7 @@ import torch
 from benchmarks.authors import (
     AUTHORS,
     DIVIDED,
-    FIRST,
     SEEDS,
-    SHORT,
     STEPS,
     Estimate,
     authors_estimate,
@@ -94,9 +92,3 @@ def test_the_page_is_made_of_the_kept_points():
     assert f"{len(rows)} points of {len(SEEDS) * len(STEPS)} planned: {points_in_words(rows)}." in page
     assert lstm_words(rows_of(points_of(rows))) in page
     assert {(row["seed"], row["step"]) for row in rows} <= {(s, k) for s in SEEDS for k in STEPS}
-    found = rows_of(points_of(rows))
-    told = "1/{} of their time at their median error and 1/{} at their largest with"
-    page = (RESULTS.parent / "reproduction.md").read_text(encoding="utf-8")
-    for way, words in ((FIRST, "the first pieces of the text"), (SHORT, "short representative ones")):
-        shares = [found[AUTHORS].seconds / found[cheapest(found, kind, way)].seconds for kind in (0, 1)]
-        assert f"{told.format(*map(round, shares))} {words}" in page

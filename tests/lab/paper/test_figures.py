@@ -144,7 +144,7 @@ def test_linear_panels_begin_at_zero(wall):
 def test_run_that_diverged_at_once_is_drawn_without_a_fit(tmp_path):
     run = write_run(tmp_path / "run", steps=4, diverged=True, lr=30.0, max_norm=math.inf)
     words = texts(scatter([run]))
-    assert "lr 30, no clip (diverged at step 4)" in words
+    assert "lr 30, no clip (diverged\nat step 4)" in words
     assert "correlation" not in words
 
 

@@ -72,7 +72,7 @@ def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_
     assert '<a id="affine-law"></a>' in (tmp_path / "docs" / "results" / "claims.md").read_text()
     page = (tmp_path / "docs" / "results" / "longer.md").read_text()
     assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 | 5.1" in page
-    assert "4 of 15 runs, made by 0123456 in 0.0 hours of one core. Not kept yet: cifar-lr5clip" in page
+    assert "Not kept yet: cifar-lr5clip0.25 on seeds 0 to 1, " in page
     assert "(images/longer-fig2.png)" in page
     assert (tmp_path / "docs" / "results" / "images" / "longer-fig2.png").exists()
     assert "\nold\n" not in page

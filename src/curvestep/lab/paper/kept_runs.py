@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from curvestep._files import dump_json
-from curvestep.lab.paper.plan import Plan, Results
+from curvestep.lab.paper.plan import Plan, Planned, Results
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json
 
 KEPT = Path(__file__).with_name("kept")
@@ -42,10 +42,10 @@ class KeptRuns:
     commits: Mapping[str, str]
 
     @property
-    def missing(self) -> list[str]:
-        """Names of the planned runs that are not there."""
+    def missing(self) -> list[Planned]:
+        """The planned runs that are not there."""
         there = {run.folder.name for run in self.results.runs}
-        return sorted(run.name for run in self.results.plan.runs if run.name not in there)
+        return [run for run in self.results.plan.runs if run.name not in there]
 
     @property
     def about(self) -> str:

@@ -31,7 +31,7 @@ from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, PAPER_SIZE, load_kept
 from curvestep.lab.paper.plan import PaperFigure, Plan, Planned, Results, plan_runs
-from curvestep.lab.paper.style import model_words, seed_words
+from curvestep.lab.paper.style import model_words, run_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
@@ -241,7 +241,7 @@ def draw_all(
 
 def _trained(figure: PaperFigure, results: Results) -> str:
     """What was trained for a figure, and what is not there, in a sentence or two."""
-    planned = [run.name for run in figure.runs(results.plan.scale)]
+    planned = {run.name: run for run in figure.runs(results.plan.scale)}
     runs = [run for run in results.runs if run.folder.name in planned]
     if not runs:
         return ""
@@ -250,8 +250,9 @@ def _trained(figure: PaperFigure, results: Results) -> str:
         models.setdefault(model_words(run.recipe), []).append(run)
     steps = {model: max(run.status["step"] for run in own) for model, own in models.items()}
     words = "; ".join(f"{model}, {steps[model]:,} steps, {seed_words(own)}" for model, own in models.items())
-    missing = sorted(set(planned) - {run.folder.name for run in runs})
-    return f"{words}." + f" Not run yet: {', '.join(missing)}." * bool(missing)
+    there = {run.folder.name for run in runs}
+    missing = run_words(run for name, run in planned.items() if name not in there)
+    return f"{words}." + f" Not run yet: {missing}." * bool(missing)
 
 
 def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:

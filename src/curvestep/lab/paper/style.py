@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
+from curvestep.lab.paper.plan import Planned
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.run.folder import Run
 
@@ -63,7 +64,15 @@ def model_words(recipe: Recipe) -> str:
     return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
 
 
-def seed_words(runs: Iterable[Run]) -> str:
+def run_words(runs: Iterable[Planned]) -> str:
+    """Runs by setting: ``lm-lr2 on seeds 0 to 2, lm-lr10 on seed 0``."""
+    settings: dict[str, list[Planned]] = {}
+    for run in runs:
+        settings.setdefault(run.setting, []).append(run)
+    return ", ".join(f"{name} on {seed_words(own)}" for name, own in sorted(settings.items()))
+
+
+def seed_words(runs: Iterable[Run | Planned]) -> str:
     """The seeds of runs: ``seed 1`` or ``seeds 10 to 14``."""
     seeds = sorted({run.recipe.seed for run in runs})
     if len(seeds) == 1:
