@@ -34,8 +34,8 @@ from curvestep.theory.theorems.guarantee import AssumptionError
 
 Ell = Callable[[Array], Array]
 STEPS = ("adaptive", "constant")
-_LARGEST = 1e30  # gradient norm up to which a bound is looked for
-_GRID = 600  # gradient norms at which ℓ and D are looked at
+_LARGEST_NORM = 1e30  # gradient norm up to which a bound is looked for
+_NUM_NORMS = 600  # gradient norms at which ℓ and D are looked at
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(40)
 
 
@@ -119,7 +119,7 @@ def ell_smooth(ell: Ell, *, gap: float, eps: float, step: str = "adaptive") -> E
     if step == "constant":
         bound = 2 * float(ell(np.array(2 * M))) * gap / eps**2
     else:
-        norms = np.geomspace(eps, max(M, eps), _GRID)
+        norms = np.geomspace(eps, max(M, eps), _NUM_NORMS)
         bound = gap / float(ell_decrease(ell, norms).min())
     return EllGuarantee(ell=ell, step=step, gap=gap, eps=eps, M=M, bound=bound)
 
@@ -166,7 +166,7 @@ def _integral(ell: Ell, g: Array, weight: Callable[[Array], Array]) -> Array:
 
 def _gradient_bound(ell: Ell, gap: float, eps: float) -> float:
     """The largest u with D(u) at most the gap."""
-    norms = np.geomspace(min(eps, 1.0) * 1e-6, _LARGEST, 4 * _GRID)
+    norms = np.geomspace(min(eps, 1.0) * 1e-6, _LARGEST_NORM, 4 * _NUM_NORMS)
     law = ell(norms)
     if not (np.all(law > 0) and np.all(np.diff(law) >= 0)):
         raise AssumptionError("`ell` must be positive and nondecreasing in the gradient norm.")
