@@ -29,7 +29,7 @@ LIBRARY = {
     "autopsy",
     "loaders",
 }
-LAB = {"lab.recipes", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
+LAB = {"lab.recipes", "lab.sweep_map", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
 USES = {
     "_checks": set(),
     "_files": set(),
@@ -72,13 +72,14 @@ USES = {
     "loggers": LIBRARY,
     "lab.recipes": {"steps"},
     "lab.progress": set(),
+    "lab.sweep_map": {"lab.recipes", "display"},
     "lab.jobs": {"lab.progress"},
     "lab.data": {"lab.progress"},
     "lab.models": set(),
     "lab.tasks": {"lab.recipes", "lab.data", "lab.models", *LIBRARY},
     "lab.run": {*LAB, *LIBRARY},
     "lab.report": {*LAB, "lab.run", *LIBRARY},
-    "lab.grid": {*LAB, "lab.run", "lab.report", *LIBRARY},
+    "lab.grid": {*LAB, "lab.run", *LIBRARY},
     "lab.paper": {*LAB, "lab.run", "lab.report", "lab.grid", *LIBRARY},
     "cli": {*LAB, "lab", "lab.run", "lab.report", "lab.grid", "lab.paper", *LIBRARY},
 }

@@ -91,7 +91,7 @@ def report(
 
     Args:
         runs: Traces; trace files; run folders; folders that hold any of these. At least one.
-        output: The HTML file. A page about the same runs is replaced, any other file is not.
+        output: The HTML file. A page written before is replaced, any other file is not.
         title: Heading of the page; default: what was found.
         overwrite: Replace ``output`` whatever it is.
 

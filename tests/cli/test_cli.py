@@ -114,6 +114,8 @@ WRONG = {
     "train ptb-lstm --seed x": "--seed: needs a whole number, got 'x'",
     "train ptb-lstm --steps 2.5": "--steps: needs a whole number, got '2.5'",
     "train PTB-LSTM": "Did you mean ptb-lstm?",
+    "train my.py": "my.py is a script, and curvestep train serves built-in recipes: ptb-lstm",
+    "calibrate ./my.py": "In your script call curvestep.calibrate or curvestep.SmoothnessProbe",
     "train ptb-lstm --fractions 2": "`fractions` must be numbers in (0, 1], got (2.0,)",
     "train ptb-lstm --model resnet20": "--model: needs one of lstm, awd-lstm, got 'resnet20'",
     "train ptb-lstm more": "unexpected argument: more",
@@ -164,10 +166,19 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys, tmp_path
     assert r"report: \u001b[31m.html" in out
 
 
-def test_no_command_shows_the_commands_with_code_2(capsys):
+def test_no_command_shows_the_commands_and_the_way_for_ones_own_script_with_code_2(capsys):
     code, out, _ = run(capsys)
     assert code == 2
     assert "usage: curvestep" in out
+    assert re.search("For your own training script.*cs.calibrate.*cs.SmoothnessProbe", out, re.DOTALL)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_wrong_path_is_named_before_the_file_that_is_in_the_way(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("report.html").write_text("mine")
+    code, _, err = run(capsys, "report", "nope")
+    assert (code, "There is no nope" in err, "report.html" in err) == (1, True, False)
 
 
 def test_a_missing_path_is_one_line_and_code_1(capsys, tmp_path):
@@ -184,7 +195,7 @@ WRONG_FILES = {
     "advise rows": "rows is not a curvestep trace: its first line is no trace header",
     "advise folder": "There is neither a run folder nor a trace in folder",
     "advise broken": "broken/config.json is not JSON",
-    "report one -o rows": "rows is there already and is not a page about these runs. Choose another `output`",
+    "report one -o rows": "rows is there already and is no page of curvestep. Choose another `output`",
     "report empty": "empty is empty",
     "report garbage": "garbage is not a curvestep trace",
     "report folder": "There is neither a run folder nor a trace in folder",
@@ -243,15 +254,11 @@ def test_a_trace_without_rows_gets_a_page_and_one_line(capsys, wrong_files):
     assert "report: page.html" in out
 
 
-def test_report_replaces_a_page_about_the_same_runs_only(capsys, wrong_files):
-    assert run(capsys, "report", "one", "-o", "page.html")[0] == 0
+def test_report_replaces_its_own_pages(capsys, wrong_files):
     assert run(capsys, "report", "one", "-o", "page.html")[0] == 0
     before = Path("page.html").read_bytes()
     Path("two").write_bytes(Path("one").read_bytes())
-    code, out, err = run(capsys, "report", "two", "-o", "page.html")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert Path("page.html").read_bytes() == before
-    assert run(capsys, "report", "two", "-o", "page.html", "--overwrite")[0] == 0
+    assert run(capsys, "report", "two", "-o", "page.html")[0] == 0
     assert Path("page.html").read_bytes() != before
 
 

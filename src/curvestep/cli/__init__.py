@@ -17,6 +17,21 @@ LAB = (
     "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
 )  # fmt: skip
 
+USAGE = """\
+usage: curvestep COMMAND [OPTIONS]
+
+Know how far to step, and how hard to clip.
+
+{commands}
+
+For your own training script, in Python (import curvestep as cs):
+  cs.calibrate(model, loss, batches)         lr and max_norm before training
+  cs.SmoothnessProbe(model, trace="t.jsonl")  measures while you train
+Then: curvestep advise t.jsonl; curvestep report t.jsonl
+
+options: --help after any command, --version, --debug (tracebacks)
+example: curvestep advise runs/mine/trace.jsonl"""
+
 
 class UsageError(Exception):
     """A command line that cannot be run: one line for the user, exit code 2."""
@@ -24,7 +39,7 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, default: that of this process; 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    args = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):  # a terminal without Greek letters is no reason to end
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -57,10 +72,11 @@ def _run(args: list[str]) -> int:
     from curvestep.cli.commands import COMMANDS
     from curvestep.lab.recipes import nearest
 
-    if not args or args[0] in ("--help", "-h", "help"):
-        print(_usage({name: words for name, (_, words) in COMMANDS.items()}))
-        return OK if args else WRONG_USAGE
-    name, *rest = args
+    name, *rest = args or [""]
+    if name in ("", "--help", "-h", "help"):
+        listed = "\n".join(f"  {command:<11}{words}" for command, (_, words) in COMMANDS.items())
+        print(USAGE.format(commands=listed))
+        return OK if name else WRONG_USAGE
     if name not in COMMANDS:
         listed = ", ".join(COMMANDS)
         raise UsageError(
@@ -70,22 +86,6 @@ def _run(args: list[str]) -> int:
         return COMMANDS[name][0](rest)
     except SystemExit as end:  # after --help
         return int(end.code or OK)
-
-
-def _usage(commands: dict[str, str]) -> str:
-    lines = [f"  {name:<11}{words}" for name, words in commands.items()]
-    return "\n".join(
-        [
-            "usage: curvestep COMMAND [OPTIONS]",
-            "",
-            "Know how far to step, and how hard to clip.",
-            "",
-            *lines,
-            "",
-            "options: --help after any command, --version, --debug (tracebacks)",
-            "example: curvestep advise runs/mine/trace.jsonl",
-        ]
-    )
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -115,7 +115,7 @@ def _words(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         # Of a move, the goal: the file that is moved is one of ours.
-        name = error.filename2 if error.filename2 is not None else error.filename
+        name = error.filename2 or error.filename
         if isinstance(error, FileExistsError):
             return f"{name} is a file, and a folder is needed."
         return f"{name}: {error.strerror[:1].lower()}{error.strerror[1:]}"

@@ -6,10 +6,10 @@ import math
 import sys
 import webbrowser
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from curvestep._files import dump_json
 from curvestep.cli import FAILED, INTERRUPTED, OK, UsageError, say
@@ -24,7 +24,12 @@ from curvestep.cli.options import (
     read_with_recipe,
     with_given,
 )
-from curvestep.lab.recipes import Recipe, nearest
+from curvestep.lab.recipes import Fields, Recipe, nearest
+
+if TYPE_CHECKING:
+    from curvestep.advice.advice import Advice
+    from curvestep.lab.run.folder import RunResult
+    from curvestep.smoothness.trace import Trace
 
 AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
 
@@ -58,7 +63,7 @@ def reproduce(args: list[str]) -> int:
     say(result)
     if sys.stdout.isatty() and not chosen.no_open:
         _show(result.page)
-    return FAILED if result.failures else OK
+    return _code(failed=bool(result.failures))
 
 
 def train(args: list[str]) -> int:
@@ -126,7 +131,7 @@ def sweep(args: list[str]) -> int:
     result = library(recipe, grid, folder, **_arguments(chosen, *names))
     say(result)
     say(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
-    return FAILED if any(trial.status == "failed" for trial in result.trials) else OK
+    return _code(failed="failed" in {trial.status for trial in result.trials})
 
 
 def report(args: list[str]) -> int:
@@ -138,7 +143,7 @@ def report(args: list[str]) -> int:
         names="RUN ...",
     )
     parser.positional("RUN", "Run folders, folders of runs, trace files")
-    output = "HTML file to write; a page about other runs is not replaced"
+    output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
     parser.flag("--overwrite", "Replace the file whatever it is")
     parser.option("--title", "Heading of the page", shown="what was found")
@@ -160,8 +165,7 @@ def report(args: list[str]) -> int:
         say(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
     else:
         for group in page.verdicts:
-            title = f"{group['title']}: " if group["title"] else ""
-            say(f"{title}{group['verdict']}")
+            say(": ".join(filter(None, (group["title"], group["verdict"]))))
         say(f"report: {page.path}")
     if chosen.open:
         _show(page.path)
@@ -183,16 +187,18 @@ def advise(args: list[str]) -> int:
     if not chosen.TRACE:
         parser.error("name a trace file or a run folder")
     from curvestep.advice.advice import advise as library
-    from curvestep.lab.report.views import traces_by_task
+    from curvestep.lab.run.sources import traces_by_task
 
     tasks = traces_by_task(chosen.TRACE)
     advices = {task: library(*traces) for task, traces in tasks.items()}
-    if chosen.json:
-        listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
-        say(dump_json(listed[0]["advice"] if len(listed) == 1 else {"tasks": listed}, indent=2))
+    if not chosen.json:
+        say("\n\n".join(_advice_of(task, tasks, advices, details=chosen.details) for task in tasks))
+    elif len(advices) == 1:
+        say(dump_json(*advices.values(), indent=2))
     else:
-        say("\n\n".join(_advice_of(task, tasks, advices, chosen.details) for task in tasks))
-    return FAILED if any(advice.refused for advice in advices.values()) else OK
+        listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
+        say(dump_json({"tasks": listed}, indent=2))
+    return _code(failed=any(advice.refused for advice in advices.values()))
 
 
 def calibrate(args: list[str]) -> int:
@@ -245,13 +251,17 @@ def data(args: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "reproduce": (reproduce, "every figure and table of the paper, one HTML report"),
-    "train": (train, "one training run with the probe built in"),
-    "sweep": (sweep, "a grid of runs: --lr 3 10 30 --max-norm inf 0.25"),
-    "report": (report, "runs as one self-contained HTML page"),
-    "advise": (advise, "Keep, raise or lower lr after a run, and why"),
-    "calibrate": (calibrate, "lr and max_norm measured before training"),
+    "train": (train, "one run of a built-in recipe, with the probe"),
+    "sweep": (sweep, "a grid of such runs: --lr 3 10 30 --max-norm inf 0.25"),
+    "report": (report, "runs or traces of any script as one HTML page"),
+    "advise": (advise, "keep, raise or lower lr after runs of any script, and why"),
+    "calibrate": (calibrate, "lr and max_norm of a built-in recipe before training"),
     "data": (data, "fetch and verify the data sets"),
 }
+
+
+def _code(*, failed: bool) -> int:
+    return FAILED if failed else OK
 
 
 def add_engine(parser: Parser, workers: str) -> None:
@@ -278,24 +288,26 @@ def _measure(recipe: Recipe, folder: Path, names: list[str], chosen: Namespace) 
     return recipe
 
 
-def _arguments(chosen: Namespace, *names: str) -> dict[str, Any]:
+def _arguments(chosen: Namespace, *names: str) -> Fields:
     """Options as arguments of the library, by the same names."""
     return {"progress": not chosen.quiet, **{name: getattr(chosen, name) for name in names}}
 
 
-def _advice_of(task: str, tasks: dict[str, Any], advices: dict[str, Any], details: bool) -> str:
+def _advice_of(
+    task: str, tasks: Mapping[str, Sequence[Trace]], advices: Mapping[str, Advice], *, details: bool
+) -> str:
     """The advice for one task, under its name if there are several."""
-    advice, num_runs = advices[task], len(tasks[task])
+    advice, traces = advices[task], tasks[task]
     words = advice.details() if details else str(advice)
-    if details and num_runs == 1:
-        words = f"{words}\n\n{_fit_words(tasks[task][0])}"
+    if details and len(traces) == 1:
+        words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    return f"{task or 'other runs'} ({runs})\n{words}"
+    plural = "s" if len(traces) > 1 else ""
+    return f"{task or 'other runs'} ({len(traces)} run{plural})\n{words}"
 
 
-def _fit_words(trace: Any) -> str:
+def _fit_words(trace: Trace) -> str:
     """The fit of a trace, or why there is none."""
     from curvestep.fit.fit import fit_smoothness
 
@@ -305,7 +317,7 @@ def _fit_words(trace: Any) -> str:
         return f"No fit: {error}"
 
 
-def _ending(result: Any) -> str:
+def _ending(result: RunResult) -> str:
     """How a run ended, in a line or two."""
     parts = [f"{result.status} after {result.step} steps"]
     if math.isfinite(result.train_loss):

@@ -9,10 +9,10 @@ from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import NoReturn, get_args, get_type_hints
 
 from curvestep.cli import UsageError
-from curvestep.lab.recipes import SCALES, Recipe, get_recipe, nearest, recipe_names, with_fields
+from curvestep.lab.recipes import SCALES, Fields, Recipe, get_recipe, nearest, recipe_names, with_fields
 
 # Names of these options in other programs.
 ALIASES = {
@@ -29,9 +29,9 @@ class Kind:
 
     metavar: str
     needed: str
-    convert: Callable[[str], Any]
+    convert: Callable[[str], object]
 
-    def __call__(self, word: str) -> Any:
+    def __call__(self, word: str) -> object:
         """The value of a word, for argparse."""
         try:
             return self.convert(word)
@@ -89,14 +89,21 @@ class Parser(argparse.ArgumentParser):
         )
 
     def option(
-        self, names: str, words: str, *, default: Any = "", shown: str = "", kind: Kind = TEXT, **other: Any
+        self,
+        names: str,
+        words: str,
+        *,
+        default: object = "",
+        shown: str = "",
+        kind: Kind = TEXT,
+        **other: object,
     ) -> None:
         """Add an option with a value; ``shown`` describes its default where that is no value to type."""
         words = f"{words} (default: {shown or _shown(default)})".replace("%", "%%")
         settings = {"type": kind, "metavar": kind.metavar, "default": default, **other}
         self.add_argument(*names.split(), help=words, **settings)
 
-    def flag(self, name: str, words: str, **other: Any) -> None:
+    def flag(self, name: str, words: str, **other: object) -> None:
         """Add an option without a value, which is off by default."""
         self.add_argument(name, help=f"{words} (default: off)", **{"action": "store_true", **other})
 
@@ -136,7 +143,7 @@ class Parser(argparse.ArgumentParser):
 
 def read_with_recipe(
     parser: Parser, args: Sequence[str], add_fields: Callable[[Parser, Recipe], None]
-) -> tuple[Namespace, Recipe, dict[str, Any]]:
+) -> tuple[Namespace, Recipe, Fields]:
     """A command's own options, the recipe that is named first, and its fields that were given."""
     command, names = parser.prog, recipe_names()
     if args[:1] in (["-h"], ["--help"]):
@@ -148,6 +155,11 @@ def read_with_recipe(
     if not args or args[0].startswith("-"):
         parser.error(f"name a recipe first, one of {', '.join(names)}")
     name, *rest = args
+    if name.endswith(".py"):
+        raise UsageError(
+            f"{command}: {name} is a script, and {command} serves built-in recipes: {', '.join(names)}. In "
+            "your script call curvestep.calibrate or curvestep.SmoothnessProbe; see curvestep --help."
+        )
     try:
         recipe = get_recipe(name, _scale_of(rest, command))
     except ValueError as error:
@@ -159,7 +171,7 @@ def read_with_recipe(
     return chosen, recipe, {name: vars(chosen)[name] for name in given if name in chosen}
 
 
-def with_given(parser: Parser, recipe: Recipe, given: dict[str, Any]) -> Recipe:
+def with_given(parser: Parser, recipe: Recipe, given: Fields) -> Recipe:
     """The recipe with these fields; a value that it refuses is a wrong command line."""
     try:
         return with_fields(recipe, **given)
@@ -183,7 +195,7 @@ def add_fields(parser: Parser, recipe: Recipe, *, auto: Sequence[str] = ()) -> N
     """Add an option for every field of a recipe; those in ``auto`` may be measured."""
     for name, hint, words in _option_fields(recipe):
         option, default = _option_name(name), getattr(recipe, name)
-        settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default)}
+        settings: Fields = {"default": SUPPRESS, "shown": _shown(default)}
         if hint is bool and default:
             off = f"No {words[:1].lower()}{words[1:]}"
             parser.flag(f"--no-{option[2:]}", off, action="store_false", dest=name, default=SUPPRESS)
@@ -201,7 +213,7 @@ def add_grid(parser: Parser, recipe: Recipe) -> None:
     """Add an option with several values for every field of a recipe that has one."""
     for name, hint, words in _option_fields(recipe):
         default, kind = getattr(recipe, name), kind_of(hint)
-        settings: dict[str, Any] = {"default": SUPPRESS, "shown": _shown(default), "nargs": "+"}
+        settings: Fields = {"default": SUPPRESS, "shown": _shown(default), "nargs": "+"}
         if isinstance(default, tuple):
             continue
         if kind.metavar.startswith("{"):  # argparse would list the choices twice
@@ -210,7 +222,7 @@ def add_grid(parser: Parser, recipe: Recipe) -> None:
         parser.option(_option_name(name), words, kind=kind, **settings)
 
 
-def kind_of(hint: Any) -> Kind:
+def kind_of(hint: object) -> Kind:
     """The kind of a recipe's field."""
     return KINDS.get(hint) or one_of(*get_args(hint))
 
@@ -231,7 +243,7 @@ def help_texts(recipe: type[Recipe]) -> dict[str, str]:
     return found
 
 
-def _option_fields(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+def _option_fields(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
     """Name, type and help of each field that is an option."""
     hints, texts = get_type_hints(type(recipe)), help_texts(type(recipe))
     for field in fields(recipe):
@@ -251,7 +263,7 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _shown(default: Any) -> str:
+def _shown(default: object) -> str:
     """A default as it would be typed."""
     if isinstance(default, tuple):
         return " ".join(map(_shown, default)) or "none"

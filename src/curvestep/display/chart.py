@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,6 @@ class Series:
         colour: A number in the palette, or ``ink`` or ``soft``.
         dash: ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line.
         mark: ``circle``, ``triangle``, ``square`` or empty.
-        hollow: Which marks are drawn open.
         shade: Iterations, to colour the marks by.
         low: Lower end of a band around the curve.
         high: Upper end of the band.
@@ -50,11 +48,10 @@ class Series:
     colour: int | str = 0
     dash: str = "solid"
     mark: str = ""
-    hollow: np.ndarray | None = None
     shade: np.ndarray | None = None
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    extra: Mapping[str, Sequence[Any] | np.ndarray] = field(default_factory=dict)
+    extra: Mapping[str, Sequence[float | str] | np.ndarray] = field(default_factory=dict)
     thin: bool = False
 
 
@@ -94,7 +91,6 @@ class Chart:
         series: Curves and points, in drawing order.
         words: The same in a sentence or two: its caption, and all that a screen reader has of it.
         grid: Instead of ``series``: a map.
-        span: An interval on the horizontal axis, shown as an upright band.
         switch: The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
     """
 
@@ -106,5 +102,4 @@ class Chart:
     _: KW_ONLY
     words: str = ""
     grid: Grid | None = None
-    span: tuple[float, float] | None = None
     switch: str = ""

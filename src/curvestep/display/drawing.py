@@ -52,8 +52,6 @@ def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> N
     assert panel.figure is not None
     if chart.grid is not None:
         _draw_grid(panel, chart.grid)
-    if chart.span is not None:
-        panel.axvspan(*chart.span, color=_INK["soft"], alpha=0.15, linewidth=0)
     for series in chart.series:
         _draw_series(panel, series, iterations)
     if chart.grid is None:
@@ -104,28 +102,22 @@ def _draw_cloud(panel: Axes, series: Series, iterations: Normalize | None) -> No
 
 
 def _draw_line(panel: Axes, series: Series, colour: str) -> None:
-    x, y = series.x, series.y
-    if series.hollow is not None:  # a gap here is a step out of range of a batch's others
-        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     width = 1.0 if series.thin else 1.4
     look = {"color": colour, "linestyle": _LINES[series.dash], "linewidth": width}
-    panel.plot(x, y, label=_literal(series.name), **look)
+    panel.plot(series.x, series.y, label=_literal(series.name), **look)
 
 
 def _draw_marks(panel: Axes, series: Series, colour: str) -> None:
-    """Marks, open ones white inside; a line of one point is invisible without."""
+    """Marks where the series has them; a line of one point is invisible without."""
     shown = np.isfinite(series.y)
     mark = _MARKS[series.mark]
     if shown.sum() < 2:
         mark = mark or _MARKS["circle"]
     if not mark:
         return
-    hollow = np.zeros(len(series.x), dtype=bool) if series.hollow is None else series.hollow
     look = {"color": colour, "markersize": 3 if series.thin else 4.5}
     label = "" if series.dash else _literal(series.name)
-    filled, unfilled = shown & ~hollow, shown & hollow
-    panel.plot(series.x[filled], series.y[filled], mark, markerfacecolor=colour, label=label, **look)
-    panel.plot(series.x[unfilled], series.y[unfilled], mark, markerfacecolor="white", **look)
+    panel.plot(series.x[shown], series.y[shown], mark, label=label, **look)
 
 
 def _draw_grid(panel: Axes, grid: Grid) -> None:
@@ -258,7 +250,7 @@ def log_axes(panel: Axes, *, x: bool = True, y: bool = True) -> None:
 class _Ticks(LogLocator):
     """1, 2 and 5 in each decade; over more than two decades only 1."""
 
-    def tick_values(self, vmin: float, vmax: float) -> Any:
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         if vmin > 0 and vmax / vmin > 200:
             self.set_params(subs=(1.0,), numticks=8)
         else:

@@ -35,6 +35,11 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     return rows
 
 
+def finite(values: np.ndarray) -> np.ndarray:
+    """The values without NaN and infinity."""
+    return values[np.isfinite(values)]
+
+
 def thinned(rows: np.ndarray, most: int = SHOWN_ROWS) -> np.ndarray:
     """At most ``most`` of the rows, evenly spaced, the first and the last among them."""
     if len(rows) <= most:

@@ -77,12 +77,12 @@ class SweepResult:
     def figure(self, *, title: str = "") -> Figure:
         """The final training loss over the two fields with most values, mean over the others."""
         from curvestep.display.drawing import figure_of
-        from curvestep.lab.report.charts import heat_map
+        from curvestep.lab.sweep_map import SweptRun, heat_map
 
         cells = []
         for trial in self.trials:
             names = {name: short(value) for name, value in trial.fields.items() if isinstance(value, str)}
-            cells.append(({**trial.fields, **names}, trial.train_loss, trial.status))
+            cells.append(SweptRun({**trial.fields, **names}, trial.train_loss, trial.status))
         return figure_of([heat_map(cells)], title=title)
 
     def __str__(self) -> str:

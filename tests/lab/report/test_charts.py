@@ -12,18 +12,10 @@ from curvestep.display.chart import Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import (
-    TEMPLATE,
-    calibration_charts,
-    comparison,
-    fills_grid,
-    heat_map,
-    log_ticks,
-    run_charts,
-    seeds_by_setting,
-    to_plotly,
-)
+from curvestep.lab.report.charts import calibration_charts, comparison, run_charts, seeds_by_setting
+from curvestep.lab.report.plotly_charts import TEMPLATE, log_ticks, to_plotly
 from curvestep.lab.report.views import RunView, find_views
+from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_run
@@ -41,7 +33,9 @@ def views(tmp_path_factory):
 @pytest.fixture(scope="module")
 def charts(views):
     grid = [
-        ({"lr": lr, "max_norm": m, "seed": 0}, lr * m, "finished") for lr in (1.0, 2.0) for m in (0.5, 1.0)
+        SweptRun({"lr": lr, "max_norm": m, "seed": 0}, lr * m, "finished")
+        for lr in (1.0, 2.0)
+        for m in (0.5, 1.0)
     ]
     return [
         *run_charts(views[0]),
@@ -124,16 +118,16 @@ def test_runs_of_other_lengths_are_settings_of_their_own(views):
 def test_runs_that_differ_in_more_than_a_grid_have_no_map(steps, filled):
     points = zip((1.0, 1.0, 3.0), (0.25, math.inf, 0.25), steps, (1, 2, 3), strict=True)
     names = ("lr", "max_norm", "steps", "probe_every")
-    assert fills_grid([(dict(zip(names, point, strict=True)), 1.0, "finished") for point in points]) is filled
+    assert fills_grid([SweptRun(dict(zip(names, point, strict=True)), 1.0, "") for point in points]) is filled
 
 
 def test_a_map_names_what_became_of_each_cell():
     trials = [
-        ({"lr": 1.0, "max_norm": math.inf, "seed": 0}, 2.1, "finished"),
-        ({"lr": 1.0, "max_norm": math.inf, "seed": 1}, 2.3, "finished"),
-        ({"lr": 3.0, "max_norm": math.inf, "seed": 0}, math.nan, "diverged"),
-        ({"lr": 3.0, "max_norm": math.inf, "seed": 1}, 1.5, "finished"),
-        ({"lr": 1.0, "max_norm": 0.25, "seed": 0}, 2.1, "finished"),
+        SweptRun({"lr": 1.0, "max_norm": math.inf, "seed": 0}, 2.1, "finished"),
+        SweptRun({"lr": 1.0, "max_norm": math.inf, "seed": 1}, 2.3, "finished"),
+        SweptRun({"lr": 3.0, "max_norm": math.inf, "seed": 0}, math.nan, "diverged"),
+        SweptRun({"lr": 3.0, "max_norm": math.inf, "seed": 1}, 1.5, "finished"),
+        SweptRun({"lr": 1.0, "max_norm": 0.25, "seed": 0}, 2.1, "finished"),
     ]
     chart = heat_map(trials)
     assert (chart.y.label, chart.x.label) == ("max norm", "lr")
@@ -256,14 +250,13 @@ def test_figure_names_the_threshold_of_this_optimizer(optimizer, threshold):
     assert [name for name in ("max_norm", "offset") if name in words] == [threshold] * bool(threshold)
 
 
-def test_marks_of_a_series_are_open_filled_or_there_for_a_lonely_point():
+def test_marks_of_a_series_are_as_asked_or_there_for_a_lonely_point():
     steps = np.arange(3.0)
-    plain = Series("", steps, steps, mark="triangle", hollow=np.array([True, False, True]))
+    plain = Series("", steps, steps, mark="triangle")
     lonely = Series("", steps, np.array([1.0, np.nan, np.nan]))
     line = Series("", steps, steps)
     drawn = to_plotly(Chart("test", "", Axis("x"), Axis("y"), (plain, lonely, line)))["data"]
-    opened = "triangle-up-open"
-    assert drawn[0]["marker"]["symbol"] == [opened, "triangle-up", opened]
+    assert drawn[0]["marker"]["symbol"] == "triangle-up"
     assert drawn[1]["marker"]["symbol"] == "circle"
     assert [one["mode"] for one in drawn[1:]] == ["lines+markers", "lines"]
 

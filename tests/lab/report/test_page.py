@@ -19,6 +19,7 @@ from curvestep.fit.fit import fit_samples, fit_smoothness
 from curvestep.lab.paper.verdicts.claims import write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
+from curvestep.lab.report.task_verdicts import verdict
 from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.lab.run.folder import read_json, write_status
 from curvestep.smoothness.trace import NONFINITE, Trace
@@ -138,7 +139,7 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     (view,) = find_views([bare])
     assert [note.kind for note in view.notes] == ["not-measured"]
     (task,) = tasks_of([view])
-    assert captions.verdict(task)["warnings"] == []
+    assert verdict(task)["warnings"] == []
     assert 'data-chart="run-0-loss"' in text
     assert 'data-chart="run-0-scatter"' not in text
 
@@ -148,7 +149,7 @@ def test_a_trace_file_alone_makes_a_page(single, tmp_path):
     page = write_page([tmp_path / "mine.jsonl"], tmp_path / "page.html")
     assert page.runs[0].setting == "a trace of your own loop"
     assert page.runs[0].max_norm == pytest.approx(0.5)  # read off the clipped steps
-    assert page.runs[0].held_out["loss"].tolist() == []
+    assert not page.runs[0].held_out
     assert len(packed(page.path)["run-0-loss"]["data"][0]["x"]) == 40
 
 
@@ -306,7 +307,7 @@ def test_twenty_runs_of_two_thousand_rows_stay_below_six_megabytes(tmp_path):
         dataclasses.replace(view, name=f"run{i}", measured=another(view.measured), train=another(view.train))
         for i in range(20)
     ]
-    said = [captions.verdict(task) for task in tasks_of([view])]
+    said = [verdict(task) for task in tasks_of([view])]
     page = render_page([dataclasses.replace(tasks_of([view])[0], runs=tuple(views))], said)
     assert len(page.encode()) < 6_000_000
 

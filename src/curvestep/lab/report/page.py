@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import io
 import json
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -27,12 +26,17 @@ from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
 from curvestep.lab.recipes import Fields
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import TEMPLATE, comparison, fills_grid, heat_map, run_charts, to_plotly
-from curvestep.lab.report.views import CLAIMS, RunView, Task, find_views, place_of, tasks_of
+from curvestep.lab.report.charts import comparison, run_charts
+from curvestep.lab.report.plotly_charts import TEMPLATE, to_plotly
+from curvestep.lab.report.task_verdicts import verdict
+from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
+from curvestep.lab.run.sources import CLAIMS, place_of
+from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
+GENERATOR = '<meta name="generator" content="curvestep">'  # tells our pages from other files
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -67,7 +71,7 @@ def write_page(
         paths: Run folders, folders that hold runs (a sweep, a reproduction), trace files of your own loop, or
             traces. Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of
             ``metrics.jsonl`` with ``"split": "valid"`` are shown too.
-        output: The HTML file. A page about the same runs is replaced, any other file is not.
+        output: The HTML file. A page written before is replaced, any other file is not.
         title: Heading of the page; default: what was found.
         overwrite: Replace ``output`` whatever it is.
         loaded: Runs that were loaded already: what they hold, such as their fits, is not computed again.
@@ -77,30 +81,31 @@ def write_page(
     """
     sources = list(paths)
     places = [place_of(source) for source in sources]
-    subject = hashlib.sha256("\n".join(sorted(str(place.resolve()) for place in places)).encode()).hexdigest()
     output = Path(output)
-    if output.is_dir():
-        raise ValueError(
-            f"`output` must be an HTML file, got the folder {output}. Try {output / 'report.html'}."
-        )
-    if output.exists() and not overwrite and subject.encode() not in output.read_bytes()[:2000]:
-        raise ValueError(
-            f"{output} is there already and is not a page about these runs. Choose another `output`, or "
-            "`overwrite` it."
-        )
     views = find_views(sources, loaded=loaded)
+    _check_output(output, overwrite=overwrite)
     tasks = tasks_of(views)
+    verdicts = [verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
     claims = claims_of(places)
-    titles = [task.name for task in tasks] if len(tasks) > 1 else [""]
-    verdicts = [captions.verdict(task, title=title) for task, title in zip(tasks, titles, strict=False)]
-    page = render_page(
-        tasks, verdicts, claims=claims, figures=figures_of(places), title=title, subject=subject
-    )
+    page = render_page(tasks, verdicts, claims=claims, figures=figures_of(places), title=title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     if claims:
         verdicts.insert(0, {"title": "", "verdict": claims["found"], "warnings": []})
     return Page(path=output, verdicts=tuple(verdicts), runs=tuple(views))
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse to write over a folder, or unasked over anything but a page of ours."""
+    if output.is_dir():
+        raise ValueError(
+            f"`output` must be an HTML file, got the folder {output}. Try {output / 'report.html'}."
+        )
+    if not overwrite and output.exists() and GENERATOR.encode() not in output.read_bytes()[:2000]:
+        raise ValueError(
+            f"{output} is there already and is no page of curvestep. Choose another `output`, or "
+            "`overwrite` it."
+        )
 
 
 def render_page(
@@ -110,66 +115,81 @@ def render_page(
     claims: Fields | None = None,
     figures: Sequence[Mapping[str, str]] = (),
     title: str = "",
-    subject: str = "",
 ) -> str:
-    """The page as text; ``subject`` tells pages about other runs apart."""
+    """The page as text."""
     views = [view for task in tasks for view in task.runs]
-    drawn: dict[str, Chart] = {}  # by the id of their place in the page
     runs = []
     for number, view in enumerate(views):
-        own = {f"run-{number}-{chart.kind}": chart for chart in run_charts(view)}
-        drawn |= own
-        runs.append({"view": view, "charts": own})
-    compared = []
-    for number, task in enumerate(tasks):
-        if len(task.runs) < 2:
-            continue
-        own = {f"task-{number}-{chart.kind}": chart for chart in comparison(task.runs)}
-        if own:
-            compared.append(
-                {"name": task.name, "charts": own, "names": [s.name for s in next(iter(own.values())).series]}
-            )
-        drawn |= own
-        trials = [(view.fields, view.final_loss, view.status) for view in task.runs if view.fields]
-        if trials and fills_grid(trials):
-            drawn[f"task-{number}-heat"] = heat_map(trials)
-    environment = Environment(
-        loader=PackageLoader("curvestep.lab.report", "template"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: (
-            visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-        ),
-    )
-    assert environment.loader is not None
-    sources = {
-        name: environment.loader.get_source(environment, file)[0]
-        for name, file in (("css", "page.css"), ("js", "page.js"))
-    }
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
+        charts = {f"run-{number}-{chart.kind}": chart for chart in run_charts(view)}
+        runs.append({"view": view, "charts": charts})
+    compared = _comparisons(tasks)
+    sweeps = _sweeps(tasks)
+    drawn: dict[str, Chart] = {}  # by the id of their place in the page
+    for part in (*runs, *compared, {"charts": sweeps}):
+        drawn |= part["charts"]
     specs = {
         "template": TEMPLATE,
         "charts": {key: to_plotly(chart) for key, chart in drawn.items()},
         "figures": [picture["image"] for picture in figures],
     }
+    environment = Environment(
+        loader=PackageLoader("curvestep.lab.report", "template"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible_text,
+    )
+    assert environment.loader is not None
+    css, _, _ = environment.loader.get_source(environment, "page.css")
+    js, _, _ = environment.loader.get_source(environment, "page.js")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     return environment.get_template("page.html.j2").render(
         title=title or captions.page_title(views, reproduction=claims is not None),
-        subject=subject,
+        generator=Markup(GENERATOR),
         subtitle=captions.subtitle(views, reproduction=claims is not None),
         verdicts=verdicts,
         claims=claims,
         figures=figures,
         compared=compared,
-        sweeps={key: chart for key, chart in drawn.items() if chart.kind == "heat"},
+        sweeps=sweeps,
         runs=runs,
         captions=captions,
         setup=captions.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
         plotly=pack(get_plotlyjs()),
         data=pack(json.dumps(specs, allow_nan=False, separators=(",", ":"))),
-        **sources,
+        css=css,
+        js=js,
     )
+
+
+def _comparisons(tasks: Sequence[Task]) -> list[Fields]:
+    """The charts of tasks with several runs, and the names of their settings."""
+    compared: list[Fields] = []
+    for number, task in enumerate(tasks):
+        charts = {f"task-{number}-{chart.kind}": chart for chart in comparison(task.runs)}
+        if charts:
+            first, *_ = charts.values()
+            names = [series.name for series in first.series]
+            compared.append({"name": task.name, "charts": charts, "names": names})
+    return compared
+
+
+def _sweeps(tasks: Sequence[Task]) -> dict[str, Chart]:
+    """The maps of tasks whose runs fill a grid."""
+    maps = {}
+    for number, task in enumerate(tasks):
+        swept = [SweptRun(run.fields, run.final_loss, run.status) for run in task.runs if run.fields]
+        if len(swept) > 1 and fills_grid(swept):
+            maps[f"task-{number}-heat"] = heat_map(swept)
+    return maps
+
+
+def _visible_text(value: object) -> object:
+    """Text with control characters shown; markup and all else as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value)
+    return value
 
 
 def pack(text: str) -> str:
@@ -184,14 +204,16 @@ def pack(text: str) -> str:
 
 def claims_of(paths: Sequence[Path]) -> Fields | None:
     """The claims of the first reproduction among ``paths``, and what was found in a few sentences."""
-    for path in paths:
-        if (path / CLAIMS).is_file():
-            found = read_json(path / CLAIMS)
-            notes = [f"Data: {source}." for source in found.get("data", ())]
-            notes += found.get("notes", ())
-            parts = captions.claim_parts(found.get("claims", ()))
-            return {"parts": parts, "notes": notes, "found": str(found.get("found", ""))}
-    return None
+    files = [path / CLAIMS for path in paths if (path / CLAIMS).is_file()]
+    if not files:
+        return None
+    found = read_json(files[0])
+    notes = [f"Data: {source}." for source in found.get("data", ())]
+    return {
+        "parts": captions.claim_parts(found.get("claims", ())),
+        "notes": [*notes, *found.get("notes", ())],
+        "found": str(found.get("found", "")),
+    }
 
 
 def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
@@ -232,18 +254,16 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
     """
     figures: dict[str, Figure] = {}
     for view in views:
-        for chart in run_charts(view):
-            if not chart.kind.startswith("calibration"):
-                figures[f"{view.name}-{chart.kind}"] = figure_of(
-                    [chart], title=f"{view.name}: {view.setting}"
-                )
+        title = f"{view.name}: {view.setting}"
+        own = replace(view, calibration=None)
+        figures |= {f"{view.name}-{chart.kind}": figure_of([chart], title=title) for chart in run_charts(own)}
         if view.calibration is not None:
             figures[f"{view.name}-calibration"] = view.calibration.plot(title=view.name)
-    several = [task for task in tasks_of(views) if len(task.runs) > 1]
+    several = _comparisons(tasks_of(views))
     for task in several:
-        for chart in comparison(task.runs)[:1]:
-            name = "comparison" if len(several) == 1 else f"comparison-{task.name}"
-            figures[name] = figure_of([chart], title=task.name)
+        chart, *_ = task["charts"].values()
+        name = "comparison" if len(several) == 1 else f"comparison-{task['name']}"
+        figures[name] = figure_of([chart], title=task["name"])
     written: list[Path] = []
     for name, figure in figures.items():
         written += save(figure, Path(folder) / f"{file_name(name)}.png")

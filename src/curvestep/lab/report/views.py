@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,16 @@ from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import check_trace, final_loss
+from curvestep.fit.samples import final_loss
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
-from curvestep.lab.run.folder import CONFIG, METRICS, TRACE, Run, find_runs
+from curvestep.lab.run.folder import METRICS, TRACE, Run
+from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
 from curvestep.notes import Note
-from curvestep.smoothness.trace import FORMAT, NONFINITE, Trace
+from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clip_norms
 
-CLAIMS = "claims.json"
 NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
+FACTS = ("data", "num_parameters", "seconds", "message")  # of a run's status, for the page
 Columns = dict[str, np.ndarray]
 
 
@@ -90,10 +90,8 @@ class RunView:
     def warnings(self) -> tuple[str, ...]:
         """The warnings of the fit and of the advice, each once."""
         found: list[str] = []
-        if self.fit:
-            found += map(str, self.fit.warnings)
-        if self.advice:
-            found += map(str, self.advice.warnings)
+        for judged in filter(None, (self.fit, self.advice)):
+            found += map(str, judged.warnings)
         return tuple(dict.fromkeys(found))
 
     @property
@@ -130,26 +128,23 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
     """The runs task by task, in the order in which tasks first appear."""
     groups: dict[str, list[RunView]] = {}
     for view in views:
-        groups.setdefault(view.task or view.name, []).append(view)
+        groups.setdefault(view.task, []).append(view)
     tasks = [_task(runs) for runs in groups.values()]
     # Of one recipe or model, tasks are told apart by all that makes them differ.
     names = Counter(task.name for task in tasks)
-    for index, task in enumerate(tasks):
-        if names[task.name] > 1:
-            tasks[index] = replace(task, name=task.runs[0].task)
-    return tasks
+    return [task if names[task.name] == 1 else replace(task, name=task.runs[0].task) for task in tasks]
 
 
 def _task(runs: Sequence[RunView]) -> Task:
-    first = runs[0]
-    name = first.fields.get("name") or first.name
-    if len(runs) == 1 and first.advice is not None:
-        return Task(name=str(name), runs=tuple(runs), advice=first.advice)
-    if len(runs) > 1 and not first.fields:
-        name = first.header.get("model") or name
+    first, *others = runs
+    known = {"name": first.name, **first.fields}
+    if others:
+        known = {"name": first.header.get("model", first.name), **first.fields}
+    advice = first.advice
     measured = [view.fit or view.trace for view in runs if view.trace]
-    advice = advise(*measured) if measured else None
-    return Task(name=str(name), runs=tuple(runs), advice=advice)
+    if measured and (others or advice is None):
+        advice = advise(*measured)
+    return Task(name=str(known["name"]), runs=tuple(runs), advice=advice)
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
@@ -177,123 +172,18 @@ def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = (
     return views
 
 
-def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]]:
-    """The traces in ``paths``, found as for the page, those that can be compared together.
-
-    Raises:
-        ValueError: there is no trace.
-    """
-    found: dict[str, list[Trace]] = {}
-    sources = find_sources(paths)
-    for source in sources:
-        if not isinstance(source, Run):
-            trace = check_trace(source)
-            found.setdefault(task_of(trace), []).append(trace)
-            continue
-        if source.lost_rows:
-            warnings.warn(source.lost_rows, stacklevel=2)
-        if source.trace_path.exists():
-            found.setdefault(task_of(source), []).append(source.trace)
-    if not found:
-        where = ", ".join(str(place_of(source)) for source in sources) or "these folders"
-        raise ValueError(f"There is no trace in {where}: nothing was measured. Train with a probe.")
-    return found
-
-
-def task_of(source: Run | Trace) -> str:
-    """Model and data in words: runs that agree in them can be compared."""
-    if isinstance(source, Run):
-        recipe = source.recipe
-        return f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}"
-    model, size, where = (source.header.get(key) for key in ("model", "num_parameters", "measured_on"))
-    facts = []
-    if model:
-        facts.append(str(model))
-    if isinstance(size, int):
-        facts.append(f"{size:,} parameters")
-    if where not in (None, "training batch"):
-        facts.append(f"measured on {where}")
-    return ", ".join(facts)
-
-
-def place_of(source: Run | Trace | Path | str) -> Path:
-    """The folder of a run or the file of a trace; of a trace in memory a name for it."""
-    if isinstance(source, Trace):
-        return source.path or Path(str(source.header.get("model", "a trace in memory")))
-    if isinstance(source, Run):
-        return source.folder
-    return Path(source)
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders without what they share; a lone one by its own name.
-
-    Example:
-        >>> short_names([Path("runs/a/x"), Path("runs/b/x")]), short_names([Path("runs/mine")])
-        (['a/x', 'b/x'], ['mine'])
-    """
-    absolute = [folder.resolve() for folder in folders]
-    shared = os.path.commonpath([folder.parent for folder in absolute])
-    return [visible(folder.relative_to(shared).as_posix()) for folder in absolute]
-
-
-def find_sources(paths: Iterable[str | Path | Trace]) -> list[Run | Path | Trace]:
-    """The runs, trace files and traces in ``paths``."""
-    places = [path if isinstance(path, Trace) else Path(path) for path in paths]
-    if not places:
-        raise ValueError("`paths` must name at least one run folder or trace file, got none.")
-    return [source for place in places for source in _sources(place)]
-
-
-def _sources(path: Path | Trace) -> Sequence[Run | Path | Trace]:
-    if isinstance(path, Trace) or path.is_file():
-        return [path]
-    if not path.exists():
-        raise ValueError(f"There is no {path}. Name run folders, folders of runs, or trace files.")
-    if (path / CONFIG).exists():
-        return [Run.load(path)]
-    runs = find_runs(path)
-    # ``run2`` comes before ``run10``: digits stand at every second place.
-    runs.sort(key=lambda run: _numbers_as_numbers(str(run.folder)))
-    inside = {run.folder for run in runs}
-    traces = [file for file in sorted(path.rglob("*.jsonl")) if file.parent not in inside and _is_trace(file)]
-    if not (runs or traces) and not (path / CLAIMS).exists():
-        raise ValueError(f"There is neither a run folder nor a trace in {path}.")
-    return [*runs, *traces]
-
-
-def _numbers_as_numbers(text: str) -> list[str | int]:
-    parts: list[str | int] = list(re.split(r"([0-9]+)", text))
-    parts[1::2] = map(int, parts[1::2])
-    return parts
-
-
-def _is_trace(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return f'"format": "{FORMAT}"'.encode() in opened.readline(10_000)
-
-
 def _run_view(run: Run, name: str) -> RunView:
     notes: list[Note] = []
     with _noted(notes):
-        rows = run.rows("train")
-        rows = [rows[index] for index in thinned(np.arange(len(rows)))]
-        names = ("step", "loss", "grad_norm", "coefficient")
-        train = {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
-        train["clip_norm"] = clip_norms({**train, "optimizer": OPTIMIZERS[run.recipe.optimizer]})
-        del train["coefficient"]
-        evaluations = [run.column("loss", split) for split in ("valid", "test")]
-        steps, losses = next((one for one in evaluations if len(one[0])), evaluations[0])
+        train = _training_columns(run)
+        held_out = _held_out(run)
         calibration = _calibration(run.folder, notes)
         measurement = _measurement_of(run, notes)
     if run.lost_rows:
         notes.append(Note(DAMAGED, run.lost_rows))
     if not measurement and not notes:
         notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
-    status, facts = run.status, ("data", "num_parameters", "seconds", "message")
-    metrics = {}
-    for split, values in (status.get("metrics") or {}).items():
-        metrics |= {f"{split} {key}": float(value) for key, value in values.items() if key != "loss"}
+    status = run.status
     return RunView(
         name=name,
         setting=run.recipe.label,
@@ -302,16 +192,43 @@ def _run_view(run: Run, name: str) -> RunView:
         # While a run goes on, its status is written now and then only.
         step=int(max(status.get("step") or 0, train["step"].max(initial=0))),
         train=train,
-        held_out={"step": steps.astype(float), "loss": losses},
+        held_out=held_out,
         max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else math.inf,
         fields=to_dict(run.recipe),
-        facts={key: status[key] for key in facts if status.get(key)},
-        metrics=metrics,
+        facts={key: status[key] for key in FACTS if status.get(key)},
+        metrics=_metrics(status.get("metrics") or {}),
         final_loss=float(status.get("train_loss", math.nan)),
         calibration=calibration,
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
     )
+
+
+def _training_columns(run: Run) -> Columns:
+    rows = run.rows("train")
+    columns: Columns = {}
+    for name in ("step", "loss", "grad_norm", "coefficient"):
+        values = np.array([row.get(name, np.nan) for row in rows], dtype=np.float64)
+        columns[name] = thinned(values)
+    columns["clip_norm"] = clip_norms({**columns, "optimizer": OPTIMIZERS[run.recipe.optimizer]})
+    del columns["coefficient"]
+    return columns
+
+
+def _held_out(run: Run) -> Columns:
+    """Losses on validation data, or where there are none on test data."""
+    steps, losses = run.column("loss", "valid")
+    if not len(steps):
+        steps, losses = run.column("loss", "test")
+    return {"step": steps.astype(float), "loss": losses}
+
+
+def _metrics(by_split: Fields) -> dict[str, float]:
+    """The last evaluation without its losses: ``valid perplexity``, ``test accuracy``, …."""
+    metrics = {}
+    for split, values in by_split.items():
+        metrics |= {f"{split} {name}": float(values[name]) for name in values if name != "loss"}
+    return metrics
 
 
 def _trace_view(source: Path | Trace, name: str) -> RunView:
@@ -321,16 +238,17 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         trace = source if isinstance(source, Trace) else Trace.load(source)
         path = place_of(trace)
         measurement = _measurement(trace, partial(fit_smoothness, trace), notes)
-        calibration = _calibration(path.parent, notes) if path.name == TRACE else None
+        beside: Fields = {}
+        if path.name == TRACE:
+            beside = {"held_out": _rows_beside(path), "calibration": _calibration(path.parent, notes)}
     view = RunView(
         name=name,
         setting="a trace of your own loop",
-        task=task_of(trace),
+        task=task_of(trace) or name,
         max_norm=common_threshold(measurement["measured"]["clip_norm"]),
-        held_out=_held_out_beside(path),
-        calibration=calibration,
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
+        **beside,
     )
     if not len(trace):
         return view
@@ -342,16 +260,16 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
     )
 
 
-def _held_out_beside(trace: Path) -> Columns:
-    """Held-out losses in ``metrics.jsonl`` beside a ``trace.jsonl``."""
+def _rows_beside(trace: Path) -> Columns:
+    """Held-out losses in ``metrics.jsonl`` beside a trace."""
     path = trace.parent / METRICS
-    rows = []
-    if trace.name == TRACE and path.exists():
+    rows: list[Fields] = []
+    if path.exists():
         with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rows written by hand have no checksum
-            rows = [row for chunk in read_rows(file, path) for row in chunk]
-    rows = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
-    return {key: np.array([row[key] for row in rows], dtype=float) for key in ("step", "loss")}
+            rows = list(chain.from_iterable(read_rows(file, path)))
+    held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
+    return {key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")}
 
 
 def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
@@ -382,20 +300,25 @@ def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[
     except ValueError as error:
         refusal = str(error)
     advice = advise(fit or trace)
+    if advice.refused:
+        refusal = refusal or advice.verdict
     if refusal:
         notes.append(Note(NOT_JUDGED, refusal))
-    elif advice.refused:
-        notes.append(Note(NOT_JUDGED, advice.verdict))
     measured = columns_of(trace)
-    layers = [name for name in measured if name.startswith("layers/")]
+    names = [name for name in measured if name.startswith("layers/")]
     return {
-        "layers": {visible(name.split("/", 1)[1].rsplit("/", 1)[0]): measured.pop(name) for name in layers},
+        "layers": {visible(_layer(name)): measured.pop(name) for name in names},
         "measured": measured,
         "fit": fit,
         "advice": None if advice.refused else advice,
         "header": trace.header,
         "trace": trace,
     }
+
+
+def _layer(column: str) -> str:
+    """The layer of a column such as ``layers/encoder/smoothness``."""
+    return column.split("/", 1)[1].rsplit("/", 1)[0]
 
 
 @contextmanager
