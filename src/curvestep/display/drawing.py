@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from curvestep.display.markup import visible
 # Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
-_INK = {"ink": "#000000", "soft": "#777777"}
+_PALETTE: dict[int | str, str] = {**dict(enumerate(COLOURS)), "ink": "#000000", "soft": "#777777"}
 _LINES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":", "": "none"}
 _MARKS = {"circle": "o", "triangle": "^", "square": "s", "": ""}
 _STYLE: dict[Any, Any] = {
@@ -84,7 +83,7 @@ def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = Non
     if series.shade is not None:
         _draw_cloud(panel, series, iterations)
         return
-    colour = COLOURS[series.colour] if isinstance(series.colour, int) else _INK[series.colour]
+    colour = _PALETTE[series.colour]
     if series.low is not None and series.high is not None:
         panel.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
     if series.dash:
@@ -124,20 +123,21 @@ def _draw_grid(panel: Axes, grid: Grid) -> None:
     assert panel.figure is not None
     panel.set_facecolor("0.85")
     panel.grid(visible=False)
-    positive = grid.values[np.isfinite(grid.values) & ((grid.values > 0) | (not grid.log))]
-    norm = LogNorm(positive.min(), positive.max()) if grid.log and len(positive) else None
+    shown = grid.values[np.isfinite(grid.values)]
+    scale = Normalize
+    if grid.log:
+        shown, scale = shown[shown > 0], LogNorm
     colours = "viridis_r" if grid.reverse else "viridis"
-    image = panel.imshow(grid.values, cmap=colours, aspect="auto", norm=norm, interpolation="nearest")
-    if len(positive):
+    image = panel.imshow(grid.values, cmap=colours, aspect="auto", interpolation="nearest")
+    ink = np.full(grid.values.shape, "black")
+    if len(shown):
+        image.set_norm(scale(shown.min(), shown.max()))
         panel.figure.colorbar(image, ax=panel, label=grid.label)
-    middle = positive.mean() if len(positive) else 0.0
+        ink[grid.values > shown.mean()] = "white"
+    look = {"ha": "center", "va": "center", "fontsize": 8}
     for i, row in enumerate(grid.text):
         for j, text in enumerate(row):
-            dark = math.isfinite(grid.values[i, j]) and grid.values[i, j] > middle
-            panel.text(
-                j, i, _literal(text).replace(", ", "\n"), ha="center", va="center", fontsize=8,
-                color="white" if dark else "black",
-            )  # fmt: skip
+            panel.text(j, i, _literal(text).replace(", ", "\n"), color=ink[i, j], **look)
     few = range(0, len(grid.across), -(-len(grid.across) // 10))
     panel.set_xticks(few, [_tick(grid.across[i]) for i in few])
     panel.set_yticks(range(len(grid.down)), [*map(_literal, grid.down)])
@@ -185,11 +185,13 @@ def figure_of(
         size: Of a panel, in inches.
     """
     grid = charts[0].grid
-    width = max(size[0], 2.6 + 1.1 * len(grid.across)) if grid is not None and grid.text else size[0]
+    width, height = size
+    if grid is not None and grid.text:
+        width = max(width, 2.6 + 1.1 * len(grid.across))
     columns = min(columns, len(charts))
     iterations = _common_iterations(charts) if share else None
     with styled():
-        figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=size[1])
+        figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=height)
         for panel, chart in zip(axes, charts, strict=False):
             draw(panel, chart, iterations=iterations)
             if words and chart.words:

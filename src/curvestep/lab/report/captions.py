@@ -67,11 +67,8 @@ def _optimizer_of_trace(view: RunView) -> str:
     rates = finite(view.measured.get("lr", np.array([])))
     if not len(rates):
         return ", ".join(words)
-    low, high = float(rates.min()), float(rates.max())
-    if math.isclose(low, high, rel_tol=1e-3):
-        words.append(f"lr {low:.3g}")
-    else:
-        words.append(f"lr {low:.3g} to {high:.3g}")
+    ends = dict.fromkeys((f"{rates.min():.3g}", f"{rates.max():.3g}"))  # once if they agree
+    words.append(f"lr {' to '.join(ends)}")
     words.append("no step clipped" if math.isinf(view.max_norm) else f"clipped at {view.max_norm:.3g}")
     return ", ".join(words)
 

@@ -80,7 +80,7 @@ def write_page(
         ValueError: there is no run and no trace in ``paths``, or ``output`` is a file to keep.
     """
     sources = list(paths)
-    places = [place_of(source) for source in sources]
+    places = list(map(place_of, sources))
     output = Path(output)
     views = find_views(sources, loaded=loaded)
     _check_output(output, overwrite=overwrite)
@@ -228,7 +228,7 @@ def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
 def _picture(folder: Path, about: Fields) -> dict[str, str]:
     file = folder / str(about.get("png"))
     title = str(about.get("title", file.stem))
-    if not file.is_file() or not file.with_suffix(".svg").is_file():
+    if not all(map(Path.is_file, (file, file.with_suffix(".svg")))):
         return {"title": title, "caption": f"There is no {about.get('png')}.", "image": ""}
     return {"title": title, "caption": str(about.get("caption", "")), "image": _image(file)}
 

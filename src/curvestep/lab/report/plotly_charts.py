@@ -97,7 +97,7 @@ def _scale(chart: Chart, name: str, *, log: bool) -> Spec:
     values = finite(np.concatenate([np.array([]), *(getattr(series, name) for series in chart.series)]))
     if log:
         return _log_scale(axis, values[values > 0], most=_MOST_TICKS[name])
-    scale: Spec = {"type": "linear", "range": axis.range and list(axis.range), "tickmode": "auto"}
+    scale: Spec = {"type": "linear", "range": axis.range, "tickmode": "auto"}
     if axis.label == "iteration" and np.ptp(_ends(values)) <= 8:  # a tick at each step
         scale |= {"tickmode": "linear", "dtick": 1}
     return scale
@@ -113,7 +113,7 @@ def _log_scale(axis: Axis, values: np.ndarray, *, most: int) -> Spec:
         "range": axis.range and np.log10(limits).tolist(),
         "tickmode": "array",
         "tickvals": rounded(ticks),
-        "ticktext": [_power(tick) for tick in ticks],
+        "ticktext": list(map(_power, ticks)),
     }
 
 
@@ -191,10 +191,10 @@ def _hover(series: Series) -> Spec:
     """What a point says beyond its coordinates."""
     if not series.extra:
         return {}
-    columns = [rounded(column) for column in series.extra.values()]
+    columns = map(rounded, series.extra.values())
     lines = [f"{label} %{{customdata[{i}]}}".lstrip() for i, label in enumerate(series.extra)]
     return {
-        "customdata": [list(row) for row in zip(*columns, strict=True)],
+        "customdata": list(zip(*columns, strict=True)),
         "hovertemplate": "<br>".join([*lines, "%{x:.4g}, %{y:.4g}<extra></extra>"]),
     }
 
@@ -219,18 +219,18 @@ def _plotly_grid(grid: Grid, chart: Chart) -> Spec:
         "type": "heatmap",
         "x": rounded(grid.across),
         "y": rounded(grid.down),
-        "z": [rounded(row) for row in shown],
+        "z": list(map(rounded, shown)),
         "colorscale": "Viridis",
         "reversescale": grid.reverse,
         "hoverongaps": False,
         "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 10, "outlinewidth": 0},
-        "customdata": [rounded(row) for row in grid.values],
+        "customdata": list(map(rounded, grid.values)),
         "hovertemplate": f"{plain(chart.y.label)} %{{y}}<br>{plain(chart.x.label)} %{{x}}<br>"
         f"{grid.label} %{{customdata:.4g}}<extra></extra>",
     }
     if grid.text:
         known = np.isfinite(grid.values)
-        text = [[plain(cell) for cell in row] for row in grid.text]
+        text = list(map(rounded, grid.text))
         trace |= {"text": np.where(known, text, "").tolist(), "texttemplate": "%{text}", "xgap": 2, "ygap": 2}
     return trace
 

@@ -21,7 +21,7 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         so_far = f"Not finished, {first.step:,} steps so far. "
     shown: Fields = {"title": title, "more": missing[_MOST_SHOWN:], "warnings": missing[:_MOST_SHOWN]}
     advice = task.advice
-    if advice is None or advice.refused:
+    if advice is None or not task.judged:
         return {**shown, "verdict": f"{so_far}{_without_advice(task)}"}
     warnings = map(str, advice.warnings) if others else first.warnings
     return {
@@ -38,7 +38,7 @@ def _missing_in_one(task: Task) -> list[str]:
     (view,) = task.runs
     if view.status == "diverged":
         return []  # that it has too few rows is no reason to train it longer
-    said = (NOT_MEASURED, NOT_JUDGED) if task.advice is None or task.advice.refused else ()
+    said = () if task.judged else (NOT_MEASURED, NOT_JUDGED)
     return [note.text for note in view.notes if note.kind not in said]
 
 

@@ -84,7 +84,7 @@ class RunView:
     @property
     def doubts(self) -> tuple[str, ...]:
         """The notes as sentences."""
-        return tuple(note.text for note in self.notes)
+        return tuple(map(str, self.notes))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -123,13 +123,18 @@ class Task:
     runs: tuple[RunView, ...]
     advice: Advice | None
 
+    @property
+    def judged(self) -> bool:
+        """Whether there is an answer for these runs."""
+        return self.advice is not None and not self.advice.refused
+
 
 def tasks_of(views: Sequence[RunView]) -> list[Task]:
     """The runs task by task, in the order in which tasks first appear."""
     groups: dict[str, list[RunView]] = {}
     for view in views:
         groups.setdefault(view.task, []).append(view)
-    tasks = [_task(runs) for runs in groups.values()]
+    tasks = list(map(_task, groups.values()))
     # Of one recipe or model, tasks are told apart by all that makes them differ.
     names = Counter(task.name for task in tasks)
     return [task if names[task.name] == 1 else replace(task, name=task.runs[0].task) for task in tasks]
@@ -161,7 +166,7 @@ def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = (
         return []
     known = {run.folder.resolve(): run for run in loaded}
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
-    files = [place_of(source) for source in sources]
+    files = map(place_of, sources)
     names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
     views = []
     for source, name in zip(sources, names, strict=True):
