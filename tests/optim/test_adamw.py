@@ -525,3 +525,51 @@ def test_what_holds_for_all_groups_is_refused_for_one():
     opt = ClippedAdamW([nn.Parameter(torch.ones(2))], lr=0.1, max_norm=1.0)
     with pytest.raises(ValueError, match="`nonfinite` holds for all groups"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "nonfinite": "skip"})
+
+
+class StableAdamW:
+    """Wortsman et al. (2023), algorithm 2, with a cap d in place of 1."""
+
+    def __init__(self, params, lr, betas, eps, decay, d):
+        self.params, self.lr, self.betas, self.eps, self.decay, self.d = params, lr, betas, eps, decay, d
+        self.v, self.u = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.t += 1
+        hats = [b * (1 - b ** (self.t - 1)) / (1 - b**self.t) for b in self.betas]
+        for p, v, u in zip(self.params, self.v, self.u, strict=True):
+            v.mul_(hats[0]).add_((1 - hats[0]) * p.grad)
+            u.mul_(hats[1]).add_((1 - hats[1]) * p.grad**2)
+            rms = (p.grad**2 / u.clamp(min=self.eps**2)).mean().sqrt()
+            lr = self.lr / max(1.0, rms / self.d)
+            p -= lr * self.decay * p + lr * v / (u.sqrt() + self.eps)
+
+
+@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("cap", [1.0, 0.4])
+def test_capped_updates_are_those_of_stable_adamw(path, cap):
+    def parameters():
+        torch.manual_seed(1)
+        return [nn.Parameter(torch.randn(s)) for s in [(40, 30), (7,), (1,), (70_001,)]]
+
+    ours, theirs = parameters(), parameters()
+    opt = ClippedAdamW(
+        ours, lr=0.1, max_norm=math.inf, betas=(0.9, 0.99), weight_decay=0.1, update_rms=cap, **path
+    )
+    reference = StableAdamW(theirs, 0.1, (0.9, 0.99), 1e-8, 0.1, cap)
+    for step in range(30):
+        torch.manual_seed(step)
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = (1 + 20 * (step % 10 == 9)) * torch.randn_like(p)
+            q.grad = p.grad.clone()
+        opt.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+def test_cap_of_the_update_must_be_positive():
+    with pytest.raises(ValueError, match="`update_rms` must be positive"):
+        ClippedAdamW([nn.Parameter(torch.ones(2))], lr=0.1, max_norm=1.0, update_rms=0.0)

@@ -55,6 +55,8 @@ ADAMW = {
     "loop": {"foreach": False, "amsgrad": True},
     "fused": {"fused": True},
     "no decay": {"weight_decay": 0.0},
+    "capped": {"update_rms": 0.5},
+    "capped loop": {"update_rms": 0.5, "foreach": False},
     "by tensor": {"norm_scope": "tensor"},
     "by group": {"norm_scope": "group"},
 }

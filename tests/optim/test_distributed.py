@@ -25,6 +25,7 @@ OPTIONS = [
     {"norm_scope": "tensor"},
     {"amsgrad": False},
     {"amsgrad": True, "foreach": True},
+    {"amsgrad": False, "update_rms": 0.5},
     {"max_norm": percentile(40)},
     {"max_norm": zscore(1.0, warmup=3), "momentum": 0.9},
     {"max_norm": ema(0.9, warmup=3, max_norm=0.6), "amsgrad": False},

@@ -85,8 +85,11 @@ class Kernel:
         self._update.argtypes = [*lists_and_rule, _pointer, _pointer]
         self._update.restype = None
         self._adamw = loaded.curvestep_adamw
-        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, _pointer, _pointer]
+        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, _pointer, _pointer, _pointer]
         self._adamw.restype = None
+        self._rms_of_ratios = loaded.curvestep_rms_of_ratios
+        self._rms_of_ratios.argtypes = self._adamw.argtypes
+        self._rms_of_ratios.restype = flag
 
     def view(self, tensors: list[Tensor], *others: list[Tensor], may_be_negated: bool = True) -> View | None:
         """Where ``tensors`` lie, or None if the kernel cannot take them.
@@ -175,17 +178,26 @@ class Kernel:
         eps: float,
         weight_decay: float,
         units: Units | None = None,
+        update_rms: float = math.inf,
     ) -> None:
         """The formula of ``optim/adamw.py`` on all tensors at once.
 
         ``x`` is the view of gradients, parameters, first moments, second moments and, for ``amsgrad``, the
         largest second moments, in this order; ``steps`` that of the steps taken, which it counts on.
         """
-        self._adamw(
+        given = (
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
             *_addresses(*units or ()),
         )  # fmt: skip
+        if update_rms == math.inf:
+            self._adamw(*given, None)
+            return
+        rms = np.zeros(x.length)
+        if self._rms_of_ratios(*given, rms.ctypes.data):
+            raise MemoryError("No memory for the sums of `update_rms`.")
+        rates = 1 / np.maximum(1.0, rms / update_rms)
+        self._adamw(*given, rates.ctypes.data)
 
 
 def _addresses(*units: Any) -> tuple[Any, Any]:

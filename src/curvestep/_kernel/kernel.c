@@ -254,6 +254,8 @@ struct Job {
     const int64_t *starts; /* of the units, if each has a factor of its own */
     const double *scales;  /* these factors, in place of that of the rule, or 0 */
     void (*block)(const Job *job, int64_t i, int64_t at, int64_t n, double scale);
+    const double *rates; /* factors on the learning rate, one for each tensor, or 0 */
+    double *sum;         /* where a reduction adds up its block */
     void *const *steps;
     int steps_are_doubles;
     Correction usual; /* that of the first tensor, most often of all */
@@ -384,8 +386,12 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n, double
 {
     AdamRule own_rule = *(const AdamRule *)job->rule, *rule = &own_rule;
     const double step = step_of(job, i);
-    const Correction own = step == job->usual.step ? job->usual : correction(rule, step);
+    Correction own = step == job->usual.step ? job->usual : correction(rule, step);
     own_rule.scale = scale;
+    if (job->rates) {
+        own_rule.lr *= job->rates[i];
+        own.size *= job->rates[i];
+    }
     void *g = element(job, 0, i, at), *p = element(job, 1, i, at), *m = element(job, 2, i, at);
     void *v = element(job, 3, i, at), *largest = element(job, 4, i, at);
     if (job->doubles) {
@@ -401,10 +407,10 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n, double
    steps that each parameter has made, which is one more afterwards. */
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                     const AdamRule *rule, void *const *steps, int steps_are_doubles, const int64_t *starts,
-                    const double *scales)
+                    const double *scales, const double *rates)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .block = adamw_block, .steps = steps,
+               .rule = rule, .starts = starts, .scales = scales, .rates = rates, .block = adamw_block, .steps = steps,
                .steps_are_doubles = steps_are_doubles};
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
@@ -414,6 +420,57 @@ void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, in
             *(double *)steps[i] += 1;
         else
             *(float *)steps[i] += 1;
+}
+
+static void ratios_block(const Job *job, int64_t i, int64_t at, int64_t n, double scale)
+{
+    AdamRule rule = *(const AdamRule *)job->rule;
+    const double step = step_of(job, i);
+    const Correction own = step == job->usual.step ? job->usual : correction(&rule, step);
+    const void *g = element(job, 0, i, at), *v = element(job, 3, i, at);
+    rule.scale = scale;
+    *job->sum += job->doubles ? ratios_double(g, v, n, &rule, own.root) : ratios_float(g, v, n, &rule, own.root);
+}
+
+/* As squares_of_parts; job->sum is where the first block adds up. */
+static void ratios_of_parts(int64_t begin, int64_t end, void *context)
+{
+    Job job = *(const Job *)context;
+    const int64_t first = part_begin(job.all, job.parts, begin), last = part_begin(job.all, job.parts, end);
+    int64_t tensor_begin = 0;
+    for (int64_t i = 0; i < job.count; tensor_begin += job.sizes[i++])
+        for (int64_t at = 0; at < job.sizes[i]; at += BLOCK, job.sum++)
+            if (first <= tensor_begin + at && tensor_begin + at < last)
+                update_range(&job, i, at, least(at + BLOCK, job.sizes[i]));
+}
+
+/* The root of the mean of (c g)^2/max(v, eps^2) in each tensor, where v is the corrected second moment after the step of
+   AdamW that would follow. 1 if there is no memory for the sums. */
+int curvestep_rms_of_ratios(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads,
+                            int num_lists, const AdamRule *rule, void *const *steps, int steps_are_doubles,
+                            const int64_t *starts, const double *scales, double *rms)
+{
+    int64_t blocks = 0, number = 0;
+    for (int64_t i = 0; i < count; i++)
+        blocks += (sizes[i] + BLOCK - 1) / BLOCK;
+    double *sums = calloc(blocks + 1, sizeof(double));
+    if (!sums)
+        return 1;
+    Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
+               .rule = rule, .starts = starts, .scales = scales, .block = ratios_block, .steps = steps,
+               .steps_are_doubles = steps_are_doubles, .sum = sums, .all = sum_of(sizes, count)};
+    job.parts = num_parts(job.all, threads);
+    if (count)
+        job.usual = correction(rule, step_of(&job, 0));
+    on_threads(job.parts, ratios_of_parts, &job);
+    for (int64_t i = 0; i < count; i++) {
+        double sum = 0;
+        for (int64_t at = 0; at < sizes[i]; at += BLOCK)
+            sum += sums[number++];
+        rms[i] = sizes[i] ? sqrt(sum / sizes[i]) : 0;
+    }
+    free(sums);
+    return 0;
 }
 
 /* A tensor as DLPack describes it, and the function of torch's exchange interface that fills it in: a stable binary
@@ -629,6 +686,33 @@ static void NAMED(update)(REAL *restrict p, const REAL *restrict g, REAL *restri
             b[i] = mu * b[i] + k * (c * g[i] + w * p[i]);
             p[i] -= lr * b[i];
         }
+}
+
+/* The sum of d^2/max(v, eps^2) with d = c g and v the corrected second moment that comes next; added as REAL in
+   sixteen sums over rows of ROW, the rows as double. */
+FOR_EACH_CPU
+static double NAMED(ratios)(const REAL *g, const REAL *v, int64_t n, const AdamRule *rule, double root)
+{
+    const REAL c = rule->scale, b2 = rule->beta2, k2 = 1 - rule->beta2, r = 1 / (root * root);
+    const REAL least_square = rule->eps * rule->eps > 0 ? rule->eps * rule->eps : 1e-37;
+    double total = 0;
+    for (int64_t row = 0; row < n; row += ROW) {
+        const int64_t end = n - row < ROW ? n : row + ROW;
+        REAL sums[16] = {0};
+        int64_t i = row;
+        for (; i + 16 <= end; i += 16)
+            for (int k = 0; k < 16; k++) {
+                const REAL d = c * g[i + k], next = (b2 * v[i + k] + k2 * (d * d)) * r;
+                sums[k] += d * d / (next > least_square ? next : least_square);
+            }
+        for (int k = 0; i < end; i++, k++) {
+            const REAL d = c * g[i], next = (b2 * v[i] + k2 * (d * d)) * r;
+            sums[k] += d * d / (next > least_square ? next : least_square);
+        }
+        for (int k = 0; k < 16; k++)
+            total += sums[k];
+    }
+    return total;
 }
 
 /* m <- b1 m + (1 - b1) c g,  v <- b2 v + (1 - b2) (c g)^2,  p <- (1 - lr w) p - size m/(sqrt(v)/root + eps), where

@@ -46,6 +46,7 @@ class Rule(Protocol):
         counts_steps: Whether the state also has the number of its steps, ``step``.
         sparse_error: Why a sparse gradient is refused, empty if it is not.
         has_fused: Whether torch has a fused kernel for this rule.
+        measures_tensors: Whether it needs all of a tensor, not only what lies here of a sharded one.
     """
 
     @property
@@ -60,6 +61,8 @@ class Rule(Protocol):
     def sparse_error(self) -> str: ...
     @property
     def has_fused(self) -> bool: ...
+    @property
+    def measures_tensors(self) -> bool: ...
     def with_lr(self, lr: Number) -> Rule:
         """The same rule with another learning rate."""
         ...
@@ -220,7 +223,8 @@ def _sorted(bundle: Bundle, state: State) -> list[Part]:
             state[whole]["step"] = _step_of(state[whole].get("step"), p)
             part.steps.append(state[whole]["step"])
     for part in parts.values():
-        if part.alike:
+        is_cut = part.rule.measures_tensors and any(map(is_sharded, part.wholes))
+        if part.alike and not is_cut:
             part.view, part.steps_view = _views(part.steps, part.grads, part.params, *part.buffers)
         part.path = choose_path(part, bundle.group)
     return list(parts.values())

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Unpack
 
@@ -14,11 +16,12 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep._kernel import real_cpu_tensors
 from curvestep.clip_rules import ClipRule
+from curvestep.distributed import as_sharded, local
 from curvestep.optim._update import Number, Part
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
-from curvestep.steps import clipped_step
-from curvestep.vectors import is_readable
+from curvestep.steps import check_threshold, clipped_step
+from curvestep.vectors import global_norm, is_readable
 
 
 class AdamWOptions(ScaledOptions, total=False):
@@ -28,9 +31,12 @@ class AdamWOptions(ScaledOptions, total=False):
     eps: float
     weight_decay: float
     amsgrad: bool
+    update_rms: float
 
 
-_DEFAULTS: AdamWOptions = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
+_DEFAULTS: AdamWOptions = {
+    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "update_rms": math.inf,
+}  # fmt: skip
 
 
 class ClippedAdamW(ScaledOptimizer):
@@ -59,6 +65,8 @@ class ClippedAdamW(ScaledOptimizer):
         eps: :math:`\epsilon`, added to the denominator.
         weight_decay: Decoupled weight decay :math:`w`; it is never clipped.
         amsgrad: Divide by the largest second moment so far.
+        update_rms: Largest root mean square of :math:`\hat g/\sqrt{v}` in a tensor, 1 in StableAdamW
+            (Wortsman et al., 2023). The learning rate of a tensor is divided by what it has beyond that.
         norm_scope: As for :class:`ClippedSGD`.
         nonfinite: As for :class:`ClippedSGD`: on an accelerator a step waits once with ``"raise"``, and never
             with ``"skip"`` and ``"propagate"``, unless some of the parameters are on CPU. There the
@@ -104,7 +112,7 @@ class ClippedAdamW(ScaledOptimizer):
         """Moments, weight decay and ascent of a group."""
         return AdamWRule(
             lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"], maximize=group["maximize"],
+            amsgrad=group["amsgrad"], maximize=group["maximize"], update_rms=group["update_rms"],
         )  # fmt: skip
 
     def check_group(self, group: Group) -> None:
@@ -116,6 +124,7 @@ class ClippedAdamW(ScaledOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
         if not 0.0 <= checked_number("eps", group["eps"]):
             raise ValueError(f"Invalid epsilon value: {group['eps']}")
+        check_threshold("update_rms", group["update_rms"])
         super().check_group(group)
 
 
@@ -128,6 +137,7 @@ class AdamWRule(NamedTuple):
     weight_decay: float
     amsgrad: bool
     maximize: bool
+    update_rms: float = math.inf
 
     counts_steps = True
     sparse_error = (
@@ -140,9 +150,14 @@ class AdamWRule(NamedTuple):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     @property
+    def measures_tensors(self) -> bool:
+        """Whether the update of a tensor is capped."""
+        return self.update_rms < math.inf
+
+    @property
     def has_fused(self) -> bool:
         """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
-        return fused_adamw() is not None
+        return fused_adamw() is not None and not self.measures_tensors  # it takes one lr for all tensors
 
     def with_lr(self, lr: Number) -> AdamWRule:
         """The same rule with another learning rate."""
@@ -163,7 +178,7 @@ class AdamWRule(NamedTuple):
         part.view.kernel.adamw(
             part.view, part.steps_view, scale=self._signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
-            units=part.scaled_units(self._signed(scale)),
+            units=part.scaled_units(self._signed(scale)), update_rms=self.update_rms,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:
@@ -200,8 +215,13 @@ class AdamWRule(NamedTuple):
         denominators = torch._foreach_sqrt(largest[0] if largest else exp_avg_sqs)
         torch._foreach_div_(denominators, list(roots))
         torch._foreach_add_(denominators, self.eps)
+        kept: Any = 1 - self.lr * self.weight_decay
+        if self.measures_tensors:
+            rates = self._rates(part, grads, list(roots))
+            sizes = [size * rate for size, rate in zip(sizes, rates, strict=True)]
+            kept = [1 - self.lr * self.weight_decay * rate for rate in rates]
         if self.weight_decay:
-            torch._foreach_mul_(params, 1 - self.lr * self.weight_decay)
+            torch._foreach_mul_(params, kept)
         if isinstance(sizes[0], Tensor):
             torch._foreach_div_(denominators, [-size for size in sizes])
             torch._foreach_addcdiv_(params, exp_avgs, denominators)
@@ -214,7 +234,8 @@ class AdamWRule(NamedTuple):
         """The formula for each parameter; what a gradient through the step needs is not overwritten."""
         keep = _copied if torch.is_grad_enabled() else _itself
         beta1, beta2 = self.betas
-        for p, g, step, *buffers in zip(part.params, part.grads, part.steps, *part.buffers, strict=True):
+        each = zip(part.params, part.grads, part.steps, part.wholes, *part.buffers, strict=True)
+        for p, g, step, whole, *buffers in each:
             d = g * self._signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
@@ -224,11 +245,26 @@ class AdamWRule(NamedTuple):
                 second = torch.maximum(keep(maximum), second)
                 maximum.copy_(second)
             size, root = self._corrected(step, p)
+            decay = self.lr * self.weight_decay
+            if self.measures_tensors:
+                one = replace(part, params=[p], wholes=[whole], buffers=[[exp_avg], [exp_avg_sq]])
+                (rate,) = self._rates(one, [d], [root])
+                size, decay = size * rate, decay * rate
             direction = keep(exp_avg) / (second.sqrt() / root + self.eps)
             if self.weight_decay:
-                p.mul_(1 - self.lr * self.weight_decay)
+                p.mul_(1 - decay)
             p.sub_(direction * size)
         torch._foreach_add_(part.steps, 1)
+
+    def _rates(self, part: Part, grads: list[Tensor], roots: list[Number]) -> list[Number]:
+        """Factors on the learning rate of each tensor, whole ones where they are sharded."""
+        rates: list[Tensor] = []
+        for d, v, root, whole in zip(grads, part.buffers[1], roots, part.wholes, strict=True):
+            ratios = d / (v.sqrt() / root).clamp(min=self.eps)
+            count = whole.numel() * ratios.numel() / max(local(whole).numel(), 1)  # a complex number has two
+            rms = global_norm([as_sharded(ratios, whole)]) / max(count, 1) ** 0.5
+            rates.append(1 / (rms / self.update_rms).clamp(min=1.0).to(d))
+        return [rate.item() if is_readable(rate) else rate for rate in rates]
 
     def _signed(self, scale: Any) -> Any:
         return -scale if self.maximize else scale

@@ -100,6 +100,7 @@ class SGDRule(NamedTuple):
     maximize: bool = False
 
     counts_steps = False
+    measures_tensors = False
     sparse_error = ""
 
     @property
