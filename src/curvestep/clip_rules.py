@@ -27,17 +27,17 @@ from torch import Tensor
 
 from curvestep._checks import check_count, check_positive
 
-Number: TypeAlias = (
-    float | np.ndarray[Any, Any] | Tensor
-)  # an array of one for each tensor or unit, on a device a tensor
-State: TypeAlias = tuple[Any, ...]  # the Numbers that a rule remembers
+# A float, or an array or tensor with a number for each tensor or unit; on a device a tensor, not read.
+Quantity: TypeAlias = Any
+State: TypeAlias = tuple[Quantity, ...]  # what a rule remembers
+Plain: TypeAlias = Mapping[str, Any]  # a rule in a checkpoint
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
 
 class History(Protocol):
     """The last gradient norms, this one among them."""
 
-    def percentile(self, p: float) -> Number:
+    def percentile(self, p: float) -> Quantity:
         """The p-th percentile, interpolated as ``numpy.percentile`` does."""
         ...
 
@@ -52,10 +52,10 @@ class Seen(NamedTuple):
         history: The last norms, for a rule with a ``window``.
     """
 
-    norm: Any
-    total: Any
-    weight: Any = 0.0
-    history: Any = None
+    norm: Quantity
+    total: Quantity
+    weight: Quantity = 0.0
+    history: Quantity = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ClipRule:
 
     make: Callable[..., ClipRule]
     parameters: Mapping[str, float]
-    bound: Callable[[Seen, State], tuple[Any, State]] = field(compare=False)
+    bound: Callable[[Seen, State], tuple[Quantity, State]] = field(compare=False)
     start: tuple[float, ...] = field(default=(), compare=False)
     window: int = field(default=0, compare=False)
     each: Each = field(default="norm", compare=False)
@@ -84,7 +84,7 @@ class ClipRule:
         """The name of the function that makes it."""
         return self.make.__name__
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> Plain:
         """The rule as plain data, for a checkpoint."""
         return {"rule": self.name, **self.parameters}
 
@@ -92,14 +92,14 @@ class ClipRule:
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters.items())
         return f"{self.name}({given})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[partial[ClipRule], tuple[()]]:
         return partial(self.make, **self.parameters), ()
 
     def __deepcopy__(self, memo: object) -> ClipRule:
         return self
 
 
-def from_plain(plain: Mapping[str, Any], known: object = None) -> ClipRule:
+def from_plain(plain: Plain, known: object = None) -> ClipRule:
     """The rule that :meth:`ClipRule.as_plain` described: one of this module, or made as ``known`` was."""
     parameters = dict(plain)
     name = parameters.pop("rule")
@@ -129,7 +129,7 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
     if not 0 < check_positive("p", p) < 100:
         raise ValueError(f"`p` must be a percentage between 0 and 100, got {p!r}.")
 
-    def bound(seen: Seen, state: State) -> tuple[Any, State]:
+    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         return seen.history.percentile(p), state
 
     parameters = {"p": p, "window": check_count("window", window)}
@@ -156,7 +156,7 @@ def zscore(z: float = 2.5, *, decay: float = 0.97, warmup: int = 25) -> ClipRule
     check_positive("z", z)
     _check_decay(decay)
 
-    def bound(seen: Seen, state: State) -> tuple[Any, State]:
+    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean, variance = state
         above = seen.norm - mean
         is_warm = count < warmup
@@ -197,7 +197,7 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
     check_positive("max_norm", max_norm)
     _check_decay(decay)
 
-    def bound(seen: Seen, state: State) -> tuple[Any, State]:
+    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean = state
         is_warm = count + 1 < warmup
         joint = choose(seen.total > max_norm, seen.norm * (max_norm / seen.total), math.inf)
@@ -228,7 +228,7 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
     check_positive("ratio", ratio)
     check_positive("eps", eps)
 
-    def bound(seen: Seen, state: State) -> tuple[Any, State]:
+    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         return ratio * larger(seen.weight, eps), state
 
     return ClipRule(weight_ratio, {"ratio": ratio, "eps": eps}, bound, each="unit")
@@ -237,7 +237,7 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
 RULES = (percentile, zscore, ema, weight_ratio)
 
 
-def choose(condition: Any, yes: Any, no: Any) -> Any:
+def choose(condition: Quantity, yes: Quantity, no: Quantity) -> Quantity:
     """``yes`` where the condition holds, else ``no``: numbers, or tensors of them."""
     if isinstance(condition, Tensor):
         return torch.where(condition, yes, no)
@@ -246,12 +246,12 @@ def choose(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
-def smaller(a: Any, b: Any) -> Any:
+def smaller(a: Quantity, b: Quantity) -> Quantity:
     """The smaller of two numbers, or of each pair."""
     return choose(a < b, a, b)
 
 
-def larger(a: Any, b: Any) -> Any:
+def larger(a: Quantity, b: Quantity) -> Quantity:
     """The larger of two numbers, or of each pair."""
     return choose(a > b, a, b)
 
@@ -319,7 +319,7 @@ class DeviceWindow(NamedTuple):
         return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
 
 
-def placed(numbers: Any, like: Tensor) -> Tensor:
+def placed(numbers: Quantity, like: Tensor) -> Tensor:
     """Numbers from the host where ``like`` is; the host need not wait for that."""
     return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
 

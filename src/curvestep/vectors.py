@@ -80,9 +80,12 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
     norms = [norm_of(of_kind) for (norm_of, *_), of_kind in in_order]
     if not norms:
         return _host_scalar(0.0)
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
+    return joint(norms)
+
+
+def joint(norms: list[Tensor]) -> Tensor:
+    """The norm of vectors that have these norms."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
 
 
 def host_norm(tensors: list[Tensor], view: View | None = None) -> float:

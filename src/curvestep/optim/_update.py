@@ -8,11 +8,11 @@ Which tensors go together and which path they take is decided here, once for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from curvestep.vectors import check_memory, is_readable, view_of
 
 # Our kernel, torch's fused kernel, torch's functions for lists of tensors, or one tensor after the other.
 Path: TypeAlias = Literal["kernel", "fused", "foreach", "loop"]
+Scale = TypeVar("Scale", float, Tensor, float | Tensor)
 Number: TypeAlias = float | Tensor  # a float on the host, a tensor of one element on a device
+Found: TypeAlias = list[Any]  # tensors of the state, None where there is none yet
 State: TypeAlias = MutableMapping[Tensor, Any]  # the state of torch's optimizers
 
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
@@ -104,8 +106,8 @@ class Bundle(Decision):
     """
 
     rule: Rule = field(kw_only=True)
-    buffers: list[list[Any]] = field(kw_only=True)  # a list for each name; None where one is missing
-    steps: list[Any] = field(kw_only=True)  # the step of each parameter, if the rule counts them
+    buffers: list[Found] = field(kw_only=True)  # a list for each name; None where one is missing
+    steps: Found = field(kw_only=True)  # the step of each parameter, if the rule counts them
     steps_view: View | None = None
     units: Units | None = None  # factors on pieces of the gradient, if our kernel is to multiply them
 
@@ -309,7 +311,7 @@ def update(part: Part, scale: float) -> None:
         part.rule.by_loop(part, scale)
 
 
-def _views(steps: list[Any], *lists: list[Any]) -> tuple[View | None, View | None]:
+def _views(steps: Found, *lists: Found) -> tuple[View | None, View | None]:
     """Where the tensors and their steps lie, if our kernel can walk through all of them."""
     view = view_of(*lists)
     if view is None or not steps:
@@ -320,9 +322,7 @@ def _views(steps: list[Any], *lists: list[Any]) -> tuple[View | None, View | Non
     return view, steps_view
 
 
-def _existing(
-    params: list[Tensor], state: Mapping[Tensor, Any], rule: Rule
-) -> tuple[list[list[Any]], list[Any]]:
+def _existing(params: list[Tensor], state: State, rule: Rule) -> tuple[list[Found], Found]:
     """Buffers and steps of the parameters, None where there is none yet."""
     if not rule.buffer_names:
         return [], []
@@ -335,23 +335,23 @@ def _existing(
     return buffers, steps
 
 
-def _column(states: list[Mapping[str, Any]], name: str) -> list[Any]:
+def _column(states: Found, name: str) -> Found:
     try:
         return list(map(itemgetter(name), states))
     except KeyError:
         return [of_tensor.get(name) for of_tensor in states]
 
 
-def _is_step_for(device: torch.device, step: Any) -> bool:
+def _is_step_for(device: torch.device, step: object) -> bool:
     """Whether the number of steps is kept so that torch's kernel can read it where the parameter is."""
     if type(step) is not Tensor or step.device != device or step.numel() != 1:
         return False
     return step.is_cpu or step.dtype is torch.float32
 
 
-def _step_of(step: Any, p: Tensor) -> Tensor:
+def _step_of(step: Tensor | float | None, p: Tensor) -> Tensor:
     """The number of steps as torch keeps it, where the parameter is; nothing is read."""
-    if _is_step_for(p.device, step):
+    if isinstance(step, Tensor) and _is_step_for(p.device, step):
         return step
     if isinstance(step, Tensor) and step.numel() != 1:
         raise ValueError(f"`step` must be one number, got shape {tuple(step.shape)}. Load a whole state.")

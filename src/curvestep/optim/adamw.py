@@ -17,9 +17,9 @@ from torch.optim.optimizer import ParamsT
 from curvestep._kernel import real_cpu_tensors
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import as_sharded, local
-from curvestep.optim._update import Number, Part
+from curvestep.optim._update import Number, Part, Scale
 from curvestep.optim.policy import Group
-from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
+from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, checked_number
 from curvestep.steps import check_threshold, clipped_step
 from curvestep.vectors import global_norm, is_readable
 
@@ -104,7 +104,7 @@ class ClippedAdamW(ScaledOptimizer):
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, _DEFAULTS, options)
 
-    def coefficient(self, norm: Any, group: Group) -> Any:
+    def coefficient(self, norm: Norm, group: Group) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
 
@@ -266,7 +266,7 @@ class AdamWRule(NamedTuple):
             rates.append(1 / (rms / self.update_rms).clamp(min=1.0).to(d))
         return [rate.item() if is_readable(rate) else rate for rate in rates]
 
-    def _signed(self, scale: Any) -> Any:
+    def _signed(self, scale: Scale) -> Scale:
         return -scale if self.maximize else scale
 
     def _corrected(self, step: Tensor, p: Tensor) -> tuple[Number, Number]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.clip_rules import ClipRule
+from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
@@ -59,7 +59,7 @@ def clip(
     method ``clip_stats()``, and its state dict carries the counters and the threshold.
 
     Args:
-        optimizer: Any torch optimizer, or what Accelerate or Lightning wrapped one in. Groups that Muon steps
+        optimizer: A torch optimizer, or what Accelerate or Lightning wrapped one in. Groups that Muon steps
             are left out of the norm, and said.
         max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
             :mod:`curvestep.clip_rules`. It becomes the entry
@@ -260,7 +260,7 @@ class Clipping:
         coefficients, fired = counted_pieces(decisions, coefficients, fired, torch.as_tensor)
         self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
 
-    def _bound(self, group: Group) -> Any:
+    def _bound(self, group: Group) -> Quantity:
         return group.get("max_norm", self._max_norm)
 
     def _hide(self, decisions: list[Decision]) -> None:
@@ -270,7 +270,7 @@ class Clipping:
         for p, _ in self._hidden:
             p.grad = None
 
-    def _save(self, optimizer: Any, state: dict[str, Any]) -> None:
+    def _save(self, optimizer: Any, state: Group) -> None:
         self._record.save(state["param_groups"])
 
     def _load(self, optimizer: Any) -> None:

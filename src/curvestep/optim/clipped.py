@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep.clip_rules import ClipRule
+from curvestep.optim.policy import Group
+from curvestep.optim.scaled import Norm
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
 from curvestep.steps import clipped_step
 
@@ -81,6 +83,6 @@ class ClippedSGD(ScaledSGD):
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
 
-    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Norm, group: Group) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])

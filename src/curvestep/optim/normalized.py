@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from curvestep.optim.policy import Group
+from curvestep.optim.scaled import Norm
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
 from curvestep.steps import normalized_step
 
@@ -59,10 +61,10 @@ class NormalizedSGD(ScaledSGD):
     ) -> None:
         super().__init__(params, {"lr": lr, "offset": offset}, **options)
 
-    def coefficient(self, norm: Any, group: dict[str, Any]) -> Any:
+    def coefficient(self, norm: Norm, group: Group) -> Norm:
         r""":math:`1/(g + \beta)`."""
         return normalized_step(norm, lr=1.0, offset=group["offset"])
 
-    def coefficient_at_zero(self, group: dict[str, Any]) -> float:
+    def coefficient_at_zero(self, group: Group) -> float:
         r""":math:`1/\beta`."""
         return 1.0 / group["offset"]

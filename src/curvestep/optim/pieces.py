@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvestep._kernel import Units, View, one_unit_each
-from curvestep.clip_rules import ClipRule
+from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import whole
 from curvestep.vectors import LARGEST_SAFE_NORM, global_norm, on_one_device, view_of, widest_dtype
 
@@ -33,12 +33,12 @@ class HostPieces:
         starts: The number of each tensor's first piece, and at last the number of all.
     """
 
-    def __init__(self, rule: ClipRule, view: View, starts: Any) -> None:
+    def __init__(self, rule: ClipRule, view: View, starts: Quantity) -> None:
         total, squares = view.kernel.squares_of_units(view, starts)
         self.rule = rule
         self.norm = math.sqrt(total)
-        self.norms: list[Any] = [np.sqrt(squares)]
-        self.weights: list[Any] = [0.0]
+        self.norms: list[Quantity] = [np.sqrt(squares)]
+        self.weights: list[Quantity] = [0.0]
         if rule.each == "unit":
             self.weights = [np.sqrt(view.kernel.squares_of_units(view, starts, which=1)[1])]
         self._starts = starts
@@ -49,14 +49,14 @@ class HostPieces:
         """Take the scale of a GradScaler out of the norms."""
         self.norms = [norms * factor for norms in self.norms]
 
-    def clip(self, bounds: Sequence[Any]) -> None:
+    def clip(self, bounds: Sequence[Quantity]) -> None:
         """Fix the factors, by a threshold for each norm."""
         (norms,), (bound,) = self.norms, bounds
         fired = norms > bound
         self._num_fired = np.count_nonzero(fired)
         self._factors = np.divide(bound, norms, out=np.ones_like(norms), where=fired)
 
-    def clip_some(self, bounds_of: Callable[[Any], Any], at: list[int], count: int) -> None:
+    def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
         """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
         norms = np.zeros(count)
         norms[at] = self.norms[0]
@@ -92,9 +92,9 @@ class TensorPieces:
 
     units = None
 
-    def __init__(self, rule: ClipRule, norms: list[Tensor], weights: list[Any]) -> None:
+    def __init__(self, rule: ClipRule, norms: list[Tensor], weights: list[Quantity]) -> None:
         self.rule = rule
-        self.norms: list[Any] = norms
+        self.norms: list[Quantity] = norms
         self.weights = weights
         self.norm = torch.linalg.vector_norm(_joined(norms))
         self._fired: list[Tensor] = []
@@ -104,13 +104,13 @@ class TensorPieces:
         """Take the scale of a GradScaler out of the norms."""
         self.norms = [norms * factor for norms in self.norms]
 
-    def clip(self, bounds: Sequence[Any]) -> None:
+    def clip(self, bounds: Sequence[Quantity]) -> None:
         """Fix the factors, by a threshold for each norm."""
         pairs = list(zip(self.norms, bounds, strict=True))
         self._fired = [norms > bound for norms, bound in pairs]
         self._factors = list(starmap(_factor, pairs))
 
-    def clip_some(self, bounds_of: Callable[[Any], Any], at: list[int], count: int) -> None:
+    def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
         """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
         norms = self.norms[0]
         there = torch.tensor(at, device="cpu").to(norms.device, non_blocking=True)
@@ -163,7 +163,7 @@ def scaled(grads: list[Tensor], pieces: Pieces) -> list[Tensor]:
     return [(g * f).to(g.dtype) for g, f in zip(grads, factors, strict=True)]
 
 
-def _starts(view: View, rule: ClipRule) -> Any:
+def _starts(view: View, rule: ClipRule) -> Quantity:
     """The number of each tensor's first piece, and at last of all; None if units lie between each other."""
     if rule.each == "tensor":
         return one_unit_each(view.length)
@@ -179,7 +179,7 @@ def _unit_norms(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), keepdim=True, dtype=dtype)
 
 
-def _factor(norms: Tensor, bound: Any) -> Tensor:
+def _factor(norms: Tensor, bound: Quantity) -> Tensor:
     """One where the norm is within its threshold, which may be infinite, and where it is zero."""
     return (bound / norms).clamp(max=1.0).nan_to_num(1.0)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_positive
 from curvestep._kernel import View
-from curvestep.clip_rules import ClipRule
+from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import HostCounters, Limit, Spike
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
@@ -62,10 +62,10 @@ def check_scope(rule: ClipRule, norm_scope: str) -> None:
 
 def counted_pieces(
     decisions: Sequence[Decision],
-    coefficients: list[Any],
-    fired: list[Any],
-    as_number: Callable[[Any], Any] = float,
-) -> tuple[list[Any], list[Any]]:
+    coefficients: list[Quantity],
+    fired: list[Quantity],
+    as_number: Callable[[Quantity], Quantity] = float,
+) -> tuple[list[Quantity], list[Quantity]]:
     """Coefficient and share of what fired of each decision, with those of its pieces where it has some."""
     for i, decision in enumerate(decisions):
         if decision.pieces is not None:
@@ -73,7 +73,7 @@ def counted_pieces(
     return coefficients, fired
 
 
-def unscale_pieces(decisions: Sequence[Decision], factor: Any) -> None:
+def unscale_pieces(decisions: Sequence[Decision], factor: Quantity) -> None:
     """Take the scale of a GradScaler out of the norms of the pieces."""
     for pieces in [decision.pieces for decision in decisions if decision.pieces is not None]:
         pieces.unscale(factor)

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from curvestep._kernel import Array
-from curvestep.clip_rules import ClipRule, DeviceWindow, Seen, State, Window, choose, from_plain, placed
+from curvestep.clip_rules import (
+    ClipRule,
+    DeviceWindow,
+    Quantity,
+    Seen,
+    State,
+    Window,
+    choose,
+    from_plain,
+    placed,
+)
 from curvestep.optim.counters import ClipStats, HostCounters, Spike, clip_stats_of, is_clipped_before
 from curvestep.optim.device import DeviceCounters
 from curvestep.optim.pieces import HostPieces, Pieces
@@ -78,7 +88,7 @@ class TensorMemory:
         self._state = tuple(placed(numbers, like).expand(like.shape).clone() for numbers in saved["state"])
         self._window = DeviceWindow.of(rule.window, saved["norms"], like)
 
-    def bound(self, norm: Tensor, total: Any, keep: Any) -> Tensor:
+    def bound(self, norm: Tensor, total: Quantity, keep: Quantity) -> Tensor:
         """The threshold for gradients of these norms, which are remembered where ``keep`` holds."""
         is_usual = norm.isfinite() & (norm > 0)
         is_kept = is_usual & _beside(norm, keep)
@@ -105,10 +115,10 @@ class RuleMemories:
     def bounded(
         self,
         decisions: Sequence[Decision],
-        norms: list[Any],
-        total: Any,
+        norms: list[Quantity],
+        total: Quantity,
         groups: list[Group],
-        keep: Any = True,
+        keep: Quantity = True,
     ) -> list[Group]:
         """The group of each decision, with a number in place of its rule.
 
@@ -131,7 +141,9 @@ class RuleMemories:
             bounded.append(decision.group | {"max_norm": bound})
         return bounded
 
-    def _clip_pieces(self, key: str, decision: Decision, pieces: Pieces, total: Any, keep: Any) -> None:
+    def _clip_pieces(
+        self, key: str, decision: Decision, pieces: Pieces, total: Quantity, keep: Quantity
+    ) -> None:
         """Fix the factors of the pieces; what is left to clip then is nothing."""
         rule = pieces.rule
         if not rule.start:
@@ -139,7 +151,7 @@ class RuleMemories:
             pieces.clip([rule.bound(Seen(norms, total, weights), ())[0] for norms, weights in pairs])
             return
         everybody = decision.group["params"]
-        bounds_of: Callable[[Any], Any]
+        bounds_of: Callable[[Quantity], Quantity]
         if isinstance(pieces, HostPieces):
             bounds_of = partial(self._on_host(key, rule).bounds, total=total)
         else:
@@ -183,11 +195,11 @@ def _number_of(group: Group, groups: list[Group]) -> int:
     return [id(one) for one in groups].index(id(group))
 
 
-def _on_host(numbers: float | list[float]) -> Any:
+def _on_host(numbers: float | list[float]) -> Quantity:
     return np.array(numbers) if isinstance(numbers, list) else numbers
 
 
-def _beside(norm: Tensor, number: Any) -> Any:
+def _beside(norm: Tensor, number: Quantity) -> Quantity:
     """The number where the norm is."""
     return number.to(norm.device) if isinstance(number, Tensor) else number
 

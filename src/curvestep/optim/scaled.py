@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.torch_version import TorchVersion
 
-from curvestep.clip_rules import ClipRule
+from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Part, Rule, along, apply_pieces, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats, Spike
@@ -88,9 +88,9 @@ class ScaledOptimizer(Optimizer, ABC):
     threshold: str
 
     def __init__(
-        self, params: ParamsT, values: dict[str, Any], defaults: Mapping[str, Any], options: Mapping[str, Any]
+        self, params: ParamsT, values: Group, defaults: Mapping[str, object], options: Mapping[str, object]
     ) -> None:
-        known: dict[str, Any] = {**defaults, **_DEFAULTS}
+        known: Group = {**defaults, **_DEFAULTS}
         if unknown := options.keys() - known.keys():
             raise TypeError(
                 f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(known)}."
@@ -217,19 +217,19 @@ class ScaledOptimizer(Optimizer, ABC):
         """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
         self._record.stop_double_clip_check()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Group:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
         self._record.save(state["param_groups"])
         return state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         state = super().__getstate__()
         state["param_groups"] = list(map(dict, self.param_groups))
         self._record.save(state["param_groups"])
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
         # A state dict of an older version, or of torch's optimizer, lacks some entries.
         for group in self.param_groups:
@@ -331,7 +331,7 @@ def _averaged_(unscale: float, parts: list[Part], group: Group) -> list[Part]:
     return [along(part, *part.rule.averaged_(part, unscale), group) for part in parts]
 
 
-def _policy_of(settings: Mapping[str, Any]) -> Policy:
+def _policy_of(settings: Group) -> Policy:
     return Policy(settings["norm_scope"], settings["nonfinite"], settings["skip_above"])
 
 
@@ -373,7 +373,7 @@ def _check_same_device(bundles: list[Bundle]) -> None:
         )
 
 
-def checked_number(name: str, value: Any) -> float:
+def checked_number(name: str, value: Quantity) -> float:
     """``value`` as it is, if it is a number."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")

@@ -26,7 +26,7 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
 from curvestep._kernel import real_cpu_tensors
-from curvestep.optim._update import Number, Part
+from curvestep.optim._update import Number, Part, Scale
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
 
@@ -65,7 +65,7 @@ class ScaledSGD(ScaledOptimizer):
         threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
     """
 
-    def __init__(self, params: ParamsT, rule: dict[str, Any], **options: Unpack[SGDOptions]) -> None:
+    def __init__(self, params: ParamsT, rule: Group, **options: Unpack[SGDOptions]) -> None:
         check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
         if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
@@ -214,7 +214,7 @@ class SGDRule(NamedTuple):
             directions = [torch.add(self.momentum * b, g) for g, b in zip(grads, directions, strict=True)]
         return self._replace(momentum=0.0, dampening=0.0, nesterov=False), directions
 
-    def _signed(self, scale: Any) -> Any:
+    def _signed(self, scale: Scale) -> Scale:
         return -scale if self.maximize else scale
 
 
