@@ -7,13 +7,12 @@ function takes it with a replay of its batch, and returns a part of the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from curvestep.bracket import Point, highest_loss, longest_safe
-from curvestep.distributed import any_rank, over_ranks
+from curvestep.distributed import over_ranks
 from curvestep.smoothness.estimators import (
     SpectralSmoothness,
     central_length,
@@ -26,8 +25,6 @@ from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, OK, Row
 from curvestep.vectors import change, difference, dot_of_changes, global_norm
 
 LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
-OVERSHOT = 1.5  # κ above which the fractions of a step say little of shorter ones
-ALONG = 0.99  # cosine between step and −g from which the step counts as one along the gradient
 
 
 @dataclass(frozen=True)
@@ -48,21 +45,10 @@ class Segment:
     gradients: Gradients
     grad_norm: float
     step_norm: float
-    cosine: float  # between the step and −g; 0 if one of them is zero
-    loss: float  # at the start; inf if unknown
     eps: float
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     layer_lengths: Mapping[str, float] = field(default_factory=dict)  # of the step in each group
     geometry: Geometry | None = None  # the optimizer's metric, if it is known and asked for
-
-    @property
-    def slope(self) -> float:
-        """By how much the loss would fall over the step if its slope stayed."""
-        return self.cosine * self.grad_norm * self.step_norm
-
-    def highest_loss(self, fraction: float) -> float:
-        """The largest loss with which a fraction of the step is safe."""
-        return highest_loss(self.loss, fraction * self.slope, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -160,13 +146,7 @@ def secant_at(
     )
 
 
-def along_step(
-    segment: Segment,
-    replay: Replay,
-    fractions: Sequence[float],
-    *,
-    at_end: Callable[[Secant], Row] | None = None,
-) -> Row:
+def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> Row:
     r"""The paper's estimate, with every secant kept, κ, and loss and curvature at the end of the step.
 
     The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place.
@@ -175,15 +155,11 @@ def along_step(
         segment: The step.
         replay: Its batch.
         fractions: Where to take gradients, ascending.
-        at_end: Called at the end of the step while its start is still known; returns a part of the row.
     """
     secants: dict[float, Secant] = {}
-    closer: Row = {}
     for fraction in replay.along(segment.start, fractions):
         ends, last = fraction == 1.0, fraction == fractions[-1]
         secants[fraction] = secant_at(segment, replay, fraction, with_slope=ends, in_metric=last)
-        if ends and at_end is not None:
-            closer = at_end(secants[fraction])
     ordered = [secants[fraction] for fraction in fractions]
     slopes = [s.size / (s.fraction * segment.step_norm) for s in ordered]
     end = end_part(segment, replay, secants[1.0]) if 1.0 in secants else {}
@@ -194,7 +170,6 @@ def along_step(
         "grad_norms": [s.grad_norm for s in ordered],
         **change_part(segment, ordered[-1]),
         **end,
-        **closer,
         "layers": {
             name: {"smoothness": _largest([s.layer_sizes[name] / (s.fraction * length) for s in ordered])}
             for name, length in segment.layer_lengths.items()
@@ -307,78 +282,6 @@ def noise_of_halves(one: Gradients, two: Gradients) -> Row:
     apart = global_norm(difference(two, one, overwrite=True)).item()
     # Independent halves: E‖g₁ − g₂‖² = 4 tr Σ / batch_size, and E g₁ᵀg₂ = ‖G‖².
     return {"noise": apart / 2, "grad_signal": (squares - apart**2) / 2}
-
-
-def safe_fraction(segment: Segment, replay: Replay, end: Secant) -> float | None:
-    r"""The largest fraction of the step that is safe, or None: :func:`calibrate`'s search on one batch.
-
-    .. math::
-        \kappa(\gamma) \le 1 \quad\text{and}\quad f(x + \gamma d) \le f(x) + \tfrac{1}{10} \gamma\,
-        \langle \nabla f(x), d \rangle
-
-    from the same first point on the same lattice, so that along the gradient the answer is the same, too.
-    The parameters end at :math:`x_k`.
-    """
-    # The closure's own loss: that which was given may be another, scaled or a mean. By a whole pass, for a
-    # closure may differentiate by itself, which it cannot where gradients are off.
-    replay.move_between(segment.start, 0.0)
-    first = replay.change(segment.gradients).loss.item()
-    segment = replace(segment, loss=over_ranks(first, replay.model, mean=True))
-    whole = point_of(segment, replay, end, max_kappa=OVERSHOT)
-    if whole.kappa <= OVERSHOT and whole.loss <= segment.highest_loss(1.0):
-        return None
-
-    def point_at(fraction: float) -> Point:
-        if fraction >= 1.0:
-            return whole
-        replay.move_between(segment.start, fraction)
-        return point_of(segment, replay, secant_at(segment, replay, fraction))
-
-    return _longest_safe(segment, replay, point_at)
-
-
-def safe_start(replay: Replay, start: list[Tensor], *, eps: float) -> Row:
-    """The row's ``start_step`` and ``start_grad_norm``: this batch's largest safe step where the run began.
-
-    One batch's safe step scatters by a fifth; after a first step that overshot, the next batches are asked,
-    too, at the same point. ``start`` is that point; the parameters end there.
-    """
-    first = replay.gradient_at([None] * len(start), 0.0, origin=start)
-    g, norm = first.gradients, global_norm(first.gradients).item()
-    if not (math.isfinite(norm) and norm > 0):
-        return {}
-    loss = over_ranks(first.loss.item(), replay.model, mean=True)
-    segment = Segment(
-        start=start, gradients=g, grad_norm=norm, step_norm=norm, cosine=1.0, loss=loss, eps=eps
-    )  # of the step −g
-
-    def point_at(size: float) -> Point:
-        replay.move(g, -size, origin=start)
-        return point_of(segment, replay, secant_at(segment, replay, size))
-
-    step = _longest_safe(segment, replay, point_at)
-    return {} if step is None else {"start_step": step, "start_grad_norm": norm}
-
-
-def _longest_safe(segment: Segment, replay: Replay, point_at: Callable[[float], Point]) -> float | None:
-    """The largest safe fraction of a step; the parameters end at its start."""
-    length = global_norm(segment.start).item()
-    unit = length / segment.step_norm if length > 0 else 1.0
-    try:
-        return longest_safe(point_at, unit=unit, max_kappa=1.0, loss=segment.highest_loss)
-    finally:
-        replay.move([None] * len(segment.start), 0.0, origin=segment.start)
-
-
-def point_of(segment: Segment, replay: Replay, secant: Secant, *, max_kappa: float = 1.0) -> Point:
-    """A point of the step, safe if all ranks find it so."""
-    assert secant.along is not None
-    kappa = secant.size / segment.grad_norm
-    if segment.cosine <= ALONG:  # the change of the slope alone: calibrate's, along signs
-        kappa = secant.along / (secant.fraction * segment.slope)
-    loss = over_ranks(secant.loss, replay.model, mean=True)
-    safe = kappa <= max_kappa and math.isfinite(loss) and loss <= segment.highest_loss(secant.fraction)
-    return Point(step=secant.fraction, kappa=kappa, loss=loss, safe=not any_rank(not safe, replay.model))
 
 
 def _largest(values: Sequence[float]) -> float:

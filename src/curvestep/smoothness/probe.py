@@ -80,8 +80,7 @@ class SmoothnessProbe:
             overshoot can growth of smoothness be told from the step's own doing. The third is the whole
             step, for κ, the loss after it and the paper's estimate. Memory beyond training's, from the
             first measurement on: twice the parameters and once the largest of them, however many fractions;
-            under DDP and FSDP2 three times the parameters. Once more where a first step overshoots: it is
-            searched for its safe fraction.
+            under DDP and FSDP2 three times the parameters.
         estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
             gradients, and up to four more copies of the parameters) and ``"spectral_smoothness"`` (dozens to
             hundreds of gradients, and as many for each layer), and ``"optimizer_spectral"`` (the same in the

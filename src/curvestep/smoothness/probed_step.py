@@ -13,19 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from curvestep.distributed import any_rank, copies, over_ranks
+from curvestep.distributed import any_rank, over_ranks
 from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import spectral_smoothness
 from curvestep.smoothness.geometry import Geometry, geometry_of
 from curvestep.smoothness.measurement import (
-    ALONG,
-    OVERSHOT,
-    Secant,
     Segment,
     Start,
     along_step,
@@ -36,9 +32,6 @@ from curvestep.smoothness.measurement import (
     noise_of_halves,
     norms_part,
     optimizer_spectral_part,
-    point_of,
-    safe_fraction,
-    safe_start,
     secant_at,
     spectral_part,
     summary_part,
@@ -51,8 +44,6 @@ from curvestep.smoothness.snapshot import PassState, Workspace
 from curvestep.smoothness.trace import NONFINITE, ZERO_STEP, Row
 from curvestep.steps import is_clipped
 from curvestep.vectors import global_norm, precision
-
-CLOSER = 3  # measurements that look closer at a step that overshoots
 
 
 @dataclass
@@ -71,7 +62,6 @@ class Setup:
     test: SelfTest = field(default_factory=SelfTest)
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
-    origin: list[Tensor] | None = None  # starting point, kept while more batches are measured there
     start_memory: Workspace = field(default_factory=Workspace)
     gradient_memory: Workspace = field(default_factory=Workspace)
 
@@ -172,8 +162,6 @@ class ProbedStep:
         if geometry is not None:
             self.row |= {"momentum": geometry.momentum, "optimizer_limit": geometry.limit}
             self.row["optimizer_missing"] = geometry.missing or None
-        if setup.origin is not None:  # also where this step is lost: the start is asked for that
-            self.row |= self._safe_step_at(setup.origin, eps)
         if not (math.isfinite(self.row["grad_norm"]) and math.isfinite(self.row["step_norm"])):
             self.row["status"] = NONFINITE
             return
@@ -185,8 +173,6 @@ class ProbedStep:
             gradients=start.gradients,
             grad_norm=start.grad_norm,
             step_norm=self.row["step_norm"],
-            cosine=self.row.get("cosine", 0.0),
-            loss=self.row.get("loss", math.inf),
             eps=eps,
             groups=setup.groups,
             layer_lengths={name: layer["step_norm"] for name, layer in self.row.get("layers", {}).items()},
@@ -324,10 +310,7 @@ class ProbedStep:
             yield spectral_part(segment, replay, spectrum)
         yield optimizer_spectral_part(segment, replay, spectrum, due=due)
         if "smoothness" in due:
-            # Later a run is no longer where it started; against the gradient no fraction is safe.
-            closer = setup.measurements < CLOSER and segment.cosine > 0
-            search = partial(self._look_closer, segment, replay) if closer else None
-            along = along_step(segment, replay, setup.next_fractions, at_end=search)
+            along = along_step(segment, replay, setup.next_fractions)
             self._remember_rate(segment, along["secants"][0])
             yield along
         elif due:
@@ -339,24 +322,6 @@ class ProbedStep:
             rate = first_secant * segment.step_norm / segment.grad_norm
             if math.isfinite(rate) and rate > 0:
                 self.setup.rates.append(rate)
-
-    def _look_closer(self, segment: Segment, replay: Replay, end: Secant) -> Row:
-        """The row's ``safe_fraction``, of a step that overshoots."""
-        if point_of(segment, replay, end, max_kappa=OVERSHOT).safe:
-            return {}
-        fraction = safe_fraction(segment, replay, end)
-        # An oracle's batches stay the same: others would not tell more.
-        first = self.row["step"] == 0 and self.setup.oracle is None
-        if first and fraction is not None and segment.cosine > ALONG:
-            self.setup.origin = copies(segment.start)
-        return {"safe_fraction": fraction}
-
-    def _safe_step_at(self, origin: list[Tensor], eps: float) -> Row:
-        assert self._loss is not None
-        if self.setup.measurements + 1 >= CLOSER:
-            self.setup.origin = None
-        with self.replaying(self._loss) as replay:
-            return safe_start(replay, origin, eps=eps)
 
 
 def _mean(loss: Tensor, model: nn.Module) -> float:
