@@ -2,12 +2,10 @@
 
     python benchmarks/moments.py
 
-Each row is two processes of their own: the growth of resident memory over the first step, in megabytes.
+The growth of resident memory over the first step, in megabytes; each number in a process of its own.
 """
 
-import json
-import subprocess
-import sys
+import multiprocessing
 
 import psutil
 import torch
@@ -61,19 +59,12 @@ def growth(grouping, name):
     return resident() - before
 
 
-def measured(grouping, name):
-    """The same in a process of its own."""
-    command = [sys.executable, __file__, grouping, name]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 def main():
-    if len(sys.argv) == 3:
-        print(json.dumps(growth(*sys.argv[1:])))
-        return
+    torch.set_num_threads(1)
+    processes = multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1)
     print("| parameters |", " | ".join(OPTIMIZERS), "|\n| --- |", "--: | " * len(OPTIMIZERS))
     for grouping in GROUPINGS:
-        numbers = [measured(grouping, name) for name in OPTIMIZERS]
+        numbers = [processes.apply(growth, (grouping, name)) for name in OPTIMIZERS]
         print(f"| {grouping} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
 
 

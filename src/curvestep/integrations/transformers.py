@@ -5,7 +5,7 @@
     from curvestep.integrations.transformers import calibrate, watch
 
     trainer = Trainer(model, args, train_dataset=data)
-    calibrate(trainer)  # sets args.learning_rate and args.max_grad_norm
+    calibrate(trainer)  # sets args.learning_rate
     watch(trainer, trace="trace.jsonl")
     trainer.train()
 
