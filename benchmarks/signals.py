@@ -163,6 +163,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", nargs="+", default=["measure", "calibrate"], help="which of the two")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGUSR1, stop)
     sys.setswitchinterval(1e-5)  # the sender shares the interpreter
     torch.set_num_threads(1)
