@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 
@@ -29,7 +29,7 @@ from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.fit.samples import History
 from curvestep.smoothness.trace import Trace
 
-BAD, GOOD, HARMED = 0.2, 0.05, 0.1  # regrets
+BAD, GOOD, HARMED, LOST = 0.2, 0.05, 0.1, 1.0  # regrets
 
 Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor on lr
 
@@ -156,41 +156,38 @@ def cases(grid: Grid, adviser: Adviser) -> Iterator[Case]:
         yield Case(row["kind"], row["task"], row["seed"], row["lr"], said, factor, before, after)
 
 
-def line(name: str, found: list[Case]) -> str:
-    """One adviser's row of the table."""
-    bad = [case for case in found if case.before > BAD]
-    good = [case for case in found if case.before < GOOD]
-    kept = mean(case.factor == 1.0 for case in bad) if bad else math.nan
-    harmed = mean(case.after > HARMED for case in good) if good else math.nan
-    still = mean(case.after > BAD for case in found)
-    return f"| {name} | {mean(case.after for case in found):.1%} | {still:.0%} | {kept:.0%} | {harmed:.0%} |"
+def regrets(found: dict[str, list[Case]]) -> list[str]:
+    """Mean regret after following each adviser, by kind."""
+    lines = [f"| following | all | {' | '.join(LOWEST)} |", "| --- " * (len(LOWEST) + 2) + "|"]
+    for name, of in found.items():
+        groups = [of, *([case for case in of if case.kind == kind] for kind in LOWEST)]
+        cells = (f"{mean(case.after for case in group):.1%}" if group else "" for group in groups)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
-def table(found: dict[str, list[Case]], calibrated: dict[str, list[float]], kind: str | None) -> list[str]:
-    """Regret after following each adviser, for one kind or all."""
-    chosen = {name: [case for case in of if kind in (case.kind, None)] for name, of in found.items()}
-    some = next(iter(chosen.values()))
-    if not some:
-        return []
+def shares(found: list[Case], name: str) -> list[str]:
+    """Of an adviser, by kind: bad runs that it left as they were, good ones that it harmed, runs it lost."""
     lines = [
-        f"### {kind or 'All kinds'}: {len(some)} runs, mean regret before {mean(c.before for c in some):.1%}",
-        "",
+        f"| {name} | runs | bad runs | told keep | left as they were | good runs | harmed | lost after |"
     ]
-    lines += [
-        "| following | mean regret after | above 20 % | bad runs kept | good runs harmed |",
-        "| --- " * 5 + "|",
-    ]
-    lines += [line(name, of) for name, of in chosen.items()]
-    every = [value for name, of in calibrated.items() if kind in (name, None) for value in of]
-    if every:
-        lines.append(f"| calibrate | {mean(every):.1%} | {mean(value > BAD for value in every):.0%} | | |")
-    said = Counter(case.said for case in chosen["advise"])
-    return [
-        *lines,
-        "",
-        "advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".",
-        "",
-    ]
+    lines.append("| --- " * 8 + "|")
+    for kind in ("all", *LOWEST):
+        of = [case for case in found if kind in (case.kind, "all")]
+        bad, good = [case for case in of if case.before > BAD], [case for case in of if case.before < GOOD]
+        cells = (
+            len(of), len(bad), _share(case.said in ("keep", "cannot tell") for case in bad),
+            _share(case.factor == 1.0 for case in bad), len(good),
+            _share(case.after > HARMED for case in good),
+            sum(case.factor != 1.0 and case.after >= LOST for case in of),
+        )  # fmt: skip
+        lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _share(facts: Iterable[bool]) -> str:
+    known = list(facts)
+    return f"{mean(known):.0%}" if known else ""
 
 
 def main() -> None:
@@ -204,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = Rows(options.rows)
     found: dict[str, list[Case]] = {name: [] for name in ADVISERS}
-    calibrated: dict[str, list[float]] = {}
+    calibrated: list[Case] = []
     left_out, counted = [], set()
     for grid in grids(rows, JUDGED if options.part == "judge" else DEVELOPMENT, train=options.train):
         if grid.problem:
@@ -216,14 +213,18 @@ def main() -> None:
         for name, adviser in ADVISERS.items():
             found[name] += cases(grid, adviser)
         if (value := grid.calibrated()) is not None:
-            calibrated.setdefault(str(grid.name["kind"]), []).extend([value] * len(grid.runs))
+            calibrated += [replace(case, after=value) for case in found["keep"][-len(grid.runs) :]]
     if options.each:
         for six, own in zip(found["six lines"], found["advise"], strict=True):
             name = f"{own.task}, {own.kind}, seed {own.seed}, lr {own.lr:g}"
             answers = (f"{case.said} {case.factor:.3g} -> {case.after:.0%}" for case in (own, six))
             print(f"{name}: {own.before:.0%}, {'; six lines '.join(answers)}")
-    for kind in (None, *LOWEST):
-        print("\n".join(table(found, calibrated, kind)))
+    if calibrated:
+        found["calibrate"] = calibrated
+    print("\n".join([*regrets(found), "", *shares(found["advise"], "advise"), ""]))
+    print("\n".join([*shares(found["six lines"], "six lines"), ""]))
+    said = Counter(case.said for case in found["advise"])
+    print("advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".")
     print(f"{len(counted)} tasks: {', '.join(sorted(map(str, counted)))}.")
     print("\n".join(["Left out:", *left_out]) if left_out else "Left out: none.")
 

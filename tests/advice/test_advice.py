@@ -21,8 +21,8 @@ def test_the_first_line_has_the_old_and_the_new_value():
     assert advise(trace_of(falling())).verdict.startswith("KEEP lr 0.1:")
     peaks = trace_of([])
     for k, loss in enumerate(falling()):
-        peaks.append({**trace_of([loss])[0], "step": k, "lr": 0.2 if k < 15 else 0.1, "kappa": 4.0})
-    assert advise(peaks).verdict == "LOWER peak lr 0.2 -> 0.0667"
+        peaks.append({**trace_of([loss])[0], "step": k, "lr": 0.2 if k < 15 else 0.1, "kappa": 40.0})
+    assert advise(peaks).verdict == "LOWER peak lr 0.2 -> 0.0316"
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

@@ -20,6 +20,7 @@ EXAMPLES = {
     "no-step": ({"num_rows": 0, "num_losses": 30}, "cannot tell", None),
     "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
     "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
+    "no-lr": ({"lr": math.nan}, "cannot tell", None),
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
     "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
     "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from curvestep.advice.decision import (
-    CANNOT_TELL,
     DATA,
     DIVERGED,
     KEEP,
     LOWER,
     RAISE,
     STUCK,
-    Finding,
+    Answer,
 )
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.settings import TriedSetting
@@ -23,46 +22,59 @@ from curvestep.notes import Note
 
 MOST_LISTED = 10  # settings
 
-_CANNOT_TELL = {
-    "no-rows": "no step was measured. Let the probe see every step: `probe.watch(optimizer)`.",
-    "no-loss": "no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
-    "eval-mode": "the model was in eval mode. Call `model.train()` before training.",
-    "no-step": "the parameters did not move. Does the optimizer hold them, and is lr above 0?",
+# By the kind of a condition, else by its action.
+_VERDICTS = {
+    KEEP: "KEEP {setting}: no sign that it is too high or too low.",
+    RAISE: "RAISE {change}",
+    LOWER: "LOWER {change}",
+    DIVERGED: "DIVERGED{where}: run calibrate, or lower {change}",
+    STUCK: "STUCK: run calibrate, or lower {change}",
+    DATA: "DATA: look at the data of step {lost_at}, and at its loss. lr does not look like the cause.",
+    "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
+    "no-rows": "CANNOT TELL: no step was measured. Let the probe see each step: `probe.watch(optimizer)`.",
+    "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
+    "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
+    "no-step": "CANNOT TELL: the parameters did not move. Does the optimizer hold them, is lr above 0?",
+    "failed-rows": "CANNOT TELL: measurements failed. {failure}",
+    "few-rows": "CANNOT TELL: {num_rows} of at least {least} measured rows. Train longer, or probe more often.",
+    "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
 }
 _HOW_STEPS_WENT = {
-    "inefficient": "too long, or gradients add up (is `zero_grad` called?)",
-    "short-steps": "short",
+    "inefficient": ": too long, or gradients add up (is `zero_grad` called?)",
+    "short-steps": ": short",
+}
+_NEXT = {
+    KEEP: "one run cannot rank lr within a factor of 3: give two runs to compare",
+    RAISE: "run again and ask again, or give both runs to compare",
+    LOWER: "run again and ask again, or give both runs to compare",
 }
 
 
-def verdict_on(decision: Finding, run: Outcome) -> str:
+def verdict_on(decision: Answer, run: Outcome) -> str:
     """One line to act on: the answer in capitals, the old value and the new one."""
     rate = rate_name(run.scheduled)
-    change = "" if decision.lr is None else f"{rate} {run.lr:.3g} -> {decision.lr:.3g}"
-    if decision.action == KEEP:
-        return f"KEEP {rate} {run.lr:.3g}{_clip_words(run)}: no sign that it is too high or too low."
-    if decision.action in (RAISE, LOWER):
-        return f"{decision.action.upper()} {change}"
-    if decision.action == DIVERGED:
-        where = "" if run.lost_at is None else f" at step {run.lost_at}"
-        return f"DIVERGED{where}: run calibrate, or lower {change}"
-    if decision.action == DATA:
-        return f"DATA: look at the data and the loss of step {run.lost_at}. lr does not look like the cause."
-    if decision.action == STUCK and decision.lr is not None:
-        return f"STUCK: run calibrate, or lower {change}"
-    if decision.action == STUCK:
-        return "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model."
-    assert decision.action == CANNOT_TELL
-    if decision.kind == "failed-rows":
-        return f"CANNOT TELL: measurements failed. {shorten(run.failure, 110, placeholder=' …')}"
-    few = f"{run.num_rows} of at least {LEAST_ROWS} measured rows. Train longer, or probe more often."
-    return f"CANNOT TELL: {_CANNOT_TELL.get(decision.kind, few)}"
+    template = _VERDICTS.get(decision.kind) or _VERDICTS[decision.action]
+    return template.format(
+        setting=setting_name(run).removesuffix(", no step clipped"),
+        change=rate if decision.lr is None else f"{rate} {run.lr:.3g} -> {decision.lr:.3g}",
+        where="" if run.lost_at is None else f" at step {run.lost_at}",
+        lost_at=run.lost_at,
+        num_rows=run.num_rows,
+        least=LEAST_ROWS,
+        failure=shorten(run.failure, 110, placeholder=" …"),
+    )
 
 
-def reasons_for(decision: Finding, run: Outcome) -> tuple[Note, ...]:
+def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
     """What the verdict rests on, a line each: the loss, the steps, the start, clipping, what to do next."""
-    found = [_about_loss(run), _about_steps(decision, run), _about_start(run), _about_clipping(run)]
-    return tuple(note for note in (*found, _about_next(decision)) if note.text)
+    found = {
+        "loss": _about_loss(run),
+        "steps": _about_steps(decision, run),
+        "start": _about_start(run),
+        "clipping": _about_clipping(run),
+        "next": _NEXT.get(decision.action, ""),
+    }
+    return tuple(Note(kind, text) for kind, text in found.items() if text)
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
@@ -105,68 +117,50 @@ def rate_name(scheduled: bool) -> str:
     return "peak lr" if scheduled else "lr"
 
 
-def setting_name(setting: TriedSetting) -> str:
+def setting_name(setting: TriedSetting | Outcome) -> str:
     """The setting as a person writes it."""
     clip = "no step clipped" if math.isinf(setting.max_norm) else f"max_norm {setting.max_norm:.3g}"
     return f"{rate_name(setting.scheduled)} {setting.lr:.3g}, {clip}"
 
 
 def _ending(setting: TriedSetting) -> str:
-    lost = sum(math.isinf(loss) for loss in setting.losses)
-    seeds = f", {len(setting.losses)} runs" if len(setting.losses) > 1 else ""
+    lost, num_runs = sum(math.isinf(loss) for loss in setting.losses), len(setting.losses)
     if lost:
-        return f"diverged{f' in {lost} of {len(setting.losses)} runs' if seeds else ''}"
+        return "diverged" if num_runs == 1 else f"diverged in {lost} of {num_runs} runs"
     if math.isnan(setting.loss):
         return "cannot be compared: it ended early, or has no loss"
-    return f"loss {setting.loss:.4g} ± {setting.error:.2g}{seeds}"
+    ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}"
+    return ending if num_runs == 1 else f"{ending}, {num_runs} runs"
 
 
-def _clip_words(run: Outcome) -> str:
-    return "" if math.isinf(run.max_norm) else f", max_norm {run.max_norm:.3g}"
+def _about_loss(run: Outcome) -> str:
+    if not run.num_losses:
+        return ""
+    text = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
+    return text if run.lost_at is None else f"{text}; not finite at step {run.lost_at}"
 
 
-def _about_loss(run: Outcome) -> Note:
-    text = ""
-    if run.num_losses:
-        text = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
-    if run.lost_at is not None:
-        text += f"; not finite from step {run.lost_at} on"
-    return Note("loss", text)
-
-
-def _about_steps(decision: Finding, run: Outcome) -> Note:
+def _about_steps(decision: Answer, run: Outcome) -> str:
     if not math.isfinite(run.kappa):
-        return Note("steps", "")
+        return ""
     text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
-    how = _HOW_STEPS_WENT.get(decision.kind)
-    return Note("steps", f"{text}: {how}" if how else text)
+    return text + _HOW_STEPS_WENT.get(decision.kind, "")
 
 
-def _about_start(run: Outcome) -> Note:
+def _about_start(run: Outcome) -> str:
     factor = run.start_factor
     if not math.isfinite(factor):
-        return Note("start", "")
+        return ""
     times = f"{factor:.2g}x" if factor >= 1 else f"1/{1 / factor:.2g} of"
-    return Note("start", f"the largest working step was {times} the step taken")
+    return f"the largest working step was {times} the step taken"
 
 
-def _about_clipping(run: Outcome) -> Note:
-    share = run.clipped
-    if math.isnan(share):
-        text = ""
-    elif share == 0:
-        text = "no step was clipped"
-    elif run.family.is_adaptive:
-        text = f"{share:.0%} of the steps, at {run.max_norm:.3g}; Adam divides by the norm again"
-    else:
-        text = f"{share:.0%} of the steps, at {run.max_norm:.3g}; for these only lr x max_norm counts"
-    return Note("clipping", text)
-
-
-def _about_next(decision: Finding) -> Note:
-    text = {
-        KEEP: "one run cannot rank lr within a factor of 3: give two runs to compare",
-        RAISE: "run again and ask again, or give both runs to compare",
-        LOWER: "run again and ask again, or give both runs to compare",
-    }.get(decision.action, "")
-    return Note("next", text)
+def _about_clipping(run: Outcome) -> str:
+    if math.isnan(run.clipped):
+        return ""
+    if run.clipped == 0:
+        return "no step was clipped"
+    meaning = "for these only lr x max_norm counts"
+    if run.family.is_adaptive:
+        meaning = "Adam divides by the norm again"
+    return f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {meaning}"

@@ -42,7 +42,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Answer:
     """The line of the table that holds: its name, its action, and lr to run next; None for no number."""
 
     kind: str
@@ -50,11 +50,11 @@ class Finding:
     lr: float | None
 
 
-def decide(run: Outcome) -> Finding:
+def decide(run: Outcome) -> Answer:
     """What to do after a run: the first line of :data:`TABLE` that holds."""
     found = next(line for line in TABLE if line.holds(run))
     lr = run.lr * found.factor(run)
-    return Finding(found.kind, found.action, lr if math.isfinite(lr) else None)
+    return Answer(found.kind, found.action, lr if math.isfinite(lr) else None)
 
 
 def has_no_loss(run: Outcome) -> bool:
@@ -126,6 +126,7 @@ TABLE = (
     Condition("no-step", CANNOT_TELL, lambda run: run.num_rows == 0 and run.num_losses >= LEAST_ROWS),
     Condition("failed-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS and bool(run.failure)),
     Condition("few-rows", CANNOT_TELL, lambda run: run.num_rows < LEAST_ROWS),
+    Condition("no-lr", CANNOT_TELL, lambda run: math.isnan(run.lr)),
     Condition("eval-mode", CANNOT_TELL, lambda run: run.in_eval_mode),
     Condition("rose-and-stuck", STUCK, came_back_in_part, far_below),
     Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
