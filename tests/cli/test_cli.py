@@ -238,7 +238,7 @@ def test_a_wrong_file_gets_one_helpful_line_and_code_1_and_stays(capsys, wrong_f
 def test_a_trace_of_one_row_gets_a_page_and_what_can_be_said(capsys, wrong_files):
     code, out, err = run(capsys, "advise", "one")
     assert (code, err) == (1, "")
-    assert out.startswith("CANNOT TELL: 1 of at least 10 measured rows.")
+    assert out.startswith("CANNOT TELL: 1 rows of at least 10.")
     code, out, err = run(capsys, "report", "one", "--output", "page.html")
     assert (code, err) == (0, "")
     assert Path("page.html").exists()

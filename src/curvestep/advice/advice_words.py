@@ -36,7 +36,7 @@ _VERDICTS = {
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
     "no-step": "CANNOT TELL: the parameters did not move. Does the optimizer hold them, is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
-    "few-rows": "CANNOT TELL: {num_rows} of at least {least} measured rows. Train longer or probe more often.",
+    "few-rows": "CANNOT TELL: {num_rows} rows of at least {least}. Train longer, or probe more often.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
 }
 _HOW_STEPS_WENT = {

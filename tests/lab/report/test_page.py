@@ -406,7 +406,7 @@ def test_few_rows_are_told_once(tmp_path):
                           "step_norm": 0.1, "status": "ok"})  # fmt: skip
     said = write_page([tmp_path / "few.jsonl"], tmp_path / "page.html").verdicts[0]
     told = [words for words in (said["verdict"], *said["warnings"]) if "rows" in words]
-    assert told == ["CANNOT TELL: 5 of at least 10 measured rows. Train longer or probe more often."]
+    assert told == ["CANNOT TELL: 5 rows of at least 10. Train longer, or probe more often."]
 
 
 def test_tasks_of_ones_own_are_named_by_model_and_size(tmp_path):
