@@ -16,7 +16,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -201,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = Rows(options.rows)
     found: dict[str, list[Case]] = {name: [] for name in ADVISERS}
-    calibrated: list[Case] = []
+    calibrated: list[dict[str, float]] = []  # mean regrets of a grid
     left_out, counted = [], set()
     for grid in grids(rows, JUDGED if options.part == "judge" else DEVELOPMENT, train=options.train):
         if grid.problem:
@@ -212,19 +212,23 @@ def main() -> None:
         counted.add(grid.name["task"])
         for name, adviser in ADVISERS.items():
             found[name] += cases(grid, adviser)
-        if (value := grid.calibrated()) is not None:
-            calibrated += [replace(case, after=value) for case in found["keep"][-len(grid.runs) :]]
+        value = grid.calibrated()
+        if value is not None:
+            same = {name: found[name][-len(grid.runs) :] for name in ADVISERS}
+            calibrated.append({name: mean(case.after for case in of) for name, of in same.items()})
+            calibrated[-1]["calibrate"] = value
     if options.each:
         for six, own in zip(found["six lines"], found["advise"], strict=True):
             name = f"{own.task}, {own.kind}, seed {own.seed}, lr {own.lr:g}"
             answers = (f"{case.said} {case.factor:.3g} -> {case.after:.0%}" for case in (own, six))
             print(f"{name}: {own.before:.0%}, {'; six lines '.join(answers)}")
-    if calibrated:
-        found["calibrate"] = calibrated
     print("\n".join([*regrets(found), "", *shares(found["advise"], "advise"), ""]))
     print("\n".join([*shares(found["six lines"], "six lines"), ""]))
     said = Counter(case.said for case in found["advise"])
     print("advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".")
+    if calibrated:
+        means = (f"{name} {mean(row[name] for row in calibrated):.1%}" for name in calibrated[0])
+        print(f"Where calibrate was asked, {len(calibrated)} grids: {', '.join(means)}.")
     print(f"{len(counted)} tasks: {', '.join(sorted(map(str, counted)))}.")
     print("\n".join(["Left out:", *left_out]) if left_out else "Left out: none.")
 
