@@ -61,11 +61,11 @@ def growth(grouping, name):
 
 def main():
     torch.set_num_threads(1)
-    processes = multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1)
     print("| parameters |", " | ".join(OPTIMIZERS), "|\n| --- |", "--: | " * len(OPTIMIZERS))
-    for grouping in GROUPINGS:
-        numbers = [processes.apply(growth, (grouping, name)) for name in OPTIMIZERS]
-        print(f"| {grouping} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:
+        for grouping in GROUPINGS:
+            numbers = [processes.apply(growth, (grouping, name)) for name in OPTIMIZERS]
+            print(f"| {grouping} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
 
 
 if __name__ == "__main__":
