@@ -24,6 +24,7 @@ GOOD = {
     "failure": "",
     "first_loss": 2.3,
     "last_loss": 0.5,
+    "end_loss": 0.4,
     "highest_loss": 2.4,
     "fell": True,
     "should_have_fallen": True,

@@ -89,6 +89,10 @@ def test_short_steps_that_hardly_moved_are_raised_and_not_stuck():
     assert decide(outcome(last_loss=2.25, fell=False, should_have_fallen=False)).action == "keep"
 
 
+def test_a_run_that_was_ended_because_of_its_last_step_diverged():
+    assert decide(outcome(num_rows=4, num_losses=4, last_loss=2.4, end_loss=9.0)).kind == "rose-far"
+
+
 def test_a_warm_up_may_take_the_peak_beyond_what_the_start_allowed():
     assert decide(outcome(start_factor=0.2)).action == "lower"
     assert decide(outcome(start_factor=0.2, scheduled=True)).action == "keep"

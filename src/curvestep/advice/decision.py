@@ -68,8 +68,9 @@ def hardly_fell(run: Outcome) -> bool:
 
 
 def rose_far(run: Outcome) -> bool:
-    """Whether the last losses lie far above the first."""
-    return run.last_loss > run.first_loss + (NEXT - 1) * abs(run.first_loss)
+    """Whether the last losses, or that after the last step, lie far above the first."""
+    limit = run.first_loss + (NEXT - 1) * abs(run.first_loss)
+    return run.last_loss > limit or run.end_loss > limit
 
 
 def came_back_in_part(run: Outcome) -> bool:

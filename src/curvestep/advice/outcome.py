@@ -35,6 +35,7 @@ class Outcome:
         failure: Why the first measurement failed that did; empty if none did.
         first_loss: Of the first row.
         last_loss: Mean of the last tenth, five rows at least.
+        end_loss: Of the last row's batch after its step: a run may have been ended because of it.
         highest_loss: Of all finite ones.
         fell: Whether the last losses lie below as many first ones, by two standard errors.
         should_have_fallen: Whether they would, had the steps lowered other batches as they did their own.
@@ -59,6 +60,7 @@ class Outcome:
     failure: str
     first_loss: float
     last_loss: float
+    end_loss: float
     highest_loss: float
     fell: bool
     should_have_fallen: bool
@@ -132,6 +134,7 @@ def _loss_curve(history: History) -> dict[str, Any]:
         "num_losses": len(losses),
         "first_loss": float(losses[0]) if len(losses) else math.nan,
         "last_loss": _mean(last),
+        "end_loss": float(history.columns["loss_after"][-1]) if len(loss) else math.nan,
         "highest_loss": float(losses.max(initial=-math.inf)),
         "fell": _mean(start) - _mean(last) > clear,
         "should_have_fallen": _mean(own_falls[np.isfinite(own_falls)]) * steps > clear,
