@@ -34,7 +34,7 @@ Plain: TypeAlias = Mapping[str, Any]  # a rule in a checkpoint
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
 
-class History(Protocol):
+class NormHistory(Protocol):
     """The last gradient norms, this one among them."""
 
     def percentile(self, p: float) -> Quantity:

@@ -23,7 +23,7 @@ from curvestep.autopsy.kept_step import (
 )
 from curvestep.distributed import communicates
 from curvestep.optimizer_family import check_optimizer
-from curvestep.smoothness.observer import Pass, StepRecord, trains_any
+from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
 
@@ -84,7 +84,7 @@ class Autopsy:
         self.loss_of_batch = loss_of_batch
         self.keep = check_count("keep", keep, least=FEWEST_STEPS + 1)
         self.step = 0
-        self._record = StepRecord()
+        self._record = ObservedStep()
         self._starts: list[StepStart] = []
         self._steps: list[KeptStep] = []
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
@@ -172,5 +172,5 @@ class Autopsy:
         self._versions = versions_of(self.parameters, optimizer)
         norms = norms_of([p.grad for p in self.parameters])
         self._steps.append(KeptStep(self.step, self._record.passes, self._settings, norms))
-        self._record = StepRecord()
+        self._record = ObservedStep()
         self.step += 1

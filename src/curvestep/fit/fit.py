@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything
-_MOST_POINTS = 4000  # intervals of longer runs are taken from evenly spaced rows
+_MOST_INTERVAL_ROWS = 4000  # intervals of longer runs are taken from evenly spaced rows
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -289,7 +289,7 @@ def fit_samples(
     g, ell = samples.grad_norm, samples.smoothness
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     rng = np.random.default_rng(seed)
-    few = evenly_spaced(len(g), most=_MOST_POINTS)
+    few = evenly_spaced(len(g), most=_MOST_INTERVAL_ROWS)
     correlations = correlations_of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
     recorded = np.isfinite(samples.secants).any() and np.isfinite(samples.grad_norms).any()
     within = within_steps(

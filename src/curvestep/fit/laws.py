@@ -29,7 +29,9 @@ HELD_OUT = 10  # blocks of consecutive rows, each predicted from the others
 # An exponent between these is the affine law's: halfway, on a logarithmic scale, to a square and a root.
 AFFINE_EXPONENTS = (2**-0.5, 2**0.5)
 _EXPONENTS = np.geomspace(0.1, 6.0, 60)
-_SHARES = np.append(0.0, 1 / (1 + np.exp(np.linspace(8.0, -6.0, 36))))  # of the constant, at the mean
+_CONSTANT_SHARES = np.append(
+    0.0, 1 / (1 + np.exp(np.linspace(8.0, -6.0, 36)))
+)  # of the constant, at the mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class _Family:
         powers = np.exp(exponents[:, None] * (log_x - log_x.max()))
         self.means = powers.mean(axis=1) * np.exp(exponents * log_x.max())
         relative = powers / powers.mean(axis=1, keepdims=True)
-        shares = _SHARES[:, None, None]
+        shares = _CONSTANT_SHARES[:, None, None]
         self.residual = log_ell - np.log(np.maximum(shares + (1 - shares) * relative, 1e-300))
         self.squares = self.num * self.residual.var(axis=-1)  # shape (shares, exponents)
         self.errors = np.array(
@@ -147,8 +149,8 @@ class _Family:
         scale = math.exp(float(self.residual[share, exponent].mean()))
         return Law(
             name=name,
-            offset=float(scale * _SHARES[share]),
-            slope=float(scale * (1 - _SHARES[share]) / self.means[exponent]),
+            offset=float(scale * _CONSTANT_SHARES[share]),
+            slope=float(scale * (1 - _CONSTANT_SHARES[share]) / self.means[exponent]),
             exponent=float(self.exponents[exponent]),
             error=math.sqrt(float(self.errors.mean())),
         )

@@ -34,7 +34,7 @@ class AdamWOptions(ScaledOptions, total=False):
     update_rms: float
 
 
-_DEFAULTS: AdamWOptions = {
+_ADAMW_DEFAULTS: AdamWOptions = {
     "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "update_rms": math.inf,
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ class ClippedAdamW(ScaledOptimizer):
     ) -> None:
         if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
-        super().__init__(params, {"lr": lr, "max_norm": max_norm}, _DEFAULTS, options)
+        super().__init__(params, {"lr": lr, "max_norm": max_norm}, _ADAMW_DEFAULTS, options)
 
     def coefficient(self, norm: Norm, group: Group) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""

@@ -44,7 +44,7 @@ class SGDOptions(ScaledOptions, total=False):
     clip: str
 
 
-_DEFAULTS: SGDOptions = {
+_SGD_DEFAULTS: SGDOptions = {
     "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
 }  # fmt: skip
 
@@ -69,7 +69,7 @@ class ScaledSGD(ScaledOptimizer):
         check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
         if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        super().__init__(params, rule, _DEFAULTS, options)
+        super().__init__(params, rule, _SGD_DEFAULTS, options)
 
     def rule(self, group: Group) -> SGDRule:
         """Momentum, weight decay and ascent of a group."""

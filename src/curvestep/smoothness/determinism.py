@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from curvestep.distributed import any_rank, local
-from curvestep.smoothness.observer import ForwardCalls, Mark, StepRecord, alike, fingerprint
+from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.smoothness.snapshot import undone
 from curvestep.vectors import difference, dot, global_norm, precision
@@ -60,13 +60,13 @@ class SelfTest:
         """Whether enough steps were tested, unless training calls the model in another way."""
         return self.error is not None and self.passed >= LEAST_PASSED
 
-    def is_due(self, record: StepRecord) -> bool:
+    def is_due(self, record: ObservedStep) -> bool:
         """Whether too little was tested, or training called the model in another way than it did then."""
         if not self.is_complete or record.trained.calls != self.calls:
             return True
         return record.state is not None and record.state.modes_changed()
 
-    def confirms(self, replay: Replay, trained: Gradients, record: StepRecord) -> bool:
+    def confirms(self, replay: Replay, trained: Gradients, record: ObservedStep) -> bool:
         """Whether a replay gives the gradient of training again, at a step like the one that was tested.
 
         Without a whole gradient more in memory; if it does not, :meth:`run` says why.
@@ -79,7 +79,7 @@ class SelfTest:
         return confirmed
 
     def run(
-        self, replay: Replay, trained: Gradients | None, record: StepRecord, *, clipped: bool = False
+        self, replay: Replay, trained: Gradients | None, record: ObservedStep, *, clipped: bool = False
     ) -> Gradients:
         """Test ``replay``, whose gradient is returned; a gradient that is not finite tests nothing.
 
@@ -121,7 +121,7 @@ class SelfTest:
 def check_determinism(
     replay: Replay,
     trained: Gradients | None = None,
-    record: StepRecord | None = None,
+    record: ObservedStep | None = None,
     *,
     clipped: bool = False,
     repeat: bool = True,
@@ -139,7 +139,7 @@ def check_determinism(
             part is compared, up to clipping by value.
         repeat: Whether to replay twice; if not, the error is zero.
     """
-    record = record or StepRecord()
+    record = record or ObservedStep()
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     with forbid_untracked_parameters(replay.parameters) as found:
         first = replay.gradient().gradients
@@ -250,7 +250,7 @@ def _why_not_training(
     trained: Gradients,
     gap: float,
     tolerance: float,
-    record: StepRecord,
+    record: ObservedStep,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)

@@ -130,7 +130,7 @@ class TrainingLoss:
 
 
 @dataclass
-class StepRecord:
+class ObservedStep:
     """One step of training, as far as the probe saw it."""
 
     state: PassState | None = None  # random states and buffers that the first training pass started from

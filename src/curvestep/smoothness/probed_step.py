@@ -36,7 +36,7 @@ from curvestep.smoothness.measurement import (
     spectral_part,
     summary_part,
 )
-from curvestep.smoothness.observer import ForwardCalls, StepObserver, StepRecord, TrainingLoss, trains_any
+from curvestep.smoothness.observer import ForwardCalls, ObservedStep, StepObserver, TrainingLoss, trains_any
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import Gradients, Replay, trainable_parameters
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
@@ -90,7 +90,7 @@ class ProbedStep:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.record = StepRecord()
+        self.record = ObservedStep()
         self.row: Row = {}
         self.optimizers: StepObserver | None = None
         self.start: Start | None = None
