@@ -101,6 +101,7 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
     assert (seeds.y <= seeds.high).all()
     assert (seeds.low < seeds.high).any()
     assert wild.low is None
+    assert comparison(views)[0].words.endswith(" 1 diverged.")
     low, high = comparison(views)[0].y.range
     assert high < np.nanmax(wild.y)  # the one that diverged does not press the others flat
     assert low < seeds.y.min() < seeds.y.max() < high
