@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
 MOST_LINES = 31_000
 MOST_LINES_A_FILE = 620
-MOST_BRANCHES = 4_170
+MOST_BRANCHES = 4_180
 MOST_TERNARIES = 480
-MOST_ANY = 268
-MOST_CONSTANTS = 126  # outside the lab
+MOST_ANY = 210
+MOST_CONSTANTS = 124  # outside the lab
 MOST_BRANCHES_PER_100 = 24
-DENSER_FOLDERS = {"advice": 25, "calibration": 25.5, "optim": 26.5, "smoothness": 26.6}
+DENSER_FOLDERS = {"advice": 26, "calibration": 26, "optim": 27, "smoothness": 27}
 MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
