@@ -665,3 +665,53 @@ def test_muon_alone_is_counted_and_not_clipped():
     assert torch.equal(before, matrices[0].grad)
     assert muon.clip_stats()["grad_norm"] == pytest.approx(before.norm().item())
     assert muon.clip_stats()["clipped_fraction"] == 0
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
+def test_update_of_a_tensor_is_capped_in_units_of_the_learning_rate(make):
+    def run(cap):
+        params = parameters((3, 4), (5,))
+        opt = make(params, lr=0.1)
+        if cap:
+            cs.clip(opt, cap, what="update")
+        lengths = []
+        for step in range(6):
+            before = [p.detach().clone() for p in params]
+            for p in params:
+                p.grad = torch.full_like(p, 1.0 + 9.0 * (step == 4))
+            opt.step()
+            lengths += [
+                (p - b).square().mean().sqrt().item() / 0.1 for p, b in zip(params, before, strict=True)
+            ]
+        return lengths, opt
+
+    free, _ = run(None)
+    capped, opt = run(0.9)
+    assert max(capped) == pytest.approx(0.9)
+    assert [min(length, 0.9) for length in free[:2]] == pytest.approx(capped[:2])
+    assert opt.clip_stats()["steps"] == 6
+    assert opt.clip_stats()["clipped_fraction"] > 0
+
+
+def test_small_updates_are_left_bit_for_bit():
+    (p,), (q,) = parameters((4,)), parameters((4,))
+    q.data.copy_(p.data)
+    capped, free = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
+    handle = cs.clip(capped, 1e6, what="update")
+    p.grad, q.grad = torch.ones(4), torch.ones(4)
+    capped.step()
+    free.step()
+    assert torch.equal(p, q)
+    handle.remove()
+    assert not hasattr(capped, "clip_stats")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"what": "step"}, "`what` must be"), ({"what": "update", "skip_above": 1.0}, "are for gradients")],
+)
+def test_what_is_clipped_must_be_known(options, words):
+    with pytest.raises(ValueError, match=words):
+        cs.clip(torch.optim.SGD(parameters((2,)), lr=0.1), 1.0, **options)
+    with pytest.raises(ValueError, match="Give a number"):
+        cs.clip(torch.optim.SGD(parameters((2,)), lr=0.1), cs.clip_rules.zscore(), what="update")

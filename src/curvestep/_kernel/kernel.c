@@ -38,7 +38,7 @@ enum { BLOCK = 1 << 16 };  /* elements of which a thread takes the squares at a 
 enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the start of each, prefetching starts anew */
 enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: eight lines of each of its four arrays */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
-enum { SHORT = 4 * ROW };  /* elements of a unit whose squares are added in one go */
+enum { SHORT = 8 * ROW };  /* elements of a unit whose squares are added in one go */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
 /* In both rules the factor on the gradient comes first: see update_range. */
@@ -630,26 +630,24 @@ ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
 FOR_EACH_CPU
 static double NAMED(squares_short)(const REAL *x, int64_t n)
 {
-    NAMED(Lanes) sum_of[4] = {{0}, {0}, {0}, {0}}, sum;
+    NAMED(Lanes) a = {0}, b = {0};
     REAL sums[16], rest = 0;
     int64_t i = 0;
-    for (; i + 64 <= n; i += 64)
-        for (int part = 0; part < 4; part++) {
-            const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i + 16 * part);
-            sum_of[part] += v * v;
-        }
-    for (; i + 16 <= n; i += 16) {
-        const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i);
-        sum_of[0] += v * v;
+    for (; i + 32 <= n; i += 32) {
+        const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i), w = *(const NAMED(Lanes) *)(x + i + 16);
+        a += v * v;
+        b += w * w;
     }
     for (; i < n; i++)
         rest += x[i] * x[i];
-    sum = (sum_of[0] + sum_of[1]) + (sum_of[2] + sum_of[3]);
-    __builtin_memcpy(sums, &sum, sizeof sums);
-    for (int half = 8; half; half /= 2)
-        for (int k = 0; k < half; k++)
-            sums[k] += sums[k + half];
-    return rest + sums[0];
+    a += b;
+    __builtin_memcpy(sums, &a, sizeof sums);
+    for (int k = 0; k < 8; k++)
+        sums[k] += sums[k + 8];
+    for (int k = 0; k < 4; k++)
+        sums[k] += sums[k + 4];
+    rest += (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    return rest;
 }
 
 FOR_EACH_CPU

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep._checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import local
 from curvestep.optim._update import Number
@@ -38,6 +39,7 @@ from curvestep.optim.policy import (
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
+from curvestep.vectors import global_norm, is_readable, joint
 
 Norm = TypeVar("Norm", float, Tensor)
 
@@ -46,10 +48,11 @@ def clip(
     optimizer: Optimizer,
     max_norm: float | ClipRule,
     *,
+    what: str = "gradient",
     norm_scope: str = "global",
     nonfinite: str = "raise",
     skip_above: float | str | None = None,
-) -> Clipping:
+) -> Clipping | UpdateClipping:
     r"""Clip the norm of the gradient inside every step of ``optimizer``, and count how often that happens.
 
     For optimizers that do not clip by themselves; :class:`ClippedSGD` and :class:`ClippedAdamW` do, faster
@@ -64,6 +67,9 @@ def clip(
         max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
             :mod:`curvestep.clip_rules`. It becomes the entry
             ``max_norm`` of each parameter group that has none; change it there.
+        what: ``"gradient"``, or ``"update"``: then ``max_norm`` is the largest root mean square of a tensor's
+            update in units of its learning rate, and a copy of the parameters is held while a step lasts.
+            ``ClippedAdamW(update_rms=...)`` needs none.
         norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
             ``"tensor"``.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
@@ -93,7 +99,13 @@ def clip(
         >>> handle.clip_stats()["coefficient"], handle.clip_stats()["grad_norm"]
         (0.2, 5.0)
     """
-    return Clipping(optimizer, max_norm, norm_scope, nonfinite, skip_above)
+    if check_choice("what", what, ("gradient", "update")) == "gradient":
+        return Clipping(optimizer, max_norm, norm_scope, nonfinite, skip_above)
+    if skip_above is not None or norm_scope != "global":
+        raise ValueError(
+            '`norm_scope` and `skip_above` are for gradients: leave them out with what="update".'
+        )
+    return UpdateClipping(optimizer, max_norm)
 
 
 class Clipping:
@@ -277,6 +289,71 @@ class Clipping:
         self._record.load(optimizer.param_groups, self._max_norm)
         for group in optimizer.param_groups:  # of a state without clipping
             group.setdefault("max_norm", self._max_norm)
+
+
+class UpdateClipping:
+    """What :func:`clip` with ``what="update"`` added to an optimizer.
+
+    Attributes:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: object, max_rms: float | ClipRule) -> None:
+        inner = check_optimizer(optimizer)
+        if isinstance(max_rms, ClipRule):
+            raise ValueError(f'`max_norm={max_rms}` is for gradients. Give a number with what="update".')
+        self.optimizer: Any = inner
+        self._max_rms = check_positive("max_norm", max_rms)
+        self._record = StepRecord(type(inner).__name__)
+        self._before: list[tuple[Group, Tensor, Tensor]] = []
+        if hasattr(inner, "clip_stats"):
+            raise ValueError(f"`optimizer`, a {type(inner).__name__}, clips already. `remove()` that first.")
+        self.optimizer.clip_stats = self.clip_stats
+        self._hooks = [
+            inner.register_step_pre_hook(self._keep),
+            inner.register_step_post_hook(self._cap),
+            inner.register_state_dict_post_hook(lambda _, state: self._record.save(state["param_groups"])),
+            inner.register_load_state_dict_post_hook(lambda opt: self._record.load(opt.param_groups)),
+        ]
+
+    def clip_stats(self, *, layers: bool = False) -> ClipStats:
+        """As for :class:`ClippedSGD`; ``grad_norm`` is the norm of the update over the learning rate."""
+        return self._record.clip_stats(self.optimizer.param_groups if layers else None)
+
+    def remove(self) -> None:
+        """Stop clipping; the optimizer is as it was before."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            del self.optimizer.clip_stats
+        self._hooks = []
+
+    def _keep(self, *_: object) -> None:
+        groups: list[Group] = self.optimizer.param_groups
+        self._before = [(group, p, p.detach().clone()) for group in groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _cap(self, *_: object) -> None:
+        """Shorten the step of each tensor that is too long; numbers stay where the parameters are."""
+        norms: list[Tensor] = []
+        factors: list[Tensor] = []
+        for group, p, before in self._before:
+            norm = global_norm([p - before]) / group["lr"]
+            factor = (self._max_rms * max(p.numel(), 1) ** 0.5 / norm).clamp(max=1.0).nan_to_num(1.0)
+            p.copy_(torch.where((factor < 1.0).to(p.device), before + (p - before) * factor.to(p), p))
+            norms.append(norm.nan_to_num(0.0))
+            factors.append(factor)
+        self._before = []
+        self._count(norms, factors)
+
+    def _count(self, norms: list[Tensor], factors: list[Tensor]) -> None:
+        norm, fired = joint(norms), [factor < 1.0 for factor in factors]
+        if is_readable(norm):
+            values = [factor.item() for factor in factors]
+            self._record.on_host().count(norm.item(), values, [value < 1.0 for value in values])
+        else:
+            counters = self._record.on_device(norm.device)
+            counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
 
 
 def _clipped_groups(optimizer: Optimizer) -> list[Group]:
