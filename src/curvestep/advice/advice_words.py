@@ -102,7 +102,7 @@ def reasons_for_settings(
     """The ties, and a line for each setting, the best ten of them."""
     found = []
     if ties:
-        names = ", ".join(f"{rate_name(other.scheduled)} {other.lr:.3g}" for other in ties[:3])
+        names = "; ".join(map(setting_name, ties[:3]))
         found.append(Note("tie", f"Tied within two standard errors: {names}."))
     ranked = sorted(settings, key=lambda setting: (not math.isfinite(setting.loss), setting.loss))
     for setting in ranked[:MOST_LISTED]:
