@@ -1,7 +1,7 @@
 r"""The largest safe step along a line, by bracket and bisection.
 
 A step :math:`h` is safe if the gradient changes little over it and the loss falls enough. The calibration
-looks for the longest before training, the probe within a step of a run that was too long. The search knows
+looks for the longest before training. The search knows
 nothing of models: it asks for :math:`\kappa(h)` and :math:`f(h)` at steps of a fixed lattice,
 
 .. math::
@@ -21,7 +21,6 @@ LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as o
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
-MOST_POINTS = 20  # measured to find where safe steps end; six is usual
 LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 
@@ -187,16 +186,6 @@ def longest_step(
         lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)), start=start, stride=stride, budget=budget
     )
     return crossing(bracket, max_kappa=max_kappa, loss=loss)
-
-
-def longest_safe(
-    measure: Callable[[float], Point], *, unit: float, max_kappa: float, loss: Callable[[float], float]
-) -> float | None:
-    """The longest safe step by few points; None if all that can be tried are safe, or none is."""
-    try:
-        return longest_step(measure, unit=unit, max_kappa=max_kappa, loss=loss, budget=MOST_POINTS)
-    except (NoBracket, OutOfBudget):
-        return None
 
 
 def working_fraction(fractions: Sequence[float], kappa: Sequence[float]) -> float:
