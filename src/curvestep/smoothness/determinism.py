@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from curvestep.distributed import any_rank, local
@@ -402,8 +403,8 @@ def computed_precision(loss: Tensor) -> float:
 
 def _nodes(loss: Tensor) -> list[Any]:
     """The nodes of the graph behind ``loss``."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen: dict[Any, None] = {}
+    waiting: list[Node | None] = [loss.grad_fn]
+    seen: dict[Node, None] = {}
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -140,7 +140,7 @@ def _counted(labels: Any) -> Tensor:
     return labels[labels >= 0].cpu()
 
 
-def check_oracle(oracle: Any) -> GradientOracle | None:
+def check_oracle(oracle: object) -> GradientOracle | None:
     """The oracle, or None; anything else is refused with the way out."""
     if oracle is None or isinstance(oracle, GradientOracle):
         return oracle

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
@@ -36,7 +37,7 @@ from curvestep.smoothness.observer import (
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.probed_step import ProbedStep, Setup
-from curvestep.smoothness.replay import trainable_parameters
+from curvestep.smoothness.replay import Closure, trainable_parameters
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import FAILED, Row, Trace
@@ -127,7 +128,7 @@ class SmoothnessProbe:
         on_error: str = "mark",
         geometry: str = "auto",
         keep: Sequence[object] = (),
-        backward: Callable[[Tensor], Any] | None = None,
+        backward: Callable[[Tensor], object] | None = None,
         num_steps: int | None = None,
     ) -> None:
         self.model = model
@@ -163,9 +164,9 @@ class SmoothnessProbe:
         self._current = ProbedStep(self._setup)
         self._resumed = self._closed = self._failed = False
         self._warned: set[str] = set()
-        self._listeners: list[Callable[[Row], Any]] = []
+        self._listeners: list[Callable[[Row], object]] = []
         hook = ForwardHook(self._see_forward)
-        self._handles: list[Any] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
         self._watched: Optimizer | None = None
         self._unheld: list[Tensor] = []  # parameters that the watched optimizer does not have
         self._versions: list[int] = []  # theirs after its last step
@@ -173,11 +174,11 @@ class SmoothnessProbe:
     @contextmanager
     def __call__(
         self,
-        closure: Callable[[], Any],
+        closure: Closure,
         *,
         loss: Tensor | float | None = None,
         batch_size: int | None = None,
-        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        halves: tuple[Closure, Closure] | None = None,
     ) -> Iterator[None]:
         r"""Run the optimizer's step inside; measure around it if this step is due.
 
@@ -202,9 +203,7 @@ class SmoothnessProbe:
             raise
         self._end()
 
-    def record(
-        self, loss_fn: Callable[[], Any], weight: float = 1.0, *, batch_size: int | None = None
-    ) -> Any:
+    def record(self, loss_fn: Closure, weight: float = 1.0, *, batch_size: int | None = None) -> Any:
         r"""``loss_fn()``, remembered for the step that comes; call it before each backward pass.
 
         .. code-block:: python
@@ -246,7 +245,7 @@ class SmoothnessProbe:
         *,
         clipped: bool = False,
         batch_size: int | None = None,
-        halves: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        halves: tuple[Closure, Closure] | None = None,
     ) -> None:
         """Measure before the optimizer's step, if this step is due. Its batches were given to :meth:`record`.
 
@@ -326,7 +325,7 @@ class SmoothnessProbe:
         self._unheld = [p for p in self.parameters if id(p) not in held]
         return self
 
-    def listen(self, listener: Callable[[Row], Any]) -> SmoothnessProbe:
+    def listen(self, listener: Callable[[Row], object]) -> SmoothnessProbe:
         """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
 
         The row is a dict with the keys of the trace. A listener
@@ -395,7 +394,7 @@ class SmoothnessProbe:
             self._begin(optimizer, clipped=True)
             return None
 
-        def first_closure() -> Any:
+        def first_closure() -> object:
             loss = closure()
             if self._current.optimizers is None:
                 self._begin(optimizer, clipped=True)
@@ -420,7 +419,7 @@ class SmoothnessProbe:
             self._warn_once("measure", f"{words} Nothing is measured.")
             self.close()
 
-    def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if not self.due or self._current.stepping or not torch.is_grad_enabled():
             return
         self._current.see_forward(args, kwargs)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ from curvestep.smoothness.measurement import (
 )
 from curvestep.smoothness.observer import ForwardCalls, ObservedStep, StepObserver, TrainingLoss, trains_any
 from curvestep.smoothness.oracle import GradientOracle
-from curvestep.smoothness.replay import Gradients, Replay, trainable_parameters
+from curvestep.smoothness.replay import Closure, Gradients, Replay, trainable_parameters
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState, Workspace
 from curvestep.smoothness.trace import NONFINITE, ZERO_STEP, Row
@@ -58,14 +57,14 @@ class Setup:
     groups: Mapping[str, Sequence[int]]  # names of layers with the indices of their parameters
     in_metric: bool  # whether the optimizer's metric is measured, too
     keep: Sequence[object]
-    backward: Callable[[Tensor], Any] | None
+    backward: Callable[[Tensor], object] | None
     test: SelfTest = field(default_factory=SelfTest)
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
     start_memory: Workspace = field(default_factory=Workspace)
     gradient_memory: Workspace = field(default_factory=Workspace)
 
-    def batches_of(self, closure: Callable[[], Any]) -> int:
+    def batches_of(self, closure: Closure) -> int:
         """How many batches a closure computes its loss of: of training, one step's."""
         return len(closure) if isinstance(closure, GradientOracle) else 1
 
@@ -140,7 +139,7 @@ class ProbedStep:
         point = [p for p in setup.start_memory.copies(setup.parameters) if p is not None]
         self.start = Start(point, gradients, grad_norm, raw_norm)
 
-    def measure_noise(self, halves: tuple[Callable[[], Any], Callable[[], Any]]) -> None:
+    def measure_noise(self, halves: tuple[Closure, Closure]) -> None:
         """Measure the noise of the gradient; before the step, after it the halves are not independent."""
         gradients = []
         for half in halves:
@@ -184,7 +183,7 @@ class ProbedStep:
         self.row |= summary_part(self.row)
 
     @contextmanager
-    def replaying(self, closure: Callable[[], Any], *, counted: int | None = None) -> Iterator[Replay]:
+    def replaying(self, closure: Closure, *, counted: int | None = None) -> Iterator[Replay]:
         """A replay of a closure from the state in which training's first pass started.
 
         Args:
@@ -273,7 +272,7 @@ class ProbedStep:
                 return
             test.run(replay, None if with_oracle else raw, self.record)
 
-    def _measured_loss(self) -> Callable[[], Any]:
+    def _measured_loss(self) -> Closure:
         assert self._loss is not None
         return self.setup.oracle or self._loss
 

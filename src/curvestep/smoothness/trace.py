@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class Trace:
             self.path.unlink()
         self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
         # A value a row, None where it is missing; in the order of first sight.
-        self._columns: dict[tuple[str, ...], list[Any]] = {}
+        self._columns: dict[tuple[str, ...], list[object]] = {}
         self._read_columns: dict[str, np.ndarray] = {}  # by `column`, since the last row
         self._cached: dict[Hashable, Any] = {}  # by `cached`, likewise
         self._length = 0
@@ -214,7 +214,7 @@ class Trace:
         trace._read(trace.path)
         return trace
 
-    def describe(self, facts: Mapping[str, Any]) -> None:
+    def describe(self, facts: Mapping[str, object]) -> None:
         """Add facts about the run to the header, while there is no row; those that it has already stay."""
         if len(self):
             return
@@ -223,7 +223,7 @@ class Trace:
         if self._file is not None and self.path is not None:
             self._rewrite([dump_row(self.header)])
 
-    def append(self, row: Mapping[str, Any]) -> bool:
+    def append(self, row: Mapping[str, object]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
 
         Known keys are in ``FIELDS``; unknown ones are kept. A file that cannot be written (a full disk)
@@ -372,7 +372,7 @@ class Trace:
                 frame |= {f"{name}/{i}": values[:, i] for i in range(values.shape[1])}
         return pd.DataFrame(frame)
 
-    def _values(self, name: str) -> Sequence[Any]:
+    def _values(self, name: str) -> Sequence[object]:
         """One key's values as they came, None where they are missing."""
         found = (values for path, values in self._columns.items() if "/".join(path) == name)
         return next(found, [None] * self._length)
@@ -420,11 +420,11 @@ class Trace:
             for rows in read_rows(file, path, first_line=2):
                 self._extend(rows)
 
-    def _extend(self, rows: Sequence[Mapping[str, Any]]) -> int:
+    def _extend(self, rows: Sequence[Mapping[str, object]]) -> int:
         """Append the rows whose step is new; returns how many."""
         fresh = []
         for row in rows:
-            step: Any = row.get("step")
+            step = row.get("step")
             if _is_exact(step) and step == step:
                 # The usual row comes after all others; only a row that steps back is looked up.
                 if step <= self._last_step and self._has_step(step, fresh):
@@ -439,10 +439,10 @@ class Trace:
         self._cached.clear()
         return len(fresh)
 
-    def _has_step(self, step: float, fresh: list[Mapping[str, Any]]) -> bool:
+    def _has_step(self, step: float, fresh: list[Mapping[str, object]]) -> bool:
         return bool((self.column("step") == step).any()) or any(row.get("step") == step for row in fresh)
 
-    def _store(self, rows: Sequence[Mapping[str, Any] | None], above: tuple[str, ...]) -> None:
+    def _store(self, rows: Sequence[Mapping[str, object] | None], above: tuple[str, ...]) -> None:
         # Column by column, not row by row: one list a key instead of a path a cell.
         for key in dict.fromkeys(key for row in rows if row for key in row):
             values = [row.get(key) if row else None for row in rows]
@@ -464,8 +464,8 @@ def _holds_rows(path: Path) -> bool:
         return bool(file.readline())
 
 
-def _is_from(row: Mapping[str, Any], step: int) -> bool:
-    number: Any = row.get("step")
+def _is_from(row: Mapping[str, object], step: int) -> bool:
+    number = row.get("step")
     return _is_exact(number) and number >= step
 
 
@@ -477,27 +477,27 @@ def _is_line_from(line: bytes, step: int) -> bool:
         return False
 
 
-def _is_exact(value: Any) -> bool:
+def _is_exact(value: object) -> TypeGuard[float]:
     """Whether a value is a number that float64 holds as it is."""
     return type(value) is float or (type(value) is int and abs(value) <= _LARGEST_EXACT)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[list[float]]:
     """Whether a value is a list of numbers."""
     return type(value) is list and all(map(_is_exact, value))
 
 
-def _is_word(value: Any) -> bool:
+def _is_word(value: object) -> bool:
     """Whether a value is there and is no number."""
     return value is not None and type(value) is not bool and not _is_exact(value)
 
 
-def _kind_of(values: Sequence[Any]) -> str:
+def _kind_of(values: Sequence[object]) -> str:
     """Kind of a column that the schema does not know."""
     return "word" if any(map(_is_word, values)) else "number"
 
 
-def _lists(values: Sequence[Any], *, width: int) -> np.ndarray:
+def _lists(values: Sequence[object], *, width: int) -> np.ndarray:
     """Lists as rows of an array that is as wide as the longest and at least ``width``, NaN at their ends."""
     lists = [value if _is_list(value) else [] for value in values]
     array = np.full((len(lists), max([width, *map(len, lists)])), math.nan)
@@ -506,11 +506,11 @@ def _lists(values: Sequence[Any], *, width: int) -> np.ndarray:
     return array
 
 
-def _words(values: Sequence[Any]) -> np.ndarray:
+def _words(values: Sequence[object]) -> np.ndarray:
     return np.fromiter((v if _is_word(v) else None for v in values), object, len(values))
 
 
-def _numbers(values: Sequence[Any]) -> np.ndarray:
+def _numbers(values: Sequence[object]) -> np.ndarray:
     return np.array([None if _is_word(v) else v for v in values], dtype=np.float64)
 
 
