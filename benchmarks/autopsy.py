@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -258,20 +259,26 @@ def mlp():
     return model, lambda b: F.cross_entropy(model(b[0]), b[1]), batch
 
 
-def cost(make, num_steps=64):
-    """The recorder's share of the CPU time of a step of AdamW, and its memory in copies of the parameters."""
+def cost(make, num_periods=4):
+    """The recorder's share of the CPU time of a step of AdamW, and its memory in copies of the parameters.
+
+    Medians, of steps with and without a copy: on a busy machine a few steps take many times as long.
+    """
     torch.manual_seed(0)
     model, loss_of_batch, batch = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     spikes = Timed(model, loss_of_batch).watch(optimizer)
-    for k in range(num_steps + spikes.keep):
-        if k == spikes.keep:  # the first steps also make the state
-            begun, spikes.spent = time.thread_time(), 0.0
+    copying, others, plain = [], [], []
+    for k in range(num_periods * spikes.keep):
+        begun, spikes.spent = time.thread_time(), 0.0
         optimizer.zero_grad()
         spikes.record(batch).backward()
         optimizer.step()
-    plain = time.thread_time() - begun - spikes.spent
-    return spikes.spent / plain, spikes.nbytes / sum(p.nbytes for p in model.parameters())
+        plain.append(time.thread_time() - begun - spikes.spent)
+        (others if k % spikes.keep else copying).append(spikes.spent)
+    other = statistics.median(others)
+    mean = other + (statistics.median(copying[1:]) - other) / spikes.keep
+    return mean / statistics.median(plain), spikes.nbytes / sum(p.nbytes for p in model.parameters())
 
 
 def cost_table():

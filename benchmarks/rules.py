@@ -1,6 +1,7 @@
 """Which clipping? Every rule on planted spikes and on clean training, side by side.
 
-    python benchmarks/rules.py [--rows PATH] [--seeds 5] [--rules none …] [--minutes 10]
+    python benchmarks/rules.py [--rows PATH] [--seeds 5] [--tasks MLP] [--rules none …]
+        [--minutes 10]
 
 Two tasks: an MLP on labels of a random teacher, and a recurrent network on the characters of Python's help
 texts. 240 steps each, by SGD with momentum and by AdamW, at one lr for all rules: the best of four without
@@ -199,8 +200,8 @@ def kept(path, rows, *key):
     return rows[key]
 
 
-def planned(seeds, rules):
-    for seed, task, optimizer, plant, rule in itertools.product(range(seeds), TASKS, LRS, PLANTS, rules):
+def planned(seeds, tasks, rules):
+    for seed, task, optimizer, plant, rule in itertools.product(range(seeds), tasks, LRS, PLANTS, rules):
         if rule != "update_rms" or optimizer == "AdamW":
             yield task, optimizer, plant, rule, seed
 
@@ -209,6 +210,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=Path("rules.jsonl"))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()
@@ -216,13 +218,13 @@ def main():
     end = time.perf_counter() + 60 * options.minutes
     rows, judged = kept_rows(options.rows), []
     lrs = {}
-    for task, optimizer in itertools.product(TASKS, LRS):
+    for task, optimizer in itertools.product(options.tasks, LRS):
         tried = [
             kept(options.rows, rows, task, optimizer, "clean", "none", TUNING_SEED, lr)
             for lr in LRS[optimizer]
         ]
         lrs[task, optimizer] = min(tried, key=lambda row: row["final"])["lr"]
-    for task, optimizer, *rest in planned(options.seeds, options.rules):
+    for task, optimizer, *rest in planned(options.seeds, options.tasks, options.rules):
         if time.perf_counter() > end:
             print("Not all runs are there yet: call again.")
             return

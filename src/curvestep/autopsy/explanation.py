@@ -115,15 +115,15 @@ def alterations(
 ) -> dict[str, Alteration]:
     """What can be changed in a step, by name."""
     moments = BatchMoments(again.parameters, again.coefficient(step, here, scales))
-    state = here.optimizer().state.values()
+    states = here.optimizer().state.values()
     changes = {
         "half": Alteration(fraction=0.5),
         "batch": Alteration(batch=earlier[-1]),
         "clipped": Alteration(max_norm=median(joint(kept.norms) for kept in earlier)),
     }
-    if any(has_first(of_parameter) for of_parameter in state):
+    if any(map(has_first, states)):
         changes["momentum"] = Alteration(moments=moments.set_first)
-    if any(has_second(of_parameter) for of_parameter in state):
+    if any(map(has_second, states)):
         changes["second moment"] = Alteration(moments=moments.set_second)
     if again.precision > precision(again.parameters):
         changes["precision"] = Alteration(computing=full_precision)

@@ -63,7 +63,7 @@ class KeptLoss:
     """The loss of a kept batch, under the autocast that training had around it."""
 
     def __init__(self, loss_of_batch: Callable[[object], object], kept: KeptBatch, device: str) -> None:
-        self.kept = kept
+        self._kept = kept
         self._loss_of_batch = loss_of_batch
         self._autocast = torch.autocast(
             device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
@@ -72,7 +72,7 @@ class KeptLoss:
     def __call__(self) -> object:
         """The loss."""
         with self._autocast:
-            return self._loss_of_batch(self.kept.batch())
+            return self._loss_of_batch(self._kept.batch())
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ class KeptStep:
         passes: Its batches, with the random states and buffers that each pass started from.
         settings: Of each parameter group, as the step found them.
         norms: Of the gradient that the optimizer was handed, one a parameter; None without gradient.
+        nbytes: Size of its batches.
     """
 
     number: int
     passes: list[Pass]
     settings: list[Settings]
     norms: list[Tensor | None]
+    nbytes: int
 
 
 class StepStart:
@@ -111,10 +113,7 @@ class StepStart:
         self._devices = [tensor.device for tensor in _state_tensors(optimizer)]
         self._optimizer = _copy_of(optimizer, on_host)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of parameters and moments."""
-        return sum(tensor.nbytes for tensor in (*self.point, *_state_tensors(self._optimizer)))
+        self.nbytes = sum(tensor.nbytes for tensor in (*self.point, *_state_tensors(self._optimizer)))
 
     def optimizer(self) -> Optimizer:
         """The optimizer again: it steps the same parameters, with a state of its own."""
@@ -134,14 +133,12 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
     """The numbers of each parameter group, which a scheduler may change between steps."""
-    return [
-        {name: _frozen(value) for name, value in group.items() if isinstance(value, (Tensor, *_NUMBERS))}
-        for group in optimizer.param_groups
-    ]
+    return [_numbers_of(group) for group in optimizer.param_groups]
 
 
-def _frozen(value: object) -> object:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _numbers_of(group: Settings) -> Settings:
+    numbers = {name: value for name, value in group.items() if isinstance(value, (Tensor, *_NUMBERS))}
+    return map_tensors(torch.clone, numbers)
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -84,7 +84,7 @@ class Autopsy:
         self.loss_of_batch = loss_of_batch
         self.keep = check_count("keep", keep, least=FEWEST_STEPS + 1)
         self.step = 0
-        self._record = ObservedStep()
+        self._record, self._nbytes = ObservedStep(), 0  # of the step that comes
         self._starts: list[StepStart] = []
         self._steps: list[KeptStep] = []
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
@@ -112,10 +112,12 @@ class Autopsy:
         """``loss_of_batch(batch)``, kept for the step that comes; once for each micro-batch of the step."""
         if not self._hooks:
             raise RuntimeError("No optimizer is watched. Call `watch(optimizer)` before `record(batch)`.")
-        kept = KeptLoss(self.loss_of_batch, KeptBatch(batch), self.parameters[0].device.type)
+        kept = KeptBatch(batch)
+        again = KeptLoss(self.loss_of_batch, kept, self.parameters[0].device.type)
         part = Pass(partial(self.loss_of_batch, batch), state=PassState(self.model))
         loss = self._record.run(part, self.parameters)
-        part.loss_fn = kept
+        part.loss_fn = again
+        self._nbytes += kept.nbytes
         return loss
 
     def explain(self, step: int | None = None) -> Explanation:
@@ -147,9 +149,7 @@ class Autopsy:
     @property
     def nbytes(self) -> int:
         """Host memory of the kept parameters, moments and batches."""
-        losses = [part.loss_fn for kept in self._steps for part in kept.passes]
-        batches = sum(loss.kept.nbytes for loss in losses if isinstance(loss, KeptLoss))
-        return batches + sum(start.nbytes for start in self._starts)
+        return sum(kept.nbytes for kept in (*self._steps, *self._starts))
 
     def close(self) -> None:
         """Stop watching; what was kept can still be explained."""
@@ -171,6 +171,6 @@ class Autopsy:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self._versions = versions_of(self.parameters, optimizer)
         norms = norms_of([p.grad for p in self.parameters])
-        self._steps.append(KeptStep(self.step, self._record.passes, self._settings, norms))
-        self._record = ObservedStep()
+        self._steps.append(KeptStep(self.step, self._record.passes, self._settings, norms, self._nbytes))
+        self._record, self._nbytes = ObservedStep(), 0
         self.step += 1

@@ -200,10 +200,9 @@ def factors(step: KeptStep, norms: Sequence[Tensor | None]) -> list[float]:
 
 
 def _factor(handed: Tensor | None, norm: Tensor | None) -> float:
-    if handed is None or norm is None or handed == norm:
+    if handed is None or norm is None or handed == norm or not math.isfinite(handed / norm):
         return 1.0
-    ratio = float(handed / norm)
-    return ratio if math.isfinite(ratio) else 1.0
+    return float(handed / norm)
 
 
 def times(gradients: Gradients, scales: Sequence[float]) -> Gradients:
