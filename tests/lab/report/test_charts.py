@@ -101,6 +101,8 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
     assert (seeds.y <= seeds.high).all()
     assert (seeds.low < seeds.high).any()
     assert wild.low is None
+    last = [view.rows["loss"][-5:].mean() for view in views[:2]]  # a twentieth of 100 rows
+    assert seeds.y[-1] == pytest.approx(np.mean(last))
     assert comparison(views)[0].words.endswith(" 1 diverged.")
     low, high = comparison(views)[0].y.range
     assert high < np.nanmax(wild.y)  # the one that diverged does not press the others flat
