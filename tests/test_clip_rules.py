@@ -264,6 +264,25 @@ def test_steps_left_out_and_empty_gradients_are_not_remembered(rule):
     assert rough_stats["skipped"] == 6
 
 
+@every_rule
+def test_device_does_not_remember_steps_left_out(rule):
+    def run(interrupted):
+        with strict_device() as device:
+            params = [nn.Parameter(p.detach().to(device)) for p in model().parameters()]
+            opt = ClippedSGD(params, lr=0.05, max_norm=rule, nonfinite="skip", skip_above=1e6)
+            for step in range(20):
+                if interrupted and step % 5 == 2:
+                    set_gradients(params, step)
+                    params[0].grad.mul_(1e9)  # finite, and above what a step may have
+                    opt.step()
+                set_gradients(params, step)
+                opt.step()
+            assert opt.clip_stats()["skipped"] == 4 * interrupted
+            return [p.detach().cpu() for p in params]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
 def test_tensor_without_gradients_at_first_still_learns():
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     opt = ClippedSGD(params, lr=0.1, max_norm=ema(warmup=4))
