@@ -265,6 +265,23 @@ def test_steps_left_out_and_empty_gradients_are_not_remembered(rule):
 
 
 @every_rule
+def test_zero_gradients_are_not_remembered(rule):
+    def run(interrupted):
+        params = list(model().parameters())
+        opt = ClippedSGD(params, lr=0.05, max_norm=rule)
+        for step in range(20):
+            if interrupted and step % 5 == 2:
+                for p in params:
+                    p.grad = torch.zeros_like(p)
+                opt.step()
+            set_gradients(params, step)
+            opt.step()
+        return params
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+@every_rule
 def test_device_does_not_remember_steps_left_out(rule):
     def run(interrupted):
         with strict_device() as device:
