@@ -200,7 +200,7 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean = state
         is_warm = count + 1 < warmup
-        joint = choose(seen.total > max_norm, seen.norm * (max_norm / seen.total), math.inf)
+        joint = choose(seen.total > max_norm, seen.norm * (max_norm / larger(seen.total, max_norm)), math.inf)
         threshold = choose(is_warm, joint, ratio * mean)
         clipped = smaller(seen.norm, threshold)
         average = decay * mean + (1 - decay) * clipped
