@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-PAGES = ("index.md",)  # pages whose blocks stand by themselves
+PAGES = ("index.md", "../README.md")  # pages whose blocks stand by themselves
 BLOCK = re.compile(r"(^```python\n(.*?)^```\n)(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 
 

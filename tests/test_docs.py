@@ -10,8 +10,10 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from docs.notebooks import FOLDER as NOTEBOOK_FOLDER, NOTEBOOKS, executed, printed
 from docs.outputs import PAGES as PAGES_WITH_OUTPUT, with_outputs
 from torch import nn
 from torch.nn import functional as F
@@ -88,6 +90,18 @@ def test_what_a_page_shows_is_what_its_blocks_print(name):
     assert number.sub("#", shown) == number.sub("#", printed)
     ours, theirs = ([float(found) for found in number.findall(text)] for text in (shown, printed))
     assert ours == pytest.approx(theirs, rel=0.1, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the kernel's sockets and event loop
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_a_notebook_shows_is_what_its_cells_print(name):
+    assert printed(nbformat.read(NOTEBOOK_FOLDER / f"{name}.ipynb", as_version=4)) == printed(executed(name))
+
+
+def test_there_are_three_notebooks_with_outputs():
+    assert len(NOTEBOOKS) == 3
+    assert all(printed(nbformat.read(NOTEBOOK_FOLDER / f"{name}.ipynb", as_version=4)) for name in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)

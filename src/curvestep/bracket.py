@@ -26,7 +26,7 @@ LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    r"""What one step does.
+    r"""Effect of one step.
 
     Args:
         step: :math:`h`.

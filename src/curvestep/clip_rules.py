@@ -43,7 +43,7 @@ class NormHistory(Protocol):
 
 
 class Seen(NamedTuple):
-    """What a rule looks at.
+    """Quantities that a rule looks at.
 
     Attributes:
         norm: Norm of the gradient that is clipped; with ``each`` a vector, one for each tensor or unit.

@@ -33,14 +33,14 @@ _LARGEST = np.finfo(np.float64).max
 
 
 class ClippedParameters(TypedDict):
-    """What :func:`clipped_step` and ``ClippedSGD`` take."""
+    """Arguments of :func:`clipped_step` and ``ClippedSGD``."""
 
     lr: float
     max_norm: float
 
 
 class NormalizedParameters(TypedDict):
-    """What :func:`normalized_step` and ``NormalizedSGD`` take."""
+    """Arguments of :func:`normalized_step` and ``NormalizedSGD``."""
 
     lr: float
     offset: float

@@ -231,7 +231,7 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
 
 
 def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any, starts: Any) -> int:
-    """What ``curvestep_view_plain`` does, for a torch that does not let C look at its tensors."""
+    """Twin of ``curvestep_view_plain``, for a torch that does not let C look at its tensors."""
     count = len(lists[0])
     if any(type(t) not in PLAIN for listed in lists for t in listed):
         return -1

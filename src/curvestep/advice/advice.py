@@ -34,7 +34,7 @@ MOST_LINES = 8
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Advice:
-    """What :func:`advise` recommends; ``print`` it for eight lines, ``print(advice.details())`` for all.
+    """Recommendation of :func:`advise`; ``print`` it for eight lines, ``print(advice.details())`` for all.
 
     Attributes:
         action: ``"keep"``, ``"raise"``, ``"lower"``, ``"diverged"``, ``"stuck"``, ``"data"`` (a batch or the
@@ -90,7 +90,7 @@ class Advice:
 
 
 def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advice:
-    """What to run next: the same learning rate, a larger or a smaller one, and why.
+    """Say what to run next: the same learning rate, a larger or a smaller one, and why.
 
     From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): how its loss went, what its
     steps did, how far the start allowed to go. One run shows steps that were far too long or too short; it

@@ -66,7 +66,7 @@ def verdict_on(decision: Answer, run: Outcome) -> str:
 
 
 def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
-    """What the verdict rests on, a line each: the loss, the steps, the start, clipping, what to do next."""
+    """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
     found = {
         "loss": _about_loss(run),
         "steps": _about_steps(decision, run),
@@ -78,7 +78,7 @@ def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
-    """What to doubt."""
+    """Doubts about the answer."""
     found = []
     if math.isfinite(run.floor) and run.floor > 0.5 * run.max_norm:
         text = (
@@ -113,7 +113,7 @@ def reasons_for_settings(
 
 
 def rate_name(scheduled: bool) -> str:
-    """What ``lr`` is: of a schedule its peak."""
+    """Name of ``lr``: of a schedule its peak."""
     return "peak lr" if scheduled else "lr"
 
 

@@ -1,4 +1,4 @@
-"""What to do after one run: a table of named conditions on the facts, read from the top.
+"""The next step after one run: a table of named conditions on the facts, read from the top.
 
 The loss curve speaks first, then what steps do, then the start. The limits were chosen on the development
 tasks of ``benchmarks/advice``, where the mean regret hardly depends on any of them.
@@ -51,7 +51,7 @@ class Answer:
 
 
 def decide(run: Outcome) -> Answer:
-    """What to do after a run: the first line of :data:`TABLE` that holds."""
+    """The next step after a run: the first line of :data:`TABLE` that holds."""
     found = next(line for line in TABLE if line.holds(run))
     lr = run.lr * found.factor(run)
     return Answer(found.kind, found.action, lr if math.isfinite(lr) else None)

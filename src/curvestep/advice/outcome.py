@@ -144,7 +144,7 @@ def _loss_curve(history: History) -> dict[str, Any]:
 
 
 def _steps(history: History) -> dict[str, Any]:
-    """What steps did, in the later half of those with the larger lr."""
+    """Effect of the steps in the later half of those with the larger lr."""
     rows, kappa = history.columns, _kappa(history)
     measured = history.ok & np.isfinite(kappa)
     share = _share_of_peak(history.lr)

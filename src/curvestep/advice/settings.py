@@ -23,7 +23,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True)
 class TriedSetting:
-    """What was set, and how its runs went.
+    """A setting, and how its runs went.
 
     Attributes:
         lr: The largest of a run: the peak of a schedule.
@@ -176,7 +176,7 @@ def _loss_at(history: History, run: Outcome, horizon: float) -> float:
 
 
 def _typical(history: History, name: str) -> Any:
-    """What a run's header or rows say of it: a word, a number, or None."""
+    """Entry of a run's header or rows: a word, a number, or None."""
     if name in history.header:
         value = history.header[name]
         return float(value) if isinstance(value, (int, float)) else value

@@ -113,7 +113,7 @@ def rise(before: Losses, after: Losses) -> float:
 def alterations(
     again: Retakes, earlier: Sequence[KeptStep], step: KeptStep, here: StepStart, scales: list[float]
 ) -> dict[str, Alteration]:
-    """What can be changed in a step, by name."""
+    """Changes of a step, by name."""
     moments = BatchMoments(again.parameters, again.coefficient(step, here, scales))
     states = here.optimizer().state.values()
     changes = {

@@ -1,4 +1,4 @@
-"""What is kept of a training step in host memory: enough to take it again, bit for bit."""
+"""A training step in host memory: enough to take it again, bit for bit."""
 # pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
 # torch names its functions for lists of tensors with an underscore.
 
@@ -52,7 +52,7 @@ class KeptBatch:
 
 
 def _parts(value: object) -> list[object]:
-    """What is in nested tuples, lists and dicts."""
+    """Leaves of nested tuples, lists and dicts."""
     inside = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(inside, (tuple, list)):
         return [inside]

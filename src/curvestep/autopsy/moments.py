@@ -69,5 +69,5 @@ class BatchMoments:
 
 
 def _weight(beta: float, state: Entries) -> float:
-    """What the weights of a running mean add up to after the steps so far."""
+    """Sum of the weights of a running mean after the steps so far."""
     return 1.0 - beta ** float(state.get("step", math.inf))

@@ -121,7 +121,7 @@ class Autopsy:
         return loss
 
     def explain(self, step: int | None = None) -> Explanation:
-        """What made a kept step raise the loss, with the share of the rise that each change takes away.
+        """Explain why a kept step raised the loss, with the share of the rise that each change takes away.
 
         Takes about as long as a hundred training steps. The rise is the median over kept batches.
 

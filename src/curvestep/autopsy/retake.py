@@ -47,7 +47,7 @@ class Alteration:
 
 @dataclass(frozen=True)
 class Walked:
-    """What a step did: the judges' losses before and after it, and the length that each parameter moved."""
+    """Effect of a step: the judges' losses before and after it, and the length that each parameter moved."""
 
     before: Losses
     after: Losses
@@ -81,7 +81,7 @@ class Retakes:
         self._replay.__exit__(*exception)
 
     def walk(self) -> list[Walked]:
-        """What each kept step did."""
+        """Effect of each kept step."""
         walked: list[Walked] = []
         after: Losses | None = None
         for step, optimizer in self._follow():
@@ -195,7 +195,7 @@ class Retakes:
 
 
 def factors(step: KeptStep, norms: Sequence[Tensor | None]) -> list[float]:
-    """What each gradient was multiplied by between the backward pass and the optimizer, as by clipping."""
+    """Factor of each gradient between the backward pass and the optimizer, as by clipping."""
     return [_factor(handed, norm) for handed, norm in zip(step.norms, norms, strict=True)]
 
 

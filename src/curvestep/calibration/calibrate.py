@@ -191,7 +191,7 @@ def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, l
 def _scale(
     passes: Passes, steps: list[Batch], shares: list[float], method: Method, given: float
 ) -> tuple[float, float]:
-    """What lr is tried around, and the threshold: the one given, or one of our own where it is infinite."""
+    """The lr to try around, and the threshold: the one given, or one of our own where it is infinite."""
     if method.family is Family.ADAM:
         return pilots.ADAM_SCALE, pilots.ADAM_MAX_NORM if math.isinf(given) else given
     if not method.family.is_descent:

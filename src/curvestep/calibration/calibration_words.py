@@ -103,14 +103,14 @@ def _gain(gain: float) -> str:
 
 
 def before(name: str, num_gradients: int, *, may_double: bool) -> str:
-    """What is about to be done, and its cost."""
+    """The coming trials, and their cost."""
     doubled = 2 * num_gradients + len(pilots.FIRST_OCTAVES) * NUM_STEPS
     more = f", up to {doubled} if noise hides the answer" if may_double else ""
     return f"calibrate {name}: trials of {NUM_STEPS} steps, about {num_gradients} gradients{more}\n"
 
 
 def trial(num_steps: int, lr: float) -> str:
-    """What is being tried."""
+    """The trial that is running."""
     return f"{CLEAR_LINE}calibrate: {num_steps} steps at lr {lr:.3g}"
 
 
@@ -126,7 +126,7 @@ def other_threshold(found: Calibration, name: str, own: Iterable[float]) -> str:
 
 
 def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
-    """What the trials leave open."""
+    """Doubts that the trials leave."""
     if pilots.clarity(arms) < pilots.BLIND:
         text = "No trial lowered the loss of other batches for sure. Is the model trained, or the batch tiny?"
         return [Note("unknown", text)]
@@ -141,7 +141,7 @@ def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
 
 
 def of_start(model: nn.Module, method: Method, grad_norm: float) -> list[Note]:
-    """What is unusual about the model, the optimizer and the loss."""
+    """Oddities of the model, the optimizer and the loss."""
     still = sum(isinstance(m, (_BatchNorm, _DropoutNd)) and not m.training for m in model.modules())
     dtypes = {p.dtype for p in model.parameters()}
     return _that_hold(

@@ -70,7 +70,7 @@ class Method:
 
 
 def threshold_name(optimizer: Optimizer) -> str:
-    """What the optimizer's groups call the gradient norm at which steps stop growing."""
+    """Name, in the optimizer's groups, of the gradient norm at which steps stop growing."""
     return "offset" if isinstance(optimizer, NormalizedSGD) else "max_norm"
 
 

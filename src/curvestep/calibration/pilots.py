@@ -38,7 +38,7 @@ FIRST_OCTAVES = tuple(range(-2, 3, 2))  # arms begin a factor of four apart
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What one trial gained.
+    """Gain of one trial.
 
     Args:
         lr: Its learning rate; the peak, under a schedule.

@@ -1,4 +1,4 @@
-"""What cannot be calibrated, in words that say what to do."""
+"""Refusals: what cannot be calibrated, and the way out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_enough(num_batches: int) -> None:
 
 
 def check_loss(loss: object, model: nn.Module) -> Tensor | float:
-    """What ``loss_of_batch`` returned, if it is the loss of a batch and depends on the model."""
+    """The value of ``loss_of_batch``, if it is the loss of a batch and depends on the model."""
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ValueError(
             f"`loss_of_batch` must return a scalar, got a tensor of shape {tuple(loss.shape)}. "

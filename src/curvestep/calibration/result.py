@@ -1,4 +1,4 @@
-"""What a calibration found: learning rate, threshold, the trials it was read from; its file."""
+"""Result of a calibration: learning rate, threshold, the trials it was read from; its file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Calibration:
         return html_table(words.headline(self), [("lr", "gain", "standard error"), *rows], notes)
 
     def plot(self, *, title: str = "") -> Figure:
-        """What each trial gained against its learning rate, and the choice; needs matplotlib."""
+        """Gain of each trial against its learning rate, and the choice; needs matplotlib."""
         from curvestep.display.drawing import figure_of
         from curvestep.display.results import calibration
 

@@ -99,7 +99,7 @@ class Line:
         return highest_loss(self.loss, step * self.slope, eps=precision(self.passes.parameters))
 
     def at(self, step: float) -> Point:
-        """What a step does, measured by one gradient."""
+        """Effect of a step, measured by one gradient."""
         check_representable(step, self.norm, self.passes.parameters)
         self.passes.move(self.direction, -step)
         loss, gradients = self._gradient()

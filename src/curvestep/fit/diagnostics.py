@@ -97,8 +97,8 @@ def narrow_range(samples: Samples) -> str | None:
         return None
     low, high = np.quantile(samples.grad_norm, [0.05, 0.95])
     return (
-        f"The gradient norm hardly varies ({low:.3g} to {high:.3g} for nine rows in ten), so L1 is not "
-        "identified: many pairs on the frontier describe these points equally well."
+        f"Gradient norms stayed between {low:.3g} and {high:.3g} in nine rows of ten. That is too narrow to "
+        "estimate L1."
     )
 
 
@@ -125,9 +125,9 @@ def saturation(samples: Samples, L1: float) -> str | None:
         return None
     kappa, length = np.nanmedian(samples.kappa), np.median(samples.step_norm)
     return (
-        f"κ is saturated: one step changes the gradient by {kappa:.2f} times its norm, nearly always. With "
-        f"clipped steps of length {length:.3g} that alone gives a slope of {kappa / length:.3g} (the fit's "
-        f"L1 is {L1:.3g}): the slope is set by the step length. Look at local or spectral smoothness."
+        f"κ is saturated: nearly every step changes the gradient by {kappa:.2f} times its norm. So L1, "
+        f"{L1:.3g}, mirrors the length of your steps, {length:.3g}: that alone gives {kappa / length:.3g}. "
+        "Look at local or spectral smoothness."
     )
 
 
@@ -189,10 +189,9 @@ def time_as_cause(samples: Samples) -> str | None:
     if not abs(pooled - mean) > reach:  # NaN where a window is constant
         return None
     return (
-        f"Time may be the common cause: the rank correlation is {pooled:.2f} over the whole run but "
-        f"{mean:.2f} within {_WINDOWS} parts of it, so gradient norm and smoothness move together, or "
-        "apart, because both change with training. L0 and L1 mix the two; believe `within`, or "
-        "fit a shorter part."
+        f"Time may be the common cause: the rank correlation is {pooled:.2f} overall but {mean:.2f} within "
+        f"{_WINDOWS} parts of the run. Both drift in training, and L0 and L1 mix the two. Believe `within`, "
+        "or fit a shorter part."
     )
 
 
@@ -215,8 +214,8 @@ def kinks(samples: Samples) -> str | None:
         apart = secants.max(axis=1, initial=1e-300) >= 1.5 * secants.min(axis=1, initial=np.inf)
         if apart.sum() >= _FEW and apart.mean() >= 0.1:
             return (
-                f"Kinks: in {apart.mean():.0%} of the short steps the smoothness over half the step and over "
-                f"the whole differ by half or more. {advice}"
+                f"Kinks: in {apart.mean():.0%} of the short steps the fractions of a step disagree by half "
+                f"or more. {advice}"
             )
     moved = short & (samples.step_norm > 0) & (samples.smoothness > 0)
     length, ell = np.log(samples.step_norm[moved])[None], np.log(samples.smoothness[moved])[None]
@@ -226,8 +225,8 @@ def kinks(samples: Samples) -> str | None:
     if not (-1.3 <= power <= -0.7 and correlation(length, ell)[0] <= -0.9):
         return None
     return (
-        f"Kinks: smoothness falls with the step length as its power {power:.2f}, so that a step changes the "
-        f"gradient by the same amount however short it is. {advice}"
+        f"Kinks: smoothness falls with the step length as its power {power:.2f}. Short steps change the "
+        f"gradient as much as long ones. {advice}"
     )
 
 
@@ -256,7 +255,6 @@ def uneven_spread(samples: Samples) -> str | None:
     if not (rank > 0.15 and rank * math.sqrt(len(away) / block_length(away, g[known])) > 0.9):
         return None
     return (
-        f"The scatter of smoothness grows with the gradient norm (rank correlation {rank:.2f}), so the "
-        "upper line is steeper than the points at small gradients: L0 is too small there, and its interval "
-        "too narrow."
+        f"The scatter of smoothness grows with the gradient norm (rank correlation {rank:.2f}). So L0 is "
+        "too small, and its interval too narrow."
     )

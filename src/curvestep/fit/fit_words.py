@@ -44,8 +44,8 @@ def across(cosine: float) -> Note:
     """Steps that run across the gradient and show no growth."""
     return Note(
         "across",
-        f"No growth shows, but steps run across the gradient (cosine {cosine:.2f}): curvature along them "
-        "need not be that along the gradient. Measure on the training batch, or with plain SGD.",
+        f"No growth shows, but steps run across the gradient (cosine {cosine:.2f}). Curvature along the "
+        "gradient may differ. Measure on the training batch, or with plain SGD.",
     )
 
 
@@ -80,9 +80,9 @@ def alike(resolved: int, rows: int, kappa: float) -> Note:
     """Steps that are too short for the precision, or all alike."""
     return Note(
         "alike",
-        f"Steps are too short or too much alike: in {rows - resolved} of {rows} the gradient norm changes "
-        f"too little for the precision, or as in all others (by {kappa:.2g} of the norm over a step). "
-        "Measure with a larger lr or max_norm, earlier in training, or in a higher precision.",
+        f"Steps are too short, or too much alike, in {rows - resolved} of {rows} rows. A step changes the "
+        f"gradient by {kappa:.2g} of its norm. Measure with a larger lr or max_norm, earlier in training, or "
+        "in a higher precision.",
     )
 
 

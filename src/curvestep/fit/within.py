@@ -231,8 +231,8 @@ def _read(
     rows = len(np.atleast_1d(grad_norm))
     if s.shape != (rows, along.shape[1]) or m.shape != s.shape:
         raise ValueError(
-            "`secants` and `grad_norms` must have one row a step and one column a fraction, got shapes "
-            f"{s.shape} and {m.shape} for {rows} steps and {along.shape[1]} fractions."
+            f"`secants` and `grad_norms` must have the shape {(rows, along.shape[1])}, steps by fractions, "
+            f"got {s.shape} and {m.shape}."
         )
     if np.any(along <= 0) or np.any(np.diff(along, axis=1) <= 0):  # not where one is unknown
         raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")

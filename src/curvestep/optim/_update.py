@@ -39,7 +39,7 @@ _shape = attrgetter("shape")
 
 
 class Rule(Protocol):
-    """What an update does with the scaled gradient, by each path.
+    """The update by the scaled gradient, on each path.
 
     Attributes:
         lr: Learning rate, a float or a one-element tensor.
@@ -114,7 +114,7 @@ class Bundle(Decision):
 
 @dataclass(slots=True)
 class Part:
-    """What one call updates: real and local tensors of one dtype and device, each with all its buffers.
+    """Tensors that one call updates: real, local, of one dtype and device, each with all its buffers.
 
     Complex tensors are pairs of real numbers here, sharded ones this rank's part.
     """

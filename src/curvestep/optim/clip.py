@@ -109,7 +109,7 @@ def clip(
 
 
 class Clipping:
-    """What :func:`clip` added to an optimizer.
+    """Handle of the clipping that :func:`clip` added to an optimizer.
 
     Attributes:
         optimizer: The optimizer.
@@ -292,7 +292,7 @@ class Clipping:
 
 
 class UpdateClipping:
-    """What :func:`clip` with ``what="update"`` added to an optimizer.
+    """Handle of the cap that :func:`clip` with ``what="update"`` added to an optimizer.
 
     Attributes:
         optimizer: The optimizer.

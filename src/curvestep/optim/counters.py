@@ -25,7 +25,7 @@ EQUAL_NORMS = 1 - 1e-5
 
 
 class Limit(NamedTuple):
-    """What a step is left out above: a norm, a multiple of the running median, deviations from the mean."""
+    """Limit of a step that is taken: a norm, a multiple of the running median, deviations from the mean."""
 
     number: float
     unit: Literal["norm", "x", "sigma"]
@@ -52,7 +52,7 @@ class Spike(TypedDict):
 
 
 class ClipStats(TypedDict):
-    """What ``clip_stats()`` returns.
+    """The result of ``clip_stats()``.
 
     Attributes:
         grad_norm: Norm of the last gradient, before clipping.
@@ -168,7 +168,7 @@ def _push(values: list[float], value: float) -> None:
 
 
 def clip_stats_of(counters: HostCounters) -> ClipStats:
-    """What ``clip_stats()`` says of the counters."""
+    """The counters as ``clip_stats()`` returns them."""
     return {
         "grad_norm": counters.grad_norm,
         "coefficient": counters.coefficient,

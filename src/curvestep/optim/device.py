@@ -221,7 +221,7 @@ def _check_devices(optimizer: Optimizer, norms: list[Tensor]) -> None:
 
 
 def _numbers_of_scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """What a GradScaler leaves to the step: 1 over its scale, and whether a gradient overflowed."""
+    """A GradScaler's part in the step: 1 over its scale, and whether a gradient overflowed."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     return None if scale is None else 1 / scale, overflow

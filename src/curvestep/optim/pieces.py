@@ -76,7 +76,7 @@ class HostPieces:
         return Units(self._starts, self._factors)
 
     def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
-        """What each gradient is multiplied by: one number, or one for each of its units."""
+        """Factor of each gradient: one number, or one for each of its units."""
         factors = np.split(self._factors, list(self._starts)[1:-1])
         return [_along_rows(torch.from_numpy(f), g) for f, g in zip(factors, grads, strict=True)]
 
@@ -129,7 +129,7 @@ class TensorPieces:
         return torch.linalg.vector_norm(_joined(clipped))
 
     def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
-        """What each gradient is multiplied by: one number, or one for each of its units."""
+        """Factor of each gradient: one number, or one for each of its units."""
         each = self._factors if self.rule.each == "unit" else self._factors[0].unbind()
         return [factors.to(g.device) for factors, g in zip(each, grads, strict=True)]
 

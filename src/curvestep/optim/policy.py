@@ -148,7 +148,7 @@ def _norm_on_host(decision: Decision) -> float:
 
 
 def _limit(skip_above: float | str | None) -> Limit:
-    """What ``skip_above`` says: a number, "10x" or "6sigma"."""
+    """Limit that ``skip_above`` names: a number, "10x" or "6sigma"."""
     if skip_above is None:
         return Limit(math.inf, "norm")
     if not isinstance(skip_above, str):
@@ -160,8 +160,8 @@ def _limit(skip_above: float | str | None) -> Limit:
         limit = Limit(math.nan, unit)
     if not skip_above.endswith(unit) or not 1.0 < limit.number < math.inf:
         raise ValueError(
-            '`skip_above` must be a gradient norm, a multiple of the running median such as "10x", or '
-            f'deviations from the mean such as "6sigma", both above 1, got {skip_above!r}.'
+            '`skip_above` must be a gradient norm, "10x" the running median or "6sigma", got '
+            f"{skip_above!r}. Both numbers must be above 1."
         )
     return limit
 
@@ -180,7 +180,7 @@ def _has_zero_lr(group: Group) -> bool:
 
 
 def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
-    """What a GradScaler leaves to the step: its scale, and whether a gradient overflowed."""
+    """A GradScaler's part in the step: its scale, and whether a gradient overflowed."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0

@@ -40,7 +40,7 @@ Saved: TypeAlias = dict[str, Any]  # what a rule remembers, as plain numbers
 
 
 class HostMemory:
-    """What a rule remembers on the host: floats of one norm, or arrays of several.
+    """Memory of a rule on the host: floats of one norm, or arrays of several.
 
     Args:
         rule: The rule.
@@ -75,7 +75,7 @@ class HostMemory:
 
 
 class TensorMemory:
-    """What a rule remembers of one norm or of several, as tensors that change in place.
+    """Memory of a rule of one norm or of several: tensors that change in place.
 
     Args:
         rule: The rule.
@@ -106,7 +106,7 @@ class TensorMemory:
 
 
 class RuleMemories:
-    """What the rules of an optimizer remember, by the number of a group and of what is clipped in it."""
+    """Memories of an optimizer's rules, by the number of a group and of what is clipped in it."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Saved] = {}
@@ -176,7 +176,7 @@ class RuleMemories:
         return memory
 
     def _saved_of(self, key: str, rule: ClipRule) -> Saved:
-        """What the rule remembers so far; a rule that is new starts afresh."""
+        """Memory of the rule so far; a new rule starts afresh."""
         saved = self.read().get(key)
         if saved is None or saved["rule"] != rule.as_plain():
             return {"rule": rule.as_plain(), "state": list(rule.start), "norms": []}
@@ -233,7 +233,7 @@ class StepRecord:
         return list(self._counters.read().spikes)
 
     def clip_stats(self, layers_of: list[Group] | None) -> ClipStats:
-        """What an optimizer's ``clip_stats()`` returns; warns once if somebody clips before it."""
+        """An optimizer's ``clip_stats()``; warns once if somebody clips before it."""
         counters = self._counters.read()
         if self._checks_norms and is_clipped_before(counters.norms):
             self.stop_double_clip_check()

@@ -123,7 +123,7 @@ class ScaledOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def rule(self, group: Group) -> Rule:
-        """What a step does with the scaled gradients of a group."""
+        """Update a group by its scaled gradients."""
 
     @abstractmethod
     def coefficient(self, norm: Norm, group: Group) -> Norm:
@@ -342,8 +342,8 @@ _eager_step: Callable[..., Any] = _disable_dynamo(_observed_step)
 # What torch says where it is asked for one graph and cannot make it.
 _eager_step.__dict__.update(
     _torchdynamo_disable=True,
-    _torchdynamo_disable_msg='a step reads numbers, unless it has capturable=True, nonfinite="skip" or '
-    '"propagate", and no hooks; the first one with `dampening` does even then',
+    _torchdynamo_disable_msg="a step reads numbers. For one graph set capturable=True, nonfinite='skip' or "
+    "'propagate', and no hooks or `dampening`",
 )
 
 

@@ -103,10 +103,10 @@ class SelfTest:
             if record.trained.calls == self.calls:
                 raise RuntimeError(str(reason)) from reason
             raise RuntimeError(
-                f"the model was called {record.trained.calls} times since the last step, {self.calls} times "
-                "before the step that was tested, and the replay does not give the gradient in `.grad`. Call "
-                "the model under `torch.no_grad()` for anything but training, or `probe.snapshot()` just "
-                "before the loss is computed."
+                "the replay does not give the gradient in `.grad`. The model was called "
+                f"{record.trained.calls} times since the last step, {self.calls} before the tested one. "
+                "Call the model under `torch.no_grad()` for anything but training. Or call "
+                "`probe.snapshot()` just before the loss is computed."
             ) from reason
         if math.isfinite(error):
             if self.error is None:
@@ -230,9 +230,8 @@ def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
         return what + (
             f"module '{itself[0].name}' ({type(itself[0].module).__name__}) turns the same input into "
             "different outputs. "
-            "It draws outside the global generators of torch, numpy and Python (dropout with a generator of "
-            "its own), or keeps state that is no buffer. Draw from torch's generator, or register the "
-            "state as a buffer."
+            "It draws outside the global generators of torch, numpy and Python, or keeps state that is no "
+            "buffer. Draw from torch's generator, or register the state as a buffer."
         )
     if not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
         return what + (
@@ -258,7 +257,7 @@ def _why_not_training(
     if _relative_gap(_times(replayed, scale), trained, of=trained) <= 10 * tolerance:
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
-            "Clip inside the block; with a GradScaler call `scaler.unscale_(optimizer)` before it; divide "
+            "Clip inside the block. With a GradScaler call `scaler.unscale_(optimizer)` before it. Divide "
             "an accumulated loss by the number of micro-batches in the closure too. Or let "
             "`probe.watch(optimizer)` measure, which allows for both."
         )
@@ -281,13 +280,12 @@ def _why_not_training(
     if not all(alike(a, b, tolerance) for a, b in zip(there, here, strict=True)):
         return what + (
             "the model's input is not that of training. The closure uses another batch, or draws random "
-            "numbers before it calls the model: then call `probe.snapshot()` before you compute the loss."
+            "numbers before it calls the model. Then call `probe.snapshot()` before you compute the loss."
         )
     return what + (
-        "`.grad` holds something else too: a gradient left from an earlier step (call `zero_grad()`, of the "
-        "model where the optimizer has not all of its parameters), weight "
-        "decay or a penalty added by hand, or the gradient of another loss. Let the closure compute all of "
-        "the loss, and nothing else. In float16, give the probe the loss scaler: "
+        "`.grad` holds something else too. It may be a gradient left from an earlier step: call "
+        "`model.zero_grad()`. It may be a penalty added by hand, or the gradient of another loss. Let the "
+        "closure compute all of the loss, and nothing else. In float16, give the probe the loss scaler: "
         "`backward=lambda loss: scaler.scale(loss).backward()`."
     )
 
@@ -332,10 +330,9 @@ def untracked_error(tensors: Sequence[Tensor]) -> UntrackedParametersError:
     numbers = sum(tensor.numel() for tensor in tensors)
     return UntrackedParametersError(
         f"The loss also trains {len(tensors)} tensors outside `model` ({numbers} numbers, the first of shape "
-        f"{tuple(tensors[0].shape)}), which move with the step and collect gradients in a replay. Give one "
-        "module that holds all that is trained, such as `nn.ModuleList([encoder, head])`; detach what is not "
-        "trained. If another optimizer trains them, as of a GAN's other network, freeze them around this "
-        "step: `other.requires_grad_(False)`, and True after it."
+        f"{tuple(tensors[0].shape)}). Give one module that holds all that is trained, such as "
+        "`nn.ModuleList([encoder, head])`, and detach what is not trained. If another optimizer trains them, "
+        "freeze them around this step: `other.requires_grad_(False)`, and True after it."
     )
 
 

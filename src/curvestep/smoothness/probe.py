@@ -411,7 +411,7 @@ class SmoothnessProbe:
             where = self.trace.path or "in memory"
             words = (
                 f"`trace` already holds a run ({where}), and this probe begins at step 0. Make it with "
-                'if_exists="new" for a new file beside it or if_exists="overwrite" to replace it; to resume '
+                'if_exists="new" for a new file beside it, or "overwrite" to replace it. To resume '
                 "that run, call `probe.load_state_dict(state)` first."
             )
             if self.on_error != "off":
@@ -466,8 +466,8 @@ class SmoothnessProbe:
         if layers:
             self._warn_once(
                 "mode",
-                f"The model is in eval mode, in which {type(layers[0]).__name__} acts as it does not in "
-                "training: smoothness is that of another loss. Call `model.train()` before the forward pass.",
+                f"The model is in eval mode, and {type(layers[0]).__name__} acts otherwise in training. "
+                "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
             )
 
     def _after_step(self, *_: object) -> None:
@@ -482,7 +482,7 @@ class SmoothnessProbe:
                 "optimizers",
                 f"The probe watches {type(self._watched).__name__}, and something else trains "
                 f"{len(self._unheld)} parameters of the same model outside of the measured steps. Make a "
-                "probe for each optimizer, with the module that it trains, or put the steps of all into one "
+                "probe for each optimizer, with its module. Or put the steps of all into one "
                 "`with probe(loss_fn):`.",
             )
 

@@ -266,7 +266,7 @@ def _is_generator(value: object) -> bool:
 
 
 def _rewinder(generator: Any) -> Callable[[], object]:
-    """What puts a random generator back into the state that it has now."""
+    """Function that puts a random generator back into its present state."""
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):

@@ -96,7 +96,7 @@ _TABLE = (
     ("optimizer", "word", "", "Class of the optimizer that stepped."),
     ("momentum", "number", "1", "Its momentum β; of Adam β₁."),
     ("optimizer_smoothness", "number", "1/lr",
-     "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD; lr times it is a pure number."),
+     "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD. lr times it has no unit."),
     ("optimizer_spectral", "number", "1/lr", "‖P⁻¹∇²f(x)‖ over all directions."),
     ("optimizer_converged", "flag", "", "Whether Lanczos reached its tolerance in the metric."),
     ("optimizer_limit", "number", "1",

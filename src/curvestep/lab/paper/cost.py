@@ -1,4 +1,4 @@
-"""What a run costs, known without its data."""
+"""Cost of a run, known without its data."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticResult:
-    """What the experiment found; all of its numbers are in the folder.
+    """Summary of the experiment; the folder has all of its numbers.
 
     Attributes:
         config: What it was made with.
@@ -170,7 +170,7 @@ def run_synthetic(
 
 
 def load_synthetic(folder: Path) -> tuple[SyntheticResult, dict[str, Array]]:
-    """What :func:`run_synthetic` found and saved: the summary and the arrays."""
+    """Results that :func:`run_synthetic` saved: the summary and the arrays."""
     folder = Path(folder)
     missing = [name for name in (CONFIG, NUMBERS) if not (folder / name).exists()]
     if missing:
@@ -335,7 +335,7 @@ def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array], title:
     note = (
         f"x⁴ from {result.config.x0:g}; clipping threshold {result.config.max_norm:g}. After "
         f"{result.config.num_steps} iterations the best step sizes reach |f′| = {result.gd_grad_norm:.2g} "
-        f"and {result.clipped_grad_norm:.2g}; a band is a step that bounces for ever"
+        f"and {result.clipped_grad_norm:.2g}. A band is a step that bounces for ever"
     )
     return figure_of(lettered(charts), title=title, note=note, columns=3, size=SMALL_PANEL)
 
@@ -420,7 +420,7 @@ def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) 
         Chart("loses", titles[1], largest, Axis("best fixed step over clipped", log=True), right),
     ]
     note = (
-        f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0; corrected and sharp bounds; "
+        f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0. Corrected and sharp bounds; "
         "the prediction is scaled to the last point"
     )
     return figure_of(charts, title=title, note=note, size=PANEL)

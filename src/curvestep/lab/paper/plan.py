@@ -1,4 +1,4 @@
-"""What a figure of the paper consists of, the runs of a plan, and what they left."""
+"""Parts of a figure of the paper, the runs of a plan, and what they left."""
 
 from __future__ import annotations
 

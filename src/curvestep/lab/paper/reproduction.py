@@ -49,7 +49,7 @@ SILENCE = 30.0  # seconds without a line, after which one is due
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """What a reproduction left.
+    """Files and claims of a reproduction.
 
     Args:
         folder: Holds what the module describes.
@@ -240,7 +240,7 @@ def draw_all(
 
 
 def _trained(figure: PaperFigure, results: Results) -> str:
-    """What was trained for a figure, and what is not there, in a sentence or two."""
+    """Runs of a figure, and those that are missing, in a sentence or two."""
     planned = {run.name: run for run in figure.runs(results.plan.scale)}
     runs = [run for run in results.runs if run.folder.name in planned]
     if not runs:

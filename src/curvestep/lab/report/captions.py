@@ -125,8 +125,8 @@ def edge(view: RunView) -> str:
     found += "steps are above the edge at 1."
     if limit != 2.0:
         return (
-            f"Learning rate times smoothness in the optimizer's metric over {limit:.3g}, its limit on a "
-            f"quadratic: {found} Along one step it is less than over all directions: read it as a trend."
+            f"Stability margin: lr times sharpness in the optimizer's metric, over its limit {limit:.3g}. "
+            f"It is {found} Read it as a trend: along one step it is less than over all directions."
         )
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2

@@ -188,7 +188,7 @@ def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spe
 
 
 def _hover(series: Series) -> Spec:
-    """What a point says beyond its coordinates."""
+    """Words of a point beyond its coordinates."""
     if not series.extra:
         return {}
     columns = map(rounded, series.extra.values())

@@ -34,7 +34,7 @@ def verdict(task: Task, *, title: str = "") -> Fields:
 
 
 def _missing_in_one(task: Task) -> list[str]:
-    """What the only run of a task lacks, as far as its verdict does not say so itself."""
+    """Facts that the only run of a task lacks, as far as its verdict does not say so itself."""
     (view,) = task.runs
     if view.status == "diverged":
         return []  # that it has too few rows is no reason to train it longer

@@ -1,1 +1,1 @@
-"""What of the paper holds: the rule, the rows, the judges and their statistics."""
+"""Verdicts on the paper's claims: the rule, the rows, the judges and their statistics."""

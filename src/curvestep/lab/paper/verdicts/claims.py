@@ -52,7 +52,7 @@ class NotPlanned(MissingRuns):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found for a claim at one scale.
+    """Finding for a claim at one scale.
 
     Args:
         verdict: One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.

@@ -416,7 +416,7 @@ def _of_addition(margin: Spread) -> str:
 
 
 def _numbers_of(runs: Sequence[Run]) -> dict[str, str]:
-    """What stands beside a correlation: seeds, rows, clipped steps, exponent."""
+    """Facts beside a correlation: seeds, rows, clipped steps, exponent."""
     rows = [len(measured(run)[0]) for run in runs]
     return {
         "seeds": ", ".join(str(run.recipe.seed) for run in runs),
