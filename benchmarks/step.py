@@ -212,23 +212,15 @@ it are in `{json}`; each call adds to them:
 ```
 python benchmarks/step.py --rounds 30 --json docs/results/{json}
 python benchmarks/step.py --rounds 30 --json docs/results/{json} --optimizer adamw [--warm]
-PYTHONPATH=BEFORE/src python benchmarks/step.py --rounds 30 --json docs/results/{json} --tree before
 python benchmarks/step.py --json docs/results/{json} --page docs/results/step.md
 ```
 
-*Before* is the tree of commit ee6a009, which got its present name there, in a worktree BEFORE with its
-kernel built; its calls and those of today took turns. On ResNet20 it gains more: since then a step also looks
-for memory that is shared, freed or marked as negated. *Warm* calls a variant
-once before each timed call, as in a loop in which nothing else runs.
+*Warm* calls a variant once before each timed call, as in a loop in which nothing else runs. These calls are
+older than the last changes of the optimizers, which took large pages away from AdamW's state.
 {tables}
 AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20: 0.27 million in 65 tensors.
-The coefficient is folded into the update, so the gradients are read twice and never written: 16 bytes a
-parameter instead of 24 (12 read and 4 written, not 16 and 8), with momentum 24 instead of 44 (16 and 8, not
-28 and 16), with AdamW 32 instead of 40 (20 and 12, not 24 and 16 by torch's fused kernel). The norm is read
-in four streams at once, and the update walks back through the cache.
-With two threads our step has two parallel regions; torch's functions have one or more for each tensor, which
-costs them most where the cores are busy. On small models most of the time is spent in Python and in starting
-calls, on both sides; our kernel looks at the tensors from C.
+Bytes moved for each parameter: [compare](../compare.md#speed-of-the-optimizer-phase). On small models most of
+the time is spent in Python, on both sides.
 """
 
 
