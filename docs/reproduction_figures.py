@@ -72,7 +72,7 @@ def runs_table(results: Results) -> str:
     """What every setting showed: means over its seeds with 90 % intervals."""
     head = [
         "setting", "seeds", "steps", "training loss at end", "held out", "clipped", "rows",
-        "correlation of logs", "exponent", "hours a run",
+        "correlation of logs", "exponent",
     ]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for setting in results.there(dict.fromkeys(run.setting for run in results.plan.runs)):
@@ -88,7 +88,6 @@ def runs_table(results: Results) -> str:
             "" if lost else _held_out(runs),
             f"{spread(runs, clipped_share).mean:.0%}",
             *_measured_cells(runs),
-            f"{sum(run.status['seconds'] for run in runs) / len(runs) / 3600:.2f}",
         ]
         lines.append(cells)
     return table(lines)
@@ -142,7 +141,7 @@ def write_results(page: Page) -> list[Claim]:
             if picture["name"] in page.pictures:
                 name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
                 shutil.copy(results.folder / picture["png"], IMAGES / name)
-                shown.append(f"![{picture['title']}](images/{name})\n\n{picture['caption']}")
+                shown.append(f"![{picture['title']}](images/{name})")
         found = kept.about
         if kept.missing:
             found += f" Not kept yet: {run_words(kept.missing)}."
