@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections import Counter
 from importlib.util import find_spec
 
@@ -13,6 +14,10 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# A shell starts its background jobs deaf to Ctrl-C; tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Doctests import every module: those of a framework that is not installed are left out.
 collect_ignore = [

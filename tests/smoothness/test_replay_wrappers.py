@@ -22,6 +22,7 @@ def data():
 
 
 def wrap(kind):
+    torch.manual_seed(1)
     model = mlp(batchnorm=True).eval()  # in training mode BatchNorm would see half a batch on each rank
     if kind == "ddp":
         return DistributedDataParallel(model)

@@ -168,7 +168,7 @@ def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
         assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
     text = (tmp_path / "fig7.svg").read_text()
     assert "(f) clipped GD, |f′(x)| = 4|x|³" in text
-    assert text.count("step size 0.00031, best") == 1
+    assert text.count("step size 0.000305, best") == 1
 
 
 def test_drawing_without_numbers_says_what_to_do(tmp_path):

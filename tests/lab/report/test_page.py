@@ -45,7 +45,10 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
     folder, page = single
     advice = advise(Trace.load(folder / "trace.jsonl"))
     text = html.unescape(page.path.read_text())
-    assert advice.verdict in text
+    assert f'<span class="badge">{advice.action.upper()}</span>' in text
+    assert advice.verdict.removeprefix(advice.action.upper()) in text
+    assert text.index('id="run-0-loss"') < text.index('<section id="runs"')  # beside the verdict
+    assert text.count('id="run-0-loss"') == 1
     assert f"<dd>{advice.lr:.3g}</dd>" in text
     assert all(note.text in text for note in advice.reasons)
     assert all(

@@ -44,10 +44,6 @@ def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_kill
     for name in ("metrics.jsonl", "trace.jsonl"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     one, other = (load_checkpoint(folder / "checkpoint.pt") for folder in (killed, tmp_path / "whole"))
-    for saved in (one, other):  # the probe times its work, and that is all that may differ
-        for name in ("train_seconds", "probe_seconds", "last_cost"):
-            del saved["probe"]["schedule"][name]
-        del saved["probe"]["schedule"]["train_steps"]  # counts timed steps
     _assert_identical(one, other)
 
 

@@ -153,6 +153,7 @@ def render_page(
         compared=compared,
         sweeps=sweeps,
         runs=runs,
+        first_chart=_loss_chart(runs),
         captions=captions,
         setup=captions.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
@@ -161,6 +162,13 @@ def render_page(
         css=css,
         js=js,
     )
+
+
+def _loss_chart(runs: Sequence[Fields]) -> tuple[str, Chart] | None:
+    """The loss of the only run, with its place: it stands beside the verdict."""
+    if len(runs) != 1:
+        return None
+    return next(((key, chart) for key, chart in runs[0]["charts"].items() if chart.kind == "loss"), None)
 
 
 def _comparisons(tasks: Sequence[Task]) -> list[Fields]:

@@ -22,11 +22,14 @@ def verdict(task: Task, *, title: str = "") -> Fields:
     shown: Fields = {"title": title, "more": missing[_MOST_SHOWN:], "warnings": missing[:_MOST_SHOWN]}
     advice = task.advice
     if advice is None or not task.judged:
-        return {**shown, "verdict": f"{so_far}{_without_advice(task)}"}
+        found = f"{so_far}{_without_advice(task)}"
+        return {**shown, "verdict": found, "answer": found}
     warnings = map(str, advice.warnings) if others else first.warnings
     return {
         **shown,
+        "action": advice.action,
         "verdict": f"{so_far}{advice.verdict}",
+        "answer": f"{so_far}{advice.verdict.removeprefix(advice.action.upper())}",
         "advice": advice_table(advice),
         "reasons": [f"{note.kind}: {note.text}" for note in advice.reasons],
         "warnings": [*warnings, *shown["warnings"]],
