@@ -8,9 +8,9 @@ released, their estimate is 69 times too large, because it sums over pieces.
 
 Theirs, written from its description: gradients at x and at half of the step, each summed over a tenth of the
 data, cut at random anew. Ours: `cs.Replay` on a fixed `cs.GradientOracle`, the same pieces at both points,
-and their mean. Pieces are the first of the text (70 words in each of 20 streams), or short ones of 20 words that
-`cs.representative_batches` chooses. The truth is the secant at half of the step on *all* of the text, along a
-run with lr 30 and clip 0.25.
+and their mean. Pieces are the first of the text (70 words in each of 20 streams), or short ones of 20 words
+that `cs.representative_batches` chooses. The truth is the secant at half of the step on *all* of the text,
+along a run with lr 30 and clip 0.25.
 
 A pass is one forward and backward pass over one piece of 70 words. Seconds are CPU time of one thread;
 variants take turns. Seeds, steps and sizes were fixed before they were run.
