@@ -45,6 +45,14 @@ def test_sink_hands_over_columns_clip_share_and_elasticity():
     assert written[-1][1]["mine/elasticity"] == pytest.approx(fit.within.elasticity)
 
 
+def test_spikes_are_counted_where_the_optimizer_logs_them():
+    written = []
+    logger = Logger(lambda numbers, step: written.append(numbers))
+    for step, log in enumerate([[], [{"step": 3}, {"step": 4}], None]):
+        logger({"step": step, "loss": 1.0, "spikes": log})
+    assert [numbers.get("curvestep/spikes") for numbers in written] == [0.0, 2.0, None]
+
+
 @pytest.mark.parametrize("kind", [cs.ClippedSGD, cs.NormalizedSGD])
 def test_rows_sink_and_clip_stats_call_the_same_steps_clipped(kind):
     torch.manual_seed(0)

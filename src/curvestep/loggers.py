@@ -42,8 +42,9 @@ class Logger:
     """A listener for rows that hands numbers with names to ``write(numbers, step)``.
 
     Steps never go back: a row at or before the last step, as after a restart from an older checkpoint, is
-    left out. ``clipped_fraction`` is the share of clipped steps among the last 100 rows, ``elasticity`` how
-    the smoothness follows the gradient norm within the steps of these rows, from the twelfth on.
+    left out. ``spikes`` is how many the optimizer logged since the row before, ``clipped_fraction`` the share
+    of clipped steps among the last 100 rows, ``elasticity`` how the smoothness follows the gradient norm
+    within the steps of these rows, from the twelfth on.
 
     Args:
         write: Called with ``{name: number}`` and the step. Only finite numbers are handed over.
@@ -73,6 +74,8 @@ class Logger:
         self._last_step = step
         self._rows.append(row)
         numbers = {name: row.get(name) for name in COLUMNS}
+        if row.get("spikes") is not None:
+            numbers["spikes"] = len(row["spikes"])
         numbers["clipped_fraction"] = self._clipped_fraction()
         numbers["elasticity"] = self._elasticity()
         finite = {

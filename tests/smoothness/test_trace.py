@@ -349,13 +349,63 @@ def test_the_probe_writes_no_key_that_the_schema_does_not_know():
         with probe(parts[0], halves=(parts[1], parts[1])):
             optimizer.step()
     row = {key: value for row in probe.trace for key, value in row.items() if value is not None}
-    known = {key: field for key, field in FIELDS.items() if key != "optimizer_missing"}  # SGD has a metric
+    absent = {"optimizer_missing", "spikes"}  # torch's SGD has a metric, and logs no spikes
+    known = {key: field for key, field in FIELDS.items() if key not in absent}
     assert set(row) == set(known)
     assert set(row["layers"]["weight"]) <= set(FIELDS)
     kinds = {"count": int, "number": float, "numbers": list, "flag": bool, "word": str, "group": dict}
     assert {key: type(value) for key, value in row.items()} == {
         key: kinds[field.kind] for key, field in known.items()
     }
+
+
+LOGGING = {
+    "ClippedSGD": lambda model: cs.ClippedSGD(model.named_parameters(), lr=0.01, max_norm=1.0),
+    "clip": lambda model: cs.clip(torch.optim.AdamW(model.named_parameters(), lr=0.01), 1.0).optimizer,
+}
+
+
+def poisoned(model, optimizer, probe, steps):
+    """Steps on noisy batches, some of them far larger."""
+    sizes = {55: 100.0, 57: 100.0, 90: 1e4}
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(6, 3, generator=generator) * sizes.get(step, 1.0)
+        optimizer.zero_grad()
+        probe.record(lambda x=x: model(x).square().mean()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", LOGGING.values(), ids=LOGGING)
+def test_every_spike_of_the_optimizer_reaches_the_trace_once(make, tmp_path):
+    path, states = tmp_path / "t.jsonl", None
+    for steps in (range(60), range(60, 80), range(80, 105)):  # stopped before and after the row of two spikes
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model)
+        probe = SmoothnessProbe(model, every=25, trace=path).watch(optimizer)
+        if states is not None:
+            for part, state in zip((model, optimizer, probe), states, strict=True):
+                part.load_state_dict(state)
+        poisoned(model, optimizer, probe, steps)
+        states = [part.state_dict() for part in (model, optimizer, probe)]
+        probe.close()
+    trace = Trace.load(path)
+    assert [row["step"] for row in trace] == [0, 25, 50, 75, 100]
+    assert [[spike["step"] for spike in row["spikes"]] for row in trace] == [[], [], [], [55, 57], [90]]
+    logged = [
+        {key: value for key, value in spike.items() if value is not None} for spike in optimizer.spikes()
+    ]
+    assert trace.spikes == logged
+    assert {spike["layer"] for spike in trace.spikes} <= {"weight", "bias"}
+
+
+def test_a_log_that_is_none_does_not_stop_reading():
+    trace = Trace()
+    for step, log in enumerate(["none", [3], [{"layer": "a"}], 7.0, None, [{"step": 9}]]):
+        trace.append({"step": step, "spikes": log})
+    assert trace.column("spikes").tolist() == [None] * 5 + [[{"step": 9}]]
+    assert trace.spikes == [{"step": 9}]
 
 
 ROW_OF_HEADER = {

@@ -34,6 +34,15 @@ class ClipsItself(Protocol):
         ...
 
 
+@runtime_checkable
+class LogsSpikes(Protocol):
+    """An optimizer that remembers the steps whose gradient norm stood out."""
+
+    def spikes(self) -> list[Row]:
+        """The last of them, each with its ``step``."""
+        ...
+
+
 @dataclass
 class ForwardCalls:
     """Calls of the model: how many, with how many samples in all, and fingerprints of their inputs."""
@@ -301,6 +310,10 @@ class StepObserver:
                 return None
             self._grad_norm = global_norm(p.grad for p in self._parameters)
         return self._grad_norm.item() / grad_norm
+
+    def spike_logs(self) -> list[list[Row]]:
+        """What the optimizers have logged, of those that keep a log."""
+        return [optimizer.spikes() for optimizer in self.optimizers if isinstance(optimizer, LogsSpikes)]
 
     def _norm_of_own(self, optimizer: Optimizer, gradients: Gradients) -> float:
         pairs = zip(self._parameters, gradients, strict=True)

@@ -373,6 +373,7 @@ class SmoothnessProbe:
             "step": self.step,
             "measurements": self._setup.measurements,
             "rates": list(self._setup.rates),
+            "spikes": list(self._setup.spikes),
             "schedule": self.schedule.state_dict(),
         }
 
@@ -381,6 +382,7 @@ class SmoothnessProbe:
         self.step = check_count("step", state["step"], least=0)
         self._setup.measurements = state["measurements"]
         self._setup.rates.extend(state.get("rates", ()))
+        self._setup.spikes = list(state.get("spikes", ()))
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
         self.trace.cut(self.step)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ class Setup:
     test: SelfTest = field(default_factory=SelfTest)
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
+    spikes: list[Row] = field(default_factory=list[Row])  # that the optimizers had logged at the last row
     start_memory: Workspace = field(default_factory=Workspace)
     gradient_memory: Workspace = field(default_factory=Workspace)
 
@@ -157,6 +159,7 @@ class ProbedStep:
         self.row |= norms_part(start, setup.parameters, setup.groups)
         eps = self.row["eps"] = max(precision(setup.parameters), self.record.eps, setup.test.eps)
         self.row |= self._optimizer_part(start, steps)
+        self.row |= self._spikes_part(steps)
         geometry = self._geometry(steps)
         if geometry is not None:
             self.row |= {"momentum": geometry.momentum, "optimizer_limit": geometry.limit}
@@ -291,6 +294,13 @@ class ProbedStep:
             if coefficient is not None:
                 part["clipped"] = bool(is_clipped(coefficient, optimizer=name))
         return part
+
+    def _spikes_part(self, steps: StepObserver) -> Row:
+        logs, before = steps.spike_logs(), self.setup.spikes
+        if not logs:
+            return {}
+        self.setup.spikes = list(chain.from_iterable(logs))
+        return {"spikes": [spike for spike in self.setup.spikes if spike not in before]}
 
     def _geometry(self, steps: StepObserver) -> Geometry | None:
         if not (steps.optimizers and self.setup.in_metric):

@@ -49,7 +49,8 @@ class Field:
 
     Attributes:
         kind: ``"count"`` (a whole number), ``"number"``, ``"numbers"`` (a list, of a row one entry per
-            fraction), ``"flag"``, ``"word"`` or ``"group"`` (an object: layers with keys of this schema).
+            fraction), ``"flag"``, ``"word"``, ``"group"`` (an object: layers with keys of this schema) or
+            ``"log"`` (a list of objects).
         unit: In units of the loss and of the parameters (``x``).
         meaning: One sentence.
     """
@@ -93,6 +94,8 @@ _TABLE = (
     ("coefficient", "number", "1",
      "What clipping multiplied the gradient by, 1 if it did not clip; of NormalizedSGD β/(‖g‖ + β)."),
     ("clipped", "flag", "", "Whether clipping shortened the step; missing where nobody knew."),
+    ("spikes", "log", "",
+     "What `optimizer.spikes()` logged since the row before; `step` there is the optimizer's own count."),
     ("optimizer", "word", "", "Class of the optimizer that stepped."),
     ("momentum", "number", "1", "Its momentum β; of Adam β₁."),
     ("optimizer_smoothness", "number", "1/lr",
@@ -320,6 +323,11 @@ class Trace:
         columns = {name: self.column(name) for name in _CLIP_COLUMNS}
         return self.cached("clip_norm", lambda: clip_norms(columns))
 
+    @property
+    def spikes(self) -> list[Row]:
+        """The steps whose gradient norm stood out, as the optimizers that step logged them."""
+        return [spike for log in self.column("spikes") for spike in log or ()]
+
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, called once until a row is added: for what is computed from all rows."""
         if key not in self._cached:
@@ -336,7 +344,8 @@ class Trace:
 
         A list (``secants``, ``grad_norms``, ``fractions``) comes in two dimensions. Layers are
         columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words (``status``)
-        comes as an array of objects, None where missing. A key of the schema that no row has is all NaN.
+        or logs (``spikes``) comes as an array of objects, None where missing. A key of the schema that no
+        row has is all NaN.
         """
         if name not in self._read_columns:
             column = self._make_column(name)
@@ -355,8 +364,8 @@ class Trace:
         kind = _kind_of(values) if field is None else field.kind
         if kind == "numbers":
             return _lists(values, width=len(self.fractions))
-        if kind == "word":
-            return _words(values)
+        if kind in _OBJECTS:
+            return _objects(values, _OBJECTS[kind])
         return _numbers(values)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -487,6 +496,11 @@ def _is_list(value: object) -> TypeGuard[list[float]]:
     return type(value) is list and all(map(_is_exact, value))
 
 
+def _is_log(value: object) -> bool:
+    """Whether a value is a list of objects that name their steps."""
+    return type(value) is list and all(type(v) is dict and _is_exact(v.get("step")) for v in value)
+
+
 def _is_word(value: object) -> bool:
     """Whether a value is there and is no number."""
     return value is not None and type(value) is not bool and not _is_exact(value)
@@ -506,8 +520,11 @@ def _lists(values: Sequence[object], *, width: int) -> np.ndarray:
     return array
 
 
-def _words(values: Sequence[object]) -> np.ndarray:
-    return np.fromiter((v if _is_word(v) else None for v in values), object, len(values))
+_OBJECTS = {"word": _is_word, "log": _is_log}  # kinds of columns that hold no numbers
+
+
+def _objects(values: Sequence[object], is_kept: Callable[[object], bool]) -> np.ndarray:
+    return np.fromiter((v if is_kept(v) else None for v in values), object, len(values))
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:

@@ -56,6 +56,16 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
     )
 
 
+def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_path, single):
+    assert "Spikes:" not in single[1].path.read_text()
+    with Trace(tmp_path / "t.jsonl") as trace:
+        trace.append({"step": 50, "grad_norm": 1.0, "loss": 1.0, "spikes": []})
+        trace.append({"step": 75, "spikes": [{"step": 55, "layer": "a"}, {"step": 57, "layer": HOSTILE}]})
+    text = write_page([tmp_path / "t.jsonl"], tmp_path / "page.html").path.read_text()
+    assert f"Spikes: 2, the last at step 57 in layer {HOSTILE}." in html.unescape(text)
+    assert HOSTILE not in text
+
+
 def test_packed_numbers_are_the_trace_to_five_digits(single):
     folder, page = single
     trace, charts = Trace.load(folder / "trace.jsonl"), packed(page.path)

@@ -11,6 +11,7 @@ from itertools import chain
 import numpy as np
 
 from curvestep.calibration.result import Calibration
+from curvestep.display.markup import visible
 from curvestep.display.results import finite, stability, usable
 from curvestep.lab.recipes import OPTIMIZERS, Fields
 from curvestep.lab.report.views import RunView
@@ -25,13 +26,23 @@ def run_summary(view: RunView) -> str:
     """How the run ended, how much was clipped, and how it did on held-out data."""
     when = "at the end" if view.status else "in the last rows"
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
-    clipped = view.clipped_fraction
+    clipped, spikes = view.clipped_fraction, _spikes(view)
     return _sentences(
         (True, _ending(view)),
         (math.isfinite(view.final_loss), f"Training loss {when} {view.final_loss:.4g}."),
         (metrics != "", f"{metrics.capitalize()}."),
         (math.isfinite(clipped), f"{clipped:.0%} of the steps were clipped."),
+        (spikes != "", spikes),
     )
+
+
+def _spikes(view: RunView) -> str:
+    """How many steps stood out by their gradient norm, and where the last did; empty without any."""
+    spikes = view.trace.spikes if view.trace else []
+    if not spikes:
+        return ""
+    step, layer = spikes[-1]["step"], visible(str(spikes[-1].get("layer")))
+    return f"Spikes: {len(spikes):,}, the last at step {step:,} in layer {layer}."
 
 
 def _ending(view: RunView) -> str:
