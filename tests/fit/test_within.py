@@ -40,6 +40,15 @@ def along(gradient, x, *, lr, fractions=DEFAULT, noise=None):
     }
 
 
+def of_two_kinds(one, two, take):
+    """Rows of ``one`` where ``take`` is true, of ``two`` elsewhere, each with the fractions it has."""
+    matrices = {
+        name: np.where(take[:, None], one[name], two[name]) for name in ("secants", "grad_norms", "fractions")
+    }
+    columns = {name: np.where(take, one[name], two[name]) for name in ("grad_norm", "kappa", "eps")}
+    return {**matrices, **columns}
+
+
 def points(num=60, dim=1, *, low=0.5, high=3.0, seed=0):
     return np.random.default_rng(seed).uniform(low, high, (num, dim))
 
@@ -115,14 +124,19 @@ def test_smoothness_that_falls_where_the_gradient_grows_has_negative_elasticity(
 def test_fractions_may_differ_from_row_to_row():
     x = points(high=2.0)
     rows = [along(np.exp, x, lr=0.02, fractions=f) for f in (DEFAULT, (0.02, 0.06, 0.5, 1.0))]
-    mixed = {
-        name: np.concatenate([rows[0][name][:30], rows[1][name][30:]])
-        for name in ("secants", "grad_norm", "grad_norms", "kappa")
-    }
-    fractions = np.array([rows[i]["fractions"] for i in (0, 1) for _ in range(30)])
-    found = within_steps(**mixed, fractions=fractions, eps=EPS)
+    found = within_steps(**of_two_kinds(*rows, take=np.arange(60) < 30))
     assert found.elasticity == pytest.approx(1, abs=0.05)
     assert found.grows
+
+
+@pytest.mark.parametrize("lr", [0.005, 0.02])
+def test_elasticity_is_that_of_one_length_where_stretches_follow_the_run(lr):
+    # The gradient norm of a stretch five times as long changes five times as much, its smoothness too.
+    x, take = points(num=80, high=2.0), np.random.default_rng(1).random(80) < 0.5
+    long, short = (along(np.exp, x, lr=lr, fractions=f) for f in ((0.05, 0.15), (0.01, 0.03)))
+    found = within_steps(**of_two_kinds(long, short, take))
+    assert found.elasticity == pytest.approx(1, abs=0.02)
+    assert found.answer == "grows"
 
 
 # Properties
@@ -409,13 +423,5 @@ def test_stretches_that_follow_the_run_do_not_pass_for_growth(seed):
     rows = [
         drifting(rng, kappa=k, drift=0.0, fractions=(f / 3, f, 1.0)) for k, f in ((0.4, 0.5), (1.6, 0.125))
     ]
-    take = rng.random(80) < 0.5
-    mixed = {
-        name: np.where(
-            np.reshape(take, (-1,) + (1,) * (np.ndim(rows[0][name]) - 1)), rows[0][name], rows[1][name]
-        )
-        for name in ("secants", "grad_norm", "grad_norms", "kappa")
-    }
-    fractions = np.where(take[:, None], rows[0]["fractions"], rows[1]["fractions"])
-    found = within_steps(**mixed, fractions=fractions, eps=EPS)
+    found = within_steps(**of_two_kinds(*rows, take=rng.random(80) < 0.5))
     assert found.elasticity <= 0.2
