@@ -207,6 +207,11 @@ def test_what_has_no_metric_says_why():
     assert unknown["status"] == "ok"
     nadam = row(lambda m: [torch.optim.NAdam(m.parameters(), lr=0.1)])
     assert nadam["optimizer_missing"] == "how NAdam steps is not known"
+    if hasattr(torch.optim, "Muon"):
+        muon = row(lambda m: [torch.optim.Muon([m.weight], lr=0.1)])
+        assert muon["optimizer_missing"] == "how Muon steps is not known"
+        assert (muon["optimizer_smoothness"], muon["status"]) == (None, "ok")
+        assert muon["smoothness"] > 0  # in the plain metric it is measured
     two = row(lambda m: [torch.optim.SGD([p], lr=0.1) for p in m.parameters()])
     assert two["optimizer_missing"] == "2 optimizers stepped"
     zero = row(lambda m: [torch.optim.SGD(m.parameters(), lr=0.0)])
