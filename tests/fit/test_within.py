@@ -333,8 +333,8 @@ def test_steps_that_are_all_alike_are_told():
     ("change", "words"),
     [
         ({"level": 1.0}, "`level` must be between 0 and 1"),
-        ({"grad_norms": np.ones((60, 3))}, "one column a fraction"),
-        ({"fractions": (0.5, 0.75, 1.0)}, "for 60 steps and 3 fractions"),
+        ({"grad_norms": np.ones((60, 3))}, r"must have the shape \(60, 4\), .* and \(60, 3\)"),
+        ({"fractions": (0.5, 0.75, 1.0)}, r"must have the shape \(60, 3\), steps by fractions"),
         ({"fractions": (1.0, 0.5, 0.2, 0.1)}, "`fractions` must be positive and rise"),
     ],
 )
