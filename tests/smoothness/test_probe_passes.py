@@ -36,7 +36,7 @@ def test_stray_pass_before_training_marks_the_rows_that_it_spoils(mode):
     model.train(mode == "train")
     model(torch.randn(9, 6))  # without no_grad
     model.train()
-    with pytest.warns(UserWarning, match=r"called 2 times since the last step, 1 times.*no_grad"):
+    with pytest.warns(UserWarning, match=r"called 2 times since the last step, 1 before.*no_grad"):
         step_of(model, loss_fn, probe, optimizer)
     step_of(model, loss_fn, probe, optimizer)
     assert probe.trace.ok.tolist() == [True, False, True]

@@ -217,7 +217,7 @@ def test_gradient_left_from_an_earlier_step_is_named():
     def loss_fn():
         return F.cross_entropy(model(x), y)
 
-    with pytest.raises(NonDeterministicError, match=r"earlier step \(call `zero_grad\(\)`"):
+    with pytest.raises(NonDeterministicError, match=r"earlier step: call `model.zero_grad\(\)`"):
         one_step(model, loss_fn, loss_fn)
 
 
