@@ -79,6 +79,7 @@ OPTIMIZERS = {
 
 
 def trainer_of(folder, optimizer=None, kind=Trainer, model=None, data=None, callbacks=None, **options):
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # where transformers 4 leaves that of the last run
     set_seed(0)
     model = gpt2() if model is None else model()
     settings = {

@@ -51,7 +51,7 @@ from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone
 from curvestep.smoothness.trace import Trace
 
-need("transformers", "5.0", "transformers")
+need("transformers", "4.57", "transformers")
 need("accelerate", "1.1", "transformers")
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
