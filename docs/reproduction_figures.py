@@ -3,6 +3,8 @@
     --laptop FOLDER --commit COMMIT    first keep the runs below FOLDER that have ended, made by COMMIT
     --longer FOLDER --commit COMMIT    likewise those of ``curvestep reproduce --scale longer``
     --epoch FOLDER --commit COMMIT     likewise those of ``--scale epoch``
+    --paper FOLDER --commit COMMIT     likewise those of ``--scale paper``
+    --unended                          keep runs that have not ended, too, as they stand
 
 Nothing is trained. Runs are kept without checkpoints, an archive each: those of ``laptop`` in
 ``docs/results/reproduction``, those of the larger scales in the package (``lab/paper/kept``), so that
@@ -21,10 +23,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from curvestep.fit.samples import final_loss
 from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, load_kept, pack_runs
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.reproduction import draw_all, make_plan
-from curvestep.lab.paper.style import run_words
+from curvestep.lab.paper.style import length_words, missing_words
 from curvestep.lab.paper.verdicts.claims import (
     Claim,
     Spread,
@@ -65,6 +68,7 @@ PAGES = (
     ),
     Page("longer", "longer", ("fig1", "fig2", "fig3", "fig4", "fig6", "fig8")),
     Page("epoch", "epoch", ("fig1", "fig2", "fig4", "fig5", "fig6")),
+    Page("paper", "paper", ("fig3", "fig4")),
 )
 
 
@@ -78,12 +82,11 @@ def runs_table(results: Results) -> str:
     for setting in results.there(dict.fromkeys(run.setting for run in results.plan.runs)):
         runs = results.shown(setting)
         lost = sum(run.status["status"] == "diverged" for run in runs)
-        ends = [run.status["step"] for run in runs]
-        losses = Spread(values=tuple(float(run.status["train_loss"]) for run in runs))
+        losses = spread(runs, lambda run: final_loss(*run.column("loss")))
         cells = [
             f"`{setting}`: {runs[0].recipe.label}",
             ", ".join(str(run.recipe.seed) for run in runs),
-            " to ".join(str(step) for step in sorted({min(ends), max(ends)})),
+            ", ".join(dict.fromkeys(map(length_words, runs))),
             f"{lost} of {len(runs)} diverged" if lost else str(losses),
             "" if lost else _held_out(runs),
             f"{spread(runs, clipped_share).mean:.0%}",
@@ -142,9 +145,7 @@ def write_results(page: Page) -> list[Claim]:
                 name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
                 shutil.copy(results.folder / picture["png"], IMAGES / name)
                 shown.append(f"![{picture['title']}](images/{name})")
-        found = kept.about
-        if kept.missing:
-            found += f" Not kept yet: {run_words(kept.missing)}."
+        found = f"{kept.about} {missing_words(plan.runs, results.runs)}".rstrip()
         parts = {"found": found, "runs": runs_table(results), "figures": "\n\n".join(shown)}
         file = DOCS / "results" / f"{page.name}.md"
         file.write_text(filled(file.read_text(encoding="utf-8"), parts), encoding="utf-8")
@@ -169,6 +170,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
+    parser.add_argument("--unended", action="store_true", help="keep runs that have not ended, too")
     parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
     claims: dict[str, list[Claim]] = {}
@@ -176,7 +178,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         if given[page.scale]:
             if not given["commit"]:
                 parser.error(f"--{page.scale} needs --commit, the commit that made these runs")
-            packed = pack_runs(given[page.scale], page.archives, commit=given["commit"])
+            how = {"commit": given["commit"], "unended": given["unended"]}
+            packed = pack_runs(given[page.scale], page.archives, **how)
             print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
         if any(page.archives.glob("*.tar.xz")):
             claims[page.scale] = write_results(page)

@@ -1,6 +1,7 @@
 """Runs of the larger scales that come with the package: packed, unpacked, drawn, and named where lost."""
 
 import json
+import math
 import tarfile
 from dataclasses import replace
 
@@ -9,11 +10,12 @@ import pytest
 
 from curvestep.lab.paper import reproduction
 from curvestep.lab.paper.kept_runs import KEPT, PAPER_SIZE, load_kept, pack_runs
-from curvestep.lab.paper.legend import BY_HAND
+from curvestep.lab.paper.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM
 from curvestep.lab.paper.reproduction import draw_kept, make_plan
+from curvestep.lab.paper.style import length_words
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
 from curvestep.lab.paper.verdicts.statements import make_claims
-from curvestep.lab.run.folder import CHECKPOINT, STATUS, read_json, write_json
+from curvestep.lab.run.folder import CHECKPOINT, METRICS, STATUS, TRACE, read_json, write_json
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace
 
@@ -57,35 +59,74 @@ def test_a_run_is_kept_without_its_checkpoint_in_the_same_bytes_each_time(kept, 
     assert archive.read_bytes() == before
 
 
-def test_a_run_that_has_not_ended_is_not_kept(tmp_path):
+def cut_short(run, *, rows):
+    """Leave a run as one that is still training: some rows, half a line more, an older status."""
+    metrics = run / METRICS
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:rows]) + lines[rows][:20])
+    write_json(
+        run / STATUS, read_json(run / STATUS) | {"status": "running", "step": 10, "train_loss": math.nan}
+    )
+
+
+def test_a_run_that_has_not_ended_is_kept_on_request_only(tmp_path):
     runs = leave_runs(tmp_path / "out", f"{BY_HAND}-seed1")
-    status = runs / f"{BY_HAND}-seed1" / STATUS
-    write_json(status, read_json(status) | {"status": "running"})
-    assert pack_runs(runs, tmp_path / "kept", commit=COMMIT) == []
+    cut_short(runs / f"{BY_HAND}-seed1", rows=342)
+    assert pack_runs(runs, tmp_path / "kept" / "epoch", commit=COMMIT) == []
+    packed = pack_runs(runs, tmp_path / "kept" / "epoch", commit=COMMIT, unended=True)
+    assert packed == [f"{BY_HAND}-seed1"]
+    found = load(tmp_path / "kept", tmp_path)
+    (run,) = found.results.runs
+    assert (found.damaged, len(run.metrics), length_words(run)) == ((), 342, "342 of about 686 steps")
+    claims = {claim.name: claim for claim in make_claims(found.results)}
+    assert (claims["follows-gradient"].verdict, claims["follows-gradient"].so_far) == (NOT_TESTED, "")
 
 
-def test_two_of_nine_runs_are_read_and_the_others_named(kept, tmp_path):
+def test_resnet20_is_drawn_as_far_as_it_came_and_says_so(tmp_path, monkeypatch):
+    plan = make_plan("paper", ("fig3", "fig4"))
+    chosen = tuple(run for run in plan.runs if run.setting in (MOMENTUM, CLIPPED_IMAGES))
+    losses = lambda setting, seed: np.linspace(2.3, 0.5, 790)  # noqa: E731
+    fake_runs(replace(plan, runs=chosen), tmp_path, loss_of=losses, every=10)
+    for run, rows in zip(chosen, (780, 390), strict=True):
+        there = tmp_path / "runs" / run.name
+        write_trace(there / TRACE, 1.0, seed=0, rows=40)
+        cut_short(there, rows=rows)
+    monkeypatch.setattr(reproduction, "KEPT", tmp_path / "kept")
+    pack_runs(tmp_path / "runs", tmp_path / "kept" / "paper", commit=COMMIT, unended=True)
+    drawn = draw_kept({"fig3", "fig4"}, tmp_path / "page", progress=False)
+    assert [entry["name"] for entry in drawn.entries] == ["fig3_paper", "fig4_paper"]
+    assert drawn.failures == []
+    words = "ResNet20, 20 of 200 epochs and 10 of 200 epochs, seed 0. Not run yet: lr 1, no clip, lr drops"
+    assert f"{words}." in drawn.entries[0]["caption"]
+    assert f"{words}; AWD-LSTM 400/1150." in drawn.entries[1]["caption"]
+    scatter, curves = ((tmp_path / "page" / entry["svg"]).read_text() for entry in drawn.entries)
+    assert "(b)" not in scatter
+    assert "of 200 epochs)" in scatter
+    assert "(c) cifar-resnet20: training loss" in curves
+    assert "(d) cifar-resnet20: test accuracy" in curves
+    assert "mean of 390 steps" in curves
+
+
+def test_two_of_nine_runs_are_read(kept, tmp_path):
     found = load(kept, tmp_path)
     assert {run.folder.name for run in found.results.runs} == {f"{BY_HAND}-seed1", "lm-lr2-seed1"}
     assert found.damaged == ()
-    assert len(found.missing) == 7
-    assert "lm-lr2clip0.25-seed0" in {run.name for run in found.missing}
     assert found.about == f"2 of 9 runs, made by {COMMIT} in 0.0 hours of one core."
 
 
 def test_figures_show_the_settings_that_are_there_with_the_papers_letters(kept, tmp_path):
-    drawn = draw_kept({"fig1", "fig2", "fig3", "fig5"}, tmp_path / "page", progress=False)
+    drawn = draw_kept({"fig1", "fig2", "fig5", "fig6"}, tmp_path / "page", progress=False)
     assert [entry["name"] for entry in drawn.entries] == ["fig1_epoch", "fig2_epoch", "fig5_epoch"]
-    assert drawn.failures == []
+    assert drawn.failures == ["no run of the scale epoch is kept for fig6"]
     by_name = {entry["name"]: entry for entry in drawn.entries}
     for entry in drawn.entries:
         assert entry["title"].endswith("(paper's size, kept runs)")
         assert "AWD-LSTM 400/1150, 684 steps, seed 1." in entry["caption"]
-        assert f"made by {COMMIT}" in entry["caption"]
+        assert f"2 of 11 runs, made by {COMMIT}" in entry["caption"]
         assert "`curvestep reproduce --scale epoch` trains it anew" in entry["caption"]
         assert (tmp_path / "page" / entry["png"]).read_bytes().startswith(b"\x89PNG")
-    missing = "lm-lr2 on seeds 0, 2, lm-lr2clip0.25 on seeds 0 to 2, lm-lr30clip0.25 on seeds 0, 2."
-    assert f"Not run yet: {missing}" in by_name["fig2_epoch"]["caption"]
+    assert "seed 1. Not run yet: lr 2, clip 0.25. 2 of 11 runs" in by_name["fig2_epoch"]["caption"]
+    assert "Not run yet" not in by_name["fig1_epoch"]["caption"]
     text = (tmp_path / "page" / by_name["fig2_epoch"]["svg"]).read_text()
     assert "(a) lr 30, clip 0.25" in text
     assert "(b) lr 2, no clip" in text
@@ -107,7 +148,7 @@ def test_a_kept_run_that_is_missing_or_damaged_is_named_and_the_rest_drawn(kept,
         pack_runs(tmp_path / "out", kept / "epoch", commit=COMMIT)
     drawn = draw_kept({"fig1", "fig2"}, tmp_path / "page", progress=False)
     assert [entry["name"] for entry in drawn.entries] == ["fig1_epoch", "fig2_epoch"]
-    assert "lm-lr2 on seeds 0 to 2" in drawn.entries[1]["caption"]  # among those that are not there
+    assert "Not run yet: lr 2, no clip; lr 2, clip 0.25." in drawn.entries[1]["caption"]
     if harm == "missing":
         assert drawn.failures == []
     else:
@@ -117,12 +158,12 @@ def test_a_kept_run_that_is_missing_or_damaged_is_named_and_the_rest_drawn(kept,
         )
 
 
-def test_without_any_kept_run_the_pictures_are_named_as_not_drawn(kept, tmp_path):
+def test_without_any_kept_run_one_line_names_the_figures(kept, tmp_path):
     for archive in (kept / "epoch").iterdir():
         archive.unlink()
     drawn = draw_kept({"fig1", "fig2"}, tmp_path / "page", progress=False)
     assert drawn.entries == []
-    assert [line.split(":")[0] for line in drawn.failures] == ["fig1_epoch", "fig2_epoch"]
+    assert drawn.failures == ["no run of the scale epoch is kept for fig1, fig2"]
 
 
 def test_a_part_of_the_seeds_stands_beside_the_verdict_and_decides_nothing(kept, tmp_path):

@@ -71,8 +71,9 @@ def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_
     assert "[numbers](results/claims.md#affine-law)" in (tmp_path / "docs" / "reproduction.md").read_text()
     assert '<a id="affine-law"></a>' in (tmp_path / "docs" / "results" / "claims.md").read_text()
     page = (tmp_path / "docs" / "results" / "longer.md").read_text()
-    assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 | 5.1" in page
-    assert "Not kept yet: cifar-lr5clip0.25 on seeds 0 to 1, " in page
+    assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 steps | 5.1" in page
+    assert "4 of 15 runs, made by 0123456" in page
+    assert "Not run yet: lr 2, clip 0.25; LSTM 64/100, 2,000 different words; ResNet20." in page
     assert "(images/longer-fig2.png)" in page
     assert (tmp_path / "docs" / "results" / "images" / "longer-fig2.png").exists()
     assert "\nold\n" not in page
@@ -95,6 +96,7 @@ def test_a_page_without_a_place_for_a_part_says_so(script):
 def test_the_pages_have_a_place_for_every_part():
     for name, parts in (
         ("epoch", ("found", "runs", "figures")),
+        ("paper", ("found", "runs", "figures")),
         ("longer", ("found", "runs", "figures")),
         ("reproduction", ("found", "runs", "figures")),
     ):

@@ -197,3 +197,8 @@ def random_bptt_length(generator: torch.Generator, base: int) -> int:
     usual = torch.rand((), generator=generator).item() < 0.95
     centre = base if usual else base / 2
     return max(5, int(centre + 5 * torch.randn((), generator=generator).item()))
+
+
+def mean_bptt_length(base: int) -> float:
+    """Mean of :func:`random_bptt_length`, whose lengths are rounded down."""
+    return 0.975 * base - 0.5

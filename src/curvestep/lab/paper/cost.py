@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from curvestep.lab.models.lstm import mean_bptt_length
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.tasks import PIECE_WORDS
 
@@ -71,7 +72,8 @@ def steps_of(recipe: Recipe) -> int:
 
 def _epoch(recipe: Recipe) -> float:
     if isinstance(recipe, LanguageRecipe):
-        return (recipe.num_words or 929_589) / (recipe.batch_size * recipe.bptt)
+        length = mean_bptt_length(recipe.bptt) if recipe.variable_bptt else recipe.bptt
+        return (recipe.num_words or 929_589) / (recipe.batch_size * length)
     assert isinstance(recipe, ImageRecipe)
     sizes = {"cifar10": 50_000, "cifar10-subset": 10_000, "digits": 1_437}
     return (recipe.num_images or sizes[recipe.images]) // recipe.batch_size

@@ -165,7 +165,7 @@ FIG5 = PaperFigure(
         Picture(
             name="fig5",
             title="Figure 5: figure 1 on linear axes, and more iterations",
-            caption="(a) Figure 1 on linear axes. (b) The same setting for more iterations.",
+            caption="(a) Figure 1 on linear axes. (b) The same setting for more iterations, if run.",
             draw=_draw_linear_and_long,
         ),
     ),

@@ -28,14 +28,14 @@ from curvestep.lab.paper.legend import (
     trained_name,
 )
 from curvestep.lab.paper.plan import PaperFigure, Picture, Planned, Results
-from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, lettered, loaded
+from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, length_words, lettered, loaded
 from curvestep.lab.recipes import LanguageRecipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
 
 TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
 CALM = 0.99  # share of a curve that decides the axis
-SMOOTHING = 20  # steps in the running mean of the training loss
+SMOOTHING, PARTS = 20, 200  # the running mean of the training loss: steps, or a part of a long run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +70,19 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
     found = [loaded(run) for run in runs]
     if not found:
         raise ValueError("`runs` must be at least one run folder, got none.")
-    charts = []
+    charts, letters = [], ""
     for language in (True, False):
         task = [run for run in found if isinstance(run.recipe, LanguageRecipe) == language]
         if not task:
             continue
         column, split, label = ("accuracy", "test", "test accuracy (%)")
+        letters += "ab" if language else "cd"
         if language:
             column, split, label = ("loss", "valid", "validation loss")
         charts.append(loss_chart(task, title=f"{task[0].recipe.name}: training loss"))
         title_beside = f"{task[0].recipe.name}: {label.removesuffix(' (%)')}"
         charts.append(curve_chart(gather(task, column, split), label, title=title_beside, time=time_of(task)))
-    return described(lettered(charts), found, title=title)
+    return described(lettered(charts, letters), found, title=title)
 
 
 def time_of(runs: Sequence[Run]) -> str:
@@ -109,7 +110,7 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
         looks = ("dashdot", "dot") if recipe.lr_drops else ("solid", "dash")
         found.append(
             Curve(
-                label=label,
+                label=f"{label}{_unended(own)}",
                 steps=_times(own[0], steps, time),
                 values=values,
                 diverged=diverged,
@@ -120,12 +121,18 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
     return found
 
 
+def _unended(runs: Sequence[Run]) -> str:
+    """How far the first run came that has not ended; empty if all have."""
+    lengths = [f" ({length_words(run)})" for run in runs if not run.has_ended]
+    return "".join(lengths[:1])
+
+
 def loss_chart(runs: Sequence[Run], *, title: str = "") -> Chart:
     """The training loss of every setting among ``runs``, as a running mean."""
-    found = gather(runs, "loss", "train", smoothing=SMOOTHING)
-    return curve_chart(
-        found, f"loss, mean of {SMOOTHING} steps", title=title or "training loss", time=time_of(runs)
-    )
+    window = max(SMOOTHING, *(steps_of(run.recipe) // PARTS for run in runs))
+    found = gather(runs, "loss", "train", smoothing=window)
+    label = f"loss, mean of {window} steps"
+    return curve_chart(found, label, title=title or "training loss", time=time_of(runs))
 
 
 def curve_chart(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from curvestep._files import dump_json
-from curvestep.lab.paper.plan import Plan, Planned, Results
+from curvestep.lab.paper.plan import Plan, Results
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, read_json
 
 KEPT = Path(__file__).with_name("kept")
@@ -23,8 +23,11 @@ KEPT_CLAIMS = KEPT / "claims.json"  # of the larger scales, written by docs/repr
 RUN_FILES = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 ORIGIN = "origin.json"
 UNKNOWN = "an earlier commit"  # of runs that were packed before the commit was noted
-# The scale that has the paper's own model for a figure.
-PAPER_SIZE = {"fig1": "epoch", "fig2": "epoch", "fig5": "epoch", "fig6": "epoch", "fig8": "longer"}
+# The scale that has the paper's own model for a figure; of figure 4 that of (c) and (d).
+PAPER_SIZE = {
+    "fig1": "epoch", "fig2": "epoch", "fig3": "paper", "fig4": "paper", "fig5": "epoch", "fig6": "epoch",
+    "fig8": "longer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,6 @@ class KeptRuns:
     commits: Mapping[str, str]
 
     @property
-    def missing(self) -> list[Planned]:
-        """The planned runs that are not there."""
-        there = {run.folder.name for run in self.results.runs}
-        return [run for run in self.results.plan.runs if run.name not in there]
-
-    @property
     def about(self) -> str:
         """How many runs there are, which commit made them, and what they cost, in a sentence."""
         runs = self.results.runs
@@ -59,19 +56,25 @@ class KeptRuns:
         return f"{len(runs)} of {planned} runs, made by {commits} in {hours:.1f} hours of one core."
 
 
-def pack_runs(folder: Path, target: Path, *, commit: str) -> list[str]:
-    """Pack every run below ``folder`` that has ended into ``target``, an archive each; their names."""
-    ended = sorted(path.parent for path in folder.rglob(CONFIG) if has_ended(path.parent))
+def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False) -> list[str]:
+    """Pack every run below ``folder`` into ``target``, an archive each; their names.
+
+    Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
+    """
+    found = sorted(path.parent for path in folder.rglob(CONFIG) if unended or has_ended(path.parent))
     target.mkdir(parents=True, exist_ok=True)
-    for run in ended:
+    for run in found:
+        # In this order: rows that are written meanwhile may be more than the status counts, not fewer.
         contents = {name: (run / name).read_bytes() for name in RUN_FILES if (run / name).exists()}
+        for rows in contents.keys() & {METRICS, TRACE}:
+            contents[rows] = contents[rows][: contents[rows].rfind(b"\n") + 1]
         contents[ORIGIN] = (dump_json({"commit": commit}) + "\n").encode()
         with tarfile.open(target / f"{run.name}.tar.xz", "w:xz", preset=9) as packed:
             for name, content in contents.items():
                 about = tarfile.TarInfo(f"{run.name}/{name}")  # no time, no owner: the same bytes each time
                 about.size = len(content)
                 packed.addfile(about, io.BytesIO(content))
-    return [run.name for run in ended]
+    return [run.name for run in found]
 
 
 def load_kept(plan: Plan, source: Path, folder: Path) -> KeptRuns:

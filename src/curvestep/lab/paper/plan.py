@@ -14,7 +14,7 @@ from curvestep._checks import check_choice
 from curvestep.lab.paper.cost import cost_of
 from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe, with_fields
-from curvestep.lab.run.folder import CONFIG, DIVERGED, ENDED, STATUS, Run
+from curvestep.lab.run.folder import CONFIG, DIVERGED, STATUS, Run
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,10 @@ class Results:
         """Every run that is there, in the order of the plan."""
         return list(self._runs.values())
 
+    def of_figure(self, figure: PaperFigure) -> list[Run]:
+        """The runs that are there for a figure."""
+        return [self._runs[run.name] for run in figure.runs(self.plan.scale) if run.name in self._runs]
+
     def so_far(self) -> Results:
         """The same runs, with a plan that has no others."""
         part = copy.copy(self)
@@ -141,7 +145,7 @@ class Results:
 
     def of(self, setting: str) -> list[Run]:
         """Runs of a setting by seed: all of them, ended, or an error that names the setting."""
-        runs = [run for run in self.shown(setting) if run.status["status"] in ENDED]
+        runs = [run for run in self.shown(setting) if run.has_ended]
         planned = len(self.plan.of(setting))
         if len(runs) < planned:
             raise MissingRuns(f"{setting}: {len(runs)} of {planned} runs have ended")

@@ -31,7 +31,7 @@ from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
 from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, PAPER_SIZE, load_kept
 from curvestep.lab.paper.plan import PaperFigure, Plan, Planned, Results, plan_runs
-from curvestep.lab.paper.style import model_words, run_words, seed_words
+from curvestep.lab.paper.style import length_words, missing_words, model_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
@@ -241,18 +241,18 @@ def draw_all(
 
 def _trained(figure: PaperFigure, results: Results) -> str:
     """Runs of a figure, and those that are missing, in a sentence or two."""
-    planned = {run.name: run for run in figure.runs(results.plan.scale)}
-    runs = [run for run in results.runs if run.folder.name in planned]
+    runs = results.of_figure(figure)
     if not runs:
         return ""
     models: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: -run.status["step"]):
         models.setdefault(model_words(run.recipe), []).append(run)
-    steps = {model: max(run.status["step"] for run in own) for model, own in models.items()}
-    words = "; ".join(f"{model}, {steps[model]:,} steps, {seed_words(own)}" for model, own in models.items())
-    there = {run.folder.name for run in runs}
-    missing = run_words(run for name, run in planned.items() if name not in there)
-    return f"{words}." + f" Not run yet: {missing}." * bool(missing)
+    words = []
+    for model, own in models.items():
+        longest = [run for run in own if run.has_ended][:1]
+        lengths = dict.fromkeys(length_words(run) for run in own if not run.has_ended or run in longest)
+        words.append(f"{model}, {' and '.join(lengths)}, {seed_words(own)}")
+    return f"{'; '.join(words)}. {missing_words(figure.runs(results.plan.scale), runs)}".rstrip()
 
 
 def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
@@ -264,11 +264,17 @@ def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
             continue
         with tempfile.TemporaryDirectory() as place:
             kept = load_kept(make_plan(scale, names), KEPT / scale, Path(place))
+            results, plan = kept.results, kept.results.plan
+            able = tuple(figure for figure in plan.figures if results.of_figure(figure))
+            results.plan = replace(plan, figures=able)
             again = f"Not trained here; `curvestep reproduce --scale {scale}` trains it anew."
             where = {"where": "paper's size, kept runs", "words": f"{kept.about} {again}"}
-            found = draw_all(kept.results, progress=progress, folder=folder, **where)
+            found = draw_all(results, progress=progress, folder=folder, **where)
         drawn.entries.extend(found.entries)
         drawn.failures.extend([*kept.damaged, *found.failures])
+        without = [figure.name for figure in plan.figures if figure not in able]
+        if without:
+            drawn.failures.append(f"no run of the scale {scale} is kept for {', '.join(without)}")
     return drawn
 
 

@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
+from curvestep.lab.paper.cost import steps_of
 from curvestep.lab.paper.plan import Planned
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
-from curvestep.lab.run.folder import Run
+from curvestep.lab.run.folder import DIVERGED, Run, last_step
 
 # One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
 COLOURS = {
@@ -64,12 +65,29 @@ def model_words(recipe: Recipe) -> str:
     return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
 
 
-def run_words(runs: Iterable[Planned]) -> str:
-    """Runs by setting: ``lm-lr2 on seeds 0 to 2, lm-lr10 on seed 0``."""
+def length_words(run: Run) -> str:
+    """Length of a run: ``684 steps``; of one that has not ended ``20 of 200 epochs``."""
+    if run.has_ended:
+        return f"{run.status['step']:,} steps"
+    step, planned, epochs = last_step(run.folder), steps_of(run.recipe), run.recipe.epochs
+    if epochs > 1:
+        return f"{step * epochs / planned:.3g} of {epochs} epochs"
+    return f"{step:,} of about {planned:,} steps"
+
+
+def missing_words(planned: Iterable[Planned], runs: Sequence[Run]) -> str:
+    """Settings without a run, of a model that has none the model alone, in a sentence; empty without any."""
+    there = {run.folder.name for run in runs}
+    models = {model_words(run.recipe) for run in runs}
     settings: dict[str, list[Planned]] = {}
-    for run in runs:
+    for run in planned:
         settings.setdefault(run.setting, []).append(run)
-    return ", ".join(f"{name} on {seed_words(own)}" for name, own in sorted(settings.items()))
+    names = {}
+    for own in settings.values():
+        model = model_words(own[0].recipe)
+        if not there.intersection(run.name for run in own):
+            names[own[0].recipe.label if model in models else model] = None
+    return f"Not run yet: {'; '.join(names)}." if names else ""
 
 
 def seed_words(runs: Iterable[Run | Planned]) -> str:
@@ -88,10 +106,10 @@ def loaded(run: Run | str | Path) -> Run:
 
 
 def setting(run: Run) -> str:
-    """The setting in words for a panel's title or a legend, with the end of a run that diverged."""
-    if run.status.get("status") == "diverged":
-        return f"{run.recipe.label} (diverged at step {run.status.get('step')})"
-    return run.recipe.label
+    """The setting in words for a panel's title or a legend, with the end of a run that did not finish."""
+    if run.status["status"] == DIVERGED:
+        return f"{run.recipe.label} (diverged at step {run.status['step']})"
+    return run.recipe.label if run.has_ended else f"{run.recipe.label} ({length_words(run)})"
 
 
 def described(

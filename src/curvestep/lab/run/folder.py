@@ -75,6 +75,11 @@ class Run:
         return cls(folder=folder, recipe=recipe, status=status)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it finished or diverged."""
+        return self.status["status"] in ENDED
+
+    @property
     def trace_path(self) -> Path:
         """The file that the probe wrote; it may not exist."""
         return self.folder / TRACE

@@ -12,6 +12,7 @@ from curvestep.advice.settings import best_setting
 from curvestep.display.results import running_mean
 from curvestep.fit.correlation import slope
 from curvestep.fit.samples import LEAST_ROWS
+from curvestep.lab.paper.cost import steps_of
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.verdicts.claims import MissingRuns, Spread
 from curvestep.lab.recipes import OPTIMIZERS
@@ -49,7 +50,8 @@ def log_rows(run: Run, *, past: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     Rows of the first part of the run (``past``, a share) are left out.
     """
     steps, norms, smoothness = measured(run)
-    total = run.status["step"]
+    finished = run.status["status"] == FINISHED
+    total = run.status["step"] if finished else steps_of(run.recipe)
     kept = steps >= past * total
     if kept.sum() < LEAST_ROWS:
         raise MissingRuns(f"{run.folder.name} has {kept.sum()} usable rows, {LEAST_ROWS} are needed")
