@@ -122,7 +122,8 @@ def _setting(history: History) -> dict[str, Any]:
 def _loss_curve(history: History) -> dict[str, Any]:
     loss = history.loss
     losses = loss[np.isfinite(loss)]
-    lost = ~np.isfinite(loss) | (history.columns["status"] == NONFINITE)
+    failed = np.array(list(map(_is_failure, history.columns["status"])), dtype=bool)  # these have no loss
+    lost = (~np.isfinite(loss) & ~failed) | (history.columns["status"] == NONFINITE)
     if not len(losses) and not (history.columns["status"] == NONFINITE).any():
         lost = np.zeros(len(loss), dtype=bool)  # nobody recorded the loss
     part = max(FEW_ROWS, len(losses) // 10)

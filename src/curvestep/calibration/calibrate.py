@@ -129,9 +129,9 @@ def calibrate(
         num_gradients=passes.num_gradients,
         seconds=perf_counter() - began,
         warnings=(
-            *words.of_arms(arms, num_judges=len(judges)),
-            *words.of_start(model, method, grad_norm),
+            *words.of_start(model, method, grad_norm),  # first: only the first warning is printed
             *words.of_untrained(passes.num_outside, num_idle),
+            *words.of_arms(arms, num_judges=len(judges)),
         ),
     )
 

@@ -27,7 +27,7 @@ Know how far to step, and how hard to clip.
 For your own training script, in Python (import curvestep as cs):
   cs.calibrate(model, loss, batches)         lr and max_norm before training
   cs.SmoothnessProbe(model, trace="t.jsonl")  measures while you train
-Then: curvestep advise t.jsonl; curvestep report t.jsonl
+Then: curvestep advise t.jsonl; curvestep report t.jsonl; curvestep fit t.jsonl
 
 options: --help after any command, --version, --debug (tracebacks)
 example: curvestep advise runs/mine/trace.jsonl"""
@@ -77,6 +77,8 @@ def _run(args: list[str]) -> int:
         listed = "\n".join(f"  {command:<11}{words}" for command, (_, words) in COMMANDS.items())
         print(USAGE.format(commands=listed))
         return OK if name else WRONG_USAGE
+    if name == "fit":  # as the library calls it
+        name, rest = "advise", [*rest, "--details"]
     if name not in COMMANDS:
         listed = ", ".join(COMMANDS)
         raise UsageError(

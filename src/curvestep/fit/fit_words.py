@@ -135,7 +135,7 @@ def fit_words(fit: SmoothnessFit) -> str:
     """The fit in at most eight lines, the answer first."""
     within = fit.within
     lines = [f"{_QUESTION}  {within.answer.replace('-', ' ').upper()}  ({_inside(within)})"]
-    numbers = f"L0 {fit.L0:.3g} {_span(fit.L0_interval)}   L1 {fit.L1:.3g} {_span(fit.L1_interval)}"
+    numbers = f"L0 {_estimate(fit.L0, fit.L0_interval)}   L1 {_estimate(fit.L1, fit.L1_interval)}"
     meaning = f"({fit.quantile:.0%} of {fit.num_points} points, {fit.level:.0%} intervals)"
     lines.append(f"  sharpness <= L0 + L1 * grad_norm   {numbers}   {meaning}")
     lines.append(f"  along the run   {_along(fit)}")
@@ -175,6 +175,13 @@ def _reliable(warnings: tuple[Note, ...]) -> str:
     """Kinds of the warnings; what the first line says already is left out."""
     told = [warning.kind for warning in warnings if warning.kind != "inside-steps"]
     return f"see details: {', '.join(told)}" if told else "no warning"
+
+
+def _estimate(value: float, interval: tuple[float, float]) -> str:
+    """A coefficient with its interval; one without width says nothing of how sure it is."""
+    if interval[0] == interval[1]:
+        return f"{value:.3g} (not identified)"
+    return f"{value:.3g} {_span(interval)}"
 
 
 def _span(interval: tuple[float, float]) -> str:

@@ -8,7 +8,6 @@ or :func:`with_fields`; an unknown field is an error that lists the valid ones.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -473,8 +472,27 @@ def nearest(name: str, names: Iterable[str]) -> str:
         >>> nearest("max_nrom", ["lr", "max_norm"])
         ' Did you mean max_norm?'
     """
-    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)
-    return "".join(f" Did you mean {one}?" for one in close)
+    typed = name.lower().strip("-")
+    distances = {one: edit_distance(typed, one.strip("-")) for one in names}
+    closest = min(distances, key=distances.__getitem__, default="")
+    if distances.get(closest, len(typed)) > len(typed) // 2:
+        return ""
+    return f" Did you mean {closest}?"
+
+
+def edit_distance(one: str, other: str) -> int:
+    """The fewest letters to insert, delete or replace that make one word the other.
+
+    Example:
+        >>> edit_distance("--flder", "--folder"), edit_distance("lr", "max_norm")
+        (1, 7)
+    """
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        above, row = row, [i]
+        for j, counterpart in enumerate(other, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != counterpart)))
+    return row[-1]
 
 
 def recipe_names() -> tuple[str, ...]:
