@@ -8,6 +8,7 @@ once. Seeds below 10,000 were for choosing the constants of the test; the printe
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from curvestep.fit.within import Within, within_steps
+from curvestep.fit.within import MOST_SIZE_ERROR, Within, within_steps
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 
 STEPS = 240  # of every run; a run of n rows at stride s keeps every s-th of the first n·s
@@ -179,21 +180,19 @@ def places(rng: np.random.Generator, kind: str, runs: int, rows: int, dim: int) 
     }[kind]()
 
 
-def growing_cells(
+def cells(
     rng: np.random.Generator,
-    runs: int,
-    rows: int,
+    x: Array,
+    gradient: Callable[[Array], Array],
     fixed: Sequence[float] | None,
     *,
-    kind: str,
     kappa: float,
     cosine: float = 1.0,
     noise: float = 0.0,
-    dim: int = 6,
 ) -> list[Run]:
-    """Steps from random points; gradient noise is a share of the gradient norm there."""
-    x, gradient = places(rng, kind, runs, rows, dim)
+    """Steps from points of shape (runs, rows, dimension); noise is a share of the gradient norm there."""
     g = gradient(x)
+    runs, rows, dim = x.shape
     spread = noise * np.linalg.norm(g, axis=-1, keepdims=True) / math.sqrt(dim)
     batch = g + spread * rng.standard_normal(g.shape)
     way = directions(rng, batch, cosine)
@@ -204,6 +203,20 @@ def growing_cells(
     fractions = followed(size, fixed)
     changes = [gradient(x + f * length[..., None] * way) - g for f in each_fraction(fractions)]
     return measured(batch, changes, length, fractions, cosine)
+
+
+def growing_cells(
+    rng: np.random.Generator,
+    runs: int,
+    rows: int,
+    fixed: Sequence[float] | None,
+    *,
+    kind: str,
+    dim: int = 6,
+    **settings: float,
+) -> list[Run]:
+    """:func:`cells` of a function whose smoothness grows with its gradient norm."""
+    return cells(rng, *places(rng, kind, runs, rows, dim), fixed, **settings)
 
 
 # Descent with noise, clipping and batches of unequal scale
@@ -485,6 +498,33 @@ def heading(*names: str) -> str:
     return f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
 
 
+TRUTHS = {"constant": 0.0, "one quartic": 2 / 3, "one exponential": 1.0}
+
+
+def size_table(seed: int, num: int, rows: int, fixed: Sequence[float] | None) -> None:
+    """How far the median elasticity is from the truth, and in which share of runs its size is told."""
+    print("\n| size | truth | directions | noise | κ | size known | median where known | of all |")
+    print("|---|---|---|---|---|---|---|---|")
+    judged = Counter[str]()
+    for k, (kind, truth) in enumerate(TRUTHS.items()):
+        for (n, noise), (i, kappa), dim in itertools.product(
+            enumerate((0.0, 0.1, 0.3)), enumerate((0.1, 0.3, 1.0)), (1, 6)
+        ):
+            rng = np.random.default_rng([seed, SIZE, k, n, i, dim])
+            runs = growing_cells(rng, num, rows, fixed, kind=kind, kappa=kappa, noise=noise, dim=dim)
+            found = [run.within() for run in runs]
+            known = [fit.elasticity for fit in found if fit.size_known]
+            middle = float(np.median(known)) if known else math.nan
+            whole = np.median([fit.elasticity for fit in found])
+            if len(known) < num / 2:
+                judged["unknown"] += 1
+            else:
+                judged["right" if abs(middle - truth) <= MOST_SIZE_ERROR else "wrong"] += 1
+            names = f"{kind} | {truth:.2f} | {dim} | {noise} | {kappa}"
+            print(f"| {names} | {len(known) / num:.0%} | {middle:.2f} | {whole:.2f} |", flush=True)
+    print(f"\nCells (unknown where fewer than half of the runs tell it): {dict(judged)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=10_000, help="the first seed")
@@ -510,16 +550,7 @@ def main() -> None:
                 rng = np.random.default_rng([asked.seed, GROWTH, k, i, j])
                 runs = growing_cells(rng, asked.power, *settings, kind=kind, kappa=kappa, cosine=cosine)
                 print(line(runs, kind, kappa, cosine), flush=True)
-    print(heading("size", "truth", "directions", "noise", "κ"))
-    for k, (kind, truth) in enumerate((("constant", "0"), ("one quartic", "0.67"), ("one exponential", "1"))):
-        for n, noise in enumerate((0.0, 0.1, 0.3)):
-            for i, kappa in enumerate((0.1, 0.3, 1.0)):
-                for dim in (1, 6):
-                    rng = np.random.default_rng([asked.seed, SIZE, k, n, i, dim])
-                    runs = growing_cells(
-                        rng, asked.power, *settings, kind=kind, kappa=kappa, noise=noise, dim=dim
-                    )
-                    print(line(runs, kind, truth, dim, noise, kappa), flush=True)
+    size_table(asked.seed, asked.power, *settings)
     families: dict[str, Callable[[np.random.Generator, int], list[Run]]] = {
         "constant Hessians": quadratics,
         "batches of unequal scale": partial(quadratics, unequal=True),

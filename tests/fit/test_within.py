@@ -260,6 +260,30 @@ def test_step_across_the_gradient_does_not_deny_growth():
     assert found.answer == "not-shown"
 
 
+def test_size_is_told_along_the_gradient_and_unknown_where_directions_differ():
+    one = within_steps(**along(np.exp, points(high=2.0), lr=0.02))
+    assert one.size_known
+    assert one.size_error == pytest.approx(0, abs=0.02)
+    many = within_steps(**along(np.exp, points(dim=6), lr=0.005))
+    assert many.grows
+    assert not many.size_known
+    # Sums of exponentials: each direction follows its own part of the gradient.
+    theta = math.acos(many.along)
+    assert many.elasticity / (1 + 2 * math.tan(theta) ** 2) == pytest.approx(1, abs=0.05)
+    assert within_steps(**along(lambda p: p * [1, 2, 8], points(dim=3), lr=0.02)).size_known  # 0 is 0
+
+
+def test_size_is_unknown_where_the_interval_is_wide():
+    rng = np.random.default_rng(0)
+    x = points(high=2.0)
+    noisy = within_steps(**along(np.exp, x, lr=0.02, noise=0.5 * np.exp(x) * rng.standard_normal(x.shape)))
+    assert noisy.along == pytest.approx(1)
+    assert noisy.size_error == pytest.approx(noisy.elasticity_interval[1] - noisy.elasticity)
+    assert not noisy.size_known
+    assert "unknown size" in str(noisy)
+    assert not Within(level=0.9).size_known
+
+
 def test_mean_norm_of_a_line_is_its_middle():
     norms = mean_norms(np.array([1.0]), np.array([[0.9, 0.5, 0.0]]), np.array([0.1, 0.5, 1.0]))
     np.testing.assert_allclose(norms, [[0.95, 0.75, 0.5]])

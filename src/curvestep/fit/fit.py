@@ -178,7 +178,7 @@ class SmoothnessFit(Correlations):
             table.append(("control", f"{self.control.spearman:.2f}", note))
         if not self.within.missing:
             note = f"{_words(self.within.elasticity_interval)}  elasticity d log L/d log ‖g‖ inside steps, p "
-            value = f"{self.within.elasticity:.2f}"
+            value = f"{self.within.elasticity:.2f}" if self.within.size_known else "unknown"
             table.append(("within steps", value, f"{note}{self.within.p_value:.1g}"))
         if self.noise_scale is not None:
             table.append(

@@ -95,15 +95,23 @@ def within_words(within: Within) -> str:
         "does-not-grow": "sharpness does not grow with the gradient norm",
         "not-shown": "no growth of sharpness with the gradient norm is shown",
     }[within.answer]
-    # Adding zero turns -0.0 into 0.0.
-    centre, low, high, zero = (
-        round(number, 2) + 0.0 for number in (within.elasticity, *within.elasticity_interval, within.zero)
-    )
     numbers = (
-        f"elasticity {centre:.2f} [{low:.2f}, {high:.2f}], shuffled steps show {zero:.2f}, "
-        f"p {within.p_value:.1g}, {within.num_rows} rows"
+        f"{_size(within)}, shuffled steps show {_rounded(within.zero)}, p {within.p_value:.1g}, "
+        f"{within.num_rows} rows"
     )
     return f"Inside steps: {said} ({numbers})."
+
+
+def _size(within: Within) -> str:
+    """The elasticity and its interval, where its size is known."""
+    if not within.size_known:
+        return "elasticity of unknown size"
+    low, high = map(_rounded, within.elasticity_interval)
+    return f"elasticity {_rounded(within.elasticity)} [{low}, {high}]"
+
+
+def _rounded(number: float) -> str:
+    return f"{round(number, 2) + 0.0:.2f}"  # adding zero turns -0.0 into 0.0
 
 
 def no_losses(floor: float) -> Note:
@@ -149,10 +157,11 @@ def fit_words(fit: SmoothnessFit) -> str:
 def _inside(within: Within) -> str:
     if within.doubt is not None:
         return f"inside steps: {within.doubt.kind}"
-    return (
-        f"inside steps: {within.elasticity:.2f} {_span(within.elasticity_interval)}, shuffled "
-        f"{within.zero:.2f}, p {within.p_value:.1g}; 0 = no, 1 = proportionally"
-    )
+    test = f"shuffled {within.zero:.2f}, p {within.p_value:.1g}"
+    if not within.size_known:
+        return f"inside steps: of unknown size, {test}"
+    size = f"{within.elasticity:.2f} {_span(within.elasticity_interval)}"
+    return f"inside steps: {size}, {test}; 0 = no, 1 = proportionally"
 
 
 def _along(fit: SmoothnessFit) -> str:

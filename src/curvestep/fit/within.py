@@ -26,6 +26,12 @@ gradient, first secant and first angle stay, and the gradient norms follow from 
 the elasticity exceeds that zero. Beyond an overshoot (:math:`\lVert g(\gamma') - g(0)\rVert`
 above a third of :math:`\lVert g(0)\rVert`) u and v are one quantity, and nothing can be told. Nor can it
 where no growth shows and steps run across the gradient: the curvature along them is not that along it.
+
+The size of the elasticity is another question. Where directions differ in curvature, the gradient changes at
+an angle :math:`\theta` to itself. If each direction follows its own part of the gradient, and not the norm of
+all, the elasticity comes out :math:`1 + 2\tan^2\theta` times as large, to second order in the spread of
+curvature. Nothing in the rows tells the two apart. So the size is said to be unknown where this factor and
+half the interval together leave an error above 0.15.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ BLOCK = 8  # neighbouring rows that count as one observation
 LEAST_ROWS = 4 * BLOCK
 SHUFFLES = 100
 TAIL = 0.05  # share of the rows at either end that count as no further out than the rest
+MOST_SIZE_ERROR = 0.15  # of an elasticity whose size is told
 RESOLVED = 100.0  # spread of v in units of the rounding error of u, from which u can be read
 
 
@@ -96,6 +103,18 @@ class Within:
         if self.missing is None and self.cosine < LEAST_COSINE and not self.grows:
             return words.across(self.cosine)
         return self.missing
+
+    @property
+    def size_error(self) -> float:
+        """How far the size of the elasticity may be off, by its interval and by directions that differ."""
+        low, high = self.elasticity_interval
+        across = 1 - self.along**2  # sin²θ
+        return (high - low) / 2 + abs(self.elasticity) * 2 * across / (1 + across)
+
+    @property
+    def size_known(self) -> bool:
+        """Whether the elasticity may be read as a number, and not only as growth or none."""
+        return self.size_error <= MOST_SIZE_ERROR
 
     @property
     def answer(self) -> str:
