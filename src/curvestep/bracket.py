@@ -188,24 +188,39 @@ def longest_step(
     return crossing(bracket, max_kappa=max_kappa, loss=loss)
 
 
-def working_fraction(fractions: Sequence[float], kappa: Sequence[float]) -> float:
-    r"""How many times a step that was taken has :math:`\kappa = 1`, from :math:`\kappa` at fractions of it.
+def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficiency: float) -> float:
+    r"""How many times a step that was taken still works, from :math:`\kappa` at ascending fractions of it.
 
-    The same notion as :func:`crossing`'s, from what a probe has measured already. Between the fractions
-    :math:`\log\kappa` is linear in the logarithm; outside it goes on in proportion.
+    The same notion as :func:`crossing`'s, from what a probe has measured already: :math:`\kappa \le 1`, and
+    the loss falls by a tenth of what its slope promises. Between the fractions it grows as a power
+    of the step. Beyond the last it goes on in proportion; before the first as between the first two, or in
+    proportion where it hardly grew. A loss that fell by less over the step fell early.
+
+    Args:
+        fractions: Where on the step :math:`\kappa` was measured.
+        kappa: Change of the gradient up to there, relative to the gradient.
+        efficiency: Fall of the loss over the whole step, over what the slope promises; NaN if unknown.
 
     Example:
-        >>> working_fraction([0.5, 1.0], [0.1, 0.2]), working_fraction([0.5, 1.0], [2.0, 9.0])
-        (5.0, 0.25)
-        >>> round(working_fraction([0.5, 1.0], [0.5, 2.0]), 12)
+        >>> working_fraction([0.5, 1.0], [0.1, 0.2], 0.9), working_fraction([0.5, 1.0], [0.1, 0.2], 0.05)
+        (5.0, 0.5)
+        >>> working_fraction([0.5, 1.0], [2.0, 3.0], 0.5), working_fraction([0.5, 1.0], [4.0, 16.0], 0.5)
+        (0.25, 0.25)
+        >>> round(working_fraction([0.5, 1.0], [0.5, 2.0], math.nan), 12)
         0.707106781187
     """
-    beyond = next((i for i, value in enumerate(kappa) if not value <= 1), len(kappa))
-    if beyond == len(kappa):
-        return fractions[-1] / max(kappa[-1], 1e-300)
-    if beyond == 0:
-        return fractions[0] / kappa[0]
-    low, high = (
-        Point(step=fractions[i], kappa=kappa[i], loss=0.0, safe=i < beyond) for i in (beyond - 1, beyond)
-    )
-    return crossing(Bracket(0, low, high), max_kappa=1.0, loss=lambda step: 0.0)
+    points = [Point(step=h, kappa=k, loss=0.0, safe=k <= 1) for h, k in zip(fractions, kappa, strict=True)]
+    beyond = next((i for i, point in enumerate(points) if not point.safe), len(points))
+    if beyond == len(points):
+        found = fractions[-1] / max(kappa[-1], 1e-300)
+    elif beyond == 0:
+        growth = 1.0
+        if len(points) > 1:
+            growth = max(growth, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
+        found = fractions[0] * kappa[0] ** (-1 / growth)
+    else:
+        bracket = Bracket(0, points[beyond - 1], points[beyond])
+        found = crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0)
+    if 0 < efficiency < LEAST_FALL:
+        return min(found, efficiency / LEAST_FALL)
+    return found

@@ -12,7 +12,6 @@ from curvestep.optimizer_family import Family
 from curvestep.smoothness.trace import Trace
 
 GOOD = {
-    "optimizer": "SGD",
     "family": Family.SGD,
     "lr": 0.1,
     "scheduled": False,

@@ -17,7 +17,7 @@ from tests.advice.test_decision import EXAMPLES
 
 
 def test_the_first_line_has_the_old_and_the_new_value():
-    assert str(advise(trace_of(falling(), kappa=0.01))).splitlines()[0] == "RAISE lr 0.1 -> 5"
+    assert str(advise(trace_of(falling(), kappa=0.01))).splitlines()[0] == "RAISE lr 0.1 -> 3"
     assert advise(trace_of(falling())).verdict.startswith("KEEP lr 0.1:")
     peaks = trace_of([])
     for k, loss in enumerate(falling()):
@@ -96,7 +96,7 @@ def test_wrong_arguments_are_named():
 def test_an_advice_is_json_and_html():
     advice = advise(trace_of(falling(), kappa=0.01))
     found = json.loads(dump_json(advice))
-    assert (found["action"], found["lr"]) == ("raise", pytest.approx(5.0))
+    assert (found["action"], found["lr"]) == ("raise", pytest.approx(3.0))
     assert advice.verdict.replace(">", "&gt;") in advice._repr_html_()
 
 

@@ -7,6 +7,7 @@ import pytest
 from curvestep.advice import decision
 from curvestep.advice.advice_words import verdict_on
 from curvestep.advice.decision import FAR, GOOD_START, HARDLY, NEXT, SHORT_KAPPA, TABLE, decide
+from curvestep.optimizer_family import Family
 from tests.advice.runs import outcome
 
 LOST = {"lost_at": 16, "kappa": 5.0}
@@ -16,17 +17,17 @@ EXAMPLES = {
     "no-loss": ({"num_losses": 0}, "cannot tell", None),
     "bad-batch": ({"lost_at": 16}, "data", None),
     "not-finite": ({**LOST, "start_factor": 2.0}, "diverged", 1 / FAR),
-    "rose-far": ({"last_loss": 8.0, "start_factor": 0.04}, "diverged", 0.04 / GOOD_START),
+    "rose-far": ({"last_loss": 8.0, "start_factor": 0.04}, "diverged", 0.04 / FAR),
     "no-step": ({"num_rows": 0, "num_losses": 30}, "cannot tell", None),
     "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
     "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
     "no-lr": ({"lr": math.nan}, "cannot tell", None),
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
     "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
-    "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 1 / FAR),
+    "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 0.4 / FAR),
     "inefficient": ({"efficiency": 0.05}, "lower", 1 / NEXT),
     "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),
-    "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 20.0),
+    "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 40.0 / GOOD_START),
     "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
     "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
     "no-sign": ({}, "keep", 1.0),
@@ -59,12 +60,12 @@ def test_without_its_condition_the_answer_is_another_one(kind, monkeypatch):
 def test_what_is_not_known_holds_for_nothing():
     unknown = dict.fromkeys(("kappa", "efficiency", "start_factor", "last_loss", "first_loss"), math.nan)
     assert decide(outcome(**unknown)).kind == "no-sign"
-    assert decide(outcome(start_factor=math.nan, **LOST)).lr == pytest.approx(0.1 / FAR)
+    assert decide(outcome(start_factor=math.nan, **LOST)).lr == pytest.approx(0.1 / FAR**2)
     assert decide(outcome(start_factor=math.nan, kappa=0.01)).lr == pytest.approx(0.1 * NEXT)
 
 
 @pytest.mark.parametrize(("kappa", "start", "factor"), [
-    (0.09, 5.0, NEXT), (0.05, 100.0, 20.0), (1e-4, 1e4, FAR**2), (0.02, 30.0, 15.0),
+    (0.09, 5.0, NEXT), (0.05, 100.0, 6.0), (1e-4, 1e4, FAR**2), (0.01, 30.0, 15.0),
 ])  # fmt: skip
 def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor):
     assert decide(outcome(kappa=kappa, start_factor=start)).lr == pytest.approx(0.1 * factor)
@@ -99,5 +100,12 @@ def test_a_warm_up_may_take_the_peak_beyond_what_the_start_allowed():
     assert decide(outcome(start_factor=0.05, scheduled=True)).action == "lower"
 
 
-def test_a_lost_run_is_lowered_to_a_hundredth_at_least():
-    assert decide(outcome(**LOST, start_factor=1e-5)).lr == pytest.approx(0.1 / FAR**2)
+@pytest.mark.parametrize("start", [1e-5, 0.3])
+def test_a_lost_run_is_lowered_to_a_tenth_of_what_the_start_allowed(start):
+    assert decide(outcome(**LOST, start_factor=start)).lr == pytest.approx(0.1 * start / FAR)
+
+
+def test_of_adam_at_a_constant_rate_the_start_says_nothing():
+    facts = EXAMPLES["short-first-steps"][0]
+    assert decide(outcome(family=Family.ADAM, **facts)).action == "keep"
+    assert decide(outcome(family=Family.ADAM, scheduled=True, **facts)).action == "raise"

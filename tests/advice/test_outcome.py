@@ -40,7 +40,7 @@ def test_kappa_efficiency_and_start_of_a_quadratic(lr):
     assert run.kappa == pytest.approx(4 * lr)
     assert run.efficiency == pytest.approx(1 - 2 * lr)
     assert run.start_factor == pytest.approx(1 / (4 * lr))
-    assert (run.optimizer, run.family, run.lr, run.scheduled) == ("ClippedSGD", Family.SGD, lr, False)
+    assert (run.family, run.lr, run.scheduled) == (Family.SGD, lr, False)
     assert (run.num_rows, run.lost_at, run.in_eval_mode, run.clipped) == (12, None, False, 0.0)
 
 
@@ -48,8 +48,39 @@ def test_the_start_is_held_against_the_peak_of_a_schedule():
     run = descended(0.1, schedule=[0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05])
     assert (run.lr, run.scheduled) == (0.1, True)
     assert run.start_factor == pytest.approx(2.5)
-    # Of the six rows with the larger lr the later three: 1.0, 0.8, 0.6.
-    assert run.kappa == pytest.approx(0.8 * 0.4)
+    # Of the six rows with the larger lr the last five: 1.0, 1.0, 1.0, 0.8, 0.6.
+    assert run.kappa == pytest.approx(0.4)
+
+
+def test_the_effect_of_steps_is_that_of_the_later_half_near_the_peak():
+    shares = [0.1] * 10 + [1.0] * 8 + [0.6] * 12
+    run = descended(0.1, steps=30, schedule=shares)
+    # The twenty rows from step 10 to 29 have the larger lr; the later half of them is at 0.6.
+    assert run.kappa == pytest.approx(0.6 * 0.4)
+
+
+def test_few_rows_late_in_a_run_are_its_last_loss():
+    # The probe's own choice: ten rows soon, then one far away.
+    trace = trace_of(falling(10, last=1.5))
+    trace.append({**trace_of([0.4])[0], "step": 105})
+    run = outcome_of(History.of(trace))
+    assert run.last_loss == 0.4
+    assert run.fell
+
+
+@pytest.mark.parametrize(("row", "factor"), [
+    ({"kappa": 9.0, "fractions": [0.5, 1.0], "secants": [90.0, 90.0]}, 0.5 / 4.5),  # in proportion
+    ({"kappa": 16.0, "fractions": [0.5, 1.0], "secants": [80.0, 160.0]}, 0.25),  # as the square
+    ({"kappa": 0.9, "loss_after": 1.9}, None),  # works: it goes on in proportion
+    ({"kappa": 0.9, "loss_after": 1.999}, 0.1),  # a hundredth of what the slope promised
+])  # fmt: skip
+def test_the_start_allows_steps_that_lower_the_loss_and_keep_the_gradient(row, factor):
+    trace = trace_of([])
+    trace.append({**trace_of([2.0])[0], **row})
+    for k, loss in enumerate(falling(20)):
+        trace.append({**trace_of([loss])[0], "step": 5 * k + 5, "kappa": 0.9, "loss_after": loss - 0.09})
+    expected = 1 / 0.9 if factor is None else factor
+    assert outcome_of(History.of(trace)).start_factor == pytest.approx(expected)
 
 
 def test_the_start_is_held_against_steps_that_momentum_has_built_up():

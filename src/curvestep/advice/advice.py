@@ -110,7 +110,7 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
         ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "grad_norm": 1.0, "lr": 0.02,
         ...                       "kappa": 0.05, "step_norm": 0.02, "smoothness": 2.5})
         >>> print(advise(trace).verdict)
-        RAISE lr 0.02 -> 0.2
+        RAISE lr 0.02 -> 0.12
     """
     if not runs:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")

@@ -18,10 +18,11 @@ KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stu
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
 
 NEXT = 3.0  # factor on lr, within which one run cannot rank
-FAR = 10.0  # factor on lr where a run was lost or is stuck
+FAR = 10.0  # factor on lr where a run was lost or is stuck, and margin below what the start allowed
 GOOD_START = 2.0  # largest working step at the start over the step of the best lr, about
 HARDLY = 0.9  # of the first loss: no progress to speak of
 SHORT_KAPPA = 0.1  # change of the gradient over a step, relative to its norm, below which steps are short
+GOOD_KAPPA = NEXT * SHORT_KAPPA
 
 
 @dataclass(frozen=True)
@@ -62,28 +63,29 @@ def has_no_loss(run: Outcome) -> bool:
     return run.num_losses == 0 and run.lost_at is None
 
 
-def hardly_fell(run: Outcome) -> bool:
-    """Whether the last losses are about as high as the first."""
-    return run.last_loss > run.first_loss - (1 - HARDLY) * abs(run.first_loss)
-
-
-def rose_far(run: Outcome) -> bool:
-    """Whether the last losses, or that after the last step, lie far above the first."""
-    limit = run.first_loss + (NEXT - 1) * abs(run.first_loss)
-    return run.last_loss > limit or run.end_loss > limit
-
-
-def came_back_in_part(run: Outcome) -> bool:
-    """Whether the loss rose far above the first, and did not fall to half of it."""
-    scale = abs(run.first_loss)
-    return (
-        run.highest_loss > run.first_loss + (NEXT - 1) * scale and run.last_loss > run.first_loss - scale / 2
-    )
-
-
 def was_falling(run: Outcome) -> bool:
     """Whether the loss fell and steps worked, as far as they were finite."""
     return run.last_loss < run.first_loss and run.kappa <= 1
+
+
+def rise(run: Outcome, loss: float) -> float:
+    """How far a loss lies above the first, in units of the first."""
+    return (loss - run.first_loss) / max(abs(run.first_loss), 1e-300)
+
+
+def hardly_fell(run: Outcome) -> bool:
+    """Whether the last losses are about as high as the first."""
+    return rise(run, run.last_loss) > HARDLY - 1
+
+
+def rose_far(run: Outcome) -> bool:
+    """Whether the last losses, or that after the last step, are three times the first."""
+    return rise(run, run.last_loss) > NEXT - 1 or rise(run, run.end_loss) > NEXT - 1
+
+
+def came_back_in_part(run: Outcome) -> bool:
+    """Whether the loss rose to three times the first, and did not fall to half of it."""
+    return rise(run, run.highest_loss) > NEXT - 1 and rise(run, run.last_loss) > -1 / 2
 
 
 def long_at_first(run: Outcome) -> bool:
@@ -92,22 +94,26 @@ def long_at_first(run: Outcome) -> bool:
 
 
 def short_at_first(run: Outcome) -> bool:
-    """Whether the start allowed more than twice the step of a good run, and steps are rather short still."""
-    return run.start_factor > 2 * GOOD_START and run.kappa < NEXT * SHORT_KAPPA
+    """Whether the start allowed more than twice the step of a good run, and steps are rather short still.
+
+    Of Adam at a constant rate the start says nothing: its first steps are its longest.
+    """
+    says = run.scheduled or not run.family.is_adaptive
+    return says and run.start_factor > 2 * GOOD_START and run.kappa < GOOD_KAPPA
 
 
 def far_below(run: Outcome) -> float:
-    """A tenth, or less where the start allowed less; a hundredth at least."""
+    """A tenth of what the start allowed, or of lr if that is less; a hundredth where it is not known."""
     if math.isnan(run.start_factor):
-        return 1 / FAR
-    return min(1 / FAR, max(run.start_factor / GOOD_START, 1 / FAR**2))
+        return 1 / FAR**2
+    return min(run.start_factor, 1.0) / FAR
 
 
 def as_started(run: Outcome) -> float:
-    """To what the start allowed while κ stays below 1; three times at least, a hundred at most."""
+    """To what the start allowed while steps stay rather short; three times at least, a hundred at most."""
     if math.isnan(run.start_factor):
         return NEXT
-    return max(NEXT, min(run.start_factor / GOOD_START, 1 / run.kappa, FAR**2))
+    return max(NEXT, min(run.start_factor / GOOD_START, GOOD_KAPPA / run.kappa, FAR**2))
 
 
 def half_way(run: Outcome) -> float:
