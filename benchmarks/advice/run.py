@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import curvestep as cs
-from curvestep.calibration.pilots import SCHEDULES
+from curvestep.calibration.arms import SCHEDULES
 
 # By name from calibrate's benchmark. The second row judged a first rule, the third a second one; both then
 # changed: what judges now is in held_out.py.

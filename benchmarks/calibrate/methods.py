@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, calibrate
-from curvestep.calibration.pilots import SCHEDULES
+from curvestep.calibration.arms import SCHEDULES
 from curvestep.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}

@@ -28,7 +28,7 @@ from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_para
 from torch import nn
 
 from curvestep import SmoothnessProbe
-from curvestep.calibration import pilots, scale
+from curvestep.calibration import arms, choice, scale
 
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
@@ -44,7 +44,8 @@ def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
     names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "FACTOR", "NOISY_FACTOR", "CLEAR", "BLIND",
              "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
-    return {**{name: getattr(pilots, name) for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
+    known = {**vars(choice), **vars(arms), **vars(scale)}
+    return {**{name: known[name] for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
 
 
 def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:

@@ -10,7 +10,7 @@ from benchmarks.calibrate.judged import JUDGED
 from benchmarks.calibrate.report import best_of, confidence, report, table
 from benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
 
-from curvestep.calibration import pilots
+from curvestep.calibration import choice
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def single_precision():
 
 def test_frozen_constants_are_those_of_the_package_and_judging_refuses_others(monkeypatch, tmp_path):
     assert json.loads(run.FROZEN.read_text()) == run.constants()
-    monkeypatch.setattr(pilots, "SUFFICIENT", 0.9)
+    monkeypatch.setattr(choice, "SUFFICIENT", 0.9)
     monkeypatch.setattr("sys.argv", ["run", "--rows", str(tmp_path), "--part", "judge"])
     with pytest.raises(SystemExit, match="has others"):
         run.main()

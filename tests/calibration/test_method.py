@@ -135,13 +135,17 @@ def test_what_an_instance_cannot_say_is_refused():
     refused(torch.optim.SGD(parameters, lr=0.0), "no learning rate above zero")
     refused(torch.optim.SGD(parameters, lr=1.0, maximize=True), "maximises")
     refused(torch.optim.LBFGS(parameters), "searches for its step itself")
-    refused([torch.optim.SGD(parameters, lr=1.0)] * 2, "must be one optimizer, got 2: calibrate each")
+    refused(
+        [torch.optim.SGD(parameters, lr=1.0)] * 2, "must be one optimizer, its class, or a name .* got a list"
+    )
     refused(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "1 parameters that are not in `model`")
     refused(torch.optim.SGD(parameters, lr=1.0), "`momentum` is read from the optimizer", momentum=0.9)
     refused(torch.optim.AdamW(parameters), "`weight_decay` is read", weight_decay=0.1)
     unequal = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
-    refused(torch.optim.SGD(unequal, lr=1.0), "unequal momentum")
+    refused(torch.optim.SGD(unequal, lr=1.0), "unequal momentum, 0 and 0.9")
+    refused(torch.optim.SGD(parameters, lr=1.0, momentum=1.0), r"`momentum` must be in \[0, 1\)")
     refused("Liom", "a name such as 'AdamW', got 'Liom'")
+    refused(nn.Linear, "a name such as 'AdamW', got <class")
     refused(Lion, "give the Lion that will train")
 
 
@@ -150,8 +154,11 @@ def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_para
     given = ClippedAdamW(groups(model, 0.1, 0.2, weight_decay=0.3), lr=1.0, max_norm=1.0, betas=(0.8, 0.95))
     loss(batches[0]).backward()
     given.step()
-    copied, shares = method_of(given, model).copy(7.0)
-    assert shares == [0.5, 1.0]
+    method = method_of(given, model)
+    copied = method.copy(7.0)
+    assert method.shares == [0.5, 1.0]
+    strange = torch.zeros(1)
+    assert method.shares_of([*model.parameters(), strange]) == [0.5, 0.5, 1.0, 1.0, 0.0]
     assert [p for group in copied.param_groups for p in group["params"]] == list(model.parameters())
     for group in copied.param_groups:
         assert (group["betas"], group["weight_decay"], group["max_norm"]) == ((0.8, 0.95), 0.3, 1.0)
@@ -159,7 +166,7 @@ def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_para
     assert torch.equal(copied.state[first]["exp_avg"], given.state[first]["exp_avg"])
     assert copied.state[first]["exp_avg"] is not given.state[first]["exp_avg"]
     free = ClippedAdamW(model.parameters(), lr=1.0, max_norm=math.inf)
-    assert method_of(free, model).copy(7.0)[0].param_groups[0]["max_norm"] == 7.0
+    assert method_of(free, model).copy(7.0).param_groups[0]["max_norm"] == 7.0
     assert free.param_groups[0]["max_norm"] == math.inf
 
 
@@ -288,10 +295,13 @@ def test_apply_refuses_what_it_was_not_measured_for(found):
         with pytest.raises(ValueError, match=match):
             cal.apply(optimizer, *schedulers)
 
-    refused(torch.optim.AdamW(model.parameters()), "measured for ClippedSGD, got AdamW")
-    refused(NormalizedSGD(model.parameters(), lr=1.0, offset=1.0), "measured for ClippedSGD, got Normalized")
-    refused(torch.optim.RMSprop(model.parameters()), "measured for ClippedSGD, got RMSprop")
-    refused(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), "momentum 0, got momentum 0.9")
+    refused(torch.optim.AdamW(model.parameters()), "measured for SGD with momentum 0, got Adam")
+    refused(
+        NormalizedSGD(model.parameters(), lr=1.0, offset=1.0),
+        "SGD with momentum 0, got NormalizedSGD",
+    )
+    refused(torch.optim.RMSprop(model.parameters()), "measured for SGD with momentum 0, got RMSprop")
+    refused(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), "got SGD with momentum 0.9")
     opt, other = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.LinearLR(opt, 0.1)
     refused(opt, r"has a scheduler.*Give it too")

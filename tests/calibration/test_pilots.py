@@ -11,10 +11,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
-from curvestep.calibration.calibration_words import confidence
+from curvestep.calibration.arms import Pilots
+from curvestep.calibration.calibration_words import is_judged
+from curvestep.calibration.choice import Arm, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
-from curvestep.calibration.pilots import Arm, Pilots, answer, clarity, is_bracketed, next_octave
 from curvestep.optimizer_family import Family
 from tests.calibration.models import Lion, Noisy, kinds, network, targets
 from tests.models import mlp
@@ -197,7 +198,7 @@ def test_groups_keep_their_ratios_and_frozen_parameters_do_not_move():
     kept = model[0].bias.detach().clone()
     with Passes(model, loss) as passes:
         found = Pilots(passes, method, "constant", math.inf, 1.0)
-        assert method.copy(math.inf)[1] == [1.0, 0.25]
+        assert method.shares == [1.0, 0.25]
         seen = found.losses_after(0.1, batches[:1], batches[1:2])
         assert torch.equal(model[0].bias, kept)
     twin = copy.deepcopy(model)
@@ -426,7 +427,7 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
 
 def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_schedule():
     def said(arms, family=Family.ADAM, schedule="warmup-decay"):
-        return confidence(arms, family, schedule)
+        return confidence(arms, is_tested=is_judged(family, schedule))
 
     assert clarity(arms_of(0.1, 0.5, error=0.1)) == pytest.approx(5.0)
     assert clarity(arms_of(-0.1, -0.5)) == 0.0

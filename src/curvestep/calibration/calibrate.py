@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import islice
 from time import perf_counter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.calibration import calibration_words as words, pilots
+from curvestep.calibration import calibration_words as words
+from curvestep.calibration.arms import FIRST_OCTAVES, MOST_ARMS, SCHEDULES, Pilots, Supply
+from curvestep.calibration.choice import (
+    CLEAR,
+    NUM_STEPS,
+    SUFFICIENT,
+    Arm,
+    answer,
+    clarity,
+    confidence,
+    longest,
+)
 from curvestep.calibration.method import Method, method_of
 from curvestep.calibration.passes import Passes
-from curvestep.calibration.pilots import MOST_ARMS, NUM_JUDGES, NUM_STEPS, Pilots
-from curvestep.calibration.refusals import check_arguments, check_enough, check_start
+from curvestep.calibration.refusals import check_arguments, check_start
 from curvestep.calibration.result import Calibration
-from curvestep.calibration.scale import scale_of
+from curvestep.calibration.scale import scale_and_threshold
 from curvestep.loaders import Batch, shared, unmoved
-from curvestep.lr_schedules import peak_lr
-from curvestep.optimizer_family import Family
 from curvestep.vectors import global_norm
 
 
@@ -88,41 +94,35 @@ def calibrate(
         (1.0, 5, 82)
     """
     check_arguments(model, loss_of_batch, batches)
-    check_choice("schedule", schedule, tuple(pilots.SCHEDULES))
+    check_choice("schedule", schedule, tuple(SCHEDULES))
     gradients, may_double = budget_of(budget, num_steps), budget is None
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
     given = method.max_norm if max_norm is None else check_positive("max_norm", max_norm)
-    is_shown = sys.stderr.isatty() if progress is None else progress
-    screen = sys.stderr if is_shown else io.StringIO()
-    show = partial(print, end="", file=screen, flush=True)
+    show = _printer(progress)
     show(words.before(method.name, gradients, may_double=may_double))
     began = perf_counter()
     try:
         with unmoved(batches):
             supply = Supply(shared(batches, model), max(1, gradients // (MOST_ARMS * NUM_STEPS)))
-            judges, steps = supply.split(1)
+            _, steps = supply.split(1)
             with Passes(model, loss_of_batch) as passes:
-                loss, grad_norm, shares, num_idle = _look(passes, steps[0], method)
-                scale, threshold = _scale(passes, steps[:3], shares, method, given)
+                loss, grad_norm, num_idle = _look(passes, steps[0], method)
+                scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
+                center = scale / 2 if schedule == "constant" else scale * 2
                 tell = lambda length, lr: show(words.trial(length, lr))  # noqa: E731
-                trials = Pilots(passes, method, schedule, threshold, scale, tell)
-                least = pilots.CLEAR if may_double else 0.0
-                most = min(MOST_ARMS, gradients // NUM_STEPS)
-                arms = tried = trials.search(steps, judges, most=most, least_clarity=least)
-                if may_double and pilots.clarity(arms) < pilots.CLEAR:
-                    judges, steps = supply.split(2)
-                    arms = trials.search(steps, judges, length=2 * NUM_STEPS)
-                    tried = tried + arms
+                pilots = Pilots(passes, method, schedule, threshold, center, tell)
+                tried, num_judges = _tried(pilots, supply, gradients // NUM_STEPS, may_double)
     finally:
         show(words.CLEAR_LINE)
+    arms = longest(tried)
     return Calibration(
         optimizer=method.name,
         family=method.family,
         momentum=method.momentum,
-        lr=pilots.answer(arms, schedule, scale),
+        lr=answer(arms, schedule, scale),
         max_norm=threshold,
         schedule=schedule,
-        confidence=words.confidence(arms, method.family, schedule),
+        confidence=confidence(arms, is_tested=words.is_judged(method.family, schedule)),
         arms=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,
@@ -131,7 +131,7 @@ def calibrate(
         warnings=(
             *words.of_start(model, method, grad_norm),  # first: only the first warning is printed
             *words.of_untrained(passes.num_outside, num_idle),
-            *words.of_arms(arms, num_judges=len(judges)),
+            *words.of_arms(arms, num_judges=num_judges),
         ),
     )
 
@@ -143,61 +143,48 @@ def budget_of(budget: float | None, num_steps: int | None) -> int:
         >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None)
         (200, 400, 80)
     """
-    if num_steps is not None:
-        check_count("num_steps", num_steps)
+    length = 0 if num_steps is None else check_count("num_steps", num_steps)
     if budget is None:
-        return max(MOST_ARMS * NUM_STEPS, (num_steps or 0) // 20)
+        return max(MOST_ARMS * NUM_STEPS, length // 20)
     gradients = check_positive("budget", budget)
     if gradients < 1:
-        if num_steps is None:
-            raise ValueError(f"`budget` {budget:g} is a share of `num_steps`: give that too.")
-        gradients *= num_steps
-    least = len(pilots.FIRST_OCTAVES) * NUM_STEPS
+        gradients *= length
+    least = len(FIRST_OCTAVES) * NUM_STEPS
     if gradients < least:
-        raise ValueError(f"`budget` must be at least {least} gradients, three trials, got {gradients:.0f}.")
+        raise ValueError(
+            f"`budget` must be at least {least} gradients, three trials, got {gradients:.0f}. "
+            "Below one it is a share of `num_steps`: give both."
+        )
     return int(gradients)
 
 
-class Supply:
-    """Batches to judge by and others to step on, read only as far as needed."""
-
-    def __init__(self, stream: Iterator[Batch], repetitions: int) -> None:
-        self._stream, self._repetitions = stream, repetitions
-        self._known: list[Batch] = []
-
-    def split(self, times: int) -> tuple[list[Batch], list[Batch]]:
-        """Judges and steps of trials so many times as long; of few batches a third and the rest."""
-        most = times * NUM_JUDGES
-        wanted = most + times * self._repetitions * NUM_STEPS
-        self._known.extend(islice(self._stream, wanted - len(self._known)))
-        check_enough(len(self._known))
-        num_judges = max(2, min(most, len(self._known) // 3))
-        return self._known[:num_judges], self._known[num_judges:]
+def _printer(progress: bool | None) -> Callable[[str], None]:
+    """Print on standard error, or nowhere."""
+    if progress is None:
+        progress = sys.stderr.isatty()
+    screen = sys.stderr if progress else io.StringIO()
+    return partial(print, end="", file=screen, flush=True)
 
 
-def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, list[float], int]:
-    """Loss and gradient norm of a batch, each parameter's share of lr, and how many with a gradient stand."""
+def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, int]:
+    """Loss and gradient norm of a batch, and how many parameters with a gradient the optimizer leaves."""
     loss, gradients = passes.gradient_of(batch)
     norm = global_norm(gradients).item()
     check_start(loss, norm)
-    shares = [method.share(p) for p in passes.parameters]
+    shares = method.shares_of(passes.parameters)
     trained = [share > 0 for share, g in zip(shares, gradients, strict=True) if g is not None]
     if not any(trained):
         raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")
-    passes.check_repeatable(batch, gradients, tolerance=1 - pilots.SUFFICIENT)
-    return loss, norm, shares, trained.count(False)
+    passes.check_repeatable(batch, gradients, tolerance=1 - SUFFICIENT)
+    return loss, norm, trained.count(False)
 
 
-def _scale(
-    passes: Passes, steps: list[Batch], shares: list[float], method: Method, given: float
-) -> tuple[float, float]:
-    """The lr to try around, and the threshold: the one given, or one of our own where it is infinite."""
-    if method.family is Family.ADAM:
-        return pilots.ADAM_SCALE, pilots.ADAM_MAX_NORM if math.isinf(given) else given
-    if not method.family.is_descent:
-        return peak_lr(method.optimizer), given
-    found = scale_of(passes, steps, shares)
-    threshold = found.max_norm if math.isinf(given) else given
-    if method.family is Family.NORMALIZED:  # a length: the same step at gradients far below the offset
-        return found.step * threshold, threshold
-    return found.step * (1.0 - method.momentum), threshold
+def _tried(pilots: Pilots, supply: Supply, most: int, may_double: bool) -> tuple[list[Arm], int]:
+    """Every arm, and the judges of the last ones; doubled where noise hides the gains."""
+    judges, steps = supply.split(1)
+    least = CLEAR if may_double else 0.0
+    arms = pilots.search(steps, judges, most=min(MOST_ARMS, most), least_clarity=least)
+    if clarity(arms) >= least:
+        return arms, len(judges)
+    judges, steps = supply.split(2)
+    return arms + pilots.search(steps, judges, length=2 * NUM_STEPS), len(judges)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvestep.calibration import pilots
+from curvestep.calibration import choice
+from curvestep.calibration.arms import FIRST_OCTAVES, NUM_JUDGES
+from curvestep.calibration.choice import NUM_STEPS, Arm
 from curvestep.calibration.method import Method
-from curvestep.calibration.pilots import NUM_JUDGES, NUM_STEPS, Arm
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 
@@ -31,23 +32,18 @@ EVIDENCE = {
     (Family.SGD, "constant"): "13 development tasks, 0.2 % in the median, 9.6 % at worst",
 }
 
-
+WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
 CLEAR_LINE = "\r\x1b[K"  # of a terminal
 
 
-def confidence(arms: Sequence[Arm], family: Family, schedule: str) -> str:
-    """How far to trust the answer, in a word."""
-    if pilots.clarity(arms) < pilots.BLIND:
-        return "cannot tell"
-    is_tested = schedule != "constant" and (family, schedule) in EVIDENCE
-    is_clear = pilots.clarity(arms) >= pilots.CLEAR and arms[0].num_steps == NUM_STEPS
-    return "high" if is_tested and is_clear and pilots.is_bracketed(arms) else "medium"
+def is_judged(family: Family, schedule: str) -> bool:
+    """Whether answers for such an optimizer, so scheduled, were found to be good."""
+    return schedule != "constant" and (family, schedule) in EVIDENCE
 
 
 def headline(found: Calibration) -> str:
     """The answer."""
-    when = "at a constant rate: lr" if found.schedule == "constant" else "with warm-up and decay: peak lr"
-    what = f"{found.optimizer} {when} {found.lr:.3g}"
+    what = f"{found.optimizer} {WHEN[found.schedule]} {found.lr:.3g}"
     if math.isinf(found.max_norm):
         return what
     name = "offset" if found.family == Family.NORMALIZED else "max_norm"
@@ -67,9 +63,8 @@ def trust(found: Calibration) -> str:
 def lines(found: Calibration) -> list[str]:
     """The answer in at most eight lines."""
     arms = found.last_arms
-    widths = [max(len(f"{arm.lr:.2g}"), len(_gain(arm.gain))) for arm in arms]
-    rates = "  ".join(f"{arm.lr:.2g}".rjust(width) for arm, width in zip(arms, widths, strict=True))
-    gains = "  ".join(_gain(arm.gain).rjust(width) for arm, width in zip(arms, widths, strict=True))
+    columns = [_column(f"{arm.lr:.2g}", _gain(arm.gain)) for arm in arms]
+    rates, gains = map("  ".join, zip(*columns, strict=True))
     said = [
         headline(found),
         f"  tried lr  {rates}",
@@ -98,13 +93,19 @@ def details(found: Calibration) -> list[str]:
     return [headline(found), start, *trials, f"  trust     {trust(found)}", *warnings, cost]
 
 
+def _column(rate: str, gain: str) -> tuple[str, str]:
+    """Both as wide as the wider one."""
+    width = max(len(rate), len(gain))
+    return rate.rjust(width), gain.rjust(width)
+
+
 def _gain(gain: float) -> str:
     return f"{gain:.3g}" if math.isfinite(gain) else "broke"
 
 
 def before(name: str, num_gradients: int, *, may_double: bool) -> str:
     """The coming trials, and their cost."""
-    doubled = 2 * num_gradients + len(pilots.FIRST_OCTAVES) * NUM_STEPS
+    doubled = 2 * num_gradients + len(FIRST_OCTAVES) * NUM_STEPS
     more = f", up to {doubled} if noise hides the answer" if may_double else ""
     return f"calibrate {name}: trials of {NUM_STEPS} steps, about {num_gradients} gradients{more}\n"
 
@@ -127,14 +128,14 @@ def other_threshold(found: Calibration, name: str, own: Iterable[float]) -> str:
 
 def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
     """Doubts that the trials leave."""
-    if pilots.clarity(arms) < pilots.BLIND:
+    if choice.clarity(arms) < choice.BLIND:
         text = "No trial lowered the loss of other batches for sure. Is the model trained, or the batch tiny?"
         return [Note("unknown", text)]
     ends = f"{arms[0].lr:.2g} to {arms[-1].lr:.2g}"
     return _that_hold(
-        (arms[0].num_steps > NUM_STEPS, "noise",
+        (choice.is_doubled(arms), "noise",
          "Noise hid the gains of short trials, so they were doubled. Larger batches say more."),
-        (not pilots.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
+        (not choice.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
         (num_judges < NUM_JUDGES, "few-batches",
          f"Few batches: {num_judges} judged the trials. Give {NUM_JUDGES + NUM_STEPS}."),
     )  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,7 +20,12 @@ from curvestep.optim.normalized import NormalizedSGD
 from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness.replay import trainable_parameters
 
-OURS = (ClippedSGD, ClippedAdamW, NormalizedSGD)
+NEEDED: dict[type, dict[str, float]] = {  # to make ours; neither lr nor threshold matters
+    ClippedSGD: {"lr": 1.0, "max_norm": math.inf},
+    ClippedAdamW: {"lr": 1.0, "max_norm": math.inf},
+    NormalizedSGD: {"lr": 1.0, "offset": 1.0},
+}
+OURS = tuple(NEEDED)
 
 
 @dataclass(frozen=True)
@@ -50,28 +54,43 @@ class Method:
         """Whether its own step clips, or normalises; so does a copy's."""
         return isinstance(self.optimizer, OURS)
 
-    def share(self, parameter: Tensor) -> float:
-        """The parameter's learning rate, relative to the largest; zero if it is not trained."""
-        for group in self.optimizer.param_groups:
-            if any(p is parameter for p in group["params"]):
-                return group_peak(group) / peak_lr(self.optimizer)
-        return 0.0
+    @property
+    def shares(self) -> list[float]:
+        """Learning rates of the groups, relative to the largest."""
+        peak = peak_lr(self.optimizer)
+        return [group_peak(group) / peak for group in self.optimizer.param_groups]
 
-    def copy(self, max_norm: float) -> tuple[Optimizer, list[float]]:
-        """Another of these settings and state, with ``max_norm`` where it has none; groups' shares of lr."""
-        groups = self.optimizer.param_groups
-        made = copy.deepcopy(self.optimizer, {id(p): p for group in groups for p in group["params"]})
+    def shares_of(self, parameters: Sequence[Tensor]) -> list[float]:
+        """Learning rates of parameters, relative to the largest; zero for one that is not trained."""
+        pairs = zip(self.optimizer.param_groups, self.shares, strict=True)
+        known = {id(p): share for group, share in pairs for p in group["params"]}
+        return [known.get(id(p), 0.0) for p in parameters]
+
+    def copy(self, max_norm: float) -> Optimizer:
+        """Another of these settings and state, with ``max_norm`` where it clips and has no threshold."""
+        made = copy.deepcopy(self.optimizer, {id(p): p for p in parameters_of(self.optimizer)})
+        sets_threshold = self.clips_itself and math.isinf(self.max_norm)
         for group in made.param_groups:
             # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
             group["params"] = [p for p in group["params"] if p.requires_grad]
-            if self.clips_itself and math.isinf(self.max_norm):
+            if sets_threshold:
                 group[threshold_name(made)] = max_norm
-        return made, [group_peak(group) / peak_lr(self.optimizer) for group in groups]
+        return made
 
 
 def threshold_name(optimizer: Optimizer) -> str:
     """Name, in the optimizer's groups, of the gradient norm at which steps stop growing."""
     return "offset" if isinstance(optimizer, NormalizedSGD) else "max_norm"
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Everything that it trains."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def momenta(optimizer: Optimizer) -> list[float]:
+    """The momentum of the groups: one, unless they differ."""
+    return sorted({float(group.get("momentum", 0.0)) for group in optimizer.param_groups})
 
 
 def method_of(
@@ -84,75 +103,60 @@ def method_of(
     """The method of an instance, or of a class or a name with these settings."""
     given = {"momentum": momentum, "weight_decay": weight_decay}
     settings = {name: check_nonnegative(name, value) for name, value in given.items() if value is not None}
-    if isinstance(optimizer, Optimizer):
-        for argument in settings:
-            raise ValueError(f"`{argument}` is read from the optimizer itself: leave it out.")
-        _check_instance(optimizer, model)
-        thresholds = [
-            float(group.get(threshold_name(optimizer), math.inf)) for group in optimizer.param_groups
-        ]
-        return _method(optimizer, min(thresholds))
-    kind = _class_of(optimizer)
-    if settings.get("momentum", 0.0) >= 1:
-        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
-    if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
-        raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
-    make = cast("Callable[..., Optimizer]", kind)
-    return _method(make(trainable_parameters(model), **settings, **_required(kind)), math.inf)
+    if not isinstance(optimizer, Optimizer):
+        return _method(_made(_class_of(optimizer), model, settings), math.inf)
+    if settings:
+        raise ValueError(f"`{min(settings)}` is read from the optimizer itself: leave it out.")
+    _check_instance(optimizer, model)
+    name = threshold_name(optimizer)
+    return _method(optimizer, min(float(group.get(name, math.inf)) for group in optimizer.param_groups))
 
 
 def _method(optimizer: Optimizer, max_norm: float) -> Method:
-    family = family_of(optimizer)
-    return Method(optimizer, family, _momentum(optimizer) if family.is_descent else 0.0, max_norm)
+    family, (momentum, *others) = family_of(optimizer), momenta(optimizer)
+    if others:
+        raise ValueError(
+            f"`optimizer` has groups of unequal momentum, {momentum:g} and {others[0]:g}. Calibrate with one."
+        )
+    if not family.is_descent:
+        momentum = 0.0
+    if momentum >= 1:
+        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
+    return Method(optimizer, family, momentum, max_norm)
 
 
 def _class_of(optimizer: object) -> type[Optimizer]:
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return optimizer
-    known = {kind.__name__.lower(): kind for kind in (*Optimizer.__subclasses__(), *OURS)}
-    known["adamw"] = torch.optim.AdamW
-    if isinstance(optimizer, str) and optimizer.lower() in known:
-        return known[optimizer.lower()]
-    if isinstance(optimizer, (list, tuple)):
-        raise ValueError(
-            f"`optimizer` must be one optimizer, got {len(optimizer)}: calibrate each by itself."
-        )
+    kind = optimizer
+    if isinstance(optimizer, str):
+        known = {kind.__name__.lower(): kind for kind in (*Optimizer.__subclasses__(), *OURS)}
+        kind = {**known, "adamw": torch.optim.AdamW}.get(optimizer.lower())
+    if isinstance(kind, type) and issubclass(kind, Optimizer):
+        return kind
     said = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
-    raise ValueError(f"`optimizer` must be an optimizer, its class, or a name such as 'AdamW', got {said}.")
+    raise ValueError(f"`optimizer` must be one optimizer, its class, or a name such as 'AdamW', got {said}.")
 
 
-def _required(kind: type[Optimizer]) -> dict[str, float]:
-    """Settings that a class asks for and that do not matter here; a learning rate to try around does."""
-    parameters = inspect.signature(kind).parameters.values()
-    asks = {p.name for p in parameters if p.default is inspect.Parameter.empty}
+def _made(kind: type[Optimizer], model: nn.Module, settings: dict[str, float]) -> Optimizer:
+    """An optimizer of this class; a learning rate that it asks for does not matter to ours."""
     family = family_of(kind)
-    if "lr" in asks and not (family.is_descent or family is Family.ADAM):
-        raise ValueError(f"`optimizer`: give the {kind.__name__} that will train, to try around its lr.")
-    unimportant = {"lr": 1.0, "max_norm": math.inf, "offset": 1.0}
-    return {name: value for name, value in unimportant.items() if name in asks}
+    if not family.is_descent and settings.pop("momentum", 0.0) > 0:
+        raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
+    make = cast("Callable[..., Optimizer]", kind)
+    try:
+        return make(trainable_parameters(model), **NEEDED.get(kind, {}), **settings)
+    except TypeError as error:
+        raise ValueError(f"`optimizer`: give the {kind.__name__} that will train ({error}).") from None
 
 
 def _check_instance(optimizer: Optimizer, model: nn.Module) -> None:
-    groups = optimizer.param_groups
-    if any(group.get("maximize") for group in groups):
+    if any(group.get("maximize") for group in optimizer.param_groups):
         raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
-    known = {id(p) for p in model.parameters()}
-    strangers = sum(id(p) not in known for group in groups for p in group["params"])
+    strangers = set(parameters_of(optimizer)).difference(model.parameters())
     if strangers:
         raise ValueError(
-            f"`optimizer` trains {strangers} parameters that are not in `model`. Make it from the parameters "
-            "of this model, after that is moved or wrapped."
+            f"`optimizer` trains {len(strangers)} parameters that are not in `model`. Make it from the "
+            "parameters of this model, after that is moved or wrapped."
         )
-    _momentum(optimizer)
     peak_lr(optimizer)
-
-
-def _momentum(optimizer: Optimizer) -> float:
-    momenta = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
-    if len(momenta) > 1:
-        raise ValueError(
-            f"`optimizer` has groups of unequal momentum, {sorted(momenta)}. Calibrate with one momentum."
-        )
-    return momenta.pop()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +55,10 @@ class Passes(Replay):
         self.num_gradients += 1
         return over_ranks(there.loss.item(), self.model, mean=True), there.gradients
 
+    def losses_of(self, batches: Sequence[Batch]) -> np.ndarray:
+        """Losses where the parameters are."""
+        return np.array([self.loss_of(batch) for batch in batches])
+
     def loss_of(self, batch: Batch) -> float:
         """Loss where the parameters are, by a forward pass if the loss allows it."""
         self._look_at(batch)
@@ -83,11 +88,11 @@ class Passes(Replay):
             raise no_gradient()
 
     def _look_at(self, batch: Batch, seed: int | None = None) -> None:
-        def closure() -> Tensor | float:
+        def closure() -> Tensor:
             if seed is not None:  # else every step would have the same dropout masks
                 torch.manual_seed(seed)
-            loss = check_loss(self._loss_of_batch(batch), self.model)
-            if isinstance(loss, Tensor) and loss.requires_grad and not self._is_sharded:
+            loss = check_loss(self._loss_of_batch(batch))
+            if loss.requires_grad and not self._is_sharded:
                 self._keep_gradients(loss)
             return loss
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from curvestep.bracket import Point
 
@@ -30,7 +30,7 @@ def check_arguments(model: object, loss_of_batch: object, batches: object) -> No
             f"`batches` must be a sequence of batches, got one batch or none of them, a "
             f"{type(batches).__name__}. Give a list of batches or a data loader."
         )
-    data = batches.dataset if isinstance(batches, DataLoader) else None
+    data = getattr(batches, "dataset", None)
     if isinstance(data, Iterator) and not isinstance(data, IterableDataset):
         raise TypeError(
             f"`batches` is a DataLoader over a {type(data).__name__}, which has no length and is read once. "
@@ -39,10 +39,10 @@ def check_arguments(model: object, loss_of_batch: object, batches: object) -> No
 
 
 def _is_single_batch(batches: object) -> bool:
-    if isinstance(batches, (tuple, list)) and batches and all(isinstance(part, Tensor) for part in batches):
-        return len({(part.dtype, part.dim()) for part in batches}) > 1  # inputs and targets, not two batches
-    can_be_read = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
-    return isinstance(batches, (Tensor, Mapping, str)) or not can_be_read
+    if isinstance(batches, (tuple, list)):  # inputs and targets, not two batches
+        return len({(part.dtype, part.dim()) for part in batches if isinstance(part, Tensor)}) > 1
+    is_iterable = isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")
+    return isinstance(batches, (Tensor, Mapping, str)) or not is_iterable
 
 
 def check_enough(num_batches: int) -> None:
@@ -54,19 +54,18 @@ def check_enough(num_batches: int) -> None:
         )
 
 
-def check_loss(loss: object, model: nn.Module) -> Tensor | float:
-    """The value of ``loss_of_batch``, if it is the loss of a batch and depends on the model."""
-    if isinstance(loss, Tensor) and loss.numel() != 1:
+def check_loss(loss: object) -> Tensor:
+    """The value of ``loss_of_batch``, if it is the loss of a batch."""
+    if isinstance(loss, Real):
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"`loss_of_batch` must return the loss alone, got a {type(loss).__name__}.")
+    if loss.numel() != 1:
         raise ValueError(
             f"`loss_of_batch` must return a scalar, got a tensor of shape {tuple(loss.shape)}. "
             "Reduce it with `.mean()`, as in training."
         )
-    if not isinstance(loss, (Tensor, Real)):
-        raise TypeError(f"`loss_of_batch` must return the loss alone, got a {type(loss).__name__}.")
-    has_gradient = isinstance(loss, Tensor) and loss.requires_grad
-    if torch.is_grad_enabled() and not has_gradient and all(p.grad is None for p in model.parameters()):
-        raise no_gradient()
-    return loss if isinstance(loss, Tensor) else float(loss)
+    return loss
 
 
 def no_gradient() -> ValueError:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration import calibration_words as words
-from curvestep.calibration.method import threshold_name
-from curvestep.calibration.pilots import Arm
+from curvestep.calibration.choice import Arm, longest
+from curvestep.calibration.method import momenta, threshold_name
 from curvestep.display.markup import html_table
 from curvestep.lr_schedules import flattened, peak_lr, rescale
 from curvestep.notes import Note
@@ -68,8 +68,7 @@ class Calibration:
     @property
     def last_arms(self) -> tuple[Arm, ...]:
         """The trials that ``lr`` was read from: the longest, ascending in ``lr``."""
-        longest = max(arm.num_steps for arm in self.arms)
-        return tuple(arm for arm in self.arms if arm.num_steps == longest)
+        return tuple(longest(self.arms))
 
     def __str__(self) -> str:
         return "\n".join(words.lines(self))
@@ -133,18 +132,11 @@ class Calibration:
         self._set_threshold(optimizer)
 
     def _check(self, optimizer: Optimizer) -> None:
-        family, name = family_of(optimizer), type(optimizer).__name__
-        if {family, self.family} <= {Family.SGD, Family.MOMENTUM}:
-            momenta = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
-            is_same, own = momenta == {self.momentum}, f"momentum {self.momentum:g}"
-            name = f"momentum {', '.join(f'{value:g}' for value in sorted(momenta))}"
-        elif family is self.family is Family.ADAM:
-            return
-        else:
-            is_same, own = (family, name) == (self.family, self.optimizer), self.optimizer
-        if not is_same:
+        own = _kind(self.family, self.optimizer, [self.momentum])
+        given = _kind(family_of(optimizer), type(optimizer).__name__, momenta(optimizer))
+        if own != given:
             raise ValueError(
-                f"This was measured for {own}, got {name}. Calibrate with `optimizer=` the one that trains."
+                f"This was measured for {own}, got {given}. Calibrate with `optimizer=` the one that trains."
             )
 
     def _set_threshold(self, optimizer: Optimizer) -> None:
@@ -158,6 +150,15 @@ class Calibration:
                 group[name] = self.max_norm
         elif own != {self.max_norm}:
             python_warnings.warn(words.other_threshold(self, type(optimizer).__name__, own), stacklevel=3)
+
+
+def _kind(family: Family, name: str, momenta: list[float]) -> str:
+    """What a learning rate is for: Adam's serves all of them, SGD's all of the same momentum."""
+    if family is Family.ADAM:
+        return "Adam"
+    if family in (Family.SGD, Family.MOMENTUM):
+        return f"SGD with momentum {' and '.join(f'{momentum:g}' for momentum in momenta)}"
+    return name
 
 
 def write_calibration(folder: str | Path, found: Calibration) -> Path:

@@ -1,4 +1,7 @@
-r"""The scale of SGD's learning rate: the largest working step along a batch's gradient at the start.
+r"""What learning rates are tried around, and the threshold of the trials.
+
+Adam's learning rate has no unit. SGD's has one: its scale is the largest working step along a batch's
+gradient at the start.
 
 .. math::
     h \mapsto f(x - h\,g), \qquad g = \nabla f(x), \qquad
@@ -20,12 +23,33 @@ import torch
 from torch import Tensor
 
 from curvestep.bracket import NoBracket, Point, highest_loss, longest_step
+from curvestep.calibration.method import Method
 from curvestep.calibration.passes import Gradients, Passes
 from curvestep.calibration.refusals import check_representable, check_start, no_bracket
 from curvestep.loaders import Batch
+from curvestep.lr_schedules import peak_lr
+from curvestep.optimizer_family import Family
 from curvestep.vectors import difference, dot, global_norm, precision
 
 CLIP_AT = (0.6, 1.75)  # thresholds by the first gradient norm: of batches with nothing, with all in common
+ADAM_SCALE, ADAM_MAX_NORM = 0.004, 1.0  # of Adam, where it has no threshold of its own
+
+
+def scale_and_threshold(
+    passes: Passes, batches: Sequence[Batch], method: Method, given: float
+) -> tuple[float, float]:
+    """The lr to try around, and the threshold: ``given``, or one of our own where that is infinite."""
+    scale, threshold = ADAM_SCALE, ADAM_MAX_NORM
+    if method.family.is_descent:
+        found = scale_of(passes, batches, method.shares_of(passes.parameters))
+        scale, threshold = found.step * (1.0 - method.momentum), found.max_norm
+    elif method.family is not Family.ADAM:
+        scale, threshold = peak_lr(method.optimizer), math.inf
+    if math.isfinite(given):
+        threshold = given
+    if method.family is Family.NORMALIZED:  # a length: the same step at gradients far below the offset
+        scale *= threshold
+    return scale, threshold
 
 
 @dataclass(frozen=True)
@@ -51,10 +75,12 @@ def scale_of(passes: Passes, batches: Sequence[Batch], shares: Sequence[float]) 
     """The scale by the gradients of these batches; each search begins at the last answer."""
     steps: list[float] = []
     norms: list[float] = []
+    guess = None
     total: Gradients = [None] * len(shares)  # of the directions
     for batch in batches:
         line = Line(passes, batch, shares)
-        steps.append(line.largest_step(steps[-1] if steps else None))
+        guess = line.largest_step(guess)
+        steps.append(guess)
         norms.append(line.norm)
         total = [_plus(sum, g, line.norm) for sum, g in zip(total, line.gradients, strict=True)]
         passes.restart()
@@ -110,7 +136,7 @@ class Line:
 
     def _gradient(self) -> tuple[float, Gradients]:
         loss, gradients = self.passes.gradient_of(self.batch)
-        return loss, [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        return loss, [g.to_dense() if getattr(g, "is_sparse", False) else g for g in gradients]
 
     def _weighted(self, gradients: Gradients) -> Gradients:
         """The way that a step goes by a gradient."""

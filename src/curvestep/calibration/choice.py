@@ -1,0 +1,108 @@
+"""The choice among arms: the smallest learning rate that is nearly as good as the best, and how sure that is.
+
+In a few steps a language model reaches the frequencies of its symbols at any of several rates, and the
+largest of them destroys the long run: *sufficient* transfers to long runs where *best* does not. The
+constants were chosen on the development tasks of ``benchmarks/calibrate``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_STEPS = 16  # of an arm; twice as many where noise hides the gains
+SUFFICIENT = 0.96  # of the best arm's gain
+FACTOR, NOISY_FACTOR = 1.1, 0.7  # peak of the run in units of the smallest sufficient one
+CLEAR, BLIND = 5.0, 2.0  # standard errors of the best arm's gain: below, arms are doubled; nothing is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Gain of one trial.
+
+    Args:
+        lr: Its learning rate; the peak, under a schedule.
+        num_steps: Steps that it took.
+        gain: Mean fall of the judges' loss; minus infinity if it broke.
+        error: Standard error of ``gain`` over the judges.
+    """
+
+    lr: float
+    num_steps: int
+    gain: float
+    error: float
+
+
+def next_octave(gains: Mapping[int, float]) -> int | None:
+    """The arm to try next, until the smallest sufficient one has neighbours a factor of two away.
+
+    Example:
+        >>> next_octave({-2: 0.1, 0: 1.0, 2: 0.9}), next_octave({-2: 0.1, -1: 0.5, 0: 1.0, 2: 0.9})
+        (-1, 1)
+        >>> next_octave({-1: 0.5, 0: 1.0, 1: 0.9}) is None
+        True
+    """
+    best = max(gains.values())
+    here = min(octave for octave, gain in gains.items() if gain >= SUFFICIENT * best)
+    *_, second, top = sorted(gains)
+    is_edge = here == top and gains[second] <= 0.9 * best  # what is better lies above, not between
+    if here - 1 not in gains and not is_edge:
+        return here - 1
+    if here + 1 not in gains:
+        return here + 1
+    return None
+
+
+def smallest_sufficient(arms: Sequence[Arm]) -> float:
+    """Where the gain, linear in log lr between ascending arms, first reaches its share of the best."""
+    gains = _gains(arms)
+    reached = np.maximum.accumulate(np.maximum(gains, -gains.max()))
+    return math.exp(np.interp(SUFFICIENT, reached / gains.max(), [math.log(arm.lr) for arm in arms]))
+
+
+def clarity(arms: Sequence[Arm]) -> float:
+    """Gain of the best arm in standard errors; zero if there is none."""
+    best = max(arms, key=lambda arm: arm.gain)
+    return max(best.gain, 0.0) / max(best.error, sys.float_info.min)
+
+
+def is_bracketed(arms: Sequence[Arm]) -> bool:
+    """Whether the smallest sufficient of ascending arms has others on both sides."""
+    gains = _gains(arms)
+    return bool(0 < np.argmax(gains >= SUFFICIENT * gains.max()) < len(arms) - 1)
+
+
+def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
+    """The learning rate of the run; half of the lowest one tried where no arm gained for sure."""
+    if clarity(arms) < BLIND:
+        return arms[0].lr / 2
+    if schedule == "constant":  # a long run at one rate: half way, in logarithms, to the scale
+        return math.sqrt(smallest_sufficient(arms) * scale)
+    factor = NOISY_FACTOR if is_doubled(arms) else FACTOR
+    return factor * smallest_sufficient(arms)
+
+
+def confidence(arms: Sequence[Arm], *, is_tested: bool) -> str:
+    """How far to trust the answer, in a word; ``is_tested`` is whether the optimizer was, so scheduled."""
+    if clarity(arms) < BLIND:
+        return "cannot tell"
+    is_sure = all((is_tested, clarity(arms) >= CLEAR, not is_doubled(arms), is_bracketed(arms)))
+    return "high" if is_sure else "medium"
+
+
+def longest(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms to read the answer from, ascending in ``lr``."""
+    return [arm for arm in arms if arm.num_steps == arms[-1].num_steps]
+
+
+def is_doubled(arms: Sequence[Arm]) -> bool:
+    """Whether noise hid the gains of shorter arms."""
+    return arms[0].num_steps > NUM_STEPS
+
+
+def _gains(arms: Sequence[Arm]) -> np.ndarray:
+    return np.array([arm.gain for arm in arms])
