@@ -1,13 +1,14 @@
 """Regret before and after following each adviser, from the cached runs.
 
-    python -m benchmarks.advice.score --rows FOLDER --part develop | judge [--train] [--each]
+    python -m benchmarks.advice.score --rows FOLDER --part develop | judge [--default] [--far] [--train]
 
 Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training
 never sees, 0 at least and 1 for a run that was lost or ended above its start. Each seed has its own grid. A
 followed learning rate within the grid is read off it (losses linear in log lr between neighbours); one beyond
 its ends is trained with ``--train``, and until then counted as its end. A task whose best does not beat a
 trivial predictor by 5 %, or is an end of its grid, does not count. An answer without a number is scored as
-keep.
+keep. With ``--default`` the advisers see only the rows that a probe takes by itself; with ``--far`` they are
+asked about starts ten and a hundred times beyond the grid.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from benchmarks.calibrate.tasks import is_alive
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.fit.samples import History
+from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.trace import Trace
 
+ROW_COST = 3  # gradients, of three fractions
 BAD, GOOD, HARMED, LOST = 0.2, 0.05, 0.1, 1.0  # regrets
 
 Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor on lr
@@ -39,7 +42,7 @@ def six_lines(trace: Trace) -> tuple[str, float]:
     history = History.of(trace)
     facts: Outcome = outcome_of(history)
     losses, kappa = history.loss, facts.kappa
-    start_factor = facts.start_factor if math.isfinite(facts.start_factor) else 0.0
+    start_factor = _in_proportion(history)
     finite = np.isfinite(losses)
     first, last = losses[0], losses[finite][-max(5, len(losses) // 10) :].mean()
     highest = np.max(np.where(finite, losses, np.inf))
@@ -54,6 +57,27 @@ def six_lines(trace: Trace) -> tuple[str, float]:
     if kappa < 0.1:
         return "raise", float(np.clip(0.25 / kappa, 3, 10))
     return "keep", 1.0
+
+
+def _in_proportion(history: History) -> float:
+    """Largest working step at the start over the step of the peak lr, were κ in proportion to the step."""
+    rows, factors = history.columns, []
+    momentum = float(history.header.get("momentum") or 0.0)
+    for row in range(min(5, len(history.step))):
+        kappa = (
+            rows["secants"][row] * rows["fractions"][row] * rows["step_norm"][row] / rows["grad_norm"][row]
+        )
+        if not np.isfinite(kappa).all():
+            break
+        works = rows["fractions"][row][0] / kappa[0]
+        if kappa[0] <= 1:
+            works = float(np.interp(0.0, np.log(kappa), np.log(rows["fractions"][row])))
+            works = math.exp(works) if kappa[-1] > 1 else 1 / kappa[-1]
+        built_up = 1 - momentum ** (history.step[row] + 1)
+        factors.append(history.lr[row] / np.nanmax(history.lr) * built_up * works)
+        if kappa[-1] > 1:
+            break
+    return float(np.median(factors)) if factors else 0.0
 
 
 def ours(trace: Trace) -> tuple[str, float]:
@@ -78,10 +102,13 @@ class Grid:
     Args:
         rows: The cache.
         runs: By ascending lr.
+        far: Those beyond it.
+        train: Whether to train what lies beyond its ends.
     """
 
     rows: Rows
     runs: list[Job]
+    far: list[Job]
     train: bool
     name: dict[str, object] = field(init=False)
 
@@ -143,14 +170,27 @@ def grids(rows: Rows, tasks: tuple[str, ...], *, train: bool) -> Iterator[Grid]:
             probed = [row for row in own if "method" not in row and rows.trace_of(row).exists()]
             for seed in sorted({row["seed"] for row in probed}):
                 runs = sorted((row for row in probed if row["seed"] == seed), key=lambda row: row["lr"])
-                if len(runs) >= 7:
-                    yield Grid(rows, runs, train)
+                near, far = ([row for row in runs if ("far" in row) == is_far] for is_far in (False, True))
+                if len(near) >= 7:
+                    yield Grid(rows, near, far, train)
 
 
-def cases(grid: Grid, adviser: Adviser) -> Iterator[Case]:
-    """Every run of a grid, with what the adviser says of its trace."""
-    for row in grid.runs:
-        said, factor = adviser(Trace.load(grid.rows.trace_of(row)))
+def as_default(trace: Trace) -> Trace:
+    """The rows that a probe takes where nothing else is asked for."""
+    schedule, kept = Schedule(), Trace(header=trace.header)
+    for row in trace:
+        while schedule.next < row["step"]:
+            schedule.finished(schedule.next, num_gradients=ROW_COST)
+        if schedule.next == row["step"]:
+            kept.append(row)
+    return kept
+
+
+def cases(grid: Grid, adviser: Adviser, *, far: bool, default: bool) -> Iterator[Case]:
+    """Every run of a grid, or beyond it, with what the adviser says of its trace."""
+    for row in grid.far if far else grid.runs:
+        trace = Trace.load(grid.rows.trace_of(row))
+        said, factor = adviser(as_default(trace) if default else trace)
         before = grid.regret(loss_of(row))
         after = before if factor == 1.0 else grid.at(row["lr"] * factor)
         yield Case(row["kind"], row["task"], row["seed"], row["lr"], said, factor, before, after)
@@ -196,6 +236,8 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
     parser.add_argument("--part", choices=("develop", "judge"), required=True)
+    parser.add_argument("--default", action="store_true", help="show only the rows of a default probe")
+    parser.add_argument("--far", action="store_true", help="ask about starts beyond the grid")
     parser.add_argument("--train", action="store_true", help="train answers beyond the grid")
     parser.add_argument("--each", action="store_true", help="print every run, too")
     options = parser.parse_args()
@@ -211,9 +253,9 @@ def main() -> None:
             continue
         counted.add(grid.name["task"])
         for name, adviser in ADVISERS.items():
-            found[name] += cases(grid, adviser)
+            found[name] += cases(grid, adviser, far=options.far, default=options.default)
         value = grid.calibrated()
-        if value is not None:
+        if value is not None and not options.far:
             same = {name: found[name][-len(grid.runs) :] for name in ADVISERS}
             calibrated.append({name: mean(case.after for case in of) for name, of in same.items()})
             calibrated[-1]["calibrate"] = value
