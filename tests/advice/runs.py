@@ -27,7 +27,7 @@ GOOD = {
     "highest_loss": 2.4,
     "fell": True,
     "should_have_fallen": True,
-    "spread": 0.01,
+    "noise": 0.01,
     "lost_at": None,
     "kappa": 0.5,
     "efficiency": 0.7,

@@ -130,3 +130,8 @@ def test_values_that_nobody_measured_are_answered_or_refused_in_one_line(value, 
 @pytest.mark.parametrize("name", ["optimizer_family", "momentum", "fractions", "offset"])
 def test_headers_that_nobody_wrote_are_answered(name):
     assert advise(trace_of(falling(16), header={name: "x"})).action == "keep"
+
+
+def test_a_threshold_that_does_nothing_is_not_to_be_raised():
+    facts = {"clipped": 1.0, "max_norm": 0.5, "floor": 1.5}
+    assert warnings_about(outcome(family=Family.ADAM, **facts)) == ()

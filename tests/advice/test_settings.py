@@ -116,3 +116,23 @@ def test_runs_without_a_loss_cannot_be_compared():
 def test_no_setting_without_a_finite_score_is_best():
     with pytest.raises(ValueError, match="no best one"):
         best_setting({1: [math.inf], 2: [1.0, math.nan]})
+
+
+def test_a_schedule_is_another_setting_than_its_peak_held():
+    scheduled = trace_of([])
+    for k, row in enumerate(run(0.3, 0.5)):
+        scheduled.append({**row, "lr": 0.3 if k < 20 else 0.1})
+    assert kinds(advise(run(0.3, 0.6), scheduled)).count("setting") == 2
+
+
+def test_an_empty_trace_among_runs_is_left_out():
+    advice = advise(trace_of([]), run(0.3, 0.5))
+    assert advice == advise(run(0.3, 0.5))
+    assert advise(trace_of([]), run(0.1, 0.9), run(0.3, 0.5)).action == "take"
+
+
+def test_of_one_run_the_noise_of_its_losses_makes_ties():
+    quiet = advise(run(0.1, 0.55, noise=0.02), run(0.3, 0.5, noise=0.02, seed=2))
+    assert "± 0.0" in quiet.reasons[-1].text
+    many = [run(lr, last, seed=seed, noise=0.0) for lr, last in ((0.1, 0.5), (0.3, 0.501)) for seed in (1, 2)]
+    assert "tie" not in kinds(advise(*many))

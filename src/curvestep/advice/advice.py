@@ -6,17 +6,11 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvestep.advice.advice_words import (
-    reasons_for,
-    reasons_for_settings,
-    verdict_on,
-    verdict_on_settings,
-    warnings_about,
-)
+from curvestep.advice import advice_words as words
 from curvestep.advice.decision import CANNOT_TELL, TAKE, decide
 from curvestep.advice.outcome import outcome_of
 from curvestep.advice.settings import best_of, check_alike, next_lr, settings_of, ties_of
@@ -74,8 +68,8 @@ class Advice:
 
     def details(self) -> str:
         """All reasons and warnings, and the fit if there is one."""
-        lines = self._lines()
-        return "\n".join(lines if self.fit is None else [*lines, "", str(self.fit)])
+        fit = [] if self.fit is None else ["", str(self.fit)]
+        return "\n".join([*self._lines(), *fit])
 
     def __repr__(self) -> str:
         return f"<Advice: {shorten(self.verdict, 120, placeholder=' …')}>"
@@ -114,25 +108,23 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
     """
     if not runs:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")
-    loaded = [_loaded(run) for run in runs]
-    histories = [run.samples.history if isinstance(run, SmoothnessFit) else History.of(run) for run in loaded]
-    used = [history for history in histories if len(history.step)] or histories[:1]
+    pairs = [(_history_of(run), run) for run in runs]
+    used = [pair for pair in pairs if len(pair[0].step)] or pairs[:1]
     if len(used) == 1:
-        return _from_run(used[0], loaded[0])
+        return _from_run(*used[0])
     try:
-        return _from_settings(used)
+        return _from_settings([history for history, _ in used])
     except ValueError as error:
         return Advice(action=CANNOT_TELL, kind="not-comparable", verdict=f"CANNOT TELL: {error}")
 
 
-def _loaded(run: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Trace | SmoothnessFit:
+def _history_of(run: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> History:
     if isinstance(run, SmoothnessFit):
-        return run
-    trace: Any = getattr(run, "trace", run)  # a probe has one
-    return check_trace(trace)
+        return run.samples.history
+    return History.of(check_trace(run))
 
 
-def _from_run(history: History, run: Trace | SmoothnessFit) -> Advice:
+def _from_run(history: History, run: object = None) -> Advice:
     outcome = outcome_of(history)
     decision = decide(outcome)
     return Advice(
@@ -140,9 +132,9 @@ def _from_run(history: History, run: Trace | SmoothnessFit) -> Advice:
         kind=decision.kind,
         lr=decision.lr,
         max_norm=None if decision.lr is None else outcome.max_norm,
-        verdict=verdict_on(decision, outcome),
-        reasons=reasons_for(decision, outcome),
-        warnings=warnings_about(outcome),
+        verdict=words.verdict_on(decision, outcome),
+        reasons=words.reasons_for(decision, outcome),
+        warnings=words.warnings_about(outcome),
         lr_is_peak=outcome.scheduled,
         fit=run if isinstance(run, SmoothnessFit) else None,
     )
@@ -154,7 +146,7 @@ def _from_settings(histories: list[History]) -> Advice:
     settings = settings_of(histories)
     if all(math.isinf(setting.loss) for setting in settings):
         smallest = int(np.argmin([outcome_of(history).lr for history in histories]))
-        return _from_run(histories[smallest], Trace())
+        return _from_run(histories[smallest])
     best = best_of(settings)
     following = next_lr(best, settings)
     return Advice(
@@ -162,8 +154,8 @@ def _from_settings(histories: list[History]) -> Advice:
         kind="best-setting",
         lr=best.lr,
         max_norm=best.max_norm,
-        verdict=verdict_on_settings(best, settings, following),
-        reasons=reasons_for_settings(best, ties_of(best, settings), settings),
+        verdict=words.verdict_on_settings(best, settings, following),
+        reasons=words.reasons_for_settings(ties_of(best, settings), settings),
         lr_is_peak=best.scheduled,
         next_lr=following,
     )

@@ -6,15 +6,7 @@ import math
 from collections.abc import Sequence
 from textwrap import shorten
 
-from curvestep.advice.decision import (
-    DATA,
-    DIVERGED,
-    KEEP,
-    LOWER,
-    RAISE,
-    STUCK,
-    Answer,
-)
+from curvestep.advice.decision import DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Answer
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.settings import TriedSetting
 from curvestep.fit.samples import LEAST_ROWS
@@ -27,7 +19,8 @@ _VERDICTS = {
     KEEP: "KEEP {setting}: no sign that it is too high or too low.",
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
-    DIVERGED: "DIVERGED{where}: run calibrate, or lower {change}",
+    DIVERGED: "DIVERGED: run calibrate, or lower {change}",
+    "not-finite": "DIVERGED at step {lost_at}: run calibrate, or lower {change}",
     STUCK: "STUCK: run calibrate, or lower {change}",
     DATA: "DATA: look at the data of step {lost_at}, and at its loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
@@ -56,8 +49,7 @@ def verdict_on(decision: Answer, run: Outcome) -> str:
     template = _VERDICTS.get(decision.kind) or _VERDICTS[decision.action]
     return template.format(
         setting=setting_name(run).removesuffix(", no step clipped"),
-        change=rate if decision.lr is None else f"{rate} {run.lr:.3g} -> {decision.lr:.3g}",
-        where="" if run.lost_at is None else f" at step {run.lost_at}",
+        change=f"{rate} {run.lr:.3g} -> {decision.lr:.3g}" if decision.lr else rate,
         lost_at=run.lost_at,
         num_rows=run.num_rows,
         least=LEAST_ROWS,
@@ -67,25 +59,36 @@ def verdict_on(decision: Answer, run: Outcome) -> str:
 
 def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
     """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
-    found = {
-        "loss": _about_loss(run),
-        "steps": _about_steps(decision, run),
-        "start": _about_start(run),
-        "clipping": _about_clipping(run),
-        "next": _NEXT.get(decision.action, ""),
-    }
-    return tuple(Note(kind, text) for kind, text in found.items() if text)
+    found = []
+    if run.num_losses:
+        text = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
+        found.append(Note("loss", text))
+    if math.isfinite(run.kappa):
+        text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
+        found.append(Note("steps", text + _HOW_STEPS_WENT.get(decision.kind, "")))
+    if run.start_factor >= 1:
+        found.append(Note("start", f"the largest working step was {run.start_factor:.2g}x the step taken"))
+    elif run.start_factor > 0:
+        text = f"the largest working step was 1/{1 / run.start_factor:.2g} of the step taken"
+        found.append(Note("start", text))
+    if run.clipped == 0:
+        found.append(Note("clipping", "no step was clipped"))
+    elif run.clipped > 0:
+        effect = "Adam divides by the norm again"
+        if not run.family.is_adaptive:
+            effect = "for these only lr x max_norm counts"
+        found.append(Note("clipping", f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {effect}"))
+    if decision.action in _NEXT:
+        found.append(Note("next", _NEXT[decision.action]))
+    return tuple(found)
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
-    """Doubts about the answer."""
-    found = []
-    if math.isfinite(run.floor) and run.floor > 0.5 * run.max_norm:
-        text = (
-            f"Clipping at {run.max_norm:.3g} can hold the gradient norm at {run.floor:.2g}: noise is larger."
-        )
-        found.append(Note("clipping-floor", f"{text} Raise max_norm or the batch size."))
-    return tuple(found)
+    """Doubts about the answer; of Adam none, for which a threshold does nothing."""
+    if run.family.is_adaptive or not run.floor > run.max_norm / 2:
+        return ()
+    held = f"Clipping at {run.max_norm:.3g} can hold the gradient norm at {run.floor:.2g}: noise is larger."
+    return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
 
 
 def verdict_on_settings(best: TriedSetting, settings: Sequence[TriedSetting], following: float | None) -> str:
@@ -96,9 +99,7 @@ def verdict_on_settings(best: TriedSetting, settings: Sequence[TriedSetting], fo
     return f"{verdict}; try {rate_name(best.scheduled)} {following:.3g} next."
 
 
-def reasons_for_settings(
-    best: TriedSetting, ties: Sequence[TriedSetting], settings: Sequence[TriedSetting]
-) -> tuple[Note, ...]:
+def reasons_for_settings(ties: Sequence[TriedSetting], settings: Sequence[TriedSetting]) -> tuple[Note, ...]:
     """The ties, and a line for each setting, the best ten of them."""
     found = []
     if ties:
@@ -124,43 +125,13 @@ def setting_name(setting: TriedSetting | Outcome) -> str:
 
 
 def _ending(setting: TriedSetting) -> str:
-    lost, num_runs = sum(math.isinf(loss) for loss in setting.losses), len(setting.losses)
+    lost, num_runs = sum(map(math.isinf, setting.losses)), len(setting.losses)
     if lost:
-        return "diverged" if num_runs == 1 else f"diverged in {lost} of {num_runs} runs"
-    if math.isnan(setting.loss):
-        return "cannot be compared: it ended early, or has no loss"
-    ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}"
-    return ending if num_runs == 1 else f"{ending}, {num_runs} runs"
-
-
-def _about_loss(run: Outcome) -> str:
-    if not run.num_losses:
-        return ""
-    text = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
-    return text if run.lost_at is None else f"{text}; not finite at step {run.lost_at}"
-
-
-def _about_steps(decision: Answer, run: Outcome) -> str:
-    if not math.isfinite(run.kappa):
-        return ""
-    text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
-    return text + _HOW_STEPS_WENT.get(decision.kind, "")
-
-
-def _about_start(run: Outcome) -> str:
-    factor = run.start_factor
-    if not math.isfinite(factor):
-        return ""
-    times = f"{factor:.2g}x" if factor >= 1 else f"1/{1 / factor:.2g} of"
-    return f"the largest working step was {times} the step taken"
-
-
-def _about_clipping(run: Outcome) -> str:
-    if math.isnan(run.clipped):
-        return ""
-    if run.clipped == 0:
-        return "no step was clipped"
-    meaning = "for these only lr x max_norm counts"
-    if run.family.is_adaptive:
-        meaning = "Adam divides by the norm again"
-    return f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {meaning}"
+        ending = f"diverged in {lost} of {num_runs} runs"
+    elif math.isnan(setting.loss):
+        ending = "cannot be compared: it ended early, or has no loss"
+    else:
+        ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}, {num_runs} runs"
+    if num_runs == 1:
+        return ending.removesuffix(" in 1 of 1 runs").removesuffix(", 1 runs")
+    return ending

@@ -27,19 +27,12 @@ GOOD_KAPPA = NEXT * SHORT_KAPPA
 
 @dataclass(frozen=True)
 class Condition:
-    """A line of the table.
+    """A line of the table."""
 
-    Args:
-        kind: Its name, by which words and tests know it.
-        action: What to do where it holds.
-        holds: Asked of the facts; a fact that is not known holds for nothing.
-        factor: On lr; NaN for no number.
-    """
-
-    kind: str
+    kind: str  # by which words and tests know it
     action: str
-    holds: Callable[[Outcome], bool]
-    factor: Callable[[Outcome], float] = lambda run: math.nan
+    holds: Callable[[Outcome], bool]  # asked of the facts; one that is not known holds for nothing
+    factor: Callable[[Outcome], float] = lambda run: math.nan  # on lr; NaN for no number
 
 
 @dataclass(frozen=True)
@@ -56,11 +49,6 @@ def decide(run: Outcome) -> Answer:
     found = next(line for line in TABLE if line.holds(run))
     lr = run.lr * found.factor(run)
     return Answer(found.kind, found.action, lr if math.isfinite(lr) else None)
-
-
-def has_no_loss(run: Outcome) -> bool:
-    """Whether nobody recorded a loss."""
-    return run.num_losses == 0 and run.lost_at is None
 
 
 def was_falling(run: Outcome) -> bool:
@@ -90,7 +78,9 @@ def came_back_in_part(run: Outcome) -> bool:
 
 def long_at_first(run: Outcome) -> bool:
     """Whether the start allowed clearly less than the step of its lr; a warm-up takes a peak beyond that."""
-    return run.start_factor < (1 / FAR if run.scheduled else 1 / GOOD_START)
+    if run.scheduled:
+        return run.start_factor < 1 / FAR
+    return run.start_factor < 1 / GOOD_START
 
 
 def short_at_first(run: Outcome) -> bool:
@@ -125,8 +115,8 @@ def half_way(run: Outcome) -> float:
 
 # fmt: off
 TABLE = (
-    Condition("no-rows", CANNOT_TELL, lambda run: has_no_loss(run) and run.num_rows == 0),
-    Condition("no-loss", CANNOT_TELL, lambda run: has_no_loss(run)),
+    Condition("no-rows", CANNOT_TELL, lambda run: not (run.num_losses or run.lost_at or run.num_rows)),
+    Condition("no-loss", CANNOT_TELL, lambda run: not (run.num_losses or run.lost_at)),
     Condition("bad-batch", DATA, lambda run: run.lost_at is not None and was_falling(run)),
     Condition("not-finite", DIVERGED, lambda run: run.lost_at is not None, far_below),
     Condition("rose-far", DIVERGED, rose_far, far_below),

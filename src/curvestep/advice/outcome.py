@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,54 +20,29 @@ FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run went; NaN where a fact is not known.
+    """How a run went; NaN where a fact is not known."""
 
-    Attributes:
-        family: How its optimizer steps.
-        lr: The largest learning rate.
-        scheduled: Whether lr changed by more than a tenth.
-        max_norm: Norm at which steps were clipped, of NormalizedSGD the offset; inf if none was.
-        clipped: Share of the measured steps that were clipped.
-        floor: Gradient norm below which clipping keeps noisy steps from getting, at worst.
-        in_eval_mode: Whether the model was in eval mode.
-        num_losses: Rows with a finite loss.
-        first_loss: Of the first row.
-        last_loss: Mean of the last tenth, five rows if the later half has them.
-        end_loss: Of the last row's batch after its step: a run may have been ended because of it.
-        highest_loss: Of all finite ones.
-        fell: Whether the last losses lie below the first ones, by two standard errors.
-        should_have_fallen: Whether they would, had the steps lowered other batches as they did their own.
-        spread: Standard error of the last loss.
-        lost_at: First step, counted from one, whose loss or gradient is not finite; None if all are.
-        num_rows: Measured rows.
-        failure: Why the first measurement failed that did; empty if none did.
-        kappa: Change of the gradient over a step relative to its norm, median of the later half of
-            the steps with the larger lr.
-        efficiency: What a step took off the loss of its own batch over what the slope promised, likewise.
-        start_factor: Largest working step at the start over the step that the peak lr takes there.
-    """
-
-    family: Family
-    lr: float
-    scheduled: bool
-    max_norm: float
-    clipped: float
-    floor: float
+    family: Family  # how its optimizer steps
+    lr: float  # the largest
+    scheduled: bool  # whether lr changed by more than a tenth
+    max_norm: float  # at which steps were clipped, of NormalizedSGD the offset; inf if none was
+    clipped: float  # share of the measured steps
+    floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
-    num_losses: int
-    first_loss: float
-    last_loss: float
-    end_loss: float
-    highest_loss: float
-    fell: bool
-    should_have_fallen: bool
-    spread: float
-    lost_at: int | None
-    num_rows: int
-    failure: str
-    kappa: float
-    efficiency: float
-    start_factor: float
+    num_losses: int  # rows with a finite loss
+    first_loss: float  # of the first row
+    last_loss: float  # mean of the last tenth, five rows if the later half has them
+    end_loss: float  # of the last row's batch after its step: a run may have been ended because of it
+    highest_loss: float  # of all finite ones
+    fell: bool  # whether the last losses lie below the first ones, by two standard errors
+    should_have_fallen: bool  # whether they would, had steps lowered other batches as they did their own
+    noise: float  # standard deviation of a row's loss about its neighbours
+    lost_at: int | None  # first step, counted from one, whose loss or gradient is not finite
+    num_rows: int  # measured
+    failure: str  # why the first measurement failed that did; empty if none did
+    kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
+    efficiency: float  # fall of the loss of a step's own batch over what the slope promised, likewise
+    start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
 
 def outcome_of(history: History) -> Outcome:
@@ -77,7 +53,7 @@ def outcome_of(history: History) -> Outcome:
 
 def _setting(history: History) -> dict[str, Any]:
     header, rows = history.header, history.columns
-    lr = float(np.nanmax(history.lr, initial=-math.inf))
+    lr = _of_known(np.max, history.lr)
     word = header.get("optimizer_family")
     if word not in list(Family):  # an older trace has the name
         word = family_of(header.get("optimizer") or next(filter(None, rows["optimizer"]), ""))
@@ -89,8 +65,8 @@ def _setting(history: History) -> dict[str, Any]:
     noise = _median(rows["noise"])
     return {
         "family": family,
-        "lr": lr if lr > -math.inf else math.nan,
-        "scheduled": bool(np.nanmin(history.lr, initial=math.inf) < 0.9 * lr),
+        "lr": lr,
+        "scheduled": _of_known(np.min, history.lr) < 0.9 * lr,
         "max_norm": max_norm,
         "clipped": clipped,
         "floor": clipping_floor(noise, max_norm) if clipped > 0 and noise >= 0 else math.nan,
@@ -107,8 +83,9 @@ def _loss_curve(history: History) -> dict[str, Any]:
     part = max(FEW_ROWS, len(known) // 10)
     start, last = loss[known[:part]], loss[_later_half(known, history.step)[-part:]]
     noise = 1.05 * _median(np.abs(np.diff(loss[known])))  # of a row: the standard deviation, were it normal
-    clear = 2 * noise * math.hypot(len(start) ** -0.5, len(last) ** -0.5) if len(known) else math.nan
-    own_fall = _mean((loss - after)[history.ok & np.isfinite(loss - after)])
+    clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(last)))
+    num_steps = float(np.max(history.step, initial=0) - np.min(history.step, initial=math.inf))
+    own_fall = _mean((loss - after)[history.ok])
     return {
         "num_losses": len(known),
         "first_loss": _mean(start[:1]),
@@ -116,8 +93,8 @@ def _loss_curve(history: History) -> dict[str, Any]:
         "end_loss": _mean(after[-1:]),
         "highest_loss": float(np.max(loss[known], initial=-math.inf)),
         "fell": _mean(start) - _mean(last) > clear,
-        "should_have_fallen": own_fall * float(np.ptp(history.step[known])) > clear if len(known) else False,
-        "spread": noise / math.sqrt(max(1, len(last))),
+        "should_have_fallen": own_fall * num_steps > clear,
+        "noise": noise,
         "lost_at": int(history.step[lost[0]]) + 1 if len(lost) else None,
     }
 
@@ -127,8 +104,8 @@ def _steps(history: History) -> dict[str, Any]:
     rows = history.columns
     length, norm = rows["step_norm"], rows["grad_norm"]
     kappa = np.where(np.isfinite(rows["kappa"]), rows["kappa"], rows["smoothness"] * length / norm)
-    share = history.lr / np.nanmax(history.lr, initial=-math.inf)
-    share = np.where(np.isfinite(share), share, 1.0)
+    share = history.lr / _of_known(np.max, history.lr)
+    share[~np.isfinite(share)] = 1.0
     measured = history.ok & np.isfinite(kappa)
     # Of a schedule, what lies above the median is the half around its peak.
     near = np.flatnonzero(measured & (share >= _median(share)))
@@ -155,7 +132,7 @@ def _start_factor(history: History, kappa: np.ndarray, efficiency: np.ndarray, s
     factors: list[float] = []
     for row, step in enumerate(history.step[:FEW_ROWS]):
         at, values = _kappa_along(history, row, kappa[row])
-        if not len(at) or history.step[0] > 0:
+        if not math.isfinite(values[0]) or history.step[0] > 0:
             break
         works = working_fraction(at, values, efficiency[row])
         built_up = 1 - momentum ** (step + 1)  # of the length that momentum gives to steps
@@ -176,7 +153,7 @@ def _kappa_along(history: History, row: int, whole: float) -> tuple[list[float],
         known = np.isfinite(along) & (along > 0)
         if known.any():
             return fractions[known].tolist(), along[known].tolist()
-    return ([1.0], [float(whole)]) if math.isfinite(whole) else ([], [])
+    return [1.0], [float(whole)]
 
 
 def _failed(history: History) -> np.ndarray:
@@ -193,9 +170,13 @@ def _number(value: Any, missing: float) -> float:
 
 
 def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else math.nan
+    return _of_known(np.mean, values)
 
 
 def _median(values: np.ndarray) -> float:
+    return _of_known(np.median, values)
+
+
+def _of_known(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
+    return float(how(known)) if len(known) else math.nan

@@ -7,9 +7,10 @@ stable. So curvature alone cannot say which setting is best; how far the loss fe
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,24 +21,18 @@ from curvestep.optimizer_family import torch_name
 
 Key = TypeVar("Key")
 
+_ALIKE = ("model", "num_parameters", "optimizer", "momentum", "batch_size")  # facts of a task
+
 
 @dataclass(frozen=True, kw_only=True)
 class TriedSetting:
-    """A setting, and how its runs went.
+    """A setting, and how its runs went."""
 
-    Attributes:
-        lr: The largest of a run: the peak of a schedule.
-        max_norm: Norm at which steps were clipped; inf if none was.
-        scheduled: Whether lr changed along the run.
-        losses: Final loss of each run: inf if it was lost, NaN if it cannot be compared.
-        error: Standard error of their mean, by their spread or, of a single run, by that of its last losses.
-    """
-
-    lr: float
-    max_norm: float
-    scheduled: bool
-    losses: tuple[float, ...]
-    error: float
+    lr: float  # the largest of a run: the peak of a schedule
+    max_norm: float  # norm at which steps were clipped; inf if none was
+    scheduled: bool  # whether lr changed along the run
+    losses: tuple[float, ...]  # final ones: inf if a run was lost, NaN if it cannot be compared
+    error: float  # standard error of their mean, by their spread or, of a single run, by its noise
 
     @property
     def loss(self) -> float:
@@ -51,8 +46,7 @@ def best_setting(scores: Mapping[Key, Sequence[float]]) -> Key:
     The one rule for "best" in the library: advice on several runs, sweeps and claims all use it.
 
     Args:
-        scores: For each setting the score of each of its runs, lower is better: usually the final losses of
-            its seeds. A setting with a score that is not finite lost a run and cannot win.
+        scores: Of each setting's runs, lower is better: usually final losses; not finite for a lost run.
 
     Raises:
         ValueError: If every setting lost a run.
@@ -73,39 +67,24 @@ def check_alike(histories: Sequence[History]) -> None:
     Raises:
         ValueError: It names what differs.
     """
-    for name, unit in (
-        ("model", "model"),
-        ("num_parameters", "number of parameters"),
-        ("optimizer", "optimizer"),
-        ("momentum", "momentum"),
-        ("batch_size", "batch size"),
-    ):
-        found: list[Any] = []
-        for history in histories:
-            value = _typical(history, name)
-            if name == "optimizer" and value is not None:  # ours is torch's with the clip inside
-                value = torch_name(str(value))
-            if value is not None and not any(_same(value, other) for other in found):
-                found.append(value)
-        if len(found) > 1:
-            words = " against ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in found)
-            raise ValueError(
-                f"These runs differ in {unit} ({words}). Ask about one task and optimizer at a time."
-            )
+    for name in _ALIKE:
+        facts = [fact for history in histories if (fact := _typical(history, name))]
+        for other in facts:
+            if not _same(facts[0], other):
+                words = f"These runs differ in {name.replace('_', ' ')} ({facts[0]} against {other})."
+                raise ValueError(f"{words} Ask about one task and optimizer at a time.")
 
 
 def settings_of(histories: Sequence[History]) -> list[TriedSetting]:
     """The settings of these runs, by ascending lr, compared at a step that most of them reached."""
-    outcomes = [outcome_of(history) for history in histories]
-    horizon = _common_step(histories)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for index, run in enumerate(outcomes):
-        groups.setdefault((f"{run.lr:.3g}", f"{run.max_norm:.2g}"), []).append(index)
-    found = [
-        _merged([outcomes[i] for i in group], [_loss_at(histories[i], outcomes[i], horizon) for i in group])
-        for group in groups.values()
-    ]
-    return sorted(found, key=lambda setting: (setting.lr, setting.max_norm))
+    ends = [float(history.step[-1]) for history in histories if history.ends_finite]
+    horizon = min((step for step in ends if step >= max(ends) / 2), default=math.inf)
+    groups: dict[tuple[str, str, bool], list[tuple[Outcome, float]]] = defaultdict(list)
+    for history in histories:
+        run = outcome_of(history)
+        key = (f"{run.lr:.3g}", f"{run.max_norm:.2g}", run.scheduled)
+        groups[key].append((run, _loss_at(history, run, horizon)))
+    return sorted(map(_merged, groups.values()), key=lambda setting: (setting.lr, setting.max_norm))
 
 
 def best_of(settings: Sequence[TriedSetting]) -> TriedSetting:
@@ -114,83 +93,61 @@ def best_of(settings: Sequence[TriedSetting]) -> TriedSetting:
     Raises:
         ValueError: If no run both kept its loss finite and recorded it.
     """
-    if all(np.isnan(setting.losses).all() for setting in settings):
-        raise ValueError(
-            "No run recorded a loss that can be compared. Hand it to the probe: `probe.record(loss_fn)`."
-        )
-    scores = {index: setting.losses for index, setting in enumerate(settings)}
-    return settings[best_setting(scores)]
+    if np.isnan(np.concatenate([setting.losses for setting in settings])).all():
+        words = "No run recorded a loss that can be compared."
+        raise ValueError(f"{words} Hand it to the probe: `probe.record(loss_fn)`.")
+    return settings[best_setting({index: setting.losses for index, setting in enumerate(settings)})]
 
 
 def ties_of(best: TriedSetting, settings: Sequence[TriedSetting]) -> list[TriedSetting]:
     """The other settings within two standard errors of the best."""
-    return [
-        other
-        for other in settings
-        if other is not best and other.loss - best.loss <= 2 * math.hypot(best.error, other.error)
-    ]
+    near = [it for it in settings if it.loss - best.loss <= 2 * math.hypot(best.error, it.error)]
+    return [setting for setting in near if setting is not best]
 
 
 def next_lr(best: TriedSetting, settings: Sequence[TriedSetting]) -> float | None:
-    """The learning rate to try next to the best: three times or a third of it; None if both sides were seen.
-
-    Example:
-        >>> runs = [TriedSetting(lr=lr, max_norm=1.0, scheduled=False, losses=(loss,), error=0.0)
-        ...         for lr, loss in ((1.0, 3.0), (3.0, 2.0), (9.0, 2.5))]
-        >>> next_lr(runs[1], runs) is None, next_lr(runs[0], runs[:2]), next_lr(runs[2], runs)
-        (True, 0.3333333333333333, 27.0)
-    """
-    rates = {setting.lr for setting in settings}
-    if not any(rate > best.lr for rate in rates):
+    """The lr to try next to the best: three times or a third of it; None if both sides were seen."""
+    rates = [setting.lr for setting in settings]
+    if best.lr == max(rates):
         return best.lr * NEXT
-    if not any(rate < best.lr for rate in rates):
+    if best.lr == min(rates):
         return best.lr / NEXT
     return None
 
 
-def _merged(outcomes: Sequence[Outcome], losses: Sequence[float]) -> TriedSetting:
-    error = outcomes[0].spread
+def _merged(runs: Sequence[tuple[Outcome, float]]) -> TriedSetting:
+    (run, *_), losses = zip(*runs, strict=True)
+    error = run.noise / math.sqrt(max(1, run.num_losses // 20))  # rows that the final loss is of
     if len(losses) > 1:
-        error = (
-            float(np.std(losses, ddof=1) / math.sqrt(len(losses))) if np.isfinite(losses).all() else math.nan
-        )
-    first = outcomes[0]
-    return TriedSetting(
-        lr=first.lr, max_norm=first.max_norm, scheduled=first.scheduled, losses=tuple(losses), error=error
-    )
-
-
-def _common_step(histories: Sequence[History]) -> float:
-    """The last step that all runs reached that got at least half as far as the longest."""
-    last = [float(history.step[-1]) for history in histories if len(history.step) and history.ends_finite]
-    return min((step for step in last if step >= max(last) / 2), default=math.inf)
+        with np.errstate(invalid="ignore"):  # of a lost one
+            error = float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
+    return TriedSetting(lr=run.lr, max_norm=run.max_norm, scheduled=run.scheduled, losses=losses, error=error)
 
 
 def _loss_at(history: History, run: Outcome, horizon: float) -> float:
     if decide(run).action == DIVERGED:
         return math.inf
-    if not len(history.step) or history.step[-1] < horizon:
+    if history.step[-1] < horizon:
         return math.nan
     kept = np.isfinite(history.loss) & (history.step <= horizon)
     return final_loss(history.step[kept], history.loss[kept])
 
 
-def _typical(history: History, name: str) -> Any:
-    """Entry of a run's header or rows: a word, a number, or None."""
+def _typical(history: History, name: str) -> str:
+    """Entry of a run's header or of its middle row, a word or a number, as it is printed; empty for none."""
+    values = history.columns.get(name, ())
     if name in history.header:
-        value = history.header[name]
-        return float(value) if isinstance(value, (int, float)) else value
-    column = history.columns.get(name)
-    if column is None:
-        return None
-    if column.dtype == object:
-        return next((word for word in column if word is not None), None)
-    known = column[np.isfinite(column)]
-    return float(np.median(known)) if len(known) else None
+        values = [history.header[name]]
+    known = [value for value in values if value is not None and value == value]  # NaN is not itself
+    middle = known[len(known) // 2] if known else ""
+    if isinstance(middle, (int, float)):
+        return f"{middle:g}"
+    return torch_name(str(middle))  # ours is torch's with the clip inside
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: str, other: str) -> bool:
     """Whether two facts agree; batches of text differ a little in length from seed to seed."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=0.1, abs_tol=1e-9)
-    return one == other
+    try:
+        return math.isclose(float(one), float(other), rel_tol=0.1, abs_tol=1e-9)
+    except ValueError:
+        return one == other
