@@ -67,7 +67,7 @@ class Transformer(nn.Module):
 
 def penn_treebank() -> Corpus:
     """The text, cut to its most frequent words. Ids go by frequency, so the rest are the largest."""
-    corpus = load_ptb(progress=False, fallback=False)
+    corpus = load_ptb(progress=False)
     unknown = corpus.vocabulary.index("<unk>")
     train = torch.where(corpus.train < WORDS, corpus.train, unknown)
     return replace(corpus, train=train, vocabulary=corpus.vocabulary[:WORDS])
@@ -114,7 +114,7 @@ def transformer(corpus: Corpus, seed: int) -> tuple[nn.Module, Iterator[Closure]
 def resnet20(seed: int) -> tuple[nn.Module, Iterator[Closure]]:
     """16 images a batch, shifted and flipped; batch norm sees the same batch at every fraction."""
     torch.manual_seed(seed)
-    model, images = ResNet20(), load_cifar10(progress=False, fallback=False)
+    model, images = ResNet20(), load_cifar10(progress=False)
 
     def closures() -> Iterator[Closure]:
         draws = torch.Generator().manual_seed(seed)

@@ -88,7 +88,7 @@ def train(args: list[str]) -> int:
     fixed = {name: value for name, value in given.items() if name not in auto}
     recipe = with_given(parser, recipe, fixed)
     if chosen.dry_run:
-        from curvestep.lab.run.auto import dry_run
+        from curvestep.lab.cost import dry_run
 
         say(dry_run(recipe))
         if auto:

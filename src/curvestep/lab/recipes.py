@@ -30,6 +30,57 @@ def choices_of(hint: object) -> tuple[str, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
+def _check_share(name: str, value: float) -> None:
+    if check_nonnegative(name, value) > 1:
+        raise ValueError(f"`{name}` is a share of the data, at most 1, got {value!r}.")
+
+
+def _check_probability(name: str, value: float) -> None:
+    if check_nonnegative(name, value) >= 1:
+        raise ValueError(f"`{name}` is a probability below 1, got {value!r}.")
+
+
+def _check_fractions(name: str, values: tuple[float, ...]) -> None:
+    if not values or not all(0 < value <= 1 for value in values):
+        raise ValueError(f"`{name}` must be numbers in (0, 1], got {values!r}.")
+
+
+def _check_drops(name: str, values: tuple[float, ...]) -> None:
+    if not all(0 < share < 1 for share in values):
+        raise ValueError(f"`{name}` must be shares of the run in (0, 1), got {values!r}.")
+
+
+def _check_points(name: str, values: tuple[float, ...]) -> None:
+    if not all(0 <= share < 1 for share in values):
+        raise ValueError(f"`{name}` must be shares of the run in [0, 1), got {values!r}.")
+
+
+def _check_vocabulary(name: str, value: int) -> None:
+    if value:
+        check_count(name, value, least=3)
+
+
+def _check_pooling(name: str, value: int) -> None:
+    if value not in (1, 2, 4):
+        raise ValueError(f"`{name}` must be 1, 2 or 4 pixels a side, got {value!r}.")
+
+
+_check_size = partial(check_count, least=0)  # 0 stands for none, or for all
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "lr": check_positive, "offset": check_positive,
+    "max_norm": check_threshold, "diverged_above": check_threshold,
+    "momentum": check_nonnegative, "weight_decay": check_nonnegative, "probe_data": _check_share,
+    "fractions": _check_fractions, "lr_drops": _check_drops, "authors_at": _check_points,
+    "patience": check_count,
+    **dict.fromkeys(("batch_size", "log_every", "embedding", "hidden", "layers", "bptt"), check_count),
+    **dict.fromkeys(("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every"), _check_size),
+    **dict.fromkeys(("eval_every", "eval_size", "num_words", "probe_pieces", "num_images"), _check_size),
+    **dict.fromkeys(("dropout", "weight_drop", "dropout_input", "dropout_hidden"), _check_probability),
+    "dropout_embedding": _check_probability, "vocabulary": _check_vocabulary, "pooling": _check_pooling,
+    "activation_penalty": check_nonnegative, "temporal_penalty": check_nonnegative,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
     r"""Fields that every training run has, whatever the task.
@@ -93,28 +144,14 @@ class Recipe(ABC):
         for name, hint in get_type_hints(type(self)).items():
             if choices := choices_of(hint):
                 check_choice(name, getattr(self, name), choices)
-        check_positive("lr", self.lr)
-        check_threshold("max_norm", self.max_norm)
-        check_positive("offset", self.offset)
-        check_threshold("diverged_above", self.diverged_above)
-        for name in ("momentum", "weight_decay", "probe_data"):
-            check_nonnegative(name, getattr(self, name))
-        for name in ("batch_size", "log_every"):
-            check_count(name, getattr(self, name))
-        for name in ("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every", "eval_every"):
-            check_count(name, getattr(self, name), least=0)
-        check_count("eval_size", self.eval_size, least=0)
+        for name, check in _CHECKS.items():
+            if hasattr(self, name):
+                check(name, getattr(self, name))
         if (self.steps == 0) == (self.epochs == 0):
             raise ValueError(
                 f"`steps` and `epochs` must not both be zero, nor both be set, got {self.steps} and "
                 f"{self.epochs}. Set one of them."
             )
-        if self.probe_data > 1:
-            raise ValueError(f"`probe_data` is a share of the data, at most 1, got {self.probe_data!r}.")
-        if not self.fractions or not all(0 < f <= 1 for f in self.fractions):
-            raise ValueError(f"`fractions` must be numbers in (0, 1], got {self.fractions!r}.")
-        if not all(0 < share < 1 for share in self.lr_drops):
-            raise ValueError(f"`lr_drops` must be shares of the run in (0, 1), got {self.lr_drops!r}.")
 
     @property
     @abstractmethod
@@ -192,25 +229,11 @@ class LanguageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("embedding", "hidden", "layers", "bptt"):
-            check_count(name, getattr(self, name))
-        check_count("patience", self.patience)
-        for name in ("num_words", "probe_pieces"):
-            check_count(name, getattr(self, name), least=0)
         if self.probe_pieces and self.probe_data:
             raise ValueError(
                 f"The probe measures on `probe_pieces` or on `probe_data`, got {self.probe_pieces} and "
                 f"{self.probe_data!r}. Set one of them."
             )
-        if not all(0 <= share < 1 for share in self.authors_at):
-            raise ValueError(f"`authors_at` must be shares of the run in [0, 1), got {self.authors_at!r}.")
-        if self.vocabulary:
-            check_count("vocabulary", self.vocabulary, least=3)
-        for name in ("dropout", "weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"):
-            if check_nonnegative(name, getattr(self, name)) >= 1:
-                raise ValueError(f"`{name}` is a probability below 1, got {getattr(self, name)!r}.")
-        for name in ("activation_penalty", "temporal_penalty"):
-            check_nonnegative(name, getattr(self, name))
 
     @property
     def problem(self) -> str:
@@ -238,12 +261,6 @@ class ImageRecipe(Recipe):
     augmented: bool = True
     num_images: int = 0
     pooling: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("num_images", self.num_images, least=0)
-        if self.pooling not in (1, 2, 4):
-            raise ValueError(f"`pooling` must be 1, 2 or 4 pixels a side, got {self.pooling!r}.")
 
     @property
     def problem(self) -> str:
@@ -383,18 +400,19 @@ def with_fields(recipe: RecipeT, **overrides: Any) -> RecipeT:
             hint = f"{nearest(name, valid)} Fields: {', '.join(valid)}."
             raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
     changes = {name: _coerce(name, value, hints[name]) for name, value in overrides.items()}
-    if "steps" in changes and "epochs" not in changes and changes["steps"]:
-        changes["epochs"] = 0
-    if "epochs" in changes and "steps" not in changes and changes["epochs"]:
-        changes["steps"] = 0
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        if changes.get(given):
+            changes.setdefault(other, 0)
     return replace(recipe, **changes)
 
 
 def to_dict(recipe: Recipe) -> Fields:
     """The recipe as plain values, lists for tuples: what is read back from its file."""
-    values = dataclasses.asdict(recipe)
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    return {"task": _TASKS[type(recipe)], **plain}
+    values = {"task": _TASKS[type(recipe)], **dataclasses.asdict(recipe)}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = list(value)
+    return values
 
 
 def from_dict(values: Fields) -> Recipe:
@@ -410,15 +428,12 @@ def from_dict(values: Fields) -> Recipe:
     kinds = {name: kind for kind, name in _TASKS.items()}
     if task not in kinds:
         raise ValueError(f"`task` must be one of {', '.join(kinds)}, got {task!r}.")
-    for name, default in _DROPPED.items():
-        if values.get(name) == default:
-            del values[name]
+    if values.get("start_from") == "":  # a field of earlier versions, with the default that kept runs have
+        del values["start_from"]
     return with_fields(kinds[task](name=str(values.get("name")), steps=1), **values)
 
 
 _TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "images"}
-# Fields of earlier versions with the defaults that kept runs have.
-_DROPPED = {"start_from": ""}
 
 
 def _coerce(name: str, value: Any, hint: object) -> object:

@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 from curvestep.lab.data.cifar10 import load_cifar10
 from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
+from curvestep.lab.data.download import Unreachable
 from curvestep.lab.data.images import Images, augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.data.ptb import load_ptb
 from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
+from curvestep.lab.progress import print_notice_once
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.smoothness.oracle import representative_batches
 from curvestep.smoothness.snapshot import detach_state
@@ -52,18 +54,36 @@ def part_of_batch(recipe: Recipe, rank: int, world_size: int) -> slice:
 
 
 def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -> Corpus | Images:
-    """The data that a recipe names; a stand-in where they are not available."""
+    """The data that a recipe names; a stand-in where they are not available, which is said once."""
+    where = {"offline": offline, "progress": progress}
     if isinstance(recipe, LanguageRecipe):
-        size = recipe.vocabulary or 10_000
-        if recipe.corpus == "ptb":
-            return load_ptb(max_vocabulary=size, offline=offline, progress=progress)
-        if recipe.corpus == "topics":
-            return load_topics(max_vocabulary=size)
-        return load_corpus(recipe.corpus, max_vocabulary=size)
+        return _load_corpus(recipe.corpus, recipe.vocabulary or 10_000, **where)
     assert isinstance(recipe, ImageRecipe)
     if recipe.images == "digits":
         return load_digits()
-    return load_cifar10(subset=recipe.images == "cifar10-subset", offline=offline, progress=progress)
+    try:
+        return load_cifar10(subset=recipe.images == "cifar10-subset", **where)
+    except Unreachable:
+        print_notice_once(
+            "CIFAR-10 is not available (no cache, no network). Using scikit-learn's digits: these are not "
+            "CIFAR-10 results."
+        )
+        return load_digits()
+
+
+def _load_corpus(name: str, size: int, **where: bool) -> Corpus:
+    """The text of this name, or at this path, with so many different words."""
+    if name not in ("ptb", "topics"):
+        return load_corpus(name, max_vocabulary=size)
+    if name == "ptb":
+        try:
+            return load_ptb(max_vocabulary=size, **where)
+        except Unreachable:
+            print_notice_once(
+                "Penn Treebank is not available (no cache, no network). Using the standard library's own "
+                "text: these are not PTB results."
+            )
+    return load_topics(max_vocabulary=size)
 
 
 class LanguageTask:

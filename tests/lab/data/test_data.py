@@ -17,6 +17,8 @@ from curvestep.lab.data.corpus import batchify, load_corpus
 from curvestep.lab.data.download import DataError, Unreachable
 from curvestep.lab.data.images import augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.progress import print_notice_once
+from curvestep.lab.recipes import get_recipe
+from curvestep.lab.tasks import load_data
 from tests.lab.data.servers import serving
 
 REAL = fetch.data_folder()  # read before the fixture below hides it
@@ -120,20 +122,16 @@ def test_ptb_from_its_official_archive_equals_ptb_from_the_folder(real, monkeypa
 
 @pytest.mark.slow
 @needs_ptb
-@pytest.mark.parametrize("form", ["plain", "official archive"])
-def test_ptb_in_the_folder_may_be_plain_or_the_original_archive(form, folder):
-    if form == "plain":
-        for name in ptb.HASHES:
-            (folder / name).write_bytes(gzip.open(REAL / f"{name}.gz").read())
-    else:
-        (folder / "simple-examples.tgz").write_bytes(official_ptb(REAL))
+def test_ptb_in_the_folder_may_be_plain(folder):
+    for name in ptb.HASHES:
+        (folder / name).write_bytes(gzip.open(REAL / f"{name}.gz").read())
     assert len(ptb.load_ptb(offline=True).train) == 929_589
 
 
 @needs_ptb
 def test_part_of_ptb_names_what_is_missing(folder):
     (folder / "ptb.train.txt.gz").write_bytes((REAL / "ptb.train.txt.gz").read_bytes())
-    with pytest.raises(DataError, match=r"a part of PTB only: ptb.valid.txt, ptb.test.txt"):
+    with pytest.raises(DataError, match=r"a part of PTB only: ptb.test.txt, ptb.valid.txt"):
         ptb.load_ptb()
 
 
@@ -171,11 +169,11 @@ def untold():
 
 
 def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
-    corpus = ptb.load_ptb(offline=True)
+    corpus = load_data(get_recipe("ptb-lstm"), offline=True)
     assert corpus.name == "topics"
     assert "stand-in for PTB" in corpus.source
     assert "these are not PTB results" in capsys.readouterr().err
-    ptb.load_ptb(offline=True)  # the second of many runs
+    load_data(get_recipe("ptb-lstm"), offline=True)  # the second of many runs
     assert capsys.readouterr().err == ""
     assert len(corpus.train) > 50_000
     assert 1_000 < len(corpus.vocabulary) <= 10_000
@@ -183,7 +181,7 @@ def test_without_ptb_the_stand_in_says_once_that_it_is_one(capsys, untold):
 
 
 def test_without_cifar10_the_stand_in_says_that_it_is_one(capsys, untold):
-    images = cifar10.load_cifar10(offline=True)
+    images = load_data(get_recipe("cifar-resnet20"), offline=True)
     assert images.name == "digits"
     assert "stand-in for CIFAR-10" in images.source
     assert "these are not CIFAR-10 results" in capsys.readouterr().err
@@ -314,8 +312,9 @@ def test_foreign_subset_is_one_clear_line(folder):
 def test_records_of_the_release_are_class_then_red_green_blue_rows():
     records = np.random.default_rng(0).integers(0, 256, (20, 3073), dtype=np.uint8)
     records[:, 0] %= 10
-    files = {"data_batch_2.bin": records[10:].tobytes(), "data_batch_1.bin": records[:10].tobytes()}
-    train_x, train_y, test_x, _ = cifar10._decode({**files, "test_batch.bin": records[3:4].tobytes()})
+    files = dict.fromkeys(cifar10.HASHES, b"") | {"test_batch.bin": records[3:4].tobytes()}
+    files |= {"data_batch_2.bin": records[10:].tobytes(), "data_batch_1.bin": records[:10].tobytes()}
+    train_x, train_y, test_x, _ = cifar10._decode(dict(reversed(files.items())))
     assert train_y.tolist() == records[:, 0].tolist()  # in the order of the release, not of the mapping
     assert int(train_x[7, 2, 5, 31]) == records[7, 1 + 2 * 1024 + 5 * 32 + 31]
     torch.testing.assert_close(test_x[0], train_x[3])

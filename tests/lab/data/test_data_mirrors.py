@@ -27,14 +27,14 @@ def cache(tmp_path_factory):
 def images(cache):
     """All of CIFAR-10."""
     try:
-        return cifar10.load_cifar10(subset=False, progress=False, fallback=False)
+        return cifar10.load_cifar10(subset=False, progress=False)
     except Unreachable as error:
         pytest.skip(str(error))
 
 
 def test_ptb_from_the_mirror_is_the_real_one(cache):
     try:
-        corpus = ptb.load_ptb(progress=False, fallback=False)
+        corpus = ptb.load_ptb(progress=False)
     except Unreachable as error:
         pytest.skip(str(error))
     assert "mirror" in corpus.source
@@ -55,10 +55,10 @@ def test_cifar10_from_the_mirror_is_the_real_one(images):
     not (REAL and (REAL / "cifar10-subset.npz").is_file()), reason="no subset in CURVESTEP_DATA"
 )
 def test_subset_cut_from_the_whole_set_is_the_subset_in_the_folder(images, monkeypatch):
-    cut = cifar10.load_cifar10(offline=True, fallback=False)
+    cut = cifar10.load_cifar10(offline=True)
     assert "mirror" in cut.source
     monkeypatch.setenv("CURVESTEP_DATA", str(REAL))
-    given = cifar10.load_cifar10(offline=True, fallback=False)
+    given = cifar10.load_cifar10(offline=True)
     assert "CURVESTEP_DATA" in given.source
     for name in ("train_x", "train_y", "test_x", "test_y"):
         assert torch.equal(getattr(cut, name), getattr(given, name))
@@ -71,6 +71,6 @@ def test_release_files_in_the_folder_are_used_without_the_cache(images, cache, t
     unpacked.symlink_to(cache / "cifar10")
     monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("CURVESTEP_DATA", str(unpacked.parent))
-    found = cifar10.load_cifar10(subset=False, offline=True, fallback=False)
+    found = cifar10.load_cifar10(subset=False, offline=True)
     assert found.source == "CIFAR-10 from CURVESTEP_DATA"
     assert torch.equal(found.test_x, images.test_x)

@@ -62,7 +62,7 @@ def test_a_spread_with_an_infinite_value_has_no_interval():
     spread = Spread(values=(1.0, math.inf, 2.0))
     assert spread.mean == math.inf
     assert all(math.isnan(end) for end in spread.interval)
-    assert str(spread) == "inf [nan, nan]"
+    assert str(spread) == "undefined"
 
 
 def test_a_negative_factor_swaps_the_doubt():

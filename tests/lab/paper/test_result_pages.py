@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from curvestep.lab.paper.legend import BY_HAND
 from curvestep.lab.paper.reproduction import make_plan
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED
+from curvestep.lab.paper.verdicts.statements import STATEMENTS
 from curvestep.lab.run.folder import CHECKPOINT
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace
@@ -37,6 +39,7 @@ def script(tmp_path, monkeypatch):
         (tmp_path / "docs" / "results" / f"{name}.md").write_text(marks("found", "runs", "figures"))
     (tmp_path / "docs" / "reproduction.md").write_text(marks("found", "claims"))
     (tmp_path / "docs" / "results" / "claims.md").write_text(marks("numbers"))
+    (tmp_path / "docs" / "results" / "verdicts.md").write_text(marks("changed"))
     monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
     monkeypatch.setattr(module, "KEPT", tmp_path / "kept")
@@ -69,6 +72,11 @@ def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_
     assert claims["less-without-clipping"]["verdict"] == NOT_TESTED  # two of its three seeds
     assert claims["less-without-clipping"]["so_far"].startswith("The correlation of logs is ")
     assert "[numbers](results/claims.md#affine-law)" in (tmp_path / "docs" / "reproduction.md").read_text()
+    changed = (tmp_path / "docs" / "results" / "verdicts.md").read_text()
+    assert (
+        f"| Figure 2(b) | At lr 2 without clipping it does so much less. | supported | {NOT_TESTED} |"
+        in changed
+    )
     assert '<a id="affine-law"></a>' in (tmp_path / "docs" / "results" / "claims.md").read_text()
     page = (tmp_path / "docs" / "results" / "longer.md").read_text()
     assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 steps | 5.1" in page
@@ -88,9 +96,26 @@ def test_runs_are_not_kept_without_the_commit_that_made_them(script, tmp_path, c
     assert "--epoch needs --commit" in capsys.readouterr().err
 
 
-def test_a_page_without_a_place_for_a_part_says_so(script):
+def test_a_page_without_a_place_for_a_part_says_so(script, tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(ValueError, match="no place for 'runs'"):
-        script.filled("nothing", {"runs": ""})
+        script.fill(tmp_path / "page.md", runs="")
+
+
+def test_every_answer_is_one_sentence_with_three_numbers_at_most_and_no_brackets():
+    text = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    tables = text.partition("<!-- claims -->")[2].partition("<!-- /claims -->")[0].replace("\\|", "")
+    rows = [line.split(" | ") for line in tables.splitlines() if "[numbers]" in line]
+    assert len(rows) == len(STATEMENTS)
+    for row in rows:
+        sentence = row[2]
+        assert len(re.findall(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", sentence)) <= 3, sentence
+        assert re.search(r"[()\[\]]", sentence) is None, sentence
+        assert re.fullmatch(r"(?:[^.]|\.\d)+\.", sentence), sentence  # no full stop but the last
+
+
+def test_changed_verdicts_are_of_statements_that_there_are(script):
+    assert script.CHANGED.keys() <= {one.name for one in STATEMENTS}
 
 
 def test_the_pages_have_a_place_for_every_part():

@@ -181,6 +181,8 @@ def test_verdicts_on_training_follow_the_losses(tmp_path):
     claims = verdicts_of(plan, tmp_path)
     assert claims["large-lr-diverges"].verdict == REPRODUCED
     assert claims["large-lr-diverges"].numbers["lr 30"] == "3 of 3 runs diverge without clipping, 0 of 5 with"
+    at_30 = "At lr 30 100% of the runs diverge without clipping, 0% with it."
+    assert claims["large-lr-diverges"].sentence == at_30
     assert claims["clipping-accelerates"].verdict == REPRODUCED
     # Means over 5 steps lag 2 behind: 98 of 100 plain steps are 24.5 of the fast run's, seen at 27.
     assert "needs 3.7 times fewer steps" in claims["clipping-accelerates"].sentence
@@ -364,3 +366,11 @@ def test_a_false_theorem_is_not_reproduced():
         return replace(true, bound=true.bound / 1000)
 
     assert theorem_judges.certified(None, theorem=hasty).verdict == NOT_REPRODUCED
+
+
+def test_a_prediction_without_a_bound_is_said_in_words(tmp_path):
+    plan = planned("fig2", "lm-lr2", BY_HAND)
+    # Smoothness in proportion to the gradient norm, so that the fitted L0 is 0.
+    results = results_with(tmp_path, plan, lambda setting, seed: 1.0, noise=0.0)
+    found = judges.about_three_times(at_scale(results, "longer"))
+    assert found.numbers["predicted as printed"].startswith("no number, because the fitted L0 is 0")

@@ -24,5 +24,4 @@ def get(names: Iterable[str] = NAMES, *, offline: bool = False, progress: bool =
     """
     loaders = {"ptb": load_ptb, "cifar10": partial(load_cifar10, subset=False)}
     chosen = [check_choice("names", name, NAMES) for name in names]
-    options = {"offline": offline, "progress": progress, "fallback": False}
-    return {name: loaders[name](**options).source for name in chosen}
+    return {name: loaders[name](offline=offline, progress=progress).source for name in chosen}

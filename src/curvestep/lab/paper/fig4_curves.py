@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
-from curvestep.lab.paper.cost import steps_of
+from curvestep.lab.cost import steps_of
 from curvestep.lab.paper.legend import (
     BY_HAND,
     CALIBRATED,
@@ -34,7 +34,6 @@ from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
 
 TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
-CALM = 0.99  # share of a curve that decides the axis
 SMOOTHING, PARTS = 20, 200  # the running mean of the training loss: steps, or a part of a long run
 
 
@@ -140,13 +139,14 @@ def curve_chart(
 ) -> Chart:
     """Curves over the run: the mean over the seeds, their range as a band.
 
-    The axis ends a little above all but the highest hundredth of the runs that did not diverge: neither a
-    spike nor a run that exploded decides it.
+    The axis ends above the peak of the middle one of the curves that did not diverge, and above the end of
+    each: neither a spike nor a run that exploded decides it.
     """
     calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
     limits = None
     if calm and not log:
-        low, high = min(v.min() for v in calm), max(np.quantile(v, CALM) for v in calm)
+        low = min(values.min() for values in calm)
+        high = max(np.median([values.max() for values in calm]), *(values[-1] for values in calm))
         limits = low - 0.05 * (high - low), high + 0.15 * (high - low)
     series = []
     for curve in found:

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from curvestep._checks import check_choice
-from curvestep.lab.paper.cost import cost_of
+from curvestep.lab.cost import cost_of
 from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
 from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, STATUS, Run

@@ -22,8 +22,8 @@ from typing import Any
 
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
+from curvestep.lab.cost import steps_of
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.paper.cost import steps_of
 from curvestep.lab.paper.fig1_scatter import FIG1, FIG2, FIG3, FIG5
 from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
-from curvestep.lab.paper.cost import steps_of
+from curvestep.lab.cost import steps_of
 from curvestep.lab.paper.plan import Planned
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.run.folder import DIVERGED, Run, last_step

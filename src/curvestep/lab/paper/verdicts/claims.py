@@ -145,7 +145,7 @@ class Spread:
         return Spread(values=tuple(factor * value for value in self.values), doubt=doubt)
 
     def __str__(self) -> str:
-        if math.isnan(self.mean):
+        if not math.isfinite(self.mean):
             return "undefined"
         if len(self.values) == 1:
             return f"{self.mean:.3g} (one seed)"

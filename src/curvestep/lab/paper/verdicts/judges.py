@@ -92,8 +92,8 @@ def much_weaker(results: Results, *, large: str, small: str, scales: Sequence[st
     gain = one - other
     return Finding(
         verdict=decide(gain, one.times(MUCH) - other, at_size=at_size(results, scales)),
-        sentence=f"The correlation of logs is {other.mean:.2f}, against {one.mean:.2f} at "
-        f"{strong[0].recipe.label}.",
+        sentence=f"The correlation of logs is {other.mean:.2f}, and {one.mean:.2f} at lr "
+        f"{strong[0].recipe.lr:g} with clipping.",
         numbers=_numbers_of(weak) | {"correlation of logs": str(other), "difference": str(gain)},
     )
 
@@ -130,7 +130,8 @@ def explanation(results: Results) -> Finding:
     medians = [math.exp(log_spread(runs, typical_smoothness).mean) for runs in (clipped, plain)]
     return Finding(
         verdict=decide(level, width, at_size=at_size(results, AWD_LSTM)),
-        sentence=f"Median smoothness is {medians[0]:.2g} at lr 30 with clipping, {medians[1]:.2g} at lr 2.",
+        sentence=f"Median smoothness is {medians[0]:.2g} with clipping at the large lr, {medians[1]:.2g} "
+        "without at the small one.",
         numbers={"logarithm of the ratio of medians": str(level), "of the ratio of variations": str(width)},
     )
 
@@ -152,7 +153,7 @@ def at_most_linear(results: Results) -> Finding:
 
 def allows_large_lr(results: Results) -> Finding:
     """Whether there is an lr that trains with clipping on every seed and diverges without on every seed."""
-    words, verdict = {}, OPEN
+    words, verdict, sentence = {}, OPEN, ""
     for lr in ("10", "30"):
         plain, clipped = results.of(f"lm-lr{lr}"), results.of(f"lm-lr{lr}clip0.25")
         lost = sum(run.status["status"] == DIVERGED for run in plain)
@@ -161,11 +162,13 @@ def allows_large_lr(results: Results) -> Finding:
         words[f"lr {lr}"] = (
             f"{lost} of {len(plain)} runs diverge without clipping, {broke} of {len(clipped)} with"
         )
+        shares = f"{lost / len(plain):.0%} of the runs diverge without clipping, {broke / len(clipped):.0%}"
+        sentence = f"At lr {lr} {shares} with it."
         if lost == len(plain) and kept == len(clipped):
             verdict = REPRODUCED
         elif lost and verdict == OPEN:
             verdict = IN_PART
-    return Finding(verdict=verdict, sentence=f"At lr 30 {words['lr 30']}.", numbers=words)
+    return Finding(verdict=verdict, sentence=sentence, numbers=words)
 
 
 def accelerates(results: Results) -> Finding:
@@ -326,10 +329,18 @@ def about_three_times(results: Results) -> Finding:
         sentence=f"GD's gradients are {factor.mean:.1f} times those of clipped GD.",
         numbers={
             "ratio": str(factor),
-            "predicted as printed": str(Spread(values=tuple(one.printed for one in found))),
-            "with the theorems' square root": str(Spread(values=tuple(one.corrected for one in found))),
+            "predicted as printed": _predicted([one.printed for one in found]),
+            "with the theorems' square root": _predicted([one.corrected for one in found]),
         },
     )
+
+
+def _predicted(ratios: Sequence[float]) -> str:
+    """Predicted ratios over the seeds; in words where a fitted L0 of zero leaves them without a bound."""
+    unbounded = sum(map(math.isinf, ratios))
+    if unbounded:
+        return f"no number, because the fitted L0 is 0 with clipping on {unbounded} of {len(ratios)} seeds"
+    return str(Spread(values=tuple(ratios)))
 
 
 def same_up_to_a_factor(results: Results) -> Finding:

@@ -1,10 +1,11 @@
-"""Cost of a run, known without its data."""
+"""Cost of a run, known without its data: for plans, for the order of runs, and for a dry run."""
 
 from __future__ import annotations
 
 import math
 
 from curvestep.lab.models.lstm import mean_bptt_length
+from curvestep.lab.progress import duration
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.tasks import PIECE_WORDS
 
@@ -33,17 +34,31 @@ def cost_of(recipe: Recipe) -> float:
         step = scale * _LANGUAGE_STEP
         gradient = step - _LANGUAGE_OVERHEAD
     else:
-        pooling = recipe.pooling if isinstance(recipe, ImageRecipe) else 1
-        scale = 4 / pooling**2 * recipe.batch_size / 64
+        assert isinstance(recipe, ImageRecipe)
+        scale = 4 / recipe.pooling**2 * recipe.batch_size / 64
         step, gradient = scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
     return steps_of(recipe) * step + _rows_of(recipe) * _batches_of_a_row(recipe) * gradient
+
+
+def dry_run(recipe: Recipe) -> str:
+    """What a run of ``recipe`` would do, and roughly for how long; nothing is fetched, run or written."""
+    return "\n".join(
+        [
+            f"{recipe.name} at {recipe.scale} scale, for {', '.join(recipe.figures) or 'no figure'}",
+            f"  setting     {recipe.label}, seed {recipe.seed}, batches of {recipe.batch_size}",
+            f"  model       {recipe.problem}",
+            f"  steps       about {steps_of(recipe):,}",
+            f"  measured    {_rows_of(recipe):,} times",
+            f"  whole run   about {duration(cost_of(recipe))} on one core, evaluations not counted",
+        ]
+    )
 
 
 def _rows_of(recipe: Recipe) -> int:
     """Measurements of a run."""
     if recipe.probe_every == 0:
         return 0
-    return (steps_of(recipe) - recipe.probe_from) // recipe.probe_every
+    return len(range(recipe.probe_from, steps_of(recipe), recipe.probe_every))
 
 
 def _batches_of_a_row(recipe: Recipe) -> float:
