@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -35,13 +36,9 @@ PIECE = 1 << 18
 # Up to this size a difference is kept as it is: a call costs more than its entries.
 SMALL = 1 << 14
 
-# Between these norms no square of an entry that matters has overflowed or vanished.
-_SAFE_NORMS = {torch.float64: (1e-140, 1e150)}
-_SAFE_SINGLE_NORMS = (1e-12, 1e18)
-LARGEST_SAFE_NORM = _SAFE_SINGLE_NORMS[1]
-
 # torch's dtype for the norms of tensors in half precision, whose squares overflow; of others their own.
 _DTYPE_OF_NORM = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_WIDEST_DTYPE = {"mps": torch.float32}  # of every other device float64
 
 # Tensors of one kind are summed by one call: the function for it, and what they have in common.
 _Kind: TypeAlias = tuple[Callable[[list[Any]], Tensor], Hashable, Hashable]
@@ -69,18 +66,17 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         2.0000000...
     """
     given = [t for t in tensors if t is not None]
+    if not given:
+        return _host_scalar(0.0)
     view = view_of(given)
     if view is not None:
-        return _host_scalar(_norm_by_kernel(given, view))
+        return _host_scalar(cpu_norm(given, view))
     kinds: dict[_Kind, list[Tensor]] = {}
     for t in given:
         entries = _entries(t.detach())
         kinds.setdefault(_kind(entries), []).append(entries)
     in_order = sorted(kinds.items(), key=lambda item: item[0][0] is _sharded_norm)
-    norms = [norm_of(of_kind) for (norm_of, *_), of_kind in in_order]
-    if not norms:
-        return _host_scalar(0.0)
-    return joint(norms)
+    return joint([norm_of(of_kind) for (norm_of, *_), of_kind in in_order])
 
 
 def joint(norms: list[Tensor]) -> Tensor:
@@ -95,10 +91,9 @@ def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
         >>> host_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float16)])
         5.0
     """
-    view = view or view_of(tensors)
     if view is None:
         return global_norm(tensors).item()
-    return _norm_by_kernel(tensors, view)
+    return cpu_norm(tensors, view)
 
 
 def view_of(*lists: list[Any]) -> View | None:
@@ -109,13 +104,6 @@ def view_of(*lists: list[Any]) -> View | None:
     if kernel is None:
         return None
     return kernel.view(*lists)
-
-
-def _norm_by_kernel(tensors: list[Tensor], view: View) -> float:
-    norm = math.sqrt(view.kernel.sum_of_squares(view))
-    if _is_safe(norm, DTYPES[view.doubles]):
-        return norm
-    return _rescaled_norm(tensors)
 
 
 def _host_scalar(number: float) -> Tensor:
@@ -130,7 +118,7 @@ def on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
 
 def widest_dtype(device: torch.device) -> torch.dtype:
     """The real dtype of the highest precision that a device has."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return _WIDEST_DTYPE.get(device.type, torch.float64)
 
 
 def _kind(entries: Tensor) -> _Kind:
@@ -153,7 +141,9 @@ def _entries(t: Tensor) -> Tensor:
 
 
 def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    if t.is_complex():
+        return torch.view_as_real(t.resolve_conj())
+    return t
 
 
 def is_readable(t: Tensor) -> bool:
@@ -162,30 +152,33 @@ def is_readable(t: Tensor) -> bool:
 
 
 def _norm_on_host(tensors: list[Tensor]) -> Tensor:
-    return _host_scalar(cpu_norm(tensors))
+    return _host_scalar(cpu_norm(tensors, view_of(tensors)))
 
 
-def cpu_norm(tensors: list[Tensor]) -> float:
-    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number.
+def cpu_norm(tensors: list[Tensor], view: View | None = None) -> float:
+    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number; ``view`` is where they lie.
 
     Example:
         >>> cpu_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
         5.0
     """
-    view = view_of(tensors)
-    if view is not None:
-        return _norm_by_kernel(tensors, view)
-    check_memory("a tensor", tensors)
-    norm = _norm_by_torch(tensors)
-    if _is_safe(norm, tensors[0].dtype):
-        return norm
-    return _rescaled_norm(tensors)
+    if view is None:
+        check_memory("a tensor", tensors)
+        norm = _norm_by_torch(tensors)
+    else:
+        norm = math.sqrt(view.kernel.sum_of_squares(view))
+    low, high = safe_norms(tensors[0].dtype)
+    return norm if low < norm < high else _rescaled_norm(tensors)
 
 
-def _is_safe(norm: float, dtype: torch.dtype) -> bool:
-    """Whether squares have neither overflowed nor vanished."""
-    low, high = _SAFE_NORMS.get(dtype, _SAFE_SINGLE_NORMS)
-    return low < norm < high
+@cache
+def safe_norms(dtype: torch.dtype) -> tuple[float, float]:
+    """Norms between which no square has overflowed, and none of an entry that matters has vanished.
+
+    An entry matters if it is above the rounding error of the norm.
+    """
+    limits = torch.finfo(_DTYPE_OF_NORM.get(dtype, dtype))
+    return math.sqrt(limits.tiny) / limits.eps, math.sqrt(limits.max) / 16
 
 
 def check_memory(name: str, tensors: Sequence[Any]) -> None:
@@ -199,10 +192,8 @@ def check_memory(name: str, tensors: Sequence[Any]) -> None:
         ...
         RuntimeError: The storage of a gradient, shape (3,), was resized to 0...
     """
-    plain = [t for t in tensors if _is_in_memory(t)]
     try:
-        # An empty tensor also has the address 0, and so have torch's tensors of zeros, with a size.
-        freed = [t for t in plain if not t.data_ptr() and t.numel() and not t.untyped_storage().nbytes()]
+        freed = [t for t in tensors if _is_in_memory(t) and _is_freed(t)]
     except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell
         return
     if freed:
@@ -211,6 +202,11 @@ def check_memory(name: str, tensors: Sequence[Any]) -> None:
             f"The storage of {name}, shape {shape}, was resized to 0, as FSDP1 does between its "
             "uses: there are no numbers. Gather or reload it first."
         )
+
+
+def _is_freed(t: Tensor) -> bool:
+    # An empty tensor also has the address 0, and so have torch's tensors of zeros, with a size.
+    return t.data_ptr() == 0 < t.numel() and t.untyped_storage().nbytes() == 0
 
 
 def _is_in_memory(t: Any) -> bool:
@@ -243,24 +239,13 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
     if new is None or old is None:
         return global_norm([new, old])
     a, b = new.detach(), old.detach()
-    apart = _distance_by_kernel(a, b)
-    if apart is not None:
-        return _host_scalar(apart)
-    if overwrite or a.numel() <= PIECE or not _are_contiguous_alike([a, b]):
-        return global_norm([_minus(new, old, overwrite=overwrite)])
-    piece = torch.empty_like(a.view(-1)[:PIECE])
-    pairs = zip(a.view(-1).split(PIECE), b.view(-1).split(PIECE), strict=True)
-    norms = [cpu_norm([torch.sub(x, y, out=piece[: len(x)])]) for x, y in pairs]
-    return _host_scalar(math.hypot(*norms))
-
-
-def _distance_by_kernel(a: Tensor, b: Tensor) -> float | None:
-    """The distance if our kernel can walk through both, and no square has overflowed or vanished."""
     view = view_of([a], [b])
-    if view is None:
-        return None
-    apart = math.sqrt(view.kernel.squared_distance(view))
-    return apart if _is_safe(apart, a.dtype) else None
+    if view is not None:
+        apart = math.sqrt(view.kernel.squared_distance(view))
+        low, high = safe_norms(a.dtype)
+        if low < apart < high:
+            return _host_scalar(apart)
+    return joint([global_norm([_minus(x, y, overwrite=overwrite)]) for x, y in _pieces([a, b], PIECE)])
 
 
 def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
@@ -269,8 +254,8 @@ def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -
     The joint norm of several such tensors is that of the joint difference, and one call for many small
     tensors is much cheaper than a call for each. ``overwrite`` may reuse the memory of ``new``.
     """
-    given = old if new is None else new
-    if given is None or given.numel() <= SMALL:
+    sizes = [t.numel() for t in (new, old) if t is not None]
+    if max(sizes, default=0) <= SMALL:
         return _minus(new, old, overwrite=overwrite)
     return distance(new, old, overwrite=overwrite)
 
@@ -282,11 +267,8 @@ def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
         >>> dot([torch.tensor([1.0, 2.0]), None], [torch.tensor([3.0, 4.0]), torch.tensor([5.0])])
         11.0
     """
-    total = 0.0
-    for x, y in zip(a, b, strict=True):
-        if x is not None and y is not None:
-            total += whole((x.double() * y.double()).sum()).item()
-    return total
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return sum((whole((x.double() * y.double()).sum()).item() for x, y in pairs), 0.0)
 
 
 def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old: Tensor | None) -> Tensor:
@@ -298,11 +280,13 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         10.0
     """
     if other_new is None:
-        return _host_scalar(0.0) if other_old is None else -dot_of_changes(new, old, other_old, None)
+        other_new, other_old, new, old = other_old, None, old, new
     tensors = [_real(t.detach()) for t in (new, old, other_new, other_old) if t is not None]
+    if len(tensors) == 2:
+        return _host_scalar(0.0)
     if tensors[0].dtype in DTYPES and _are_contiguous_alike(tensors):
         # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
-        pieces = zip(*(t.view(-1).split(SMALL) for t in tensors), strict=True)
+        pieces = _pieces(tensors, SMALL)
         return _host_scalar(sum(torch.dot(x - y, _minus(*others)).item() for x, y, *others in pieces))
     wide = widest_dtype(new.device)
     x, y, *others = tensors
@@ -333,43 +317,31 @@ def _minus(new: Tensor | None, old: Tensor | None = None, *, overwrite: bool = F
 
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
-    dtype = _DTYPE_OF_NORM.get(tensors[0].dtype)
-    middle, matrices = _sorted_by_size(tensors)
-    norms: list[float] = []
-    if middle:
-        norms = [norm.item() for norm in torch._foreach_norm(middle, 2, dtype=dtype)]
-    if matrices:
-        rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
-        norms.append(torch.linalg.vector_norm(torch.cat(rows).double()).item())
-    return math.hypot(*norms)  # neither overflows nor loses digits
+    dtype, none = _DTYPE_OF_NORM.get(tensors[0].dtype), tensors[0].new_empty(0)
+    tiny = [t for t in tensors if t.dim() == 1 and t.numel() <= JOINED_SIZE]
+    others = [t for t in tensors if t.dim() != 1 or t.numel() > JOINED_SIZE]
+    joined = torch.cat([none, *tiny])
+    middle = [t for t in (*others, joined) if t.numel() <= MIDDLE]
+    matrices = chain(*[_rows(_as_vector(t), t.numel()) for t in (*others, joined) if t.numel() > MIDDLE])
+    rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
+    norms = [*torch._foreach_norm([*middle, none], 2, dtype=dtype)]
+    norms.append(torch.linalg.vector_norm(torch.cat([none, *rows]).double()))
+    return math.hypot(*[norm.item() for norm in norms])  # neither overflows nor loses digits
 
 
-def _are_contiguous_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether they can be cut into pieces that belong together."""
+def _pieces(tensors: list[Tensor], size: int) -> Iterable[Sequence[Tensor]]:
+    """Pieces of the tensors that belong together; the tensors themselves where they cannot be cut."""
+    if not _are_contiguous_alike(tensors):
+        return [tensors]
+    return zip(*[t.view(-1).split(size) for t in tensors], strict=True)
+
+
+def _are_contiguous_alike(tensors: list[Tensor]) -> bool:
+    """Whether they are real numbers in the host's memory in one order."""
     first = tensors[0]
-    if not first.is_floating_point():
-        return False
-    return all(_is_in_memory(t) and same_layout(t, first) and t.is_contiguous() for t in tensors)
-
-
-def _sorted_by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The same numbers as tensors of middle size, tiny vectors joined, and as matrices with rows of `ROW`."""
-    tiny, middle, matrices = [], [], []
-    for t in tensors:
-        size = t.numel()
-        if size > MIDDLE:
-            matrices += _rows(_as_vector(t), size)
-        elif size <= JOINED_SIZE and t.dim() == 1:
-            tiny.append(t)
-        else:
-            middle.append(t)
-    if tiny:
-        joined = torch.cat(tiny)
-        if joined.numel() <= MIDDLE:
-            middle.append(joined)
-        else:
-            matrices += _rows(joined, joined.numel())
-    return middle, matrices
+    return first.is_floating_point() and all(
+        _is_in_memory(t) and same_layout(t, first) and t.is_contiguous() for t in tensors
+    )
 
 
 def _rows(vector: Tensor, size: int) -> list[Tensor]:
@@ -396,12 +368,11 @@ def _as_vector(t: Tensor) -> Tensor:
 
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
-    entries = [t for t in tensors if t.numel()]
-    peaks = [t.abs().max().item() for t in entries]
+    peaks = [t.abs().max().item() for t in tensors if t.numel()]
     largest = torch.tensor([0.0, *peaks], dtype=torch.float64, device="cpu").max().item()  # NaN if one is
     if not 0.0 < largest < math.inf:
         return largest
-    return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in entries))
+    return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in tensors))
 
 
 def device_norm(tensors: list[Tensor]) -> Tensor:

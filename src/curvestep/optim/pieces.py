@@ -18,7 +18,7 @@ from torch import Tensor
 from curvestep._kernel import Units, View, one_unit_each
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import whole
-from curvestep.vectors import LARGEST_SAFE_NORM, global_norm, on_one_device, view_of, widest_dtype
+from curvestep.vectors import global_norm, on_one_device, safe_norms, view_of, widest_dtype
 
 if TYPE_CHECKING:
     from curvestep.optim.policy import Decision
@@ -144,7 +144,7 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     if view is not None and starts is not None:
         pieces = HostPieces(rule, view, starts)
         # A piece whose squares vanish is too small to be clipped: only large ones need another way.
-        if pieces.norm < LARGEST_SAFE_NORM:
+        if pieces.norm < safe_norms(torch.float32)[1]:
             return pieces
     if rule.each == "tensor":
         norms = torch.stack(on_one_device([global_norm([g]) for g in decision.grads]))
