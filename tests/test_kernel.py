@@ -249,7 +249,7 @@ def test_update_equals_the_formula(momentum, dampening, nesterov, decay, sign, d
         maximize=sign < 0,
     )  # fmt: skip
     for (p, b), g in zip(expected, grads, strict=True):
-        update_loop(p, g, b, rule, 0.7)
+        update_loop(p, g, rule, 0.7, b)
     kept = [g.clone() for g in grads]
     native().update(
         native().view(*filter(None, (grads, params, buffers))),

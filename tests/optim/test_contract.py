@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
-from curvestep.optim import _update, sgd
+from curvestep.optim import _update, adamw, sgd
 from tests.reference import ReferenceSGD
 
 OPTIMIZERS = {
@@ -138,7 +138,7 @@ def test_raise_names_the_parameter_and_changes_nothing(make, mode, bad):
 def test_raise_counts_unnamed_parameters():
     params = parameters((2,), (3,))
     params[1].grad[0] = math.nan
-    with pytest.raises(FloatingPointError, match=r"parameter 1 of group 0, shape \(3,\)"):
+    with pytest.raises(FloatingPointError, match=r"`parameter 1 of group 0`, shape \(3,\)"):
         ClippedSGD(params, lr=0.1, max_norm=1.0).step()
 
 
@@ -571,14 +571,23 @@ def test_fused_is_refused_where_torch_has_no_kernel(without_fused):
         ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0, fused=True)
 
 
-def test_capability_check_refuses_a_kernel_that_computes_something_else():
-    assert not sgd._follows_formula(lambda params, grads, buffers, **_: params[0].add_(grads[0]))
+@pytest.mark.parametrize(
+    ("name", "is_right"),
+    [("_fused_sgd_", sgd._follows_formula), ("_fused_adamw_", adamw._computes_adamw)],
+)
+def test_capability_check_refuses_a_kernel_that_computes_something_else(name, is_right, monkeypatch):
+    def adds(params, grads, *_lists, **_constants):
+        params[0].add_(grads[0])
 
     def changed(*_args, **_kwargs):
         raise TypeError("another signature")
 
-    assert not sgd._follows_formula(changed)
-    assert sgd.fused_sgd() is not None
+    assert _update.trusted_kernel(name, is_right) is getattr(torch, name)
+    for kernel in (adds, changed):
+        monkeypatch.setattr(torch, name, kernel)
+        assert _update.trusted_kernel(name, is_right) is None
+    monkeypatch.delattr(torch, name)
+    assert _update.trusted_kernel(name, is_right) is None
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -5,21 +5,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple, Unpack
+from itertools import chain
+from operator import itemgetter, mul
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep._kernel import real_cpu_tensors
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import as_sharded, local
-from curvestep.optim._update import Number, Part, Scale
+from curvestep.optim._update import FusedKernel, Number, Part, Rule, trusted_kernel
 from curvestep.optim.policy import Group
-from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, checked_number
+from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
 from curvestep.steps import check_threshold, clipped_step
 from curvestep.vectors import global_norm, is_readable
 
@@ -32,11 +33,6 @@ class AdamWOptions(ScaledOptions, total=False):
     weight_decay: float
     amsgrad: bool
     update_rms: float
-
-
-_ADAMW_DEFAULTS: AdamWOptions = {
-    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "update_rms": math.inf,
-}  # fmt: skip
 
 
 class ClippedAdamW(ScaledOptimizer):
@@ -102,7 +98,7 @@ class ClippedAdamW(ScaledOptimizer):
     ) -> None:
         if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
             raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
-        super().__init__(params, {"lr": lr, "max_norm": max_norm}, _ADAMW_DEFAULTS, options)
+        super().__init__(params, {"lr": lr, "max_norm": max_norm}, AdamWRule.defaults(), options)
 
     def coefficient(self, norm: Norm, group: Group) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""
@@ -110,33 +106,27 @@ class ClippedAdamW(ScaledOptimizer):
 
     def rule(self, group: Group) -> AdamWRule:
         """Moments, weight decay and ascent of a group."""
-        return AdamWRule(
-            lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"], maximize=group["maximize"], update_rms=group["update_rms"],
-        )  # fmt: skip
+        return AdamWRule(*_constants_of(group))
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
         if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
             raise TypeError(f"`betas` must be two numbers, got {group['betas']!r}.")
         for i, beta in enumerate(group["betas"]):
-            if not 0.0 <= checked_number("betas", beta) < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not 0.0 <= checked_number("eps", group["eps"]):
-            raise ValueError(f"Invalid epsilon value: {group['eps']}")
+            check_between("betas", beta, f"beta parameter at index {i}", high=1.0)
+        check_between("eps", group["eps"], "epsilon value")
         check_threshold("update_rms", group["update_rms"])
         super().check_group(group)
 
 
-class AdamWRule(NamedTuple):
+@dataclass(slots=True)
+class AdamWRule(Rule):
     """The constants of an update by AdamW, all but the factor on the gradient."""
 
-    lr: Number
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    amsgrad: bool
-    maximize: bool
+    weight_decay: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
     update_rms: float = math.inf
 
     counts_steps = True
@@ -159,44 +149,33 @@ class AdamWRule(NamedTuple):
         """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
         return fused_adamw() is not None and not self.measures_tensors  # it takes one lr for all tensors
 
-    def with_lr(self, lr: Number) -> AdamWRule:
-        """The same rule with another learning rate."""
-        return self._replace(lr=lr)
-
-    def first(self) -> AdamWRule:
-        """The same: the corrections take care of moments that are new."""
-        return self
-
-    def averaged_(self, part: Part, scale: Number) -> tuple[AdamWRule, list[Tensor]]:
-        """The same: its moments average gradients that are clipped."""
-        return self, part.grads
-
     def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 28 bytes a parameter, 36 with amsgrad."""
         assert part.view is not None  # this path is chosen only where there are both
         assert part.steps_view is not None
         part.view.kernel.adamw(
-            part.view, part.steps_view, scale=self._signed(scale), lr=float(self.lr),
+            part.view, part.steps_view, scale=self.signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
-            units=part.scaled_units(self._signed(scale)), update_rms=self.update_rms,
+            units=part.scaled_units(self.signed(scale)), update_rms=self.update_rms,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:
         """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`."""
-        self._by_fused(part, _scaled(part.grads, scale), self.lr, None)
+        self._by_fused(part, _scaled(part.grads, scale), None)
 
-    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
+    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor) -> None:
         """The same where numbers are tensors; it counts the step even if ``skip`` is 1."""
-        lr = self.lr.to(torch.float32) if isinstance(self.lr, Tensor) else self.lr
-        self._by_fused(part, _scaled(part.grads, scale), lr, skip)
+        if isinstance(self.lr, Tensor):
+            self.lr = self.lr.to(torch.float32)
+        self._by_fused(part, torch._foreach_mul(part.grads, scale), skip)
 
-    def _by_fused(self, part: Part, grads: list[Tensor], lr: Number, skip: Tensor | None) -> None:
+    def _by_fused(self, part: Part, grads: Sequence[Tensor], skip: Tensor | None) -> None:
         kernel = fused_adamw()
         assert kernel is not None  # this path is chosen only where there is one
         exp_avgs, exp_avg_sqs, *largest = part.buffers
         torch._foreach_add_(part.steps, 1)
         kernel(
-            part.params, grads, exp_avgs, exp_avg_sqs, *(largest or [[]]), part.steps, lr=lr,
+            part.params, grads, exp_avgs, exp_avg_sqs, list(chain(*largest)), part.steps, lr=self.lr,
             beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay, eps=self.eps,
             amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None, found_inf=skip,
         )  # fmt: skip
@@ -205,23 +184,21 @@ class AdamWRule(NamedTuple):
         """A handful of calls over all parameters at once."""
         params, (beta1, beta2) = part.params, self.betas
         exp_avgs, exp_avg_sqs, *largest = part.buffers
-        grads = _scaled(part.grads, self._signed(scale))
+        grads = _scaled(part.grads, self.signed(scale))
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-        for maxima in largest:
-            torch._foreach_maximum_(maxima, exp_avg_sqs)
+        seconds = exp_avg_sqs
+        for seconds in largest:
+            torch._foreach_maximum_(seconds, exp_avg_sqs)
         sizes, roots = zip(*(self._corrected(step, params[0]) for step in part.steps), strict=True)
-        denominators = torch._foreach_sqrt(largest[0] if largest else exp_avg_sqs)
+        denominators = torch._foreach_sqrt(seconds)
         torch._foreach_div_(denominators, list(roots))
         torch._foreach_add_(denominators, self.eps)
-        kept: Any = 1 - self.lr * self.weight_decay
-        if self.measures_tensors:
-            rates = self._rates(part, grads, list(roots))
-            sizes = [size * rate for size, rate in zip(sizes, rates, strict=True)]
-            kept = [1 - self.lr * self.weight_decay * rate for rate in rates]
+        rates = list(map(self._rate, grads, exp_avg_sqs, roots, part.wholes))
+        sizes = list(map(mul, sizes, rates))
         if self.weight_decay:
-            torch._foreach_mul_(params, kept)
+            torch._foreach_mul_(params, [1 - self.lr * self.weight_decay * rate for rate in rates])
         if isinstance(sizes[0], Tensor):
             torch._foreach_div_(denominators, [-size for size in sizes])
             torch._foreach_addcdiv_(params, exp_avgs, denominators)
@@ -232,11 +209,11 @@ class AdamWRule(NamedTuple):
 
     def by_loop(self, part: Part, scale: Number) -> None:
         """The formula for each parameter; what a gradient through the step needs is not overwritten."""
-        keep = _copied if torch.is_grad_enabled() else _itself
+        keep = torch.clone if torch.is_grad_enabled() else _itself
         beta1, beta2 = self.betas
         each = zip(part.params, part.grads, part.steps, part.wholes, *part.buffers, strict=True)
         for p, g, step, whole, *buffers in each:
-            d = g * self._signed(scale)
+            d = g * self.signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
             _average_squares_(exp_avg_sq, d, beta2)
@@ -245,29 +222,22 @@ class AdamWRule(NamedTuple):
                 second = torch.maximum(keep(maximum), second)
                 maximum.copy_(second)
             size, root = self._corrected(step, p)
-            decay = self.lr * self.weight_decay
-            if self.measures_tensors:
-                one = replace(part, params=[p], wholes=[whole], buffers=[[exp_avg], [exp_avg_sq]])
-                (rate,) = self._rates(one, [d], [root])
-                size, decay = size * rate, decay * rate
+            rate = self._rate(d, exp_avg_sq, root, whole)
             direction = keep(exp_avg) / (second.sqrt() / root + self.eps)
             if self.weight_decay:
-                p.mul_(1 - decay)
-            p.sub_(direction * size)
+                p.mul_(1 - self.lr * self.weight_decay * rate)
+            p.sub_(direction * (size * rate))
         torch._foreach_add_(part.steps, 1)
 
-    def _rates(self, part: Part, grads: list[Tensor], roots: list[Number]) -> list[Number]:
-        """Factors on the learning rate of each tensor, whole ones where they are sharded."""
-        rates: list[Tensor] = []
-        for d, v, root, whole in zip(grads, part.buffers[1], roots, part.wholes, strict=True):
-            ratios = d / (v.sqrt() / root).clamp(min=self.eps)
-            count = whole.numel() * ratios.numel() / max(local(whole).numel(), 1)  # a complex number has two
-            rms = global_norm([as_sharded(ratios, whole)]) / max(count, 1) ** 0.5
-            rates.append(1 / (rms / self.update_rms).clamp(min=1.0).to(d))
-        return [rate.item() if is_readable(rate) else rate for rate in rates]
-
-    def _signed(self, scale: Scale) -> Scale:
-        return -scale if self.maximize else scale
+    def _rate(self, d: Tensor, v: Tensor, root: Number, whole: Tensor) -> Number:
+        """Factor on the learning rate of a tensor; of a sharded one the same on all ranks."""
+        if not self.measures_tensors:
+            return 1.0
+        ratios = d / (v.sqrt() / root).clamp(min=self.eps)
+        count = whole.numel() * ratios.numel() / max(local(whole).numel(), 1)  # a complex number has two
+        rms = global_norm([as_sharded(ratios, whole)]) / max(count, 1) ** 0.5
+        rate = 1 / (rms / self.update_rms).clamp(min=1.0).to(d)
+        return rate.item() if is_readable(rate) else rate
 
     def _corrected(self, step: Tensor, p: Tensor) -> tuple[Number, Number]:
         """lr/(1 - b1^k) and the root of 1 - b2^k; tensors where ``step``, k - 1, is not read."""
@@ -279,6 +249,9 @@ class AdamWRule(NamedTuple):
         dtype = torch.promote_types(p.dtype, torch.float32)
         size, root = self.lr / (1 - beta1**counts), (1 - beta2**counts) ** 0.5
         return size.to(dtype), root.to(dtype)
+
+
+_constants_of = itemgetter(*[f.name for f in fields(AdamWRule)])
 
 
 def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
@@ -295,37 +268,25 @@ def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:
         average.mul_(beta).addcmul_(d, d, value=1 - beta)
 
 
-def _copied(t: Tensor) -> Tensor:
-    return t.clone()
-
-
 def _itself(t: Tensor) -> Tensor:
     return t
 
 
 @cache
-def fused_adamw() -> Callable[..., None] | None:
-    """``torch._fused_adamw_`` if it is there and computes AdamW.
-
-    torch promises nothing about a function with an underscore, so it is tried on a small case first.
-    """
-    kernel = getattr(torch, "_fused_adamw_", None)
-    with real_cpu_tensors():
-        return kernel if kernel is not None and _computes_adamw(kernel) else None
+def fused_adamw() -> FusedKernel | None:
+    """``torch._fused_adamw_`` if it is there and computes AdamW."""
+    return trusted_kernel("_fused_adamw_", _computes_adamw)
 
 
-def _computes_adamw(kernel: Callable[..., None]) -> bool:
+def _computes_adamw(kernel: FusedKernel) -> bool:
     """Try the second step, in which both moments and both corrections count, on five numbers."""
     p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
     m, v = torch.ones(5, dtype=torch.float64), torch.full((5,), 3.0, dtype=torch.float64)
     expected = (1 - 0.25 * 0.5) * p - 0.25 * (1.25 / (1 - 0.75**2)) / ((3.5 / (1 - 0.5**2)) ** 0.5 + 0.125)
-    try:
-        kernel(
-            [p], [g], [m], [v], [], [torch.tensor(2.0)], lr=0.25, beta1=0.75, beta2=0.5, weight_decay=0.5,
-            eps=0.125, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-        )  # fmt: skip
-    except (RuntimeError, TypeError):
-        return False
+    kernel(
+        [p], [g], [m], [v], [], [torch.tensor(2.0)], lr=0.25, beta1=0.75, beta2=0.5, weight_decay=0.5,
+        eps=0.125, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+    )  # fmt: skip
     return all(
         torch.allclose(found, torch.as_tensor(right, dtype=torch.float64))
         for found, right in ((p, expected), (m, 1.25), (v, 3.5))

@@ -4,37 +4,33 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
 from itertools import chain
-from operator import gt
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
-from curvestep.optim.device import counts_on_device, device_norms, joint_norm_on_device, read_norms
-from curvestep.optim.pieces import Pieces
+from curvestep.optim.device import DeviceStep, device_norms, read_norms
 from curvestep.optim.policy import (
     Decision,
     Group,
+    HostStep,
     Policy,
+    as_float,
     check_scope,
-    clipped_norms,
-    counted_pieces,
     decisions_of,
     is_on_host,
-    may_be_pretended,
-    numbers_of_scaler,
-    spike_of,
-    unscale_pieces,
 )
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
@@ -100,7 +96,7 @@ def clip(
         (0.2, 5.0)
     """
     if check_choice("what", what, ("gradient", "update")) == "gradient":
-        return Clipping(optimizer, max_norm, norm_scope, nonfinite, skip_above)
+        return Clipping(optimizer, max_norm, Policy(norm_scope, nonfinite, skip_above))
     if skip_above is not None or norm_scope != "global":
         raise ValueError(
             '`norm_scope` and `skip_above` are for gradients: leave them out with what="update".'
@@ -108,76 +104,101 @@ def clip(
     return UpdateClipping(optimizer, max_norm)
 
 
-class Clipping:
+class _Handle:
+    """Hooks around the steps of an optimizer, and the record of these steps.
+
+    Attributes:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: object, way_out: str) -> None:
+        inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
+        if hasattr(inner, "clip_stats"):
+            raise ValueError(f"`optimizer`, a {type(inner).__name__}, clips already. {way_out}")
+        self.optimizer = inner
+        self._record = StepRecord(type(inner).__name__)
+        self._methods: dict[str, Callable[..., object]] = {"clip_stats": self.clip_stats}
+        self._hooks: list[RemovableHandle] = []
+
+    def _attach(self) -> None:
+        """Give the optimizer the methods, and follow its steps."""
+        vars(self.optimizer).update(self._methods)
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_state_dict_post_hook(self._save),
+            self.optimizer.register_load_state_dict_post_hook(self._load),
+        ]
+
+    def clip_stats(self, *, layers: bool = False) -> ClipStats:
+        """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
+        return self._record.clip_stats(self.optimizer.param_groups, layers=layers)
+
+    def remove(self) -> None:
+        """Stop clipping; the optimizer is as it was before."""
+        for hook in self._hooks:
+            hook.remove()
+        for name in self._methods:
+            vars(self.optimizer).pop(name, None)
+        self._hooks, self._methods = [], {}
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the optimizer before a step."""
+
+    def _after(self, *_: object) -> None:
+        """Look at the optimizer after a step."""
+
+    def _save(self, optimizer: Optimizer, state: Group) -> None:
+        self._record.save(state["param_groups"])
+
+    def _load(self, optimizer: Optimizer) -> None:
+        self._record.load(optimizer.param_groups)
+
+
+class Clipping(_Handle):
     """Handle of the clipping that :func:`clip` added to an optimizer.
 
     Attributes:
         optimizer: The optimizer.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        max_norm: float | ClipRule,
-        norm_scope: str,
-        nonfinite: str,
-        skip_above: float | str | None,
-    ) -> None:
-        inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
-        if hasattr(inner, "clip_stats"):
-            raise ValueError(
-                f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "
-                "`remove()` the first `clip`."
-            )
+    def __init__(self, optimizer: object, max_norm: float | ClipRule, policy: Policy) -> None:
+        super().__init__(optimizer, "Set `max_norm` of its groups, or `remove()` the first `clip`.")
         if isinstance(max_norm, ClipRule):
-            check_scope(max_norm, norm_scope)
+            check_scope(max_norm, policy.norm_scope)
         else:
             clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
-        self.optimizer: Any = inner
-        self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
-        self._policy = Policy(norm_scope, nonfinite, skip_above)
-        self._record = StepRecord(type(inner).__name__)
-        self._loss: float | None = None  # of the closure that is being stepped by
+        self._max_norm = math.inf if _warn_of_muon(self.optimizer) else max_norm
+        self._policy = policy
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        for group in inner.param_groups:
-            group.setdefault("max_norm", self._max_norm)
-        self.optimizer.clip_stats, self.optimizer.spikes = self.clip_stats, self.spikes
-        self.optimizer.stop_double_clip_check = self._record.stop_double_clip_check
-        self._hooks = [
-            inner.register_step_pre_hook(self._before),
-            inner.register_step_post_hook(self._after),
-            inner.register_state_dict_post_hook(self._save),
-            inner.register_load_state_dict_post_hook(self._load),
-        ]
+        self._methods |= {
+            "spikes": self.spikes,
+            "stop_double_clip_check": self._record.stop_double_clip_check,
+        }
+        self._set_max_norm(self.optimizer.param_groups)
+        self._attach()
 
     def spikes(self) -> list[Spike]:
         """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""
         return self._record.spikes()
 
-    def clip_stats(self, *, layers: bool = False) -> ClipStats:
-        """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return self._record.clip_stats(self.optimizer.param_groups if layers else None)
-
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
         self._after()
-        for hook in self._hooks:
-            hook.remove()
         if self._hooks:
-            del self.optimizer.clip_stats, self.optimizer.spikes, self.optimizer.stop_double_clip_check
             for group in self.optimizer.param_groups:
                 group.pop("max_norm", None)
-        self._hooks = []
+        super().remove()
 
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._after()  # a step that raised never got there
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        step = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure = step.arguments.get("closure")
         if not callable(closure):
             self._clip()
             return None
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": self._clipped(closure)}
-        return (optimizer, self._clipped(closure), *args[2:]), kwargs
+        step.arguments["closure"] = self._clipped(closure)
+        return step.args, step.kwargs
 
     def _clipped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure with gradients clipped after it."""
@@ -190,7 +211,7 @@ class Clipping:
 
         return clipped_closure
 
-    def _after(self, *_: Any) -> None:
+    def _after(self, *_: object) -> None:
         for p, grad in self._hidden:
             p.grad = grad
         self._hidden = []
@@ -202,75 +223,37 @@ class Clipping:
         if not decisions:
             return
         # The optimizer leaves out by itself a step in which a GradScaler found an overflow.
-        overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
-        may_skip = overflow is None and self._policy.may_skip
+        is_scaled = getattr(self.optimizer, "found_inf", None) is not None
         if all(map(is_on_host, decisions)):
-            norms = self._policy.norms(decisions)
-        elif may_skip:
-            norms = read_norms(device_norms(decisions, self._policy.norm_scope))
+            self._clip_on_host(decisions, self._policy.norms(decisions), loss)
+        elif self._policy.may_skip and not is_scaled:
+            norms = device_norms(decisions, self._policy.norm_scope)
+            self._clip_on_host(decisions, read_norms(norms), loss)
         else:
-            self._clip_on_device(decisions, overflow)
-            return
-        # The fused kernels of torch unscale by themselves: then `.grad` still has the scale in it.
-        scale, overflowed = numbers_of_scaler(self.optimizer)
-        unscale_pieces(decisions, 1 / scale)
-        self._loss = None if loss is None else float(loss)
-        self._clip_on_host(decisions, [norm / scale for norm in norms], may_skip, overflowed)
+            self._clip_on_device(decisions)
 
-    def _clip_on_host(
-        self, decisions: list[Decision], norms: list[float], may_skip: bool, overflowed: bool
-    ) -> None:
+    def _clip_on_host(self, decisions: list[Decision], norms: list[float], loss: float | None) -> None:
         """Clip by norms that are floats, or hide the gradients from a step that is left out."""
-        counters, norm = self._record.on_host(), self._policy.joint_norm(norms)
-        if norm == 0 and may_be_pretended(self.optimizer):
-            return
-        param_groups, is_spike = self.optimizer.param_groups, norm > counters.spike_bound
-        if may_skip and self._policy.should_skip(norms, self._loss, counters, param_groups):
-            if is_spike:
-                counters.keep_spike(spike_of(counters, norm, 0.0, self._loss, param_groups))
+        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, as_float(loss))
+        if step.is_left_out():
             self._hide(decisions)
-            counters.count_skipped(norm)
             return
-        counters.keep_loss(self._loss)
-        groups = self._record.rules.bounded(decisions, norms, norm, self.optimizer.param_groups)
-        bounds = list(map(self._bound, groups))
-        coefficients = list(map(_coefficient, norms, bounds))
-        if is_spike:  # while the gradients are as they came
-            clipped_norm = self._policy.joint_norm(clipped_norms(decisions, norms, coefficients))
-            counters.keep_spike(spike_of(counters, norm, clipped_norm, self._loss, param_groups))
+        bounds = list(map(self._bound, step.bounded()))
+        coefficients = list(map(_coefficient, step.norms, bounds))
+        step.count(list(coefficients), bounds)  # while the gradients are as they came
         for decision, coefficient in zip(decisions, coefficients, strict=True):
-            if coefficient != 1.0:
-                _scale_(decision.grads, coefficient)
-            elif decision.pieces is not None:
-                _scale_pieces_(decision.grads, decision.pieces)
-        if overflowed:
-            counters.count_skipped(norm)
-        else:
-            fired = list(map(gt, norms, bounds))
-            counters.count(norm, *counted_pieces(decisions, coefficients, fired))
+            _clip_(decision, coefficient)
 
-    def _clip_on_device(self, decisions: list[Decision], overflow: Tensor | None) -> None:
+    def _clip_on_device(self, decisions: list[Decision]) -> None:
         """Clip by norms that are device scalars, of which none is read."""
-        norms = device_norms(decisions, self._policy.norm_scope)
-        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:
-            norms = [norm / scale.to(norm.device) for norm in norms]
-            unscale_pieces(decisions, 1 / scale)
-        norm = joint_norm_on_device(norms, self._policy.norm_scope)
-        skip = torch.zeros_like(norm) if overflow is None else (overflow.view(()) > 0).to(norm)
-        counts = counts_on_device(self.optimizer, norm)
-        keep = (counts > 0) & (skip == 0)
-        groups = self._record.rules.bounded(decisions, norms, norm, self.optimizer.param_groups, keep)
-        bounds = list(map(self._bound, groups))
-        coefficients = list(map(_coefficient, norms, bounds))
+        policy = Policy(self._policy.norm_scope, "propagate", None)
+        norms = device_norms(decisions, policy.norm_scope)
+        step = DeviceStep(self.optimizer, policy, self._record, decisions, norms)
+        bounds = list(map(self._bound, step.bounded()))
+        coefficients = list(map(_coefficient, step.norms, bounds))
         for decision, coefficient in zip(decisions, coefficients, strict=True):
-            if decision.pieces is None:
-                _scale_(decision.grads, coefficient)
-            else:
-                _scale_pieces_(decision.grads, decision.pieces)
-        fired = list(map(gt, norms, bounds))
-        coefficients, fired = counted_pieces(decisions, coefficients, fired, torch.as_tensor)
-        self._record.on_device(norm.device).count(norm, coefficients, fired, skip, counts)
+            _clip_(decision, coefficient)
+        step.count(coefficients, bounds)
 
     def _bound(self, group: Group) -> Quantity:
         return group.get("max_norm", self._max_norm)
@@ -282,77 +265,57 @@ class Clipping:
         for p, _ in self._hidden:
             p.grad = None
 
-    def _save(self, optimizer: Any, state: Group) -> None:
-        self._record.save(state["param_groups"])
-
-    def _load(self, optimizer: Any) -> None:
+    def _load(self, optimizer: Optimizer) -> None:
         self._record.load(optimizer.param_groups, self._max_norm)
-        for group in optimizer.param_groups:  # of a state without clipping
+        self._set_max_norm(optimizer.param_groups)  # of a state without clipping
+
+    def _set_max_norm(self, groups: list[Group]) -> None:
+        """Give a threshold to the groups that have none."""
+        for group in groups:
             group.setdefault("max_norm", self._max_norm)
 
 
-class UpdateClipping:
+class UpdateClipping(_Handle):
     """Handle of the cap that :func:`clip` with ``what="update"`` added to an optimizer.
+
+    In ``clip_stats()``, ``grad_norm`` is the norm of the update over the learning rate.
 
     Attributes:
         optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: object, max_rms: float | ClipRule) -> None:
-        inner = check_optimizer(optimizer)
         if isinstance(max_rms, ClipRule):
             raise ValueError(f'`max_norm={max_rms}` is for gradients. Give a number with what="update".')
-        self.optimizer: Any = inner
+        super().__init__(optimizer, "`remove()` that first.")
         self._max_rms = check_positive("max_norm", max_rms)
-        self._record = StepRecord(type(inner).__name__)
-        self._before: list[tuple[Group, Tensor, Tensor]] = []
-        if hasattr(inner, "clip_stats"):
-            raise ValueError(f"`optimizer`, a {type(inner).__name__}, clips already. `remove()` that first.")
-        self.optimizer.clip_stats = self.clip_stats
-        self._hooks = [
-            inner.register_step_pre_hook(self._keep),
-            inner.register_step_post_hook(self._cap),
-            inner.register_state_dict_post_hook(lambda _, state: self._record.save(state["param_groups"])),
-            inner.register_load_state_dict_post_hook(lambda opt: self._record.load(opt.param_groups)),
-        ]
+        self._kept: list[tuple[Group, Tensor, Tensor]] = []
+        self._attach()
 
-    def clip_stats(self, *, layers: bool = False) -> ClipStats:
-        """As for :class:`ClippedSGD`; ``grad_norm`` is the norm of the update over the learning rate."""
-        return self._record.clip_stats(self.optimizer.param_groups if layers else None)
-
-    def remove(self) -> None:
-        """Stop clipping; the optimizer is as it was before."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._hooks:
-            del self.optimizer.clip_stats
-        self._hooks = []
-
-    def _keep(self, *_: object) -> None:
-        groups: list[Group] = self.optimizer.param_groups
-        self._before = [(group, p, p.detach().clone()) for group in groups for p in group["params"]]
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        groups = self.optimizer.param_groups
+        self._kept = [(group, p, p.detach().clone()) for group in groups for p in group["params"]]
 
     @torch.no_grad()
-    def _cap(self, *_: object) -> None:
+    def _after(self, *_: object) -> None:
         """Shorten the step of each tensor that is too long; numbers stay where the parameters are."""
         norms: list[Tensor] = []
         factors: list[Tensor] = []
-        for group, p, before in self._before:
+        for group, p, before in self._kept:
             norm = global_norm([p - before]) / group["lr"]
             factor = (self._max_rms * max(p.numel(), 1) ** 0.5 / norm).clamp(max=1.0).nan_to_num(1.0)
             p.copy_(torch.where((factor < 1.0).to(p.device), before + (p - before) * factor.to(p), p))
             norms.append(norm.nan_to_num(0.0))
             factors.append(factor)
-        self._before = []
-        self._count(norms, factors)
+        self._kept = []
+        self._count(joint(norms), factors)
 
-    def _count(self, norms: list[Tensor], factors: list[Tensor]) -> None:
-        norm, fired = joint(norms), [factor < 1.0 for factor in factors]
+    def _count(self, norm: Tensor, factors: list[Tensor]) -> None:
         if is_readable(norm):
             values = [factor.item() for factor in factors]
             self._record.on_host().count(norm.item(), values, [value < 1.0 for value in values])
         else:
-            counters = self._record.on_device(norm.device)
+            counters, fired = self._record.on_device(norm.device), [factor < 1.0 for factor in factors]
             counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
 
 
@@ -378,20 +341,26 @@ def _coefficient(norm: Norm, max_norm: float) -> Norm:
     return clipped_step(norm, lr=1.0, max_norm=max_norm)
 
 
-def _scale_(grads: list[Tensor], coefficient: Number) -> None:
-    """Multiply the gradients in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+def _clip_(decision: Decision, coefficient: Number) -> None:
+    """Multiply the gradients of a decision in place, each piece by its own factor where it has pieces."""
+    if decision.pieces is not None:
+        factors = decision.pieces.factor_of_each(decision.grads)
+        for grad, factor in zip(decision.grads, factors, strict=True):
+            _values_of(grad).mul_(factor)
+    elif isinstance(coefficient, Tensor):
+        for device, values in _by_device(decision.grads).items():
+            torch._foreach_mul_(values, coefficient.to(device))
+    elif coefficient != 1.0:
+        for values in _by_device(decision.grads).values():
+            torch._foreach_mul_(values, coefficient)
+
+
+def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """The numbers of the gradients that lie here, by device."""
+    found: dict[torch.device, list[Tensor]] = {}
     for grad in map(local, grads):
-        by_device.setdefault(grad.device, []).append(_values_of(grad))
-    for device, some in by_device.items():
-        factor = coefficient.to(device) if isinstance(coefficient, Tensor) else coefficient
-        torch._foreach_mul_(some, factor)
-
-
-def _scale_pieces_(grads: list[Tensor], pieces: Pieces) -> None:
-    """Multiply the pieces of the gradients in place."""
-    for grad, factors in zip(grads, pieces.factor_of_each(grads), strict=True):
-        _values_of(grad).mul_(factors)
+        found.setdefault(grad.device, []).append(_values_of(grad))
+    return found
 
 
 def _values_of(grad: Tensor) -> Tensor:

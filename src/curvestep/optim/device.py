@@ -9,9 +9,9 @@ decides by an ``if`` is decided here by a device scalar that is 1 or 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from operator import gt, truediv
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.optim._update import Bundle, Number, Part, along, apply_pieces, joined, parts_of, update
+from curvestep.clip_rules import Quantity
+from curvestep.optim._update import Bundle, Number, Part, along, is_new, joined, parts_of, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
@@ -32,7 +33,7 @@ from curvestep.optim.policy import (
     nonfinite_gradient,
     unscale_pieces,
 )
-from curvestep.vectors import global_norm, on_one_device, widest_dtype
+from curvestep.vectors import global_norm, joint, on_one_device, widest_dtype
 
 if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord
@@ -132,19 +133,12 @@ def device_norms(
     decisions: Sequence[Decision], norm_scope: str, norm_of: Callable[[list[Tensor]], Tensor] = global_norm
 ) -> list[Tensor]:
     """One norm for each decision, where its gradients are; the same for all if the scope is global."""
-    if measure_pieces(decisions):
+    if measure_pieces(decisions):  # whose scope is global
         norms = [torch.as_tensor(d.pieces.norm) if d.pieces else norm_of(d.grads) for d in decisions]
-        return [joint_norm_on_device(norms, "tensor")] * len(norms) if norm_scope == "global" else norms
+        return [joint(norms)] * len(norms)
     if norm_scope == "global":
         return [norm_of([grad for decision in decisions for grad in decision.grads])] * len(decisions)
     return [norm_of(decision.grads) for decision in decisions]
-
-
-def joint_norm_on_device(norms: list[Tensor], norm_scope: str) -> Tensor:
-    """Norm of the whole gradient, from the norms of what is clipped alone."""
-    if norm_scope == "global" or len(norms) == 1:
-        return norms[0].detach()
-    return torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
 
 
 def read_norms(norms: list[Tensor]) -> list[float]:
@@ -152,54 +146,119 @@ def read_norms(norms: list[Tensor]) -> list[float]:
     return torch.stack(on_one_device(norms)).tolist()
 
 
-def counts_on_device(optimizer: Optimizer, norm: Tensor) -> Tensor:
-    """1 if a step with this norm counts, 0 if it only creates the state."""
-    return norm != 0 if may_be_pretended(optimizer) else torch.ones_like(norm)
+class DeviceStep:
+    """A step of which every number is a tensor: whether to leave it out, and how it is counted.
+
+    Args:
+        optimizer: The optimizer that steps.
+        policy: Which steps are left out.
+        record: Where it is counted.
+        decisions: What is clipped.
+        norms: The norm of each, with the scale of a GradScaler in it.
+
+    Attributes:
+        norms: The norms without that scale.
+        norm: Norm of the whole gradient.
+        unscale: One over the scale, None without one.
+        skip: 1 if the step is left out, else 0.
+        is_guarded: Whether ``skip`` may be 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        policy: Policy,
+        record: StepRecord,
+        decisions: Sequence[Decision],
+        norms: list[Tensor],
+    ) -> None:
+        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        self.unscale: Tensor | None = None
+        if scale is not None:
+            self.unscale = 1 / scale
+            unscale_pieces(decisions, self.unscale)
+        self.norms = list(map(self.unscaled, norms))
+        self.norm = joint(self.norms[:1] if policy.norm_scope == "global" else self.norms).detach()
+        self._optimizer, self._policy, self._decisions = optimizer, policy, decisions
+        self._rules, self._counters = record.rules, record.on_device(self.norm.device)
+        self._counts = torch.ones_like(self.norm)
+        if may_be_pretended(optimizer):
+            self._counts = self.norm != 0
+        self._reasons = self._reasons_to_skip()
+        self.skip = torch.stack(list(self._reasons.values())).any().to(torch.float32)
+        self.is_guarded = len(self._reasons) > 1
+
+    def _reasons_to_skip(self) -> dict[str, Tensor]:
+        """Reasons to leave out the step, as far as they are looked for, each true or false."""
+        reasons = {"none": self.norm < 0}
+        overflow: Tensor | None = getattr(self._optimizer, "found_inf", None)
+        if self._policy.nonfinite != "propagate":
+            reasons["nonfinite"] = ~torch.stack(on_one_device(self.norms)).isfinite().all()
+        if self._policy.limit.number < math.inf:
+            reasons["above"] = self._counters.exceeds(self._policy.limit, self.norm)
+        if overflow is not None:
+            reasons["overflow"] = overflow.view(()) > 0
+        return {reason: flag.to(self.norm.device) for reason, flag in reasons.items()}
+
+    def unscaled(self, number: Tensor) -> Tensor:
+        """The number times one over the scale of a GradScaler, if there is one."""
+        return number if self.unscale is None else number * self.unscale.to(number.device)
+
+    def is_left_out(self) -> bool:
+        """Whether the step is left out, read from the device, and then counted so; may raise."""
+        names, flags = self._reasons.keys(), torch.stack(list(self._reasons.values()))
+        found = dict(zip(names, flags.tolist(), strict=True))  # the one wait of such a step
+        is_ours = found.get("nonfinite") and not found.get("overflow")
+        if is_ours and self._policy.nonfinite == "raise":
+            raise FloatingPointError(nonfinite_gradient(self._optimizer.param_groups))
+        self.is_guarded = False
+        if any(found.values()):
+            self._counters.count(
+                self.norm, [torch.ones_like(self.norm)], [self.norm < 0], self.skip, self._counts
+            )
+        return any(found.values())
+
+    def bounded(self) -> list[Group]:
+        """The group of each decision, with a number in place of its rule."""
+        keep = (self._counts > 0) & (self.skip == 0)
+        groups = self._optimizer.param_groups
+        return self._rules.bounded(self._decisions, self.norms, self.norm, groups, keep)
+
+    def average(self, norms: list[Tensor]) -> None:
+        """Clip by the norms of averages, in which the scale is no more."""
+        self.norms, self.unscale = norms, None
+
+    def count(self, coefficients: list[Tensor], bounds: list[Quantity]) -> None:
+        """Count the step, with the factor on each decision and its threshold."""
+        fired = list(map(gt, self.norms, bounds))
+        coefficients, fired = counted_pieces(self._decisions, coefficients, fired, torch.as_tensor)
+        self._counters.count(self.norm, coefficients, fired, self.skip, self._counts)
 
 
 def step_on_device(
-    optimizer: ScaledOptimizer,
-    bundles: list[Bundle],
-    policy: Policy,
-    record: StepRecord,
+    optimizer: ScaledOptimizer, bundles: list[Bundle], policy: Policy, record: StepRecord
 ) -> None:
     """Take the step that ``ScaledOptimizer`` takes on the host, in the same order."""
-    options, scope = optimizer.defaults, policy.norm_scope
+    options = optimizer.defaults
     norm_of = _differentiable_norm if options["differentiable"] else global_norm
-    norms = device_norms(bundles, scope, norm_of)
+    norms = device_norms(bundles, policy.norm_scope, norm_of)
     _check_devices(optimizer, norms)
-    unscale, overflow = _numbers_of_scaler(optimizer)
-    norms = [_product(norm, unscale) for norm in norms]
-    if unscale is not None:
-        unscale_pieces(bundles, unscale)
-    norm = joint_norm_on_device(norms, scope)
-    counters = record.on_device(norm.device)
-    counts = counts_on_device(optimizer, norm)
-    flags = _skip_flags(policy, norms, norm, overflow, counters)
-    skip = torch.stack(flags).any().to(torch.float32) if flags else None
-    if skip is not None and _has_to_know(optimizer, bundles):
-        if _known_to_skip(policy, flags, overflow, optimizer):
-            counters.count(norm, [torch.ones_like(norm)], [norm < 0], torch.ones_like(norm), counts)
-            return
-        skip = None
-    keep = counts > 0 if skip is None else (counts > 0) & (skip == 0)
-    bounded = partial(record.rules.bounded, bundles, total=norm, keep=keep, groups=optimizer.param_groups)
+    step = DeviceStep(optimizer, policy, record, bundles, norms)
+    if step.is_guarded and _has_to_know(optimizer, bundles) and step.is_left_out():
+        return
     if options.get("clip") == "momentum":
-        parts = [_averaged_(unscale, skip, parts_of(b, optimizer.state), b.group) for b in bundles]
-        norms, unscale = device_norms(list(map(joined, parts)), scope, norm_of), None
-        groups = bounded(norms)
+        parts = [_averaged_(step, parts_of(b, optimizer.state), b.group) for b in bundles]
+        step.average(device_norms(list(map(joined, parts)), policy.norm_scope, norm_of))
+        groups = step.bounded()
     else:
-        groups = bounded(norms)
-        apply_pieces(bundles)
+        groups = step.bounded()
         parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
-    coefficients = list(map(optimizer.coefficient, norms, groups))
+    coefficients = list(map(optimizer.coefficient, step.norms, groups))
     for of_bundle, coefficient in zip(parts, coefficients, strict=True):
         for part in of_bundle:
-            update_on_device(part, _product(coefficient, unscale), skip)
+            update_on_device(part, step.unscaled(coefficient), step)
     relative = list(map(truediv, coefficients, map(optimizer.coefficient_at_zero, groups)))
-    fired = list(map(gt, norms, optimizer.thresholds(groups)))
-    relative, fired = counted_pieces(bundles, relative, fired, torch.as_tensor)
-    counters.count(norm, relative, fired, torch.zeros_like(norm) if skip is None else skip, counts)
+    step.count(relative, optimizer.thresholds(groups))
 
 
 def _differentiable_norm(tensors: list[Tensor]) -> Tensor:
@@ -220,78 +279,33 @@ def _check_devices(optimizer: Optimizer, norms: list[Tensor]) -> None:
         )
 
 
-def _numbers_of_scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """A GradScaler's part in the step: 1 over its scale, and whether a gradient overflowed."""
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    return None if scale is None else 1 / scale, overflow
-
-
-def _product(number: Tensor, factor: Tensor | None) -> Tensor:
-    return number if factor is None else number * factor.to(number.device)
-
-
-def _skip_flags(
-    policy: Policy, norms: list[Tensor], norm: Tensor, overflow: Tensor | None, counters: DeviceCounters
-) -> list[Tensor]:
-    """Reasons to leave out the step, as far as they are looked for: gradients that are not finite first."""
-    flags: list[Tensor] = []
-    if policy.nonfinite != "propagate":
-        flags.append(~torch.stack(on_one_device(norms)).isfinite().all())
-    if policy.limit.number < math.inf:
-        flags.append(counters.exceeds(policy.limit, norm))
-    if overflow is not None:
-        flags.append(overflow.view(()) > 0)
-    return [flag.to(norm.device) for flag in flags]
-
-
 def _has_to_know(optimizer: Optimizer, bundles: list[Bundle]) -> bool:
     """Whether the host has to know if the step is left out, and so to wait."""
     if optimizer.defaults["nonfinite"] == "raise" or optimizer.defaults["differentiable"]:
         return True
     # The first gradient that a buffer sees is not damped, so it has to be known whether it was seen.
-    return any(b.group.get("dampening") and None in chain(*b.buffers) for b in bundles)
+    damped = [bundle for bundle in bundles if bundle.group.get("dampening")]
+    return any(is_new(p, optimizer.state, bundle.rule) for bundle in damped for p in bundle.params)
 
 
-def _known_to_skip(
-    policy: Policy, flags: list[Tensor], overflow: Tensor | None, optimizer: Optimizer
-) -> bool:
-    """Whether the step is left out, read from the device; raises where that is wanted."""
-    found: list[bool] = torch.stack(flags).tolist()  # the one wait of such a step
-    overflowed = overflow is not None and found[-1]
-    if policy.nonfinite == "raise" and found[0] and not overflowed:
-        raise FloatingPointError(nonfinite_gradient(optimizer.param_groups))
-    return any(found)
-
-
-def update_on_device(part: Part, scale: Tensor, skip: Tensor | None) -> None:
-    """Update a part with the gradient times ``scale``; where ``skip`` is 1, nothing changes."""
+def update_on_device(part: Part, scale: Tensor, step: DeviceStep) -> None:
+    """Update a part with the gradient times ``scale``; where ``step.skip`` is 1, nothing changes."""
     device = part.params[0].device
-    part = replace(part, rule=part.rule.with_lr(_lr_on(device, part.rule.lr)))
+    part = replace(part, rule=replace(part.rule, lr=_lr_on(device, part.rule.lr)))
     if part.path == "kernel" or (device.type == "cpu" and not scale.is_cpu):  # which waits for the device
-        if skip is None or skip.item() == 0:
+        if not step.is_guarded or step.skip.item() == 0:
             update(part, scale.item())
         return
-    scale, skip = scale.to(device), None if skip is None else skip.to(device)
+    scale, skip = scale.to(device), step.skip.to(device)
     if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
         part.rule.by_fused_on_device(part, scale, skip)
-    elif skip is None:
-        _by_functions(part, scale)
     else:
-        changed = [*part.params, *chain(*part.buffers)]
-        before = [t.clone() for t in changed]
-        _by_functions(part, scale)
-        _restore_(changed, before, skip)
-    if skip is not None and part.steps:
+        by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
+        with _unless_skipped(step, [*part.params, *chain(*part.buffers)]):
+            by_functions(part, scale)
+    if step.is_guarded and part.steps:
         # As a list: torch.compile loses what is taken from a float64 scalar by itself.
         torch._foreach_sub_(part.steps, [skip] * len(part.steps))
-
-
-def _by_functions(part: Part, scale: Tensor) -> None:
-    if part.path == "foreach":
-        part.rule.by_foreach(part, scale)
-    else:
-        part.rule.by_loop(part, scale)
 
 
 def _lr_on(device: torch.device, lr: Number) -> Number:
@@ -301,20 +315,20 @@ def _lr_on(device: torch.device, lr: Number) -> Number:
     return lr.item() if device.type == "cpu" else lr.to(device)
 
 
-def _averaged_(unscale: Tensor | None, skip: Tensor | None, parts: list[Part], group: Group) -> list[Part]:
-    """Take the gradients into the momentum buffers, unless ``skip`` is 1, and go along the average."""
+def _averaged_(step: DeviceStep, parts: list[Part], group: Group) -> list[Part]:
+    """Take the gradients into the momentum buffers, unless the step is left out, and go along the average."""
     averaged: list[Part] = []
     for part in parts:
-        buffers = list(chain(*part.buffers))
-        before = list(map(torch.clone, buffers))
-        scale = 1.0 if unscale is None else unscale.to(part.params[0].device)
-        averaged.append(along(part, *part.rule.averaged_(part, scale), group))
-        if skip is not None:
-            _restore_(buffers, before, skip)
+        scale = 1.0 if step.unscale is None else step.unscale.to(part.params[0].device)
+        with _unless_skipped(step, list(chain(*part.buffers))):
+            averaged.append(along(part, *part.rule.averaged_(part, scale), group))
     return averaged
 
 
-def _restore_(tensors: list[Tensor], before: list[Tensor], skip: Tensor) -> None:
-    """Put back what stood in ``tensors`` if the device scalar ``skip`` is 1; nothing is read."""
-    for t, old in zip(tensors, before, strict=True):
-        t.copy_(torch.where(skip.to(t.device) > 0, old, t))
+@contextmanager
+def _unless_skipped(step: DeviceStep, tensors: list[Tensor]) -> Iterator[None]:
+    """A block after which the tensors are as before if the step is left out; nothing is read."""
+    before = list(map(torch.clone, tensors)) if step.is_guarded else []
+    yield
+    for t, old in zip(tensors, before, strict=False):  # nothing was kept where no step is left out
+        t.copy_(torch.where(step.skip.to(t.device) > 0, old, t))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, TypeAlias
+from operator import attrgetter, gt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,12 +15,15 @@ from torch.optim import Optimizer
 from curvestep._checks import check_choice, check_positive
 from curvestep._kernel import View
 from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.optim.counters import HostCounters, Limit, Spike
+from curvestep.optim.counters import HostCounters, Limit
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
 
+if TYPE_CHECKING:
+    from curvestep.optim.record import StepRecord
+
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
-_is_cpu = attrgetter("is_cpu")
+_grad, _is_cpu = attrgetter("grad"), attrgetter("is_cpu")
 
 
 @dataclass(slots=True)
@@ -36,13 +40,15 @@ class Decision:
 
 def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
     """The parameters of a group that have a gradient, together or each for itself."""
-    params: list[Any] = [p for p in group["params"] if p.grad is not None]
+    params: list[Tensor] = group["params"]
+    grads: list[Any] = list(map(_grad, params))
+    if type(None) in set(map(type, grads)):
+        params = [p for p in params if p.grad is not None]
+        grads = list(map(_grad, params))
     if norm_scope == "tensor":
-        pairs = enumerate(group["params"])
-        return [Decision(group, [p], [p.grad], index=i) for i, p in pairs if p.grad is not None]
-    if not params:
-        return []
-    return [Decision(group, params, [p.grad for p in params])]
+        at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        return [Decision(group, [p], [g], index=i) for i, p, g in zip(at, params, grads, strict=True)]
+    return [Decision(group, params, grads)] if params else []
 
 
 def rule_of(group: Group) -> ClipRule | None:
@@ -118,9 +124,9 @@ class Policy:
 
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""
-        if measure_pieces(decisions):
+        if measure_pieces(decisions):  # whose scope is global
             norms = list(map(_norm_on_host, decisions))
-            return [math.hypot(*norms)] * len(norms) if self.norm_scope == "global" else norms
+            return [math.hypot(*norms)] * len(norms)
         if self.norm_scope == "global" and len(decisions) > 1:
             together = [grad for decision in decisions for grad in decision.grads]
             return [host_norm(together)] * len(decisions)
@@ -153,17 +159,83 @@ def _limit(skip_above: float | str | None) -> Limit:
         return Limit(math.inf, "norm")
     if not isinstance(skip_above, str):
         return Limit(check_positive("skip_above", skip_above), "norm")
-    unit = "sigma" if skip_above.endswith("sigma") else "x"
-    try:
-        limit = Limit(float(skip_above.removesuffix(unit)), unit)
-    except ValueError:
-        limit = Limit(math.nan, unit)
-    if not skip_above.endswith(unit) or not 1.0 < limit.number < math.inf:
+    found = re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)(x|sigma)", skip_above)
+    if found is None or not 1.0 < float(found[1]) < math.inf:
         raise ValueError(
             '`skip_above` must be a gradient norm, "10x" the running median or "6sigma", got '
             f"{skip_above!r}. Both numbers must be above 1."
         )
-    return limit
+    return Limit(float(found[1]), found[2])
+
+
+class HostStep:
+    """A step of which every number is a float: whether to leave it out, and how it is counted.
+
+    Args:
+        optimizer: The optimizer that steps.
+        policy: Which steps are left out.
+        record: Where it is counted.
+        decisions: What is clipped.
+        norms: The norm of each, with the scale of a GradScaler in it.
+        loss: What the closure returned, None without one.
+
+    Attributes:
+        norms: The norms without that scale.
+        norm: Norm of the whole gradient.
+        unscale: One over the scale.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        policy: Policy,
+        record: StepRecord,
+        decisions: Sequence[Decision],
+        norms: list[float],
+        loss: float | None,
+    ) -> None:
+        scale, self._overflowed = numbers_of_scaler(optimizer)
+        self.unscale, self.norms = 1 / scale, norms
+        if scale != 1.0:
+            self.norms = [norm * self.unscale for norm in norms]
+            unscale_pieces(decisions, self.unscale)
+        self.norm = policy.joint_norm(self.norms)
+        self._policy, self._rules, self._counters = policy, record.rules, record.on_host()
+        self._decisions, self._groups, self._loss = decisions, optimizer.param_groups, loss
+        self._is_pretended = self.norm == 0 and may_be_pretended(optimizer)
+
+    def is_left_out(self) -> bool:
+        """Whether the step is left out, and then counted so; raises where that is wanted."""
+        counters = self._counters
+        if self._overflowed or self._policy.should_skip(self.norms, self._loss, counters, self._groups):
+            self._keep_spike(lambda: [0.0])
+            counters.count_skipped(self.norm)
+            return True
+        counters.keep_loss(self._loss)
+        return False
+
+    def bounded(self) -> list[Group]:
+        """The group of each decision, with a number in place of its rule."""
+        return self._rules.bounded(self._decisions, self.norms, self.norm, self._groups)
+
+    def count(self, coefficients: list[float], bounds: list[float]) -> None:
+        """Count the step that was taken, with the factor on each decision and its threshold."""
+        self._keep_spike(lambda: clipped_norms(self._decisions, self.norms, coefficients))
+        if not self._is_pretended:
+            fired = list(map(gt, self.norms, bounds))
+            self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))
+
+    def _keep_spike(self, norms_after: Callable[[], list[float]]) -> None:
+        """Remember a step that stands out, with the parameter that has most of its gradient."""
+        if not self.norm > self._counters.spike_bound:
+            return
+        norms = layer_norms(self._groups)
+        layer = max(norms, key=lambda name: norms[name])
+        self._counters.keep_spike({
+            "step": self._counters.steps + self._counters.skipped, "grad_norm": self.norm,
+            "clipped_norm": self._policy.joint_norm(norms_after()), "loss": self._loss, "layer": layer,
+            "share": (norms[layer] / self.norm) ** 2,
+        })  # fmt: skip
 
 
 def may_be_pretended(optimizer: Optimizer) -> bool:
@@ -186,6 +258,11 @@ def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
     return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0
 
 
+def as_float(loss: Tensor | float | None) -> float | None:
+    """What a closure returned as a number."""
+    return None if loss is None else float(loss)
+
+
 def layer_norms(groups: list[Group]) -> dict[str, float]:
     """The norm of each parameter's gradient, by name; waits for a device."""
     named = [(name, p.grad) for name, p in _named(groups) if p.grad is not None]
@@ -201,35 +278,22 @@ def clipped_norms(
     return [norm * c if p is None else float(p.clipped_norm()) for p, norm, c in triples]
 
 
-def spike_of(
-    counters: HostCounters, norm: float, clipped_norm: float, loss: float | None, groups: list[Group]
-) -> Spike:
-    """A step that stands out, with the parameter that has most of its gradient."""
-    norms = layer_norms(groups)
-    layer = max(norms, key=lambda name: norms[name])
-    return {
-        "step": counters.steps + counters.skipped, "grad_norm": norm, "clipped_norm": clipped_norm,
-        "loss": loss, "layer": layer, "share": (norms[layer] / norm) ** 2,
-    }  # fmt: skip
-
-
-def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:
+def _named(groups: list[Group], unnamed: str = "{}.{}") -> Iterator[tuple[str, Tensor]]:
     """The parameters with their names, or with numbers where they were given without."""
     for number, group in enumerate(groups):
-        numbered = [f"{number}.{i}" for i in range(len(group["params"]))]
+        numbered = [unnamed.format(number, i) for i in range(len(group["params"]))]
         yield from zip(group.get("param_names", numbered), group["params"], strict=True)
 
 
 def nonfinite_gradient(groups: list[Group]) -> str:
     """Which parameter has the first gradient that is not finite, in words for an error."""
-    way_out = (
-        'Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take them.'
+    found = "All gradients are finite, but their norm overflows."
+    for name, p in _named(groups, "parameter {1} of group {0}"):
+        # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
+        if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
+            found = f"The gradient of `{name}`, shape {tuple(p.shape)}, is not finite."
+            break
+    return (
+        f'{found} Nothing was changed. Use nonfinite="skip" to leave such steps out, or "propagate" to take '
+        "them."
     )
-    for number, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
-            if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
-                names = group.get("param_names")
-                name = f"`{names[i]}`" if names else f"parameter {i} of group {number}"
-                return f"The gradient of {name}, shape {tuple(p.shape)}, is not finite. {way_out}"
-    return f"All gradients are finite, but their norm overflows. {way_out}"

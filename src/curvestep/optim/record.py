@@ -232,7 +232,7 @@ class StepRecord:
         """The last steps whose norm stood out."""
         return list(self._counters.read().spikes)
 
-    def clip_stats(self, layers_of: list[Group] | None) -> ClipStats:
+    def clip_stats(self, groups: list[Group], *, layers: bool) -> ClipStats:
         """An optimizer's ``clip_stats()``; warns once if somebody clips before it."""
         counters = self._counters.read()
         if self._checks_norms and is_clipped_before(counters.norms):
@@ -245,8 +245,8 @@ class StepRecord:
                 stacklevel=3,
             )
         stats = clip_stats_of(counters)
-        if layers_of is not None:
-            stats["layers"] = layer_norms(layers_of)
+        if layers:
+            stats["layers"] = layer_norms(groups)
         return stats
 
     def stop_double_clip_check(self) -> None:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from operator import gt, truediv
+from operator import truediv
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
@@ -17,22 +17,10 @@ from torch.torch_version import TorchVersion
 
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import in_zero_redundancy_optimizer
-from curvestep.optim._update import Bundle, Part, Rule, along, apply_pieces, collect, joined, parts_of, update
+from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import step_on_device
-from curvestep.optim.policy import (
-    Group,
-    Policy,
-    check_scope,
-    clipped_norms,
-    counted_pieces,
-    is_on_host,
-    may_be_pretended,
-    numbers_of_scaler,
-    rule_of,
-    spike_of,
-    unscale_pieces,
-)
+from curvestep.optim.policy import Group, HostStep, Policy, as_float, check_scope, is_on_host, rule_of
 from curvestep.optim.record import StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -62,9 +50,16 @@ class ScaledOptions(TypedDict, total=False):
 
 
 _DEFAULTS: ScaledOptions = {
-    "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "maximize": False, "foreach": None,
-    "fused": None, "differentiable": False, "capturable": False,
+    "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "foreach": None, "fused": None,
+    "differentiable": False, "capturable": False,
 }  # fmt: skip
+# Options that cannot be true together, and what is said then, as torch says it.
+_EXCLUSIVE = {
+    ("fused", "differentiable"): "`fused` does not support `differentiable`",
+    ("foreach", "differentiable"): "`foreach` does not support `differentiable`",
+    ("capturable", "differentiable"): "`capturable` does not support `differentiable`",
+    ("fused", "foreach"): "`fused` and `foreach` cannot be `True` together.",
+}
 
 
 class ScaledOptimizer(Optimizer, ABC):
@@ -103,11 +98,9 @@ class ScaledOptimizer(Optimizer, ABC):
             )
         self._policy = _policy_of(settings)
         self._record = StepRecord(type(self).__name__)
-        for option in ("fused", "foreach", "capturable"):
-            if settings[option] and settings["differentiable"]:
-                raise RuntimeError(f"`{option}` does not support `differentiable`")
-        if settings["fused"] and settings["foreach"]:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        for (option, other), message in _EXCLUSIVE.items():
+            if settings[option] and settings[other]:
+                raise RuntimeError(message)
         if settings["capturable"] and settings["nonfinite"] == "raise":
             raise ValueError(
                 "`capturable=True` cannot raise for a gradient that is not finite: a graph reads nothing. "
@@ -150,26 +143,25 @@ class ScaledOptimizer(Optimizer, ABC):
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-        on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"  # reading it would synchronize
-        if not on_device and not 0.0 <= checked_number("lr", lr) < math.inf:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not 0.0 <= checked_number("weight_decay", group["weight_decay"]) < math.inf:
-            raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
-        rule = rule_of(group) if self.threshold == "max_norm" else None
-        if rule is None:
+        if not isinstance(lr, Tensor) or lr.is_cpu:  # reading it would synchronize
+            check_between("lr", lr, "learning rate")
+        check_between("weight_decay", group["weight_decay"], "weight_decay value")
+        rule = rule_of(group)
+        if rule is None or self.threshold != "max_norm":
             self.coefficient(0.0, group)
         else:
             _check_rule(rule, group)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with values of its own where it names them."""
-        if isinstance(param_group, dict):
+        if isinstance(param_group, dict):  # else torch says what is wrong
+            group = self.defaults | param_group
             for name in _SHARED:
-                if name in param_group and param_group[name] != self.defaults.get(name):
+                if group.get(name) != self.defaults.get(name):
                     raise ValueError(
                         f"`{name}` holds for all groups: set it for the optimizer, not for one group."
                     )
-            self.check_group(self.defaults | param_group)
+            self.check_group(group)
         super().add_param_group(param_group)
         self._disable_kernel_for_negated()
 
@@ -183,9 +175,9 @@ class ScaledOptimizer(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
-        if torch.compiler.is_compiling():
-            return self._unobserved_step(closure) if self._is_traceable() else _eager_step(self, closure)
-        if type(self).step is ScaledOptimizer.step and _is_observed(self):
+        if torch.compiler.is_compiling() and not self._is_traceable():
+            return _eager_step(self, closure)
+        if not torch.compiler.is_compiling() and _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
 
@@ -211,7 +203,7 @@ class ScaledOptimizer(Optimizer, ABC):
         Args:
             layers: Add ``layers``, the norm of each gradient in ``.grad``: ask before ``zero_grad()``.
         """
-        return self._record.clip_stats(self.param_groups if layers else None)
+        return self._record.clip_stats(self.param_groups, layers=layers)
 
     def stop_double_clip_check(self) -> None:
         """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
@@ -257,7 +249,7 @@ class ScaledOptimizer(Optimizer, ABC):
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
             if bundles and reads_numbers(bundles):
-                self._step(bundles, None if loss is None else float(loss))
+                self._step(bundles, as_float(loss))
             elif bundles:
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
@@ -272,40 +264,30 @@ class ScaledOptimizer(Optimizer, ABC):
 
     def _step(self, bundles: list[Bundle], loss: float | None) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
-        counters = self._record.on_host()
-        scale, overflowed = numbers_of_scaler(self)
-        unscale = 1 / scale
-        norms = [norm * unscale for norm in self._policy.norms(bundles)]
-        if unscale != 1.0:
-            unscale_pieces(bundles, unscale)
-        norm = self._policy.joint_norm(norms)
-        pretended = norm == 0 and may_be_pretended(self)
-        is_spike = norm > counters.spike_bound
-        if overflowed or self._policy.should_skip(norms, loss, counters, self.param_groups):
-            if is_spike:
-                counters.keep_spike(spike_of(counters, norm, 0.0, loss, self.param_groups))
-            counters.count_skipped(norm)
+        step = HostStep(self, self._policy, self._record, bundles, self._policy.norms(bundles), loss)
+        if step.is_left_out():
             return
-        counters.keep_loss(loss)
         if self.defaults.get("clip") == "momentum":
-            parts = [_averaged_(unscale, parts_of(b, self.state), b.group) for b in bundles]
-            norms, unscale = self._policy.norms(list(map(joined, parts))), 1.0
-            groups = self._record.rules.bounded(bundles, norms, norm, self.param_groups)
+            parts = self._averaged_(bundles, step)
+            groups = step.bounded()
         else:
-            groups = self._record.rules.bounded(bundles, norms, norm, self.param_groups)
-            apply_pieces(bundles)
+            groups = step.bounded()
             parts = [parts_of(bundle, self.state) for bundle in bundles]
-        coefficients = list(map(self.coefficient, norms, groups))
+        coefficients = list(map(self.coefficient, step.norms, groups))
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
-                update(part, coefficient * unscale)
+                update(part, coefficient * step.unscale)
         relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
-        if is_spike:
-            clipped_norm = self._policy.joint_norm(clipped_norms(bundles, norms, relative))
-            counters.keep_spike(spike_of(counters, norm, clipped_norm, loss, self.param_groups))
-        if not pretended:
-            fired = list(map(gt, norms, self.thresholds(groups)))
-            counters.count(norm, *counted_pieces(bundles, relative, fired))
+        step.count(relative, self.thresholds(groups))
+
+    def _averaged_(self, bundles: list[Bundle], step: HostStep) -> list[list[Part]]:
+        """Take the gradients into the momentum buffers; the average is what the step clips."""
+        parts: list[list[Part]] = []
+        for bundle in bundles:
+            found = parts_of(bundle, self.state)
+            parts.append([along(p, *p.rule.averaged_(p, step.unscale), bundle.group) for p in found])
+        step.norms, step.unscale = self._policy.norms(list(map(joined, parts))), 1.0
+        return parts
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
@@ -326,11 +308,6 @@ def _check_rule(rule: ClipRule, group: Group) -> None:
     check_scope(rule, group["norm_scope"])
 
 
-def _averaged_(unscale: float, parts: list[Part], group: Group) -> list[Part]:
-    """Take the gradients into the momentum buffers, and go along the average."""
-    return [along(part, *part.rule.averaged_(part, unscale), group) for part in parts]
-
-
 def _policy_of(settings: Group) -> Policy:
     return Policy(settings["norm_scope"], settings["nonfinite"], settings["skip_above"])
 
@@ -348,7 +325,12 @@ _eager_step.__dict__.update(
 
 
 def _is_observed(optimizer: Optimizer) -> bool:
-    """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell."""
+    """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell.
+
+    A subclass with a ``step`` of its own is looked at there: torch wraps it.
+    """
+    if type(optimizer).step is not ScaledOptimizer.step:
+        return False
     try:
         return torch.autograd._profiler_enabled() or _has_hooks(optimizer)  # pyright: ignore[reportPrivateImportUsage]
     except (AttributeError, TypeError):
@@ -373,8 +355,9 @@ def _check_same_device(bundles: list[Bundle]) -> None:
         )
 
 
-def checked_number(name: str, value: Quantity) -> float:
-    """``value`` as it is, if it is a number."""
+def check_between(name: str, value: Quantity, words: str, low: float = 0.0, high: float = math.inf) -> None:
+    """Raise as torch does if ``value`` is no number, not finite or out of range."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
-    return value
+    if not low <= value < high:
+        raise ValueError(f"Invalid {words}: {value}")

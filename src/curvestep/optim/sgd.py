@@ -14,21 +14,21 @@ and none of them writes to :math:`g`. :func:`update_loop` is the formula; the ot
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, NamedTuple, Unpack
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
-from curvestep._kernel import real_cpu_tensors
-from curvestep.optim._update import Number, Part, Scale
+from curvestep.optim._update import FusedKernel, Number, Part, Rule, trusted_kernel
 from curvestep.optim.policy import Group
-from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, checked_number
+from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
@@ -42,11 +42,6 @@ class SGDOptions(ScaledOptions, total=False):
     weight_decay: float
     nesterov: bool
     clip: str
-
-
-_SGD_DEFAULTS: SGDOptions = {
-    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "clip": "gradient",
-}  # fmt: skip
 
 
 class ScaledSGD(ScaledOptimizer):
@@ -69,39 +64,28 @@ class ScaledSGD(ScaledOptimizer):
         check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
         if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
             raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
-        super().__init__(params, rule, _SGD_DEFAULTS, options)
+        super().__init__(params, rule, {**SGDRule.defaults(), "clip": "gradient"}, options)
 
     def rule(self, group: Group) -> SGDRule:
         """Momentum, weight decay and ascent of a group."""
-        return SGDRule(
-            lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
-            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=group["maximize"],
-        )  # fmt: skip
+        return SGDRule(*_constants_of(group))
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
-        if not 0.0 <= checked_number("momentum", group["momentum"]) < math.inf:
-            raise ValueError(f"Invalid momentum value: {group['momentum']}")
-        if not math.isfinite(checked_number("dampening", group["dampening"])):
-            raise ValueError(f"Invalid dampening value: {group['dampening']}")
+        check_between("momentum", group["momentum"], "momentum value")
+        check_between("dampening", group["dampening"], "dampening value", low=-sys.float_info.max)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         super().check_group(group)
 
 
-class SGDRule(NamedTuple):
+@dataclass(slots=True)
+class SGDRule(Rule):
     """The constants of an update with or without momentum, all but the factor on the gradient."""
 
-    lr: Number
     momentum: float = 0.0
     dampening: float = 0.0
-    weight_decay: float = 0.0
     nesterov: bool = False
-    maximize: bool = False
-
-    counts_steps = False
-    measures_tensors = False
-    sparse_error = ""
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
@@ -113,21 +97,17 @@ class SGDRule(NamedTuple):
         """Whether torch has the kernel."""
         return fused_sgd() is not None
 
-    def with_lr(self, lr: Number) -> SGDRule:
-        """The same rule with another learning rate."""
-        return self._replace(lr=lr)
-
     def first(self) -> SGDRule:
         """As torch: the first gradient that a buffer sees is not damped."""
-        return self._replace(dampening=0.0) if self.dampening != 0 else self
+        return replace(self, dampening=0.0)
 
     def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
         assert part.view is not None  # this path is chosen only where there is one
         part.view.kernel.update(
-            part.view, scale=self._signed(scale), weight_decay=self.weight_decay,
+            part.view, scale=self.signed(scale), weight_decay=self.weight_decay,
             momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
-            units=part.scaled_units(self._signed(scale)),
+            units=part.scaled_units(self.signed(scale)),
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:
@@ -139,25 +119,23 @@ class SGDRule(NamedTuple):
         if self.weight_decay and (self.nesterov or not self._can_fold(scale)):
             self.by_foreach(part, scale)
             return
-        lr, decay = float(self.lr), 0.0
-        if self.weight_decay:
-            decay = self.weight_decay / scale
+        lr, decay = float(self.lr), self.weight_decay / max(scale, _SMALLEST_FOLDED)
         if not part.buffers:
             _fused_call(part, lr=lr * scale, weight_decay=decay, maximize=self.maximize)
             return
-        # Nesterov: p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
-        _fused_call(
-            part, lr=lr * self.momentum if self.nesterov else lr, weight_decay=decay,
-            momentum=self.momentum, dampening=1 - scale * (1 - self.dampening), maximize=self.maximize,
-        )  # fmt: skip
+        constants = {"momentum": self.momentum, "dampening": 1 - scale * (1 - self.dampening)}
         if self.nesterov:
+            # p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
+            _fused_call(part, lr=lr * self.momentum, maximize=self.maximize, **constants)
             _fused_call(replace(part, buffers=[]), lr=lr * scale, maximize=self.maximize)
+        else:
+            _fused_call(part, lr=lr, weight_decay=decay, maximize=self.maximize, **constants)
 
     def _can_fold(self, scale: float) -> bool:
         """Whether w/c has the precision of the other constants."""
         return scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1 / _SMALLEST_FOLDED
 
-    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor | None) -> None:
+    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor) -> None:
         """The kernel of torch, of whose constants only lr can be a tensor; others need a scaled copy."""
         lr = self.lr
         if part.buffers or self.weight_decay:
@@ -175,7 +153,7 @@ class SGDRule(NamedTuple):
         """A handful of calls over all parameters at once."""
         # Last tensor first: what the norm read last is still in the cache.
         params, grads = part.params[::-1], part.grads[::-1]
-        factor = self._signed(scale)
+        factor = self.signed(scale)
         if isinstance(factor, Tensor) or self.weight_decay or self.nesterov:
             grads = torch._foreach_mul(grads, factor)
             factor = 1.0
@@ -196,9 +174,8 @@ class SGDRule(NamedTuple):
 
     def by_loop(self, part: Part, scale: Number) -> None:
         """:func:`update_loop` for each parameter."""
-        buffers = part.buffers[0] if part.buffers else [None] * len(part.params)
-        for p, g, buffer in zip(part.params, part.grads, buffers, strict=True):
-            update_loop(p, g, buffer, self, scale)
+        for p, g, *buffer in zip(part.params, part.grads, *part.buffers, strict=True):
+            update_loop(p, g, self, scale, *buffer)
 
     def averaged_(self, part: Part, scale: Number) -> tuple[SGDRule, list[Tensor]]:
         """Take ``scale`` times the gradients into the momentum; the rule without it, and where to go."""
@@ -212,15 +189,15 @@ class SGDRule(NamedTuple):
             buffer.mul_(self.momentum).add_(g, alpha=1 - self.dampening)
         if self.nesterov:
             directions = [torch.add(self.momentum * b, g) for g, b in zip(grads, directions, strict=True)]
-        return self._replace(momentum=0.0, dampening=0.0, nesterov=False), directions
-
-    def _signed(self, scale: Scale) -> Scale:
-        return -scale if self.maximize else scale
+        return replace(self, momentum=0.0, dampening=0.0, nesterov=False), directions
 
 
-def update_loop(p: Tensor, g: Tensor, buffer: Tensor | None, rule: SGDRule, scale: Number) -> None:
+_constants_of = itemgetter(*[f.name for f in fields(SGDRule)])
+
+
+def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tensor | None = None) -> None:
     """The formula for one parameter; the gradient may be sparse."""
-    d = g * (-scale if rule.maximize else scale)
+    d = g * rule.signed(scale)
     if rule.weight_decay:
         # A copy, so that a gradient to the weight decay finds p as it was. In this order: dense + sparse
         # works, sparse + dense does not.
@@ -238,7 +215,7 @@ def _fused_call(part: Part, **constants: Any) -> None:
     kernel = fused_sgd()
     assert kernel is not None  # this path is chosen only where there is one
     defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
-    buffers = part.buffers[0] if part.buffers else []
+    buffers = list(chain(*part.buffers))
     # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
     # last is still in the cache.
     kernel(
@@ -248,27 +225,19 @@ def _fused_call(part: Part, **constants: Any) -> None:
 
 
 @cache
-def fused_sgd() -> Callable[..., None] | None:
-    """``torch._fused_sgd_`` if it is there and follows the formula that is folded into it.
-
-    torch promises nothing about a function with an underscore, so it is tried on a small case first.
-    """
-    kernel = getattr(torch, "_fused_sgd_", None)
-    with real_cpu_tensors():
-        return kernel if kernel is not None and _follows_formula(kernel) else None
+def fused_sgd() -> FusedKernel | None:
+    """``torch._fused_sgd_`` if it is there and follows the formula that is folded into it."""
+    return trusted_kernel("_fused_sgd_", _follows_formula)
 
 
-def _follows_formula(kernel: Callable[..., None]) -> bool:
+def _follows_formula(kernel: FusedKernel) -> bool:
     """Try b <- mu*b + (1 - d)(g + w*p), p <- p - lr*b on five numbers."""
     p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
     b = torch.ones(5, dtype=torch.float64)
     expected_b = 0.5 * b + 0.25 * (g + 3.0 * p)
     expected_p = p - 0.1 * expected_b
-    try:
-        kernel(
-            [p], [g], [b], lr=0.1, weight_decay=3.0, momentum=0.5, dampening=0.75,
-            nesterov=False, maximize=False, is_first_step=False,
-        )  # fmt: skip
-    except (RuntimeError, TypeError):
-        return False
+    kernel(
+        [p], [g], [b], lr=0.1, weight_decay=3.0, momentum=0.5, dampening=0.75,
+        nesterov=False, maximize=False, is_first_step=False,
+    )  # fmt: skip
     return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
