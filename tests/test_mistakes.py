@@ -108,7 +108,7 @@ def clip_two_optimizers(model):
 REFUSED = [
     (record_a_loss, TypeError, "needs a function that computes the loss"),
     (measure_around_a_loss, TypeError, "needs a function that computes the loss"),
-    (calibrate_two_optimizers, ValueError, "one optimizer, got 2"),
+    (calibrate_two_optimizers, ValueError, "must be one optimizer, .* got a list"),
     (calibrate_the_loss_of_another_model, ValueError, "`loss_of_batch` gives no gradient of `model`"),
     (swap_arguments, TypeError, r"The order is `calibrate\(model, loss_of_batch, batches\)`"),
     (return_a_loss_per_sample, ValueError, r"Reduce it with `.mean\(\)`"),
