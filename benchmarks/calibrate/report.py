@@ -15,9 +15,13 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.methods import RIVALS
+from benchmarks.calibrate.methods import RIVALS, SCHEDULE
 from benchmarks.calibrate.run import Job, loss_of, read
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
+
+from curvestep.calibration import choice
+from curvestep.calibration.calibration_words import is_judged
+from curvestep.optimizer_family import Family
 
 WITHIN = 0.05  # regret that counts as found
 
@@ -86,7 +90,7 @@ def table(rows: list[Job], tasks: list[str], kind: str) -> list[str]:
             cells.append(f"{mean(found):.1%}" if found else "")
         ours = [row for row in own if row["method"] == "calibrate" and "found" in row]
         spent = f"{mean(row['spent'] for row in ours):.0f}" if ours else ""
-        sure = ", ".join(sorted({row["found"]["confidence"] for row in ours}))
+        sure = ", ".join(sorted({said(row) for row in ours}))
         lines.append(f"| {task} ({best.lr:.3g}) | {' | '.join(cells)} | {spent} | {sure} |")
     if not any(missed.values()):
         return []
@@ -100,6 +104,17 @@ def _share(regrets: list[float]) -> float:
     return mean(regret <= WITHIN for regret in regrets)
 
 
+FAMILIES = {"adamw": Family.ADAM, "momentum": Family.MOMENTUM, "plain": Family.SGD, "clipped": Family.SGD}
+
+
+def said(row: Job) -> str:
+    """The confidence of an answer by today's gauge, from its trials."""
+    names = ("lr", "num_steps", "gain", "error")
+    arms = choice.longest([choice.Arm(**dict(zip(names, arm, strict=True))) for arm in row["found"]["arms"]])
+    is_tested = is_judged(FAMILIES[row["kind"]], SCHEDULE[row["kind"]])
+    return choice.confidence(arms, row["found"]["lr"], is_tested=is_tested)
+
+
 def confidence(rows: list[Job], tasks: list[str]) -> list[str]:
     """Of the answers of each confidence, the share within 5 %."""
     found: dict[str, list[float]] = {}
@@ -111,7 +126,7 @@ def confidence(rows: list[Job], tasks: list[str]) -> list[str]:
                 continue
             for row in own:
                 if row["method"] == "calibrate" and "found" in row:
-                    found.setdefault(row["found"]["confidence"], []).append(best.regret(row))
+                    found.setdefault(said(row), []).append(best.regret(row))
     lines = ["| confidence | answers | within 5 % | worst |", "| --- | --- | --- | --- |"]
     for name, regrets in sorted(found.items()):
         lines.append(f"| {name} | {len(regrets)} | {_share(regrets):.0%} | {max(regrets):.1%} |")

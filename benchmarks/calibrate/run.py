@@ -42,8 +42,8 @@ Job = dict[str, Any]
 
 def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
-    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "FACTOR", "NOISY_FACTOR", "CLEAR", "BLIND",
-             "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
+    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR", "NOISY_FACTOR",
+             "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
     known = {**vars(choice), **vars(arms), **vars(scale)}
     return {**{name: known[name] for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration.arms import Pilots
-from curvestep.calibration.calibration_words import is_judged
+from curvestep.calibration.calibration_words import is_judged, of_arms
 from curvestep.calibration.choice import Arm, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
@@ -427,7 +427,7 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
 
 def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_schedule():
     def said(arms, family=Family.ADAM, schedule="warmup-decay"):
-        return confidence(arms, is_tested=is_judged(family, schedule))
+        return confidence(arms, 2.0, is_tested=is_judged(family, schedule))
 
     assert clarity(arms_of(0.1, 0.5, error=0.1)) == pytest.approx(5.0)
     assert clarity(arms_of(-0.1, -0.5)) == 0.0
@@ -442,6 +442,25 @@ def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_sched
     assert said(arms_of(0.1, 1.0, 0.5, error=0.3)) == "medium"
     assert said(arms_of(0.1, 0.5, 1.0)) == "medium"
     assert said(arms_of(0.1, 1.0, 0.5, error=0.6)) == "cannot tell"
+    assert said(arms_of(0.89, 1.0, 0.5)) == "high"
+    assert said(arms_of(0.91, 1.0, 0.5)) == "medium"  # half of 2.0 gains nearly as much
+    assert said(arms_of(-math.inf, 1.0, 0.5)) == "high"
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ((0.1, 1.0, 0.5), set()),
+        ((0.91, 1.0, 0.5), {"flat"}),
+        ((0.97, 1.0, 0.5), {"flat", "edge"}),
+        ((0.01, 0.015, 0.0), {"unknown"}),
+    ],
+)
+def test_doubts_that_the_arms_leave_are_said(gains, expected):
+    assert {note.kind for note in of_arms(arms_of(*gains), 2.0, num_judges=8)} == expected
+    doubled = of_arms(arms_of(*gains, num_steps=32), 2.0, num_judges=5)
+    more = {"noise", "few-batches"} if "unknown" not in expected else set()
+    assert {note.kind for note in doubled} == expected | more
 
 
 def test_answer_is_printed_in_at_most_eight_lines():

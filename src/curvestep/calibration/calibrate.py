@@ -115,14 +115,15 @@ def calibrate(
     finally:
         show(words.CLEAR_LINE)
     arms = longest(tried)
+    lr = answer(arms, schedule, scale)
     return Calibration(
         optimizer=method.name,
         family=method.family,
         momentum=method.momentum,
-        lr=answer(arms, schedule, scale),
+        lr=lr,
         max_norm=threshold,
         schedule=schedule,
-        confidence=confidence(arms, is_tested=words.is_judged(method.family, schedule)),
+        confidence=confidence(arms, lr, is_tested=words.is_judged(method.family, schedule)),
         arms=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,
@@ -131,7 +132,7 @@ def calibrate(
         warnings=(
             *words.of_start(model, method, grad_norm),  # first: only the first warning is printed
             *words.of_untrained(passes.num_outside, num_idle),
-            *words.of_arms(arms, num_judges=num_judges),
+            *words.of_arms(arms, lr, num_judges=num_judges),
         ),
     )
 

@@ -126,7 +126,7 @@ def other_threshold(found: Calibration, name: str, own: Iterable[float]) -> str:
     )
 
 
-def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
+def of_arms(arms: Sequence[Arm], lr: float, *, num_judges: int) -> list[Note]:
     """Doubts that the trials leave."""
     if choice.clarity(arms) < choice.BLIND:
         text = "No trial lowered the loss of other batches for sure. Is the model trained, or the batch tiny?"
@@ -136,6 +136,8 @@ def of_arms(arms: Sequence[Arm], *, num_judges: int) -> list[Note]:
         (choice.is_doubled(arms), "noise",
          "Noise hid the gains of short trials, so they were doubled. Larger batches say more."),
         (not choice.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
+        (choice.is_flat(arms, lr), "flat",
+         "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it."),
         (num_judges < NUM_JUDGES, "few-batches",
          f"Few batches: {num_judges} judged the trials. Give {NUM_JUDGES + NUM_STEPS}."),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import numpy as np
 NUM_STEPS = 16  # of an arm; twice as many where noise hides the gains
 SUFFICIENT = 0.96  # of the best arm's gain
 FACTOR, NOISY_FACTOR = 1.1, 0.7  # peak of the run in units of the smallest sufficient one
+NEARLY = 0.9  # of the best arm's gain: hardly worse
 CLEAR, BLIND = 5.0, 2.0  # standard errors of the best arm's gain: below, arms are doubled; nothing is known
 
 
@@ -49,7 +50,7 @@ def next_octave(gains: Mapping[int, float]) -> int | None:
     best = max(gains.values())
     here = min(octave for octave, gain in gains.items() if gain >= SUFFICIENT * best)
     *_, second, top = sorted(gains)
-    is_edge = here == top and gains[second] <= 0.9 * best  # what is better lies above, not between
+    is_edge = here == top and gains[second] <= NEARLY * best  # what is better lies above, not between
     if here - 1 not in gains and not is_edge:
         return here - 1
     if here + 1 not in gains:
@@ -61,7 +62,7 @@ def smallest_sufficient(arms: Sequence[Arm]) -> float:
     """Where the gain, linear in log lr between ascending arms, first reaches its share of the best."""
     gains = _gains(arms)
     reached = np.maximum.accumulate(np.maximum(gains, -gains.max()))
-    return math.exp(np.interp(SUFFICIENT, reached / gains.max(), [math.log(arm.lr) for arm in arms]))
+    return math.exp(np.interp(SUFFICIENT, reached / gains.max(), _logs(arms)))
 
 
 def clarity(arms: Sequence[Arm]) -> float:
@@ -86,12 +87,20 @@ def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
     return factor * smallest_sufficient(arms)
 
 
-def confidence(arms: Sequence[Arm], *, is_tested: bool) -> str:
+def confidence(arms: Sequence[Arm], lr: float, *, is_tested: bool) -> str:
     """How far to trust the answer, in a word; ``is_tested`` is whether the optimizer was, so scheduled."""
     if clarity(arms) < BLIND:
         return "cannot tell"
-    is_sure = all((is_tested, clarity(arms) >= CLEAR, not is_doubled(arms), is_bracketed(arms)))
+    is_clear = clarity(arms) >= CLEAR and not is_doubled(arms)
+    is_sure = all((is_tested, is_clear, is_bracketed(arms), not is_flat(arms, lr)))
     return "high" if is_sure else "medium"
+
+
+def is_flat(arms: Sequence[Arm], lr: float) -> bool:
+    """Whether half of the answer gains nearly as much as any arm: trials so short hardly tell rates apart."""
+    gains = np.maximum(_gains(arms), 0.0)
+    half = np.interp(math.log(lr / 2), _logs(arms), gains)
+    return bool(half >= NEARLY * gains.max())
 
 
 def longest(arms: Sequence[Arm]) -> list[Arm]:
@@ -106,3 +115,7 @@ def is_doubled(arms: Sequence[Arm]) -> bool:
 
 def _gains(arms: Sequence[Arm]) -> np.ndarray:
     return np.array([arm.gain for arm in arms])
+
+
+def _logs(arms: Sequence[Arm]) -> list[float]:
+    return [math.log(arm.lr) for arm in arms]
