@@ -80,6 +80,10 @@ def test_progress_is_measured_for_negative_losses_too(sign):
     assert (decide(stuck).kind, decide(fell).kind) == ("no-progress", "no-sign")
 
 
+def test_a_loss_that_rose_before_it_was_not_finite_is_no_bad_batch():
+    assert decide(outcome(lost_at=16, last_loss=2.5)).kind == "not-finite"
+
+
 def test_a_fall_that_noise_does_not_explain_is_no_standstill():
     # A fine-tuned model starts near its end.
     assert decide(outcome(first_loss=3.0, last_loss=2.8, fell=True)).action == "keep"
@@ -109,3 +113,20 @@ def test_of_adam_at_a_constant_rate_the_start_says_nothing():
     facts = EXAMPLES["short-first-steps"][0]
     assert decide(outcome(family=Family.ADAM, **facts)).action == "keep"
     assert decide(outcome(family=Family.ADAM, scheduled=True, **facts)).action == "raise"
+
+
+@pytest.mark.parametrize(("facts", "kind"), [
+    ({"num_rows": 0, "num_losses": 3}, "few-rows"),  # too early to say that nothing moves
+    ({"failure": "the loss is random"}, "no-sign"),  # enough rows are left
+    ({"highest_loss": 9.0}, "no-sign"),  # it came back all the way
+    ({"highest_loss": 9.0, "last_loss": 1.1}, "no-sign"),
+    ({"start_factor": 0.7}, "no-sign"),  # rather long steps, but the loss fell
+    ({"start_factor": 3.5, "kappa": 0.2}, "no-sign"),
+    ({"start_factor": 9.0, "kappa": 0.4}, "no-sign"),
+    ({"efficiency": 0.15}, "no-sign"),
+    ({"kappa": 0.11}, "no-sign"),
+    ({"last_loss": 2.25, "fell": False, "start_factor": 1.1}, "no-progress"),
+    ({"last_loss": 1.0, "fell": False}, "no-sign"),
+])  # fmt: skip
+def test_next_to_a_condition_it_does_not_hold(facts, kind):
+    assert decide(outcome(**facts)).kind == kind

@@ -8,12 +8,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from curvestep.advice import advice_words as words
 from curvestep.advice.decision import CANNOT_TELL, TAKE, decide
 from curvestep.advice.outcome import outcome_of
-from curvestep.advice.settings import best_of, check_alike, next_lr, settings_of, ties_of
+from curvestep.advice.settings import best_setting, check_alike, next_lr, settings_of, ties_of
 from curvestep.display.markup import html_table
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import History, check_trace
@@ -141,13 +139,12 @@ def _from_run(history: History, run: object = None) -> Advice:
 
 
 def _from_settings(histories: list[History]) -> Advice:
-    """The best setting as it was run; of runs that were all lost, what follows from the smallest lr."""
+    """The best setting as it was run; where no loss is left to compare, what follows from the smallest lr."""
     check_alike(histories)
     settings = settings_of(histories)
-    if all(math.isinf(setting.loss) for setting in settings):
-        smallest = int(np.argmin([outcome_of(history).lr for history in histories]))
-        return _from_run(histories[smallest])
-    best = best_of(settings)
+    if not any(math.isfinite(setting.loss) for setting in settings):
+        return _from_run(min(histories, key=lambda history: outcome_of(history).lr))
+    best = settings[best_setting({index: setting.losses for index, setting in enumerate(settings)})]
     following = next_lr(best, settings)
     return Advice(
         action=TAKE,

@@ -20,16 +20,16 @@ _VERDICTS = {
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
     DIVERGED: "DIVERGED: run calibrate, or lower {change}",
-    "not-finite": "DIVERGED at step {lost_at}: run calibrate, or lower {change}",
+    "not-finite": "DIVERGED at step {run.lost_at}: run calibrate, or lower {change}",
     STUCK: "STUCK: run calibrate, or lower {change}",
-    DATA: "DATA: look at the data of step {lost_at}, and at its loss. lr does not look like the cause.",
+    DATA: "DATA: look at the data of step {run.lost_at}, and at its loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
     "no-rows": "CANNOT TELL: no step was measured. Let the probe see each step: `probe.watch(optimizer)`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
     "no-step": "CANNOT TELL: the parameters did not move. Does the optimizer hold them, is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
-    "few-rows": "CANNOT TELL: {num_rows} rows of at least {least}. Train longer, or probe more often.",
+    "few-rows": "CANNOT TELL: {run.num_rows} rows of at least {least}. Train longer, or probe more often.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
 }
 _HOW_STEPS_WENT = {
@@ -50,37 +50,34 @@ def verdict_on(decision: Answer, run: Outcome) -> str:
     return template.format(
         setting=setting_name(run).removesuffix(", no step clipped"),
         change=f"{rate} {run.lr:.3g} -> {decision.lr:.3g}" if decision.lr else rate,
-        lost_at=run.lost_at,
-        num_rows=run.num_rows,
         least=LEAST_ROWS,
+        run=run,
         failure=shorten(run.failure, 110, placeholder=" …"),
     )
 
 
 def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
     """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
-    found = []
+    found = {}
     if run.num_losses:
-        text = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
-        found.append(Note("loss", text))
+        found["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
     if math.isfinite(run.kappa):
         text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
-        found.append(Note("steps", text + _HOW_STEPS_WENT.get(decision.kind, "")))
+        found["steps"] = text + _HOW_STEPS_WENT.get(decision.kind, "")
     if run.start_factor >= 1:
-        found.append(Note("start", f"the largest working step was {run.start_factor:.2g}x the step taken"))
+        found["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
     elif run.start_factor > 0:
-        text = f"the largest working step was 1/{1 / run.start_factor:.2g} of the step taken"
-        found.append(Note("start", text))
+        found["start"] = f"the largest working step was 1/{1 / run.start_factor:.2g} of the step taken"
     if run.clipped == 0:
-        found.append(Note("clipping", "no step was clipped"))
+        found["clipping"] = "no step was clipped"
     elif run.clipped > 0:
         effect = "Adam divides by the norm again"
         if not run.family.is_adaptive:
             effect = "for these only lr x max_norm counts"
-        found.append(Note("clipping", f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {effect}"))
+        found["clipping"] = f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {effect}"
     if decision.action in _NEXT:
-        found.append(Note("next", _NEXT[decision.action]))
-    return tuple(found)
+        found["next"] = _NEXT[decision.action]
+    return tuple(Note(kind, text) for kind, text in found.items())
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:

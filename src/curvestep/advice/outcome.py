@@ -59,10 +59,10 @@ def _setting(history: History) -> dict[str, Any]:
         word = family_of(header.get("optimizer") or next(filter(None, rows["optimizer"]), ""))
     family = Family(word)
     clip = history.clip_norm[history.ok]
-    max_norm, clipped = typical_clip_norm(clip), _mean(np.isfinite(clip[~np.isnan(clip)]))
+    max_norm, clipped = typical_clip_norm(clip), _of_known(np.mean, np.isfinite(clip[~np.isnan(clip)]))
     if family is Family.NORMALIZED:  # it shortens every step, by a rule without an edge
         max_norm, clipped = _number(header.get("offset"), max_norm), 0.0
-    noise = _median(rows["noise"])
+    noise = _of_known(np.median, rows["noise"])
     return {
         "family": family,
         "lr": lr,
@@ -82,17 +82,19 @@ def _loss_curve(history: History) -> dict[str, Any]:
         lost = lost[:0]  # nobody recorded the loss
     part = max(FEW_ROWS, len(known) // 10)
     start, last = loss[known[:part]], loss[_later_half(known, history.step)[-part:]]
-    noise = 1.05 * _median(np.abs(np.diff(loss[known])))  # of a row: the standard deviation, were it normal
+    noise = 1.05 * _of_known(
+        np.median, np.abs(np.diff(loss[known]))
+    )  # of a row: the standard deviation, were it normal
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(last)))
     num_steps = float(np.max(history.step, initial=0) - np.min(history.step, initial=math.inf))
-    own_fall = _mean((loss - after)[history.ok])
+    own_fall = _of_known(np.mean, (loss - after)[history.ok])
     return {
         "num_losses": len(known),
-        "first_loss": _mean(start[:1]),
-        "last_loss": _mean(last),
-        "end_loss": _mean(after[-1:]),
+        "first_loss": _of_known(np.mean, start[:1]),
+        "last_loss": _of_known(np.mean, last),
+        "end_loss": _of_known(np.mean, after[-1:]),
         "highest_loss": float(np.max(loss[known], initial=-math.inf)),
-        "fell": _mean(start) - _mean(last) > clear,
+        "fell": _of_known(np.mean, start) - _of_known(np.mean, last) > clear,
         "should_have_fallen": own_fall * num_steps > clear,
         "noise": noise,
         "lost_at": int(history.step[lost[0]]) + 1 if len(lost) else None,
@@ -108,7 +110,7 @@ def _steps(history: History) -> dict[str, Any]:
     share[~np.isfinite(share)] = 1.0
     measured = history.ok & np.isfinite(kappa)
     # Of a schedule, what lies above the median is the half around its peak.
-    near = np.flatnonzero(measured & (share >= _median(share)))
+    near = np.flatnonzero(measured & (share >= _of_known(np.median, share)))
     late = near[-max(FEW_ROWS, len(_later_half(near, history.step))) :]
     promise = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0) * norm * length
     fall = rows["loss"] - rows["loss_after"]
@@ -120,8 +122,8 @@ def _steps(history: History) -> dict[str, Any]:
     return {
         "num_rows": int(measured.sum()),
         "failure": failures[0].removeprefix(FAILED) if len(failures) else "",
-        "kappa": _median(kappa[late]),
-        "efficiency": _median(fall[late]) / _median(promise[late]),
+        "kappa": _of_known(np.median, kappa[late]),
+        "efficiency": _of_known(np.median, fall[late]) / _of_known(np.median, promise[late]),
         "start_factor": _start_factor(history, kappa, fall / promise, share),
     }
 
@@ -139,7 +141,7 @@ def _start_factor(history: History, kappa: np.ndarray, efficiency: np.ndarray, s
         factors.append(share[row] * built_up * works)
         if works < 1:
             break
-    return _median(np.array(factors))
+    return _of_known(np.median, np.array(factors))
 
 
 def _kappa_along(history: History, row: int, whole: float) -> tuple[list[float], list[float]]:
@@ -169,14 +171,7 @@ def _number(value: Any, missing: float) -> float:
     return float(value) if isinstance(value, (int, float)) else missing
 
 
-def _mean(values: np.ndarray) -> float:
-    return _of_known(np.mean, values)
-
-
-def _median(values: np.ndarray) -> float:
-    return _of_known(np.median, values)
-
-
 def _of_known(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """A mean, median or end of the finite values; NaN if there is none."""
     known = values[np.isfinite(values)]
     return float(how(known)) if len(known) else math.nan

@@ -87,18 +87,6 @@ def settings_of(histories: Sequence[History]) -> list[TriedSetting]:
     return sorted(map(_merged, groups.values()), key=lambda setting: (setting.lr, setting.max_norm))
 
 
-def best_of(settings: Sequence[TriedSetting]) -> TriedSetting:
-    """The setting whose loss ended lowest.
-
-    Raises:
-        ValueError: If no run both kept its loss finite and recorded it.
-    """
-    if np.isnan(np.concatenate([setting.losses for setting in settings])).all():
-        words = "No run recorded a loss that can be compared."
-        raise ValueError(f"{words} Hand it to the probe: `probe.record(loss_fn)`.")
-    return settings[best_setting({index: setting.losses for index, setting in enumerate(settings)})]
-
-
 def ties_of(best: TriedSetting, settings: Sequence[TriedSetting]) -> list[TriedSetting]:
     """The other settings within two standard errors of the best."""
     near = [it for it in settings if it.loss - best.loss <= 2 * math.hypot(best.error, it.error)]
