@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip, clip_rules
 from curvestep.calibration.method import method_of
 from tests.calibration.models import Lion, kinds, network
 
@@ -144,6 +144,9 @@ def test_what_an_instance_cannot_say_is_refused():
     unequal = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
     refused(torch.optim.SGD(unequal, lr=1.0), "unequal momentum, 0 and 0.9")
     refused(torch.optim.SGD(parameters, lr=1.0, momentum=1.0), r"`momentum` must be in \[0, 1\)")
+    refused(torch.optim.LBFGS, "searches for its step itself")
+    by_rule = ClippedAdamW(parameters, lr=1.0, max_norm=clip_rules.percentile(10))
+    refused(by_rule, "clips by the rule percentile, and trials clip at a number")
     refused("Liom", "a name such as 'AdamW', got 'Liom'")
     refused(nn.Linear, "a name such as 'AdamW', got <class")
     refused(Lion, "give the Lion that will train")
@@ -261,6 +264,25 @@ def test_finite_threshold_that_was_set_is_tried_and_stays():
     cal = calibrate(model, loss, batches, optimizer=opt, budget=48)
     cal.apply(opt)
     assert opt.param_groups[0]["max_norm"] == cal.max_norm == 0.7
+
+
+@pytest.mark.parametrize(("own", "outside"), [(0.01, 0.5), (0.5, 0.01), (math.inf, 0.01)])
+def test_of_a_threshold_inside_and_one_outside_the_smaller_is_tried(own, outside):
+    model, loss, batches = network()
+    opt = ClippedAdamW(model.parameters(), lr=1.0, max_norm=own)
+    both = calibrate(model, loss, batches, optimizer=opt, max_norm=outside, budget=48)
+    alone = ClippedAdamW(model.parameters(), lr=1.0, max_norm=0.01)
+    assert both == calibrate(model, loss, batches, optimizer=alone, budget=48)
+    assert opt.param_groups[0]["max_norm"] == own
+
+
+def test_apply_leaves_a_rule_that_clips(found):
+    model, _, _ = network()
+    opt = ClippedSGD(model.parameters(), lr=1.0, max_norm=clip_rules.percentile(10))
+    with pytest.warns(UserWarning, match="keeps its own, percentile"):
+        found[1].apply(opt)
+    assert opt.param_groups[0]["max_norm"] == clip_rules.percentile(10)
+    assert opt.param_groups[0]["lr"] == pytest.approx(found[1].lr)
 
 
 def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():

@@ -97,7 +97,9 @@ def calibrate(
     check_choice("schedule", schedule, tuple(SCHEDULES))
     gradients, may_double = budget_of(budget, num_steps), budget is None
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
-    given = method.max_norm if max_norm is None else check_positive("max_norm", max_norm)
+    given = method.max_norm
+    if max_norm is not None:  # what clips less does nothing
+        given = min(given, check_positive("max_norm", max_norm))
     show = _printer(progress)
     show(words.before(method.name, gradients, may_double=may_double))
     began = perf_counter()

@@ -115,10 +115,10 @@ def trial(num_steps: int, lr: float) -> str:
     return f"{CLEAR_LINE}calibrate: {num_steps} steps at lr {lr:.3g}"
 
 
-def other_threshold(found: Calibration, name: str, own: Iterable[float]) -> str:
+def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str:
     """That an optimizer clips otherwise than the trials did."""
     tried = f"lr {found.lr:.3g} was tried with max_norm {found.max_norm:.3g}"
-    given = " and ".join(f"{value:g}" for value in sorted(own))
+    given = " and ".join(sorted(set(map(str, own))))
     if given:
         return f"{tried}, and {name} keeps its own, {given}. Calibrate with `optimizer=` the one that trains."
     return (

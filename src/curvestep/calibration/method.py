@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_nonnegative
+from curvestep.clip_rules import ClipRule
 from curvestep.lr_schedules import group_peak, peak_lr
 from curvestep.optim.adamw import ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD
@@ -67,9 +68,9 @@ class Method:
         return [known.get(id(p), 0.0) for p in parameters]
 
     def copy(self, max_norm: float) -> Optimizer:
-        """Another of these settings and state, with ``max_norm`` where it clips and has no threshold."""
+        """Another of these settings and state, with ``max_norm`` if it clips, and at nothing smaller."""
         made = copy.deepcopy(self.optimizer, {id(p): p for p in parameters_of(self.optimizer)})
-        sets_threshold = self.clips_itself and math.isinf(self.max_norm)
+        sets_threshold = self.clips_itself and max_norm < self.max_norm
         for group in made.param_groups:
             # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
             group["params"] = [p for p in group["params"] if p.requires_grad]
@@ -108,11 +109,24 @@ def method_of(
     if settings:
         raise ValueError(f"`{min(settings)}` is read from the optimizer itself: leave it out.")
     _check_instance(optimizer, model)
-    name = threshold_name(optimizer)
-    return _method(optimizer, min(float(group.get(name, math.inf)) for group in optimizer.param_groups))
+    return _method(optimizer, _threshold(optimizer))
+
+
+def _threshold(optimizer: Optimizer) -> float:
+    """The smallest threshold of the groups."""
+    bounds = [group.get(threshold_name(optimizer), math.inf) for group in optimizer.param_groups]
+    for rule in bounds:
+        if isinstance(rule, ClipRule):
+            raise ValueError(
+                f"`optimizer` clips by the rule {rule.name}, and trials clip at a number. Calibrate with "
+                "max_norm=math.inf, then set the rule."
+            )
+    return min(map(float, bounds))
 
 
 def _method(optimizer: Optimizer, max_norm: float) -> Method:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
     family, (momentum, *others) = family_of(optimizer), momenta(optimizer)
     if others:
         raise ValueError(
@@ -151,8 +165,6 @@ def _made(kind: type[Optimizer], model: nn.Module, settings: dict[str, float]) -
 def _check_instance(optimizer: Optimizer, model: nn.Module) -> None:
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
     strangers = set(parameters_of(optimizer)).difference(model.parameters())
     if strangers:
         raise ValueError(

@@ -142,13 +142,13 @@ class Calibration:
     def _set_threshold(self, optimizer: Optimizer) -> None:
         if math.isinf(self.max_norm):
             return
-        name = threshold_name(optimizer)
-        own = {float(group[name]) for group in optimizer.param_groups if name in group}
+        name, groups = threshold_name(optimizer), optimizer.param_groups
+        own = [group[name] for group in groups if name in group]  # numbers, or rules
         scope = optimizer.defaults.get("norm_scope", "global")
-        if own == {math.inf} and scope == "global":
-            for group in optimizer.param_groups:
+        if own == [math.inf] * len(groups) and scope == "global":
+            for group in groups:
                 group[name] = self.max_norm
-        elif own != {self.max_norm}:
+        elif own != [self.max_norm] * len(groups):
             python_warnings.warn(words.other_threshold(self, type(optimizer).__name__, own), stacklevel=3)
 
 
