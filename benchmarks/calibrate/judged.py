@@ -16,7 +16,7 @@ from benchmarks.calibrate.scheduled import GPT, Recipe, images_not_trained_on, m
 from benchmarks.calibrate.scripts import pieces
 from torch import Tensor, nn
 
-BATCHNORM = ("adamw", "momentum", "plain")
+EVERY = ("adamw", "momentum", "plain")
 
 
 def endless(draw: Callable[[torch.Generator], Batch]) -> Draw:
@@ -265,6 +265,27 @@ class UNet(nn.Module):
         return self.last(torch.cat([first, F.silu(self.up(self.down(first)))], 1))
 
 
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm beside a short cut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        outer = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+        self.layers = nn.Sequential(*inner, *outer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shaped as it came."""
+        return F.relu(x + self.layers(x))
+
+
+def residual_digits(width: int) -> nn.Module:
+    """A small ResNet for pictures of 8 x 8 pixels, given as vectors."""
+    first = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    middle = [Residual(width), nn.MaxPool2d(2), Residual(width)]
+    return nn.Sequential(*first, *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
 def _groups(channels: int) -> nn.Module:
     return nn.GroupNorm(4, channels)
 
@@ -291,9 +312,9 @@ TEST = samples(images_not_trained_on, 250)
 
 JUDGED = (
     _task("separable convolutions, BatchNorm", 1000, lambda: separable(32, nn.BatchNorm2d),
-          samples(small_cifar, 32), classify, valid=TEST, optimizers=BATCHNORM, weight_decay=5e-4),
+          samples(small_cifar, 32), classify, valid=TEST, optimizers=EVERY, weight_decay=5e-4),
     _task("words, LLaMA's layers", 3000, lambda: gated_words(2000, 48, 2), TRAIN, next_token, valid=VALID),
-    _task("table, categories", 500, lambda: Table(128), endless(prices), fitted, optimizers=BATCHNORM,
+    _task("table, categories", 500, lambda: Table(128), endless(prices), fitted, optimizers=EVERY,
           weight_decay=0.01),
     _task("characters, two LSTM layers", 1500, lambda: TwoLayerLSTM(manual_characters("train")[1], 64),
           pieces(lambda: manual_characters("train")[0], 16, 40), next_token,
@@ -305,8 +326,11 @@ JUDGED = (
     _task("communities of graphs", 400, lambda: Graph(160), endless(communities), classify,
           optimizers=("adamw", "momentum"), weight_decay=0.01),
     _task("masked pixels, MADE", 600, lambda: made(64, 192), endless(binary_digits), bernoulli,
-          weight_decay=0.0),
-    _task("halves of digits", 500, lambda: Towers(192), endless(halves), matching, weight_decay=0.05),
+          optimizers=EVERY, weight_decay=0.0),
+    _task("halves of digits", 500, lambda: Towers(192), endless(halves), matching, optimizers=EVERY,
+          weight_decay=0.05),
+    _task("ResNet for digits, BatchNorm", 600, lambda: residual_digits(24), samples(digits, 32), classify,
+          optimizers=EVERY, weight_decay=5e-4),
     _task("oscillator, physics-informed", 1500, lambda: nn.Sequential(nn.Linear(1, 112), nn.Tanh(),
           nn.Linear(112, 112), nn.Tanh(), nn.Linear(112, 112), nn.Tanh(), nn.Linear(112, 1)), endless(times),
           oscillation, weight_decay=0.0),
