@@ -15,10 +15,9 @@ from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.noise import BoundedNoise, Noise
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair
-from curvestep.theory.theorems.guarantee import Guarantee
+from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee
 
 # Rounding that the comparisons forgive, relative to the numbers compared.
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def _run(
         if guarantee.M is not None and steepest > guarantee.M * (1 + TOLERANCE):
             text = f"a gradient norm of {steepest:g} was met, and M = {guarantee.M:g} is claimed"
             reasons.append(Note("gradient-norm", text))
-        if guarantee.decrease is not None and excess > TOLERANCE:
+        if excess > TOLERANCE:
             text = f"a step fell short of the promised decrease by {excess:.2g} of f − f*"
             reasons.append(Note("decrease", text))
         if reasons or np.isfinite(hits).mean() > (1 - 1e-9 if guarantee.tau is None else 0.75):
@@ -140,12 +139,14 @@ def _run(
     if guarantee.tau is not None:
         time = hitting_time(hits, confidence=0.999)
         measured, late = time.median, time.low
-    undecided = math.isinf(late) and num_steps <= guarantee.bound and not reasons
+    undecided = math.isinf(late) and num_steps <= guarantee.bound
     if late > guarantee.bound and num_steps > guarantee.bound:
         many = "in all of them" if guarantee.tau is None else "in most runs"
         text = f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
         reasons.append(Note("slower", text))
-    descent = excess if guarantee.decrease is not None and math.isfinite(excess) else None
+    descent = None
+    if math.isfinite(excess):  # -inf where no decrease is promised
+        descent = excess
     return _certificate(problem, guarantee, measured, descent, num_steps, reasons, undecided=undecided)
 
 
@@ -238,9 +239,11 @@ def _certificate(
     *,
     undecided: bool = False,
 ) -> Certificate:
-    status = "undecided" if undecided else "holds"
+    status = "holds"
     if reasons:
         status = "violated"
+    elif undecided:
+        status = "undecided"
     return Certificate(
         guarantee=guarantee,
         problem=problem.name,

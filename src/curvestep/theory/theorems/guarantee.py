@@ -12,6 +12,7 @@ from curvestep.steps import Parameter
 from curvestep.theory.problems.base import Array
 from curvestep.theory.rules import StepRule
 
+TOLERANCE = 1e-9  # relative error that certificates forgive
 VERSIONS = ("printed", "corrected", "sharp")
 
 
@@ -79,8 +80,8 @@ class Guarantee:
         return {} if self.rule is None else self.rule.parameters
 
     def __str__(self) -> str:
-        relation = "at most" if self.kind == "upper" else "at least"
-        order = "of order " if self.up_to_constant else ""
+        relation = {"upper": "at most", "lower": "at least"}[self.kind]
+        order = {True: "of order ", False: ""}[self.up_to_constant]
         recipe = ", ".join(f"{k} = {v:.4g}" for k, v in self.hyperparameters.items()) or "every fixed step"
         needs = "; ".join(a.statement for a in self.assumptions)
         return (
@@ -118,8 +119,9 @@ def check_version(version: str, versions: tuple[str, ...] = VERSIONS) -> str:
 
 def check_numbers(*positive: str, **numbers: float) -> dict[str, Any]:
     """The numbers of a theorem by name: L0, eps and those named must be positive, the others not negative."""
+    checks = dict.fromkeys(("L0", "eps", *positive), check_positive)
     for name, value in numbers.items():
-        (check_positive if name in ("L0", "eps", *positive) else check_nonnegative)(name, value)
+        checks.get(name, check_nonnegative)(name, value)
     return numbers
 
 
