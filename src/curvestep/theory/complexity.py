@@ -16,7 +16,8 @@ from curvestep.theory.problems.noise import Noise
 from curvestep.theory.rules import StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
-FIRST_BLOCK, LARGEST_BLOCK = 64, 1024
+LARGEST_BLOCK = 1024
+FIRST_BLOCK = LARGEST_BLOCK // 16
 
 
 def first_hit(grad_norms: ArrayLike, eps: float) -> Array:

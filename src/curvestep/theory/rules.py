@@ -69,7 +69,7 @@ class StepRule:
     def __call__(self, grad_norm: Array | float) -> Array:
         """Step sizes at these gradient norms."""
         h = type(self).function(np.atleast_1d(np.asarray(grad_norm, dtype=np.float64)), **self.parameters)
-        return h if np.ndim(grad_norm) else h[0]
+        return h.reshape(np.shape(grad_norm))[()]
 
     def stepper(self, shape: tuple[int, ...]) -> Stepper:
         """The same for gradient norms of one shape, unchecked, for loops of millions of iterations."""

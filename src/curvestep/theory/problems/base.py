@@ -69,7 +69,7 @@ class Problem(ABC):
 
     def scale(self, h: Array, v: Array) -> Array:
         """One factor for each point, times its vector."""
-        return h[..., None] * v if self.event_shape else h * v
+        return per_point(h, self.event_shape) * v
 
     def check_start(self, x0: ArrayLike) -> Array:
         """``x0`` as an array, if every point in it can be started from."""
@@ -125,6 +125,11 @@ class ScalarProblem(Problem):
             raise ValueError(
                 f"`x0` must lie in the domain {self.domain} of {self.name}, got {_first(x, outside)!r}."
             )
+
+
+def per_point(factors: Array, event: tuple[int, ...]) -> Array:
+    """One factor for each point, shaped to multiply vectors of shape ``event``."""
+    return factors.reshape(factors.shape + (1,) * len(event))
 
 
 def _first(x: Array, where: Array) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.theory.problems.base import Array
+from curvestep.theory.problems.base import Array, per_point
 
 
 class Noise(ABC):
@@ -57,12 +57,12 @@ class BoundedNoise(Noise):
         """Draws within the radius."""
         if self.law == "skewed":
             along = np.where(rng.random(batch) < 0.1, self.radius, -self.radius / 9)
-            return along if not event else along[..., None] * np.eye(event[0])[0]
+            return per_point(along, event) * np.eye(math.prod(event))[0].reshape(event)
         directions = _directions(rng, batch, event)
         if self.law == "sphere":
             return self.radius * directions
         lengths = self.radius * rng.random(batch) ** (1 / max(1, math.prod(event)))
-        return lengths[..., None] * directions if event else lengths * directions
+        return per_point(lengths, event) * directions
 
 
 def _directions(rng: np.random.Generator, batch: tuple[int, ...], event: tuple[int, ...]) -> Array:

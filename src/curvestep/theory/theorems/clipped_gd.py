@@ -157,7 +157,7 @@ def theorem3(
     """
     numbers = check_numbers(L0=L0, L1=L1, gap=gap, eps=eps)
     check_version(version)
-    needs = (Assumption("L1 > 0", L1 > 0),) if version == "printed" else ()
+    needs: tuple[Assumption, ...] = ()
     check_choice("form", form, ("clipped", "smooth", "logarithmic"))
     if form != "clipped" and version != "sharp":
         raise ValueError(f"`form` must be 'clipped' unless `version` is 'sharp', got {form!r}.")
@@ -166,6 +166,7 @@ def theorem3(
         rule: StepRule = ClippedStep(lr=1 / (10 * L0), max_norm=min(10 * L0, ratio(L0, L1)))
         bound = 20 * L0 * gap / eps**2 + 20 * max(1.0, L1**2) * gap / L0
         where = "within distance 1 of {f ≤ f(x0)}"
+        needs = (Assumption("L1 > 0", L1 > 0),)
     elif version == "corrected":
         cap = min(check_threshold("radius", radius), ratio(1.0, 10 * L1))
         rule = ClippedStep(lr=1 / (10 * L0), max_norm=10 * L0 * cap)
@@ -273,14 +274,11 @@ def ngd_equivalence(
     g = np.asarray(grad_norm, dtype=np.float64)
     matched = normalized_from_clipped(lr=lr, max_norm=max_norm)
     ratios = normalized_step(g, **matched) / clipped_step(g, lr=lr, max_norm=max_norm)
-    return StepEquivalence(
-        version=version, lower=0.5, upper=2.0 if version == "printed" else 1.0, ratios=ratios
-    )
+    upper = {"printed": 2.0, "sharp": 1.0}[version]
+    return StepEquivalence(version=version, lower=0.5, upper=upper, ratios=ratios)
 
 
 def _decrease_of(rule: StepRule, version: str, L0: float, L1: float) -> Callable[[Array], Array]:
-    def decrease(g: Array) -> Array:
-        h = rule(g)
-        return guaranteed_decrease(h, g, L0=L0, L1=L1) if version == "sharp" else 0.5 * h * g * g
-
-    return decrease
+    if version == "sharp":
+        return lambda g: guaranteed_decrease(rule(g), g, L0=L0, L1=L1)
+    return lambda g: 0.5 * rule(g) * g * g

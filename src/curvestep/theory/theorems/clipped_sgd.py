@@ -84,22 +84,23 @@ def theorem7(
     check_version(version)
     needs = require(Assumption("L1 > 0", L1 > 0))
     V = noise_term(L0=L0, L1=L1, tau=tau)
-    share = 1.0
-    if version == "sharp":
-        A, B = max(32 * L1 / eps, 20 * L0 / eps**2, 128 * L1 * tau / eps**2), V / eps**4
-        share = 1.0 if A <= 16 * B else 8 * B / (A - 8 * B)
-        bound = 8 * (1 + share) * gap * max(A, ratio(8 * (1 + share) * B, share) if B > 0 else 0.0)
+    delta = gap + V + 9 * tau * L0**2 / L1
+    budget = 1.0  # η ≤ √(budget/T)
+    if version == "printed":
+        bound = delta * max(128 * L1 / eps, 4 * delta / eps**4, (80 * L0 + 512 * L1 * tau) / eps**2)
+    elif version == "corrected":
+        terms = (256 * L1 / eps, 64 * delta / eps**4, 160 * L0 / eps**2, 1024 * L1 * tau / eps**2)
+        bound = delta * max(terms)
     else:
-        delta = gap + V + 9 * tau * L0**2 / L1
-        if version == "printed":
-            bound = delta * max(128 * L1 / eps, 4 * delta / eps**4, (80 * L0 + 512 * L1 * tau) / eps**2)
-        else:
-            terms = (256 * L1 / eps, 64 * delta / eps**4, 160 * L0 / eps**2, 1024 * L1 * tau / eps**2)
-            bound = delta * max(terms)
+        A, B = max(32 * L1 / eps, 20 * L0 / eps**2, 128 * L1 * tau / eps**2), V / eps**4
+        share = 8 * B / max(A - 8 * B, 8 * B)  # θ: 1 for A ≤ 16B
+        bound = 8 * (1 + share) * gap * max(A, 16 * B)
+        budget = ratio(share * gap, V)
     T = _horizon(bound, num_steps)
-    last = math.sqrt(ratio(share * gap, T * V)) if version == "sharp" else 1 / math.sqrt(T)
-    lr = min(1 / (20 * L0), ratio(1.0, 128 * L1 * tau), last)
-    cap = 1 / (16 * L1 * (lr if version == "printed" else 1.0))
+    lr = min(1 / (20 * L0), ratio(1.0, 128 * L1 * tau), math.sqrt(budget) / math.sqrt(T))
+    cap = 1 / (16 * L1)
+    if version == "printed":
+        cap /= lr
     return Guarantee(
         theorem="Theorem 7",
         version=version,
@@ -158,8 +159,10 @@ def theorem8(
     numbers = check_numbers("M", L0=L0, L1=L1, gap=gap, eps=eps, M=M, tau=tau)
     check_version(version)
     V, K = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2, L0 + L1 * M
+    where = "everywhere"
     if version == "printed":
         bound = (gap + V) ** 2 / eps**4
+        where = "where f ≤ f(x0)"
     elif version == "corrected":
         bound = max((2 * gap + V) ** 2 / eps**4, (L1 * (M + tau)) ** 2)
     else:
@@ -170,7 +173,6 @@ def theorem8(
         "corrected": 1 / math.sqrt(T),
         "sharp": min(1 / K, ratio(eps**2, 4 * K * tau**2)),
     }[version]
-    where = "where f ≤ f(x0)" if version == "printed" else "everywhere"
     return Guarantee(
         theorem="Theorem 8",
         version=version,

@@ -121,9 +121,12 @@ def lower_bound_pair(
         5.0
     """
     guarantee = theorem4(L0=L0, L1=L1, M=M, gap=gap, eps=eps, version=version)
-    wall = PrintedWall(L1=L1) if version == "printed" else ExponentialWall(L0=L0, L1=L1)
-    slope, width = _sharp_shape(L0, M, gap, eps) if version == "sharp" else (2.0, 1.0)
-    valley = SlowValley(guarantee.eps, slope=slope, width=width)
+    wall, valley = ExponentialWall(L0=L0, L1=L1), SlowValley(guarantee.eps)
+    if version == "printed":
+        wall = PrintedWall(L1=L1)
+    elif version == "sharp":
+        slope, width = _sharp_shape(L0, M, gap, eps)
+        valley = SlowValley(guarantee.eps, slope=slope, width=width)
     return LowerBoundPair(
         wall=wall,
         wall_start=wall.start(M=M),
@@ -238,8 +241,9 @@ def remark5(
     """
     numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version, ("printed", "corrected"))
-    needs = require(Assumption("M > 1", M > 1)) if version == "printed" else ()
-    log = math.log(M) if version == "printed" else math.log1p(L1 * M / L0)
+    needs, log = (), math.log1p(L1 * M / L0)
+    if version == "printed":
+        needs, log = require(Assumption("M > 1", M > 1)), math.log(M)
     return Guarantee(
         theorem="Remark 5",
         version=version,

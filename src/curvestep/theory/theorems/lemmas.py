@@ -79,10 +79,11 @@ def lemma9(
     reach = {"printed": min(1 / L1, 1.0), "corrected": 1 / L1, "sharp": math.inf}[version]
     needs = require(Assumption(f"distance ≤ {reach:g}", distance <= reach * (1 + 1e-12)))
     total = L0 / L1 + grad_norm
-    if version == "sharp":
-        bound = total * math.exp(L1 * distance) - L0 / L1
-    else:
-        bound = total * (4.0 if version == "printed" else math.e)
+    bound = {
+        "printed": 4.0 * total,
+        "corrected": math.e * total,
+        "sharp": math.exp(L1 * distance) * total - L0 / L1,
+    }[version]
     return GradientBound(version=version, grad_norm=bound, hessian_norm=L0 + L1 * bound, assumptions=needs)
 
 
@@ -248,6 +249,6 @@ def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
     check_version(version, ("printed", "sharp"))
     L0, L1, tau, lr = step._constants
     h, squares = step.steps, (step.noise**2).sum(axis=-1)
-    factor = 5.0 if version == "printed" else 4.5
+    factor = {"printed": 5.0, "sharp": 4.5}[version]
     right = (factor * L0 + 2 * L1 * tau) * lr**2 * tau**2 + step.mean(h) * step.grad_norm**2 / 8
     return Inequality(left=step.curvature / 2 * step.mean(h**2 * squares), right=right)
