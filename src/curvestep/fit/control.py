@@ -23,12 +23,11 @@ from scipy.optimize import root_scalar
 from curvestep.fit.correlation import correlation, slope, spearman
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import LEAST_ROWS, Samples, evenly_spaced
+from curvestep.fit.samples import LEAST_ROWS, MOST_ROWS, Samples, evenly_spaced
 
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64
-_MOST_ROWS = 1000
-_MOST_STEPS = 4000
+_SHORTER = 4  # times fewer rows than bear the intervals, so that it takes about a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +56,13 @@ def control_of(
     if known.sum() < LEAST_ROWS or samples.smoothness[known].max() == 0:
         return None
     samples = samples.rows(known)
-    # At most so many rows and steps that the control takes about a second.
-    kept = samples.rows(evenly_spaced(len(samples), most=_MOST_ROWS))
+    kept = samples.rows(evenly_spaced(len(samples), most=MOST_ROWS // _SHORTER))
     run = _Run(
         grad_norm=kept.grad_norm,
         smoothness=kept.smoothness,
         step_size=np.where(kept.clipped & np.isfinite(kept.lr), kept.lr, kept.step_size),
         step_cap=np.where(kept.clipped, kept.step_norm, np.inf),
-        stride=max(1, min(samples.stride, _MOST_STEPS // len(kept))),
+        stride=max(1, min(samples.stride, MOST_ROWS // len(kept))),
     )
     quadratics = _Quadratics.like(run, rng)
     noise = samples.noise[np.isfinite(samples.noise)]

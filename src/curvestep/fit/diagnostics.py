@@ -10,7 +10,7 @@ from scipy import stats
 from curvestep.fit.correlation import correlation, slope, spearman
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import block_length
-from curvestep.fit.samples import Samples
+from curvestep.fit.samples import Samples, typical
 from curvestep.fit.within import Within
 from curvestep.notes import Note
 
@@ -70,7 +70,9 @@ def hardly_varies(samples: Samples) -> bool:
 
 def silent_steps(within: Within) -> str | None:
     """Where the steps by themselves cannot say whether smoothness follows the gradient norm."""
-    return str(within) if within.doubt else None
+    if within.doubt is None:
+        return None
+    return str(within)
 
 
 def few_points(samples: Samples, effective: float) -> str | None:
@@ -80,9 +82,8 @@ def few_points(samples: Samples, effective: float) -> str | None:
     is longer than they are.
     """
     log = np.log(samples.grad_norm)
-    r = float(correlation(log[None, :-1], log[None, 1:])[0])
-    if r > 0:
-        effective = min(effective, len(log) * (1 - r) / (1 + r))
+    r = float(np.fmax(correlation(log[None, :-1], log[None, 1:])[0], 0.0))  # 0 where it is NaN
+    effective = min(effective, len(log) * (1 - r) / (1 + r))
     if len(samples) >= 50 and effective >= 10:
         return None
     return (
@@ -152,10 +153,7 @@ def _stability_number(samples: Samples) -> float:
 
 def noise_floor(samples: Samples) -> str | None:
     """A change of the gradient near its rounding error, or near the error of a replay."""
-    kappa = samples.kappa[np.isfinite(samples.kappa)]
-    if len(kappa) == 0:
-        return None
-    middle = float(np.median(kappa))
+    middle = typical(samples.kappa, missing=math.inf)
     said = f"Noise floor: a step changes the gradient by {middle:.1e} of its norm, near "
     # In half precision sums are kept in float32, so that the rounding of one gradient is about one eps.
     if middle < (100 if samples.eps < 1e-4 else 10) * samples.eps:

@@ -26,6 +26,7 @@ from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.laws import LawComparison, check_law, compare_laws
 from curvestep.fit.samples import (
     LEAST_ROWS,
+    MOST_ROWS,
     Samples,
     check_share,
     check_trace,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything
-_MOST_INTERVAL_ROWS = 4000  # intervals of longer runs are taken from evenly spaced rows
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -105,7 +105,9 @@ class SmoothnessFit(Correlations):
 
         Inside steps, wherever that could be tested; else across the rows, beyond the control.
         """
-        return not self.explained if self.within.missing else self.within.grows
+        if self.within.missing:
+            return not self.explained
+        return self.within.grows
 
     @property
     def supports_slope(self) -> bool:
@@ -135,8 +137,8 @@ class SmoothnessFit(Correlations):
 
     @property
     def _headline(self) -> str:
-        skipped = f" ({self.num_skipped} rows skipped)" if self.num_skipped else ""
-        return f"(L0, L1) along this trajectory: {self.num_points} rows, {self.estimator}{skipped}"
+        rows = f"{self.num_points} rows, {self.num_skipped} skipped"
+        return f"(L0, L1) along this trajectory: {rows}, {self.estimator}"
 
     def __str__(self) -> str:
         return words.fit_words(self)
@@ -289,21 +291,19 @@ def fit_samples(
     g, ell = samples.grad_norm, samples.smoothness
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     rng = np.random.default_rng(seed)
-    few = evenly_spaced(len(g), most=_MOST_INTERVAL_ROWS)
+    few = evenly_spaced(len(g), most=MOST_ROWS)
     correlations = correlations_of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
-    recorded = np.isfinite(samples.secants).any() and np.isfinite(samples.grad_norms).any()
     within = within_steps(
-        secants=samples.secants if recorded else None,
+        secants=samples.secants,
         grad_norm=g,
-        grad_norms=samples.grad_norms if recorded else None,
+        grad_norms=samples.grad_norms,
         fractions=samples.fractions,
         kappa=samples.kappa,
         eps=samples.eps,
         cosine=samples.cosine,
         level=level,
     )
-    middle = slope(g[None], ell[None])[0]
-    middle = float(middle) if np.isfinite(middle) else 0.0
+    middle = float(np.nan_to_num(slope(g[None], ell[None])[0]))
     return SmoothnessFit(
         L0=L0,
         L1=L1,

@@ -21,13 +21,13 @@ from curvestep._checks import check_choice
 from curvestep.fit import fit_words as words
 from curvestep.fit.correlation import UNKNOWN
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import Samples
+from curvestep.fit.samples import LEAST_ROWS, Samples
 from curvestep.notes import Note
 
 LAWS = ("affine", "power", "loss")
-HELD_OUT = 10  # blocks of consecutive rows, each predicted from the others
-# An exponent between these is the affine law's: halfway, on a logarithmic scale, to a square and a root.
-AFFINE_EXPONENTS = (2**-0.5, 2**0.5)
+HELD_OUT = LEAST_ROWS  # blocks of consecutive rows, each predicted from the others
+# Exponents up to this, or down to its inverse, are the affine law's: halfway, in logarithms, to 2 and to ½.
+AFFINE_EXPONENT = math.sqrt(2.0)
 _EXPONENTS = np.geomspace(0.1, 6.0, 60)
 _CONSTANT_SHARES = np.append(
     0.0, 1 / (1 + np.exp(np.linspace(8.0, -6.0, 36)))
@@ -112,7 +112,7 @@ def _winner(exponent: float, interval: Interval, gain: Interval) -> str:
     """The law that these numbers leave; empty if they leave several."""
     if gain[0] > 0:
         return "loss"
-    low, high = AFFINE_EXPONENTS
+    low, high = 1 / AFFINE_EXPONENT, AFFINE_EXPONENT
     if gain[1] < 0 and low <= interval[0] and interval[1] <= high:
         return "affine"
     affine = low <= exponent <= high or interval[0] <= 1 <= interval[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
@@ -16,9 +17,9 @@ from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
 
 LEAST_ROWS = 10
+MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control
 _LARGEST = 1e50
-# Relative rounding error of one operation, by the name that torch prints.
-_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Samples:
     def stride(self) -> int:
         """Training steps from one row to the next."""
         between = np.diff(self.step)
-        return max(1, int(np.median(between))) if np.isfinite(between).any() else 1
+        return max(1, int(typical(between, missing=1.0)))
 
 
 def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
@@ -157,11 +158,12 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     column = {name: trace.column(name)[order] for name in names}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
     spectral = trace.column("spectral_smoothness")
-    dtype = str(trace.header.get("dtype", "float32")).removeprefix("torch.")
+    rounding = {str(dtype).removeprefix("torch."): torch.finfo(dtype).eps for dtype in _FLOATS}
+    dtype = str(trace.header.get("dtype")).removeprefix("torch.")
     return Samples(
         # The header knows the parameters' type but not autocast's.
-        eps=_typical(column.pop("eps"), missing=_EPS.get(dtype, _EPS["float32"])),
-        self_test=_typical(column.pop("self_test"), missing=0.0),
+        eps=typical(column.pop("eps"), missing=rounding.get(dtype, rounding["float32"])),
+        self_test=typical(column.pop("self_test"), missing=0.0),
         **column,
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
@@ -175,8 +177,13 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
 
 def typical_clip_norm(clip_norm: np.ndarray) -> float:
     """Median of the norms at which steps were clipped; inf if none was."""
-    found = clip_norm[np.isfinite(clip_norm)]
-    return float(np.median(found)) if len(found) else math.inf
+    return typical(clip_norm, missing=math.inf)
+
+
+def typical(values: np.ndarray, *, missing: float = math.nan) -> float:
+    """Median of the finite values; ``missing`` if there is none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else missing
 
 
 def evenly_spaced(num: int, *, most: int) -> slice:
@@ -278,11 +285,6 @@ def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
     return (trace.column(flag) == 0) & np.isfinite(trace.column(estimator))
 
 
-def _typical(values: np.ndarray, *, missing: float) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else missing
-
-
 def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
     if not len(trace):
         return (
@@ -297,17 +299,16 @@ def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: st
             "Let the probe measure it (`estimators`), or fit what there is: "
             f'fit_smoothness(trace, estimator="{others[0]}").'
         )
-    lost = []
-    if not_ok := int((~trace.ok).sum()):
-        lost.append(f"{not_ok} marked as not ok")
     late = trace.ok & _unconverged(trace, estimator)
-    if late.any():
-        lost.append(f"{int(late.sum())} whose estimate had not converged")
-    if without := int((trace.ok & ~measured & ~late).sum()):
-        lost.append(
-            f"{without} without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
-        )
-    reason = f" ({', '.join(lost)})" if lost else ""
+    lost = {
+        "marked as not ok": ~trace.ok,
+        "whose estimate had not converged": late,
+        f"without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50": (
+            trace.ok & ~measured & ~late
+        ),
+    }
+    told = ", ".join(f"{rows.sum()} {why}" for why, rows in lost.items() if rows.any())
+    reason = f" ({told})" if told else ""
     return (
         f"`trace` must have at least {LEAST_ROWS} usable rows, got {int(keep.sum())} of {len(trace)}"
         f"{reason}. Train longer, probe more often, or look at the `status` of the rows."

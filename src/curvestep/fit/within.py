@@ -44,7 +44,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 from curvestep.fit import fit_words as words
-from curvestep.fit.samples import check_share
+from curvestep.fit.samples import check_share, typical
 from curvestep.notes import Note
 from curvestep.smoothness.schedule import short_fractions
 
@@ -172,20 +172,25 @@ def within_steps(
         ('grows', 1.01, -0.11, 48)
     """
     check_share("level", level)
-    if secants is None or grad_norms is None:
-        return Within(level=level, missing=words.no_secants())
-    if fractions is None or not np.isfinite(np.asarray(fractions, dtype=float)).any():
-        return Within(level=level, missing=words.no_fractions())
+    needed = ((secants, words.no_secants), (grad_norms, words.no_secants), (fractions, words.no_fractions))
+    for values, missing in needed:
+        if _unknown(values):
+            return Within(level=level, missing=missing())
     if np.shape(fractions)[-1] < 2:
         return Within(level=level, missing=words.one_fraction())
-    if not np.isfinite(np.asarray(kappa, dtype=float)).any():
+    if _unknown(kappa):
         return Within(level=level, missing=words.no_kappa())
     steps = _read(secants, grad_norm, grad_norms, fractions, kappa, eps)
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
         return Within(level=level, kappa=steps.kappa_median, missing=missing)
     found = _tested(steps.up_to(last), level=level, kappa=steps.kappa_median, rng=np.random.default_rng(seed))
-    return replace(found, cosine=_median(np.asarray(cosine, dtype=float)))
+    return replace(found, cosine=typical(np.asarray(cosine, dtype=float)))
+
+
+def _unknown(values: ArrayLike | None) -> bool:
+    """Whether no number is there; None is NaN."""
+    return not np.isfinite(np.asarray(values, dtype=float)).any()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +207,7 @@ class _Steps:
 
     @property
     def kappa_median(self) -> float:
-        return _median(self.kappa)
+        return typical(self.kappa)
 
     @property
     def length(self) -> np.ndarray:
@@ -237,10 +242,10 @@ class _Steps:
 
 
 def _read(
-    secants: ArrayLike,
+    secants: ArrayLike | None,
     grad_norm: ArrayLike,
-    grad_norms: ArrayLike,
-    fractions: ArrayLike,
+    grad_norms: ArrayLike | None,
+    fractions: ArrayLike | None,
     kappa: ArrayLike,
     eps: ArrayLike,
 ) -> _Steps:
@@ -330,11 +335,6 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
         kappa=kappa,
         along=float(np.median(np.abs(cosine[:, -1]))),
     )
-
-
-def _median(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
 
 
 def _block_sums(values: np.ndarray) -> np.ndarray:
