@@ -1,15 +1,16 @@
 """How often the right law is named: python benchmarks/laws.py [--help].
 
 Synthetic traces of 100 rows: gradient norm and loss wander over a given range, smoothness follows one law
-with a scatter. Seeds below 10,000 were for choosing; the printed table is of others. With folders, it
-prints the laws of the traces in there.
+with a scatter. Seeds below 10,000 were for choosing; the printed table is of others. With folders or files
+of kept runs, it prints their laws, and draws their exponents.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -70,30 +71,85 @@ def synthetic(seed: int, traces: int) -> None:
                 print(line(found, kind, span, scatter), flush=True)
 
 
-def kept(folders: list[Path]) -> None:
-    """The table of kept traces."""
-    print("| run | rows | best | exponent | error: affine | power | loss |\n|---|---|---|---|---|---|---|")
-    for path in sorted(path for folder in folders for path in folder.rglob("trace.jsonl")):
-        trace = Trace.load(path)
-        found = compared(trace)
-        low, high = found.exponent_interval
+def kept(places: list[Path]) -> dict[str, list[LawComparison]]:
+    """The laws of kept runs by setting: of folders of runs, or of files that within_real.py wrote."""
+    found = defaultdict(list)
+    for place in places:
+        if place.is_dir():
+            for path in sorted(place.rglob("trace.jsonl")):
+                name = f"{path.parent.name.split('-seed')[0]}, {place.name}"
+                found[name].append(compared(Trace.load(path)))
+            continue
+        for run in map(json.loads, place.read_text().splitlines()):
+            threshold = run["max_norm"].replace("inf", "none")
+            name = f"{run['model']}, lr {run['lr']:g}, max_norm {threshold}"
+            trace = Trace()
+            for row in run["rows"]:
+                columns = {key: row[key] for key in ("step", "grad_norm", "loss", "kappa")}
+                trace.append({**columns, "smoothness": max(row["secants"])})
+            found[name].append(compared(trace))
+    return found
+
+
+def table(found: dict[str, list[LawComparison]]) -> None:
+    """One line a setting; errors are means over its runs."""
+    print(
+        "| setting | runs | named | exponents | error: affine | power | loss |\n|---|---|---|---|---|---|---|"
+    )
+    for name, fits in found.items():
+        counts = Counter(fit.best or "cannot tell" for fit in fits)
+        named = ", ".join(f"{num} {law}" for law, num in counts.items())
+        exponents = sorted(fit.laws["power"].exponent for fit in fits)
         errors = " | ".join(
-            f"{found.laws[name].error:.2f}" if name in found.laws else ""
-            for name in ("affine", "power", "loss")
+            f"{np.mean([fit.laws[law].error for fit in fits if law in fit.laws]):.2f}"
+            for law in ("affine", "power", "loss")
         )
-        exponent = f"{found.laws['power'].exponent:.2f} [{low:.2f}, {high:.2f}]"
-        print(
-            f"| {path.parent.name} | {len(trace)} | {found.best or 'cannot tell'} | {exponent} | {errors} |"
-        )
+        print(f"| {name} | {len(fits)} | {named} | {exponents[0]:.2f} to {exponents[-1]:.2f} | {errors} |")
+
+
+COLOURS = {"power": "C1", "affine": "C0", "loss": "C2", "": "0.6"}
+
+
+def picture(found: dict[str, list[LawComparison]], path: Path) -> None:
+    """The exponent of every run with its interval, beside 1 and 2."""
+    from matplotlib import pyplot as plt
+
+    num = sum(map(len, found.values()))
+    figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.11 * num + 0.1 * len(found)), layout="constrained")
+    place, ticks = 0.0, []
+    for fits in found.values():
+        first = place
+        for fit in fits:
+            colour, exponent = COLOURS[fit.best], fit.laws["power"].exponent
+            axes.plot(fit.exponent_interval, (place, place), color=colour, linewidth=1.2)
+            axes.plot(exponent, place, "o", color=colour, markersize=4)
+            place -= 1
+        ticks.append((first + place + 1) / 2)
+        place -= 1
+    axes.set_yticks(ticks, list(found), fontsize=8)
+    for exponent, style in ((1, "-"), (2, "--")):
+        axes.axvline(exponent, color="black", linestyle=style, linewidth=0.8)
+    axes.set(xscale="log", xlabel="exponent α of smoothness ~ L0 + Lα ‖g‖^α along the run, 95 % interval")
+    axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5], ["0.1", "0.2", "0.5", "1", "2", "5"])
+    axes.set_title("1: the paper's affine law.  2: where constant-step theory ends", fontsize=9)
+    for best, colour in COLOURS.items():
+        if any(fit.best == best for fits in found.values() for fit in fits):
+            axes.plot([], [], "o-", color=colour, label=best or "cannot tell")
+    axes.legend(title="law named", fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", type=Path, nargs="*")
+    parser.add_argument("places", type=Path, nargs="*", help="folders of runs, or files of within_real.py")
     parser.add_argument("--seed", type=int, default=10_000)
     parser.add_argument("--traces", type=int, default=300, help="of each cell")
+    parser.add_argument("--picture", type=Path, help="where to draw the exponents of kept runs")
     asked = parser.parse_args()
-    if asked.folders:
-        kept(asked.folders)
+    if asked.places:
+        laws = kept(asked.places)
+        table(laws)
+        if asked.picture:
+            picture(laws, asked.picture)
     else:
         synthetic(asked.seed, asked.traces)
