@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
@@ -122,7 +122,8 @@ def add_checksum(values: Mapping[str, object]) -> Row:
 def take_checksum(values: Row) -> Row:
     """The values without their checksum, if they have one; ``ValueError`` if it is that of others."""
     others = {name: value for name, value in values.items() if name != _KEY}
-    if _KEY in values and values[_KEY] != _sum_of(others):
+    checksum = _sum_of(others)
+    if values.get(_KEY, checksum) != checksum:
         raise ValueError(_DAMAGED)
     return others
 
@@ -146,14 +147,11 @@ def dump_row(row: Mapping[str, object]) -> bytes:
 
 def load_row(line: bytes) -> tuple[Row, bool]:
     """The row in a line, and whether it had a checksum; ``ValueError`` says what is wrong with the line."""
-    try:
+    row = None
+    with suppress(ValueError):  # UnicodeDecodeError is one
         row = load_json(line)
-    except ValueError:  # UnicodeDecodeError is one
-        row = None
-    if not isinstance(row, dict) and not line.endswith(b"\n"):
-        raise ValueError("the last write was cut short")
     if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is no JSON object" if line.endswith(b"\n") else "the last write was cut short")
     summed = _check_sum(line)
     if summed is False:
         raise ValueError(_DAMAGED)
@@ -186,20 +184,13 @@ def read_rows(
 
 def end_of_last_row(path: Path) -> int:
     """Where to append: the length of the file without a torn or damaged last line."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start, tail = size, b""
-        while start > 0 and b"\n" not in tail[:-1]:
-            step = min(65_536, start)
-            start -= step
-            file.seek(start)
-            tail = file.read(step) + tail
-    last = tail.rstrip(b"\n").rfind(b"\n") + 1
+    data = path.read_bytes()
+    last = data.rstrip(b"\n").rfind(b"\n") + 1
     try:
-        load_row(tail[last:])
+        load_row(data[last:])
     except ValueError:
-        return start + last
-    return size
+        return last
+    return len(data)
 
 
 class RowFile:
@@ -283,12 +274,9 @@ def _load_chunk(lines: list[bytes]) -> list[Row]:
     """The rows of many lines, about three times as fast as one by one; none if any is not in order."""
     if not all(map(_check_sum, lines)):
         return []
-    try:
+    rows: list[Row] = []
+    with suppress(ValueError):
         rows = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=_refuse)
-    except ValueError:
-        return []
-    if list(map(type, rows)) != [dict] * len(lines):
-        return []
     for row in rows:
         row.pop(_KEY, None)
         _from_strict(row)  # in place
@@ -307,16 +295,15 @@ def _to_strict(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_to_strict(v) for v in value]
     if dataclasses.is_dataclass(value):
-        shown = (item.name for item in dataclasses.fields(value) if item.repr)  # the result, not its source
-        return _to_strict({name: getattr(value, name) for name in shown})
+        shown = [item.name for item in dataclasses.fields(value) if item.repr]  # the result, not its source
+        return {name: _to_strict(getattr(value, name)) for name in shown}
     return value
 
 
 def _from_strict(value: object) -> object:
     if isinstance(value, dict):
         for key, v in value.items():
-            if type(v) is not float:
-                value[key] = _from_strict(v)
+            value[key] = _from_strict(v)
     elif isinstance(value, list):
         return [_from_strict(v) for v in value]
     elif isinstance(value, str):
