@@ -88,29 +88,28 @@ class Logger:
 
     def _clipped_fraction(self) -> float:
         names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
-        columns: dict[str, Any] = {name: self._column(name) for name in names}
+        columns: dict[str, Any] = {name: _column(self._rows, name) for name in names}
         columns["optimizer"] = [row.get("optimizer") for row in self._rows]
         norms = clip_norms(columns)
         known = norms[~np.isnan(norms)]
         return float(np.isfinite(known).mean()) if len(known) else math.nan
 
     def _elasticity(self) -> float:
-        count = len(self._rows[-1].get("secants") or ())
-        rows = [row for row in self._rows if len(row.get("secants") or ()) == count]
+        count = _num_secants(self._rows[-1])
         if count < 2:
             return math.nan
-        return within_steps(
-            secants=np.array([row["secants"] for row in rows], dtype=float),
-            grad_norm=self._column("grad_norm", rows),
-            grad_norms=np.array([row["grad_norms"] for row in rows], dtype=float),
-            fractions=[row["fractions"] for row in rows],
-            kappa=self._column("kappa", rows),
-            eps=self._column("eps", rows),
-        ).elasticity
+        rows = [row for row in self._rows if _num_secants(row) == count]
+        names = ("secants", "grad_norm", "grad_norms", "fractions", "kappa", "eps")
+        return within_steps(**{name: _column(rows, name) for name in names}).elasticity
 
-    def _column(self, name: str, rows: Iterable[Row] = ()) -> np.ndarray:
-        """A column of these rows, or of all; float turns None into NaN."""
-        return np.array([row.get(name) for row in rows or self._rows], dtype=float)
+
+def _column(rows: Iterable[Row], name: str) -> np.ndarray:
+    """A column of these rows; float turns None into NaN."""
+    return np.array([row.get(name) for row in rows], dtype=float)
+
+
+def _num_secants(row: Row) -> int:
+    return len(row.get("secants") or ())
 
 
 def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
