@@ -6,12 +6,11 @@ Quick start. ``loss_of_batch`` is your function from a batch to a loss, ``loader
 
     cal = cs.calibrate(model, loss_of_batch, loader)             # lr and max_norm before training
     opt = cs.ClippedSGD(model.parameters(), lr=cal.lr, max_norm=cal.max_norm)
-    probe = cs.SmoothnessProbe(model, trace="runs/mine/trace.jsonl")
+    probe = cs.SmoothnessProbe(model, trace="runs/mine/trace.jsonl").watch(opt)
     for batch in loader:
-        loss_fn = lambda: loss_of_batch(batch)
-        loss_fn().backward()
-        with probe(loss_fn):                                     # the one added line; it changes nothing
-            opt.step()
+        loss = probe.record(lambda: loss_of_batch(batch))        # measures a few steps; changes nothing
+        loss.backward()
+        opt.step()
         opt.zero_grad()
     print(cs.advise(probe.trace))                                # lr, max_norm, and the reasons
     cs.report(probe.trace)                                       # one page with charts (extra `lab`)
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.calibration.result import Calibration as Calibration
     from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
     from curvestep.lab.report.page import Page
+    from curvestep.loaders import representative_batches as representative_batches
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
     from curvestep.optim.clip import clip as clip
     from curvestep.optim.clipped import ClippedSGD as ClippedSGD
@@ -50,10 +50,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
         segment_smoothness as segment_smoothness,
         spectral_smoothness as spectral_smoothness,
     )
-    from curvestep.smoothness.oracle import (
-        GradientOracle as GradientOracle,
-        representative_batches as representative_batches,
-    )
+    from curvestep.smoothness.oracle import GradientOracle as GradientOracle
     from curvestep.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from curvestep.smoothness.replay import Replay as Replay
     from curvestep.smoothness.trace import Trace as Trace
@@ -70,7 +67,8 @@ _PUBLIC = {
     "optim.sgd": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
     "smoothness.trace": ("Trace",),
-    "smoothness.oracle": ("GradientOracle", "representative_batches"),
+    "smoothness.oracle": ("GradientOracle",),
+    "loaders": ("representative_batches",),
     "smoothness.replay": ("Replay",),
     "smoothness.determinism": ("NonDeterministicError", "UntrackedParametersError"),
     "smoothness.estimators": ("segment_smoothness", "local_smoothness", "spectral_smoothness", "critical_lr"),

@@ -1,14 +1,16 @@
-"""Batches that a caller gives: read on all ranks alike, and nothing moved by the reading."""
+"""Batches that a caller gives: read on all ranks alike, nothing moved by the reading, and a few chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from curvestep._checks import check_count
 from curvestep.distributed import any_rank
 from curvestep.smoothness.snapshot import RandomState, undone
 
@@ -38,3 +40,59 @@ def unmoved(loader: object) -> Iterator[None]:
 
     with undone(put_back):
         yield
+
+
+def representative_batches(
+    batches: Sequence[Batch], count: int, *, labels: Callable[[Batch], Tensor] = itemgetter(-1)
+) -> list[int]:
+    r"""Places of a few batches whose labels together have nearly the shares that they have in all batches.
+
+    .. math::
+        i_m = \arg\min_i \sum_c \Bigl( \frac{t_c + n_{ic}}{\sum_c (t_c + n_{ic})}
+            - \frac{\sum_i n_{ic}}{\sum_{ic} n_{ic}} \Bigr)^2, \qquad t = n_{i_1} + \dots + n_{i_{m-1}}
+
+    with :math:`n_{ic}` the number of labels :math:`c` in batch :math:`i`: one batch after the other, each the
+    best beside those before it. No loss is computed. For a language model the labels are words.
+
+    Args:
+        batches: To choose from.
+        count: How many to choose.
+        labels: The labels of a batch, whole numbers; negative ones, such as ``ignore_index``, are left out.
+            Default: the last part of the batch.
+
+    Example:
+        >>> batches = [(None, torch.tensor(y)) for y in ([0, 0, 0], [1, 1, 1], [0, 0, 1], [2, 0, 1])]
+        >>> representative_batches(batches, 3)
+        [2, 3, 1]
+    """
+    found = [_counted(labels(batch)) for batch in batches]
+    if check_count("count", count) > len(found):
+        raise ValueError(f"`count` must be at most {len(found)}, the number of batches, got {count}.")
+    sizes = torch.tensor([float(len(y)) for y in found], dtype=torch.float64)
+    if not sizes.all():
+        raise ValueError("`labels` must give at least one label that is not negative for each batch.")
+    # Σ(t + n)² = Σt² + 2 Σtn + Σn²: sums over the labels that a batch has, not over all that there are.
+    label, place = torch.cat(found), torch.arange(len(found)).repeat_interleave(sizes.long())
+    everything = torch.bincount(label).double()
+
+    def inner(counts: Tensor) -> Tensor:
+        return torch.zeros_like(sizes).index_add_(0, place, counts[label])
+
+    aim, taken, total = everything / sizes.sum(), torch.zeros_like(everything), 0.0
+    squares = torch.stack([torch.bincount(y).double().square().sum() for y in found])
+    along, chosen = inner(aim), list[int]()
+    for _ in range(count):
+        joint = taken.square().sum() + 2 * inner(taken) + squares
+        distance = joint / (total + sizes) ** 2 - 2 * (aim @ taken + along) / (total + sizes)
+        distance[chosen] = torch.inf
+        chosen.append(int(distance.argmin()))
+        taken += torch.bincount(found[chosen[-1]], minlength=len(taken))
+        total += float(sizes[chosen[-1]])
+    return chosen
+
+
+def _counted(labels: object) -> Tensor:
+    """Those that are not negative, if they are whole numbers."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"`labels` must be whole numbers, got {labels!r}.")
+    return labels[labels >= 0].cpu()

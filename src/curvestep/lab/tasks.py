@@ -24,7 +24,7 @@ from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, ra
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
 from curvestep.lab.progress import print_notice_once
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
-from curvestep.smoothness.oracle import representative_batches
+from curvestep.loaders import representative_batches
 from curvestep.smoothness.snapshot import detach_state
 
 EVAL_STREAMS = 10  # streams of text, side by side, in an evaluation
