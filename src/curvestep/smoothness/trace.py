@@ -1,4 +1,4 @@
-r"""The rows that a probe measures, in memory and in an append-only file, and the schema of a row.
+r"""The rows that a probe measures, in memory and in an append-only file; their schema is the package's.
 
 A trace file is JSON Lines: a header, then one object per row, written as soon as it is measured::
 
@@ -12,9 +12,9 @@ import copy
 import itertools
 import math
 import platform
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -25,131 +25,29 @@ import numpy as np
 from curvestep._checks import check_choice
 from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
 from curvestep.display.markup import html_table
+from curvestep.smoothness import (
+    ESTIMATORS as ESTIMATORS,
+    FAILED as FAILED,
+    FIELDS as FIELDS,
+    HEADER_FIELDS as HEADER_FIELDS,
+    NONFINITE as NONFINITE,
+    OK as OK,
+    ZERO_STEP as ZERO_STEP,
+    Row as Row,
+)
 from curvestep.steps import clip_norms
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]  # JSON values by the names in FIELDS, and others that a caller added
 T = TypeVar("T")
+KeyPath = tuple[str, ...]
 
 FORMAT = "curvestep-trace"
 SCHEMA = 1
-
-OK = "ok"
-NONFINITE = "nonfinite"  # a loss, gradient or step that is not finite
-ZERO_STEP = "zero-step"  # the parameters did not move: the segment has no smoothness
-FAILED = "failed: "  # followed by what went wrong
-
-
-@dataclass(frozen=True)
-class Field:
-    """One key of a row or of the header.
-
-    Attributes:
-        kind: ``"count"`` (a whole number), ``"number"``, ``"numbers"`` (a list, of a row one entry per
-            fraction), ``"flag"``, ``"word"``, ``"group"`` (an object: layers with keys of this schema) or
-            ``"log"`` (a list of objects).
-        unit: In units of the loss and of the parameters (``x``).
-        meaning: One sentence.
-    """
-
-    kind: str
-    unit: str
-    meaning: str
-
-
-# Every key that the probe writes. Reading and documentation follow from this table. In a trace any
-# key may be missing, in some rows or in all; d is the step from x to x + d, g the gradient of one batch.
-# fmt: off
-_TABLE = (
-    ("step", "count", "steps", "Number of the training step; the key of a row."),
-    ("loss", "number", "loss", "Loss at x if passed to the probe, else the loss after the step."),
-    ("loss_after", "number", "loss", "Loss of the same batch at x + d."),
-    ("grad_norm", "number", "loss/x", "‖g(x)‖, before any clipping."),
-    ("step_norm", "number", "x", "‖d‖."),
-    ("smoothness", "number", "loss/x²", "The paper's L̂: the largest of `secants`, along the step."),
-    ("fractions", "numbers", "1", "Every γ of this row; those of the header where it has none."),
-    ("secants", "numbers", "loss/x²", "‖g(x + γd) − g(x)‖/‖γd‖ for each γ in `fractions`."),
-    ("grad_norms", "numbers", "loss/x", "‖g(x + γd)‖ for each γ in `fractions`."),
-    ("local_smoothness", "number", "loss/x²", "‖∇²f(x) d‖/‖d‖, at x along the step."),
-    ("local_converged", "flag", "", "Whether `local_error` is at most 0.1; if not, the value is not usable."),
-    ("local_error", "number", "1", "Relative change of ∇²f(x) d when the difference step is halved."),
-    ("spectral_smoothness", "number", "loss/x²", "‖∇²f(x)‖ over all directions."),
-    ("spectral_converged", "flag", "", "Whether Lanczos reached its tolerance."),
-    ("spectral_residual", "number", "1", "Residual of the eigenvector, relative to the eigenvalue."),
-    ("kappa", "number", "1",
-     "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ: the relative change over the step."),
-    ("edge", "number", "1", "lr times the first smoothness that was measured, over 2: 1 at the edge."),
-    ("curvature", "number", "loss/x²", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
-    ("cosine", "number", "1", "Cosine of the angle between the step and −g(x)."),
-    ("noise", "number", "loss/x",
-     "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g."),
-    ("grad_variance", "number", "(loss/x)²",
-     "tr Σ, of the gradient of one sample: `batch_size` times the square of `noise`."),
-    ("grad_signal", "number", "(loss/x)²",
-     "‖G‖² without the noise, g₁ᵀg₂ of the halves: right on average, negative at times."),
-    ("lr", "number", "x²/loss", "lr of the optimizer that stepped; of several the largest."),
-    ("coefficient", "number", "1",
-     "What clipping multiplied the gradient by, 1 if it did not clip; of NormalizedSGD β/(‖g‖ + β)."),
-    ("clipped", "flag", "", "Whether clipping shortened the step; missing where nobody knew."),
-    ("spikes", "log", "",
-     "What `optimizer.spikes()` logged since the row before; `step` there is the optimizer's own count."),
-    ("optimizer", "word", "", "Class of the optimizer that stepped."),
-    ("momentum", "number", "1", "Its momentum β; of Adam β₁."),
-    ("optimizer_smoothness", "number", "1/lr",
-     "‖P^(-½)Δg‖/‖P^½Δx‖ along the step, P = √v̂ + ε of Adam, I of SGD. lr times it has no unit."),
-    ("optimizer_spectral", "number", "1/lr", "‖P⁻¹∇²f(x)‖ over all directions."),
-    ("optimizer_converged", "flag", "", "Whether Lanczos reached its tolerance in the metric."),
-    ("optimizer_limit", "number", "1",
-     "Largest stable lr · `optimizer_spectral` on a quadratic: 2 for SGD, 38 for Adam at β₁ = 0.9."),
-    ("optimizer_missing", "word", "", "Why there is no smoothness in the optimizer's metric."),
-    ("batch_size", "count", "samples", "Samples of the step, over all calls and ranks."),
-    ("num_gradients", "count", "gradients",
-     "What the row cost, without self-tests; an oracle counts each batch."),
-    ("eps", "number", "1", "Relative precision of the gradients: of the dtype or of autocast."),
-    ("self_test", "number", "1", "Relative difference of one gradient that was replayed twice."),
-    ("status", "word", "", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'),
-    ("layers", "group", "", "The same keys for each layer, by its name."),
-)
-
-# What the probe writes into the header. The lower half is known at the first measured step, and missing in
-# traces of before; a header may hold other keys, too.
-_HEADER_TABLE = (
-    ("model", "word", "", "Class of the model."),
-    ("num_parameters", "count", "", "How many numbers are trained."),
-    ("dtype", "word", "", "Type of the parameters."),
-    ("measured_on", "word", "", "The training batch, or how many fixed batches."),
-    ("fractions", "numbers", "1", "Every γ, if it is the same in all rows."),
-    ("estimators", "group", "", "Estimators with their periods, in measurements."),
-    ("every", "count", "steps", "Fewest steps between measurements."),
-    ("max_overhead", "number", "1",
-     "Gradients for measuring over those for training, after the first ten rows."),
-    ("world_size", "count", "", "How many processes train."),
-    ("optimizer", "word", "", "Class of the optimizer."),
-    ("optimizer_family", "word", "",
-     '"sgd", "momentum", "normalized", "adam", "adam-like", "sign", "muon" or "unknown".'),
-    ("momentum", "number", "1", "Its momentum; missing where groups differ."),
-    ("betas", "numbers", "1", "β₁ and β₂ of Adam; missing where groups differ."),
-    ("weight_decay", "number", "", "Its weight decay; missing where groups differ."),
-    ("start_lr", "number", "x²/loss", "The largest lr of its groups at the first measured step."),
-    ("clipping", "word", "",
-     'Inside the optimizer: "norm", "normalized" or "none". A loop may clip before: see `coefficient`.'),
-    ("max_norm", "number", "loss/x", "Threshold of clipping; missing where groups differ."),
-    ("offset", "number", "loss/x", "β of normalized descent; missing where groups differ."),
-    ("norm_scope", "word", "", 'Whose norm is clipped: "global", "group" or "tensor".'),
-    ("training_mode", "flag", "", "Whether the model was in training mode."),
-    ("num_steps", "count", "steps", "Steps that were planned, where the probe was told."),
-)
-# fmt: on
-FIELDS = {name: Field(*rest) for name, *rest in _TABLE}
-HEADER_FIELDS = {name: Field(*rest) for name, *rest in _HEADER_TABLE}
 # The columns that ``clip_norms`` reads.
 _CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "optimizer")
-# What an estimator is called: by the probe, the fit and the column.
-ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
-_LARGEST_EXACT = 2**53  # whole numbers beyond it do not fit a float64
 
 
 class Trace:
@@ -177,34 +75,24 @@ class Trace:
     """
 
     def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        header: Row | None = None,
-        if_exists: str = "continue",
+        self, path: str | Path | None = None, *, header: Row | None = None, if_exists: str = "continue"
     ) -> None:
         check_choice("if_exists", if_exists, ("continue", "new", "overwrite"))
-        self.path = None if path is None else Path(path)
-        if self.path is not None and self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder. Name a file in it: {self.path / 'trace.jsonl'}.")
-        if self.path is not None and if_exists == "new":
-            stem, suffix, numbers = self.path.stem, self.path.suffix, itertools.count(2)
-            while _holds_rows(self.path):
-                self.path = self.path.with_name(f"{stem}-{next(numbers)}{suffix}")
-        elif self.path is not None and if_exists == "overwrite" and _holds_rows(self.path):
-            self.path.unlink()
-        self.header = {"format": FORMAT, "schema": SCHEMA, "versions": dict(_versions()), **(header or {})}
-        # A value a row, None where it is missing; in the order of first sight.
-        self._columns: dict[tuple[str, ...], list[object]] = {}
+        header = header or {}
+        self.path: Path | None = None
+        self.header = _plain({"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **header})
+        # A value a row, None where it is missing and nothing after the last; in the order of first sight.
+        self._columns: dict[KeyPath, list[object]] = {}
         self._read_columns: dict[str, np.ndarray] = {}  # by `column`, since the last row
         self._cached: dict[Hashable, Any] = {}  # by `cached`, likewise
         self._length = 0
-        self._last_step = -math.inf
+        self._steps: set[float] = set()
         self._file: RowFile | None = None
         self._unwritten: list[bytes] = []
         self._closed = False
-        if self.path is not None:
-            self._file = self._open(self.path, header or {})
+        if path is not None:
+            self.path = _chosen_path(Path(path), if_exists)
+            self._file = self._open(self.path, header)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -223,23 +111,21 @@ class Trace:
             return
         self.header = _plain({**facts, **self.header})
         self._cached.clear()
-        if self._file is not None and self.path is not None:
-            self._rewrite([dump_row(self.header)])
+        self._rewrite([self.header])
 
     def append(self, row: Mapping[str, object]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
 
-        Known keys are in ``FIELDS``; unknown ones are kept. A file that cannot be written (a full disk)
-        raises ``OSError``, but the row is kept in memory and written with the next one that succeeds.
+        A file that cannot be written (a full disk) raises ``OSError``, but the row is kept in memory and
+        written with the next one that succeeds.
         """
         if self._closed:
             raise ValueError("This trace is closed. Open it again with Trace(path) to append to it.")
         plain = _plain(row)
         line = dump_row(plain)  # a value that JSON has no form for is refused before anything is stored
-        added = self._extend([plain]) == 1
+        added = self._add(plain)
         if self._file is not None:
-            if added:
-                self._unwritten.append(line)
+            self._unwritten += [line] * added
             while self._unwritten:
                 self._file.write(self._unwritten[0])
                 del self._unwritten[0]
@@ -250,15 +136,13 @@ class Trace:
 
         For a run that goes on from an older checkpoint: what was measured after it is not part of this run.
         """
-        rows = [self._row(index) for index in range(len(self))]
-        kept = [row for row in rows if not _is_from(row, step)]
+        rows = list(map(self._row, range(len(self))))
+        kept = [row for row in rows if not _step_of(row) >= step]
         if len(kept) < len(rows):
-            self._columns, self._length, self._last_step = {}, 0, -math.inf
-            self._unwritten = []
-            self._extend(kept)
-            if self.path is not None and self._file is not None:
-                lines = self.path.read_bytes().splitlines(keepends=True)
-                self._rewrite([line for line in lines if not _is_line_from(line, step)])
+            self._columns, self._length, self._steps, self._unwritten = {}, 0, set(), []
+            for row in kept:
+                self._add(row)
+            self._rewrite([self.header, *kept])
         return len(rows) - len(kept)
 
     def close(self) -> None:
@@ -282,7 +166,7 @@ class Trace:
         return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
 
     def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f", {str(self.path)!r}"
@@ -313,9 +197,9 @@ class Trace:
     def fractions(self) -> tuple[float, ...]:
         """The fractions of a step that all rows share, ascending; empty if they are in the rows alone."""
         given = self.header.get("fractions")
-        if not isinstance(given, (list, tuple)) or not all(map(_is_exact, given)):
+        if not _is_list(given):
             return ()
-        return tuple(float(fraction) for fraction in given)
+        return tuple(map(float, given))
 
     @property
     def clip_norm(self) -> np.ndarray:
@@ -326,7 +210,7 @@ class Trace:
     @property
     def spikes(self) -> list[Row]:
         """The steps whose gradient norm stood out, as the optimizers that step logged them."""
-        return [spike for log in self.column("spikes") for spike in log or ()]
+        return list(itertools.chain.from_iterable(filter(None, self.column("spikes"))))
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, called once until a row is added: for what is computed from all rows."""
@@ -342,10 +226,8 @@ class Trace:
     def column(self, name: str) -> np.ndarray:
         """Values of one key, one per row: float64, read-only, NaN where missing.
 
-        A list (``secants``, ``grad_norms``, ``fractions``) comes in two dimensions. Layers are
-        columns of their own: ``column("layers/encoder/smoothness")``. A key that holds words (``status``)
-        or logs (``spikes``) comes as an array of objects, None where missing. A key of the schema that no
-        row has is all NaN.
+        A list (``secants``) has two dimensions, a layer's key as ``column("layers/encoder/smoothness")``,
+        words (``status``) and logs (``spikes``) as objects, None where missing.
         """
         if name not in self._read_columns:
             column = self._make_column(name)
@@ -354,19 +236,17 @@ class Trace:
         return self._read_columns[name]
 
     def _make_column(self, name: str) -> np.ndarray:
-        values, field = self._values(name), FIELDS.get(name)
-        if name == "fractions":
-            given = list(self.fractions)
-            values = [given if value is None else value for value in values]
-        if field is None and name not in self.names:
+        if name not in FIELDS and name not in self.names:
             known = ", ".join(self.names) or "none yet"
             raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
-        kind = _kind_of(values) if field is None else field.kind
+        values = self._values(name)
+        kind = _kind_of(name, values)
         if kind == "numbers":
-            return _lists(values, width=len(self.fractions))
+            missing = self.fractions if name == "fractions" else ()
+            return _lists(values, missing, width=len(self.fractions))
         if kind in _OBJECTS:
-            return _objects(values, _OBJECTS[kind])
-        return _numbers(values)
+            return np.fromiter(_filtered(values, _OBJECTS[kind]), object, len(values))
+        return np.array(_filtered(values, _is_number), dtype=np.float64)
 
     def to_pandas(self) -> pd.DataFrame:
         """The rows as a data frame; a layer's key is ``layers/<name>/<key>``, an entry ``secants/0``."""
@@ -384,32 +264,33 @@ class Trace:
     def _values(self, name: str) -> Sequence[object]:
         """One key's values as they came, None where they are missing."""
         found = (values for path, values in self._columns.items() if "/".join(path) == name)
-        return next(found, [None] * self._length)
+        values = next(found, [])
+        return values + [None] * (self._length - len(values))
 
     def _row(self, index: int) -> Row:
         """Row ``index`` as it came, without the keys that were missing."""
         row: Row = {}
         for (*above, key), values in self._columns.items():
-            if values[index] is not None:
+            if index < len(values) and values[index] is not None:
                 place = row
                 for step in above:
                     place = place.setdefault(step, {})
                 place[key] = copy.copy(values[index])
         return row
 
-    def _rewrite(self, lines: Sequence[bytes]) -> None:
-        """Replace the file by these lines, and go on after them."""
-        assert self.path is not None
-        assert self._file is not None
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        """Replace the file, if there is one, by these rows, and go on after them."""
+        if self.path is None or self._file is None:
+            return
         self._file.close()
         try:
-            write_atomically(self.path, b"".join(lines))
+            write_atomically(self.path, b"".join(map(dump_row, rows)))
         finally:  # also where the disk is full: then the file is as it was
             self._file = RowFile(self.path)
 
     def _open(self, path: Path, header: Row) -> RowFile:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.stat().st_size == 0:
+        if _is_empty(path):
             file = RowFile(path, end=0)
             file.append(self.header)
             return file
@@ -426,69 +307,73 @@ class Trace:
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:
             self.header = _read_header(file.readline(), path)
-            for rows in read_rows(file, path, first_line=2):
-                self._extend(rows)
+            for row in itertools.chain.from_iterable(read_rows(file, path, first_line=2)):
+                self._add(row)
 
-    def _extend(self, rows: Sequence[Mapping[str, object]]) -> int:
-        """Append the rows whose step is new; returns how many."""
-        fresh = []
-        for row in rows:
-            step = row.get("step")
-            if _is_exact(step) and step == step:
-                # The usual row comes after all others; only a row that steps back is looked up.
-                if step <= self._last_step and self._has_step(step, fresh):
-                    continue
-                self._last_step = max(self._last_step, step)
-            fresh.append(row)
-        self._store(fresh, ())
-        self._length += len(fresh)
-        for values in self._columns.values():
+    def _add(self, row: Mapping[str, object]) -> bool:
+        """Append a row in memory; False if its step is there already."""
+        step = _step_of(row)
+        if step in self._steps:
+            return False
+        if not math.isnan(step):
+            self._steps.add(step)
+        for path, value in _cells(row):
+            values = self._columns.setdefault(path, [])
             values += [None] * (self._length - len(values))
+            values.append(value)
+        self._length += 1
         self._read_columns.clear()
         self._cached.clear()
-        return len(fresh)
+        return True
 
-    def _has_step(self, step: float, fresh: list[Mapping[str, object]]) -> bool:
-        return bool((self.column("step") == step).any()) or any(row.get("step") == step for row in fresh)
 
-    def _store(self, rows: Sequence[Mapping[str, object] | None], above: tuple[str, ...]) -> None:
-        # Column by column, not row by row: one list a key instead of a path a cell.
-        for key in dict.fromkeys(key for row in rows if row for key in row):
-            values = [row.get(key) if row else None for row in rows]
-            path = (*above, key)
-            nested = [value if type(value) is dict else None for value in values]
-            if any(nested):
-                self._store(nested, path)
-                values = [None if inner else value for value, inner in zip(values, nested, strict=True)]
-            if any(value is not None for value in values):
-                self._columns.setdefault(path, [None] * self._length).extend(values)
+def _cells(row: Mapping[str, object], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Every value of a row with the path of its keys."""
+    for key, value in row.items():
+        if type(value) is dict and value:
+            yield from _cells(value, (*above, key))
+        elif value is not None:
+            yield (*above, key), value
+
+
+def _chosen_path(path: Path, if_exists: str) -> Path:
+    """The file to write, where one of this name may hold rows."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Name a file in it: {path / 'trace.jsonl'}.")
+    if if_exists == "overwrite" and _holds_rows(path):
+        path.unlink()
+    chosen, numbers = path, itertools.count(2)
+    while if_exists == "new" and _holds_rows(chosen):
+        chosen = path.with_name(f"{path.stem}-{next(numbers)}{path.suffix}")
+    return chosen
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
 
 
 def _holds_rows(path: Path) -> bool:
     """Whether a trace has more than a header; a file that is no trace is not touched."""
-    if not path.exists() or path.stat().st_size == 0:
+    if _is_empty(path):
         return False
     with path.open("rb") as file:
         _read_header(file.readline(), path)
         return bool(file.readline())
 
 
-def _is_from(row: Mapping[str, object], step: int) -> bool:
-    number = row.get("step")
-    return _is_exact(number) and number >= step
-
-
-def _is_line_from(line: bytes, step: int) -> bool:
-    """Whether a line of the file is a row from ``step`` on; damaged ones stay."""
-    try:
-        return _is_from(load_row(line)[0], step)
-    except ValueError:
-        return False
+def _step_of(row: Mapping[str, object]) -> float:
+    """The step of a row; NaN if it has none that is a number."""
+    step = row.get("step")
+    return step if _is_exact(step) else math.nan
 
 
 def _is_exact(value: object) -> TypeGuard[float]:
     """Whether a value is a number that float64 holds as it is."""
-    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST_EXACT)
+    return type(value) is float or (type(value) is int and value.bit_length() <= sys.float_info.mant_dig)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is bool or _is_exact(value)
 
 
 def _is_list(value: object) -> TypeGuard[list[float]]:
@@ -503,32 +388,30 @@ def _is_log(value: object) -> bool:
 
 def _is_word(value: object) -> bool:
     """Whether a value is there and is no number."""
-    return value is not None and type(value) is not bool and not _is_exact(value)
-
-
-def _kind_of(values: Sequence[object]) -> str:
-    """Kind of a column that the schema does not know."""
-    return "word" if any(map(_is_word, values)) else "number"
-
-
-def _lists(values: Sequence[object], *, width: int) -> np.ndarray:
-    """Lists as rows of an array that is as wide as the longest and at least ``width``, NaN at their ends."""
-    lists = [value if _is_list(value) else [] for value in values]
-    array = np.full((len(lists), max([width, *map(len, lists)])), math.nan)
-    for row, found in zip(array, lists, strict=True):
-        row[: len(found)] = found
-    return array
+    return value is not None and not _is_number(value)
 
 
 _OBJECTS = {"word": _is_word, "log": _is_log}  # kinds of columns that hold no numbers
 
 
-def _objects(values: Sequence[object], is_kept: Callable[[object], bool]) -> np.ndarray:
-    return np.fromiter((v if is_kept(v) else None for v in values), object, len(values))
+def _kind_of(name: str, values: Sequence[object]) -> str:
+    """Kind of a column, by the schema or by its values."""
+    if name in FIELDS:
+        return FIELDS[name].kind
+    return "word" if any(map(_is_word, values)) else "number"
 
 
-def _numbers(values: Sequence[object]) -> np.ndarray:
-    return np.array([None if _is_word(v) else v for v in values], dtype=np.float64)
+def _filtered(values: Sequence[object], is_kept: Callable[[object], bool]) -> list[Any]:
+    return [value if is_kept(value) else None for value in values]
+
+
+def _lists(values: Sequence[object], missing: Sequence[float], *, width: int) -> np.ndarray:
+    """Lists as rows of an array that is as wide as the longest and at least ``width``, NaN at their ends."""
+    lists = [found or missing for found in _filtered(values, _is_list)]
+    array = np.full((len(lists), max([width, *map(len, lists)])), math.nan)
+    for row, found in zip(array, lists, strict=True):
+        row[: len(found)] = found
+    return array
 
 
 def _read_header(line: bytes, path: Path) -> Row:
