@@ -39,7 +39,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 model = CharLSTM()
 (folder / "trace.jsonl").unlink(missing_ok=True)  # of an earlier call
 optimizer = cs.ClippedSGD(model.parameters(), lr=4.0, max_norm=0.25)
-probe = cs.SmoothnessProbe(model, every=2, trace=folder / "trace.jsonl")
+probe = cs.SmoothnessProbe(model, every=2, trace=folder / "trace.jsonl").watch(optimizer)
 
 for _ in range(160):
     start = torch.randint(len(data) - 50, (16,))
@@ -48,9 +48,8 @@ for _ in range(160):
     def loss_fn(batch=batch):
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    loss_fn().backward()
-    with probe(loss_fn):  # <- the added line; everything else was there before
-        optimizer.step()
+    probe.record(loss_fn).backward()  # <- instead of loss_fn().backward(); everything else stays
+    optimizer.step()
     optimizer.zero_grad()
 
 # ---- what was seen, and what to do about it ------------------------------------------------------------

@@ -55,37 +55,6 @@ def test_segment_smoothness_takes_the_largest_over_the_fractions():
     torch.testing.assert_close(estimate, torch.tensor(np.sin(0.25) / 0.25))
 
 
-def test_segment_smoothness_of_groups_is_that_of_each_part():
-    def gradient(point):
-        return [2.0 * point[0], 5.0 * point[1], None]
-
-    start, end = (
-        [torch.zeros(2), torch.zeros(3), torch.zeros(1)],
-        [torch.ones(2), torch.ones(3), torch.zeros(1)],
-    )
-    groups = {"first": [0], "second": [1], "both": [0, 1], "still": [2]}
-    result = segment_smoothness(gradient, start, end, groups=groups)
-    assert result["first"].item() == 2.0
-    torch.testing.assert_close(result["second"], torch.tensor(5.0))
-    torch.testing.assert_close(result["both"], torch.tensor(np.sqrt((4 * 2 + 25 * 3) / 5)))
-    assert result["still"].isnan()
-
-
-def test_group_that_did_not_move_has_no_smoothness_whatever_its_gradient_does():
-    def gradient(point):  # of the product of both: the part that stays sees the other one move
-        return [point[1], point[0]]
-
-    start, step = [torch.ones(2), torch.ones(2)], [torch.ones(2), torch.zeros(2)]
-    groups = {"moved": [0], "still": [1]}
-    end = [torch.full((2,), 2.0), torch.ones(2)]
-    for result in (
-        segment_smoothness(gradient, start, end, groups=groups),
-        local_smoothness(gradient, start, step, groups=groups),
-    ):
-        torch.testing.assert_close(result["moved"], torch.tensor(0.0), check_dtype=False)
-        assert result["still"].isnan()
-
-
 def test_one_number_for_fractions_is_refused():
     with pytest.raises(TypeError, match=r"`fractions` must be several numbers, such as .* got 0.5"):
         segment_smoothness(lambda x: x, torch.zeros(1), torch.ones(1), fractions=0.5)
@@ -243,15 +212,15 @@ def test_spectral_smoothness_of_nan_is_marked():
     assert np.isnan(result.value)
 
 
-def test_spectral_smoothness_of_groups_is_that_of_diagonal_blocks():
+def test_spectral_smoothness_of_a_part_is_that_of_its_diagonal_block():
     H = symmetric(7)
 
     def gradient(point):
         return list((H @ torch.cat(point)).split([3, 4]))
 
-    result = spectral_smoothness(gradient, [torch.ones(3), torch.ones(4)], groups={"a": [0], "b": [1]})
-    assert result["a"].value == pytest.approx(torch.linalg.matrix_norm(H[:3, :3], 2).item(), rel=1e-6)
-    assert result["b"].value == pytest.approx(torch.linalg.matrix_norm(H[3:, 3:], 2).item(), rel=1e-6)
+    for part, block in (([0], H[:3, :3]), ([1], H[3:, 3:]), ([0, 1], H)):
+        result = spectral_smoothness(gradient, [torch.ones(3), torch.ones(4)], part=part)
+        assert result.value == pytest.approx(torch.linalg.matrix_norm(block, 2).item(), rel=1e-6)
 
 
 def test_products_by_autograd_and_by_differences_agree_on_an_lstm():

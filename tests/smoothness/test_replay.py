@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curvestep.distributed import copies
+from curvestep.smoothness.measurement import SlopeAlong
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.snapshot import PassState, RandomState
 from curvestep.vectors import difference, dot, global_norm
@@ -162,11 +163,12 @@ def test_change_taken_part_by_part_is_that_of_whole_gradients(case):
         old = replay.gradient().gradients
         start, direction = replay.point, [torch.randn_like(p) for p in replay.parameters]
         replay.move(direction, 0.1)
-        there, change = replay.gradient(), replay.change(old, start=start)
+        along = SlopeAlong(replay.parameters, start)
+        there, change = replay.gradient(), replay.change(old, [along])
     assert there.loss == change.loss
     slow = difference(there.gradients, old)
     assert change.grad_norm == pytest.approx(global_norm(there.gradients).item(), rel=1e-12)
-    assert change.along == pytest.approx(0.1 * dot(slow, direction), rel=1e-9)
+    assert along.total == pytest.approx(0.1 * dot(slow, direction), rel=1e-9)
     assert any(part is not None and global_norm([part]) > 0 for part in slow)
     for one, other in zip(change.parts, slow, strict=True):
         torch.testing.assert_close(global_norm([one]), global_norm([other]), rtol=1e-12, atol=0)
@@ -177,10 +179,11 @@ def test_change_of_a_large_parameter_is_kept_as_its_norm_only():
     with Replay(model, lambda: model(torch.ones(1000)).square().sum()) as replay:
         old = [torch.zeros_like(p) for p in replay.parameters]
         start = [p.detach() - 1e-3 for p in replay.parameters]
-        there, change = replay.gradient().gradients, replay.change(old, start=start)
+        along = SlopeAlong(replay.parameters, start)
+        there, change = replay.gradient().gradients, replay.change(old, [along])
     assert [part.numel() for part in change.parts] == [1, 300]
     assert change.grad_norm == pytest.approx(global_norm(there).item(), rel=1e-12)
-    assert change.along == pytest.approx(1e-3 * sum(g.sum().item() for g in there), rel=1e-9)
+    assert along.total == pytest.approx(1e-3 * sum(g.sum().item() for g in there), rel=1e-9)
     for part, gradient in zip(change.parts, there, strict=True):
         torch.testing.assert_close(global_norm([part]), global_norm([gradient]), rtol=1e-14, atol=0)
 
@@ -197,7 +200,9 @@ def test_change_is_right_where_a_parameter_is_reached_more_than_once():
 
     with Replay(layer, closure) as replay:
         old = [torch.ones_like(p) for p in replay.parameters]
-        change, whole = replay.change(old), replay.gradient().gradients
+        along = SlopeAlong(replay.parameters, [p.detach() - 1.0 for p in replay.parameters])
+        change, whole = replay.change(old, [along]), replay.gradient().gradients
+    assert along.total == pytest.approx(sum((g - 1.0).sum().item() for g in whole), rel=1e-12)  # counted once
     assert change.grad_norm == pytest.approx(global_norm(whole).item(), rel=1e-14)
     whole = difference(whole, old)
     torch.testing.assert_close(global_norm(change.parts), global_norm(whole), rtol=1e-14, atol=0)

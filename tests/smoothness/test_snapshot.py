@@ -137,7 +137,12 @@ def test_large_tensors_and_what_is_in_long_lists_are_not_copied():
     model = nn.Module()
     model.small, model.large = torch.zeros(10), torch.zeros((1 << 18) + 1)
     model.memory = collections.deque(torch.zeros(1) for _ in range(1001))
-    assert [t is model.small for t, _, _ in PassState(model)._tensors] == [True]
+    state = PassState(model)
+    for tensor in (model.small, model.large, model.memory[0]):
+        tensor.add_(1.0)
+    assert state.changed_for_good() is model.large
+    state.restore()
+    assert [t[0].item() for t in (model.small, model.large, model.memory[0])] == [0.0, 1.0, 1.0]
 
 
 class Averaging(nn.Linear):

@@ -67,18 +67,6 @@ def one_step(model, train, closure, *, before=lambda: None, probe_model=None, **
     return probe
 
 
-def test_dropout_outside_torchs_generators_is_named_with_its_module():
-    model, (x, y) = net(OwnDropout()), batch()
-
-    def loss_fn():
-        return F.cross_entropy(model(x), y)
-
-    with pytest.raises(
-        NonDeterministicError, match=r"module '1' \(OwnDropout\).*Draw from torch's generator"
-    ):
-        one_step(model, loss_fn, loss_fn)
-
-
 class MaskedInput(nn.Module):
     """Draws a mask from a generator of its own, and hands the masked input to a layer."""
 
@@ -117,74 +105,91 @@ def test_module_that_changes_the_input_of_its_children_is_named(kind, outer):
         one_step(whole, loss_fn, loss_fn)
 
 
-def test_loader_drawn_inside_the_closure_is_named():
-    model = net()
-    loader = iter([batch() for _ in range(20)])
+def own_dropout():
+    model, (x, y) = net(OwnDropout()), batch()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def loader_inside():
+    model, loader = net(), iter([batch() for _ in range(20)])
 
     def loss_fn():
         x, y = next(loader)
         return F.cross_entropy(model(x), y)
 
-    with pytest.raises(NonDeterministicError, match="Draw the batch before the closure"):
-        one_step(model, loss_fn, loss_fn)
+    return model, loss_fn
 
 
-def test_random_loss_outside_the_model_is_named():
+def random_loss():
+    model, (x, y), generator = net(), batch(), torch.Generator().manual_seed(0)
+    return model, lambda: F.cross_entropy(model(x), y, weight=torch.rand(3, generator=generator))
+
+
+def random_backward():
     model, (x, y) = net(), batch()
-    generator = torch.Generator().manual_seed(0)
-
-    def loss_fn():
-        weights = torch.rand(3, generator=generator)
-        return F.cross_entropy(model(x), y, weight=weights)
-
-    with pytest.raises(NonDeterministicError, match="The loss itself draws random numbers"):
-        one_step(model, loss_fn, loss_fn)
+    return model, lambda: F.cross_entropy(RandomOrder.apply(model(x)), y)
 
 
-def test_kernel_with_a_random_backward_pass_is_named():
+def earlier_gradient():
+    model, (x, y), (u, v) = net(), batch(), batch()
+    F.cross_entropy(model(u), v).backward()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def noise_before_the_model():
     model, (x, y) = net(), batch()
+    return model, lambda: F.cross_entropy(model(x + torch.randn(8, 6)), y)
 
-    def loss_fn():
-        return F.cross_entropy(RandomOrder.apply(model(x)), y)
 
-    with pytest.raises(NonDeterministicError, match="use_deterministic_algorithms"):
+def layers_one_by_one():  # the model as a whole is never called
+    model, (x, y) = net(nn.Dropout(0.5)), batch()
+    return model, lambda: F.cross_entropy(model[3](model[2](model[1](model[0](x)))), y)
+
+
+SELVES = {
+    own_dropout: r"module '1' \(OwnDropout\).*Draw from torch's generator",
+    loader_inside: "Draw the batch before the closure",
+    random_loss: "The loss itself draws random numbers",
+    random_backward: "use_deterministic_algorithms",
+    earlier_gradient: r"earlier step: call `model.zero_grad\(\)`",
+    noise_before_the_model: r"call `probe.snapshot\(\)`",
+    layers_one_by_one: "did not see the forward pass",
+}
+
+
+@pytest.mark.parametrize("case", SELVES, ids=lambda case: case.__name__)
+def test_closure_of_training_itself_that_does_not_repeat_is_named(case):
+    model, loss_fn = case()
+    with pytest.raises(NonDeterministicError, match=SELVES[case]):
         one_step(model, loss_fn, loss_fn)
+
+
+def micro_batches(*middle):
+    """A model, a training pass over two micro-batches, and both as one batch."""
+    model, parts = net(*middle), [batch(), batch()]
+
+    def train():
+        for a, b in parts:
+            (F.cross_entropy(model(a), b) / 2).backward()
+
+    x, y = map(torch.cat, zip(*parts, strict=True))
+    return model, train, lambda: F.cross_entropy(model(x), y)
 
 
 def test_batchnorm_over_other_micro_batches_is_named():
-    model = net(nn.BatchNorm1d(8))
-    parts = [batch(), batch()]
-    x, y = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def train():
-        for a, b in parts:
-            (F.cross_entropy(model(a), b) / 2).backward()
-
     with pytest.raises(NonDeterministicError, match=r"same micro-batches.*BatchNorm statistics"):
-        one_step(model, train, lambda: F.cross_entropy(model(x), y))
+        one_step(*micro_batches(nn.BatchNorm1d(8)))
 
 
 def test_whole_batch_may_stand_for_its_micro_batches_without_batchnorm():
-    model = net()
-    parts = [batch(), batch()]
-    x, y = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def train():
-        for a, b in parts:
-            (F.cross_entropy(model(a), b) / 2).backward()
-
-    assert one_step(model, train, lambda: F.cross_entropy(model(x), y)).trace.ok.all()
+    assert one_step(*micro_batches()).trace.ok.all()
 
 
 def test_missing_micro_batch_is_named():
-    model, parts = net(), [batch(), batch()]
-
-    def train():
-        for a, b in parts:
-            (F.cross_entropy(model(a), b) / 2).backward()
-
+    model, train, _ = micro_batches()
+    x, y = batch()
     with pytest.raises(NonDeterministicError, match="training called the model 2 times, the closure 1 times"):
-        one_step(model, train, lambda: F.cross_entropy(model(parts[0][0]), parts[0][1]))
+        one_step(model, train, lambda: F.cross_entropy(model(x), y))
 
 
 @pytest.mark.parametrize(
@@ -210,46 +215,25 @@ def test_gradient_changed_before_the_block_is_named(spoil, words):
         one_step(model, loss_fn, loss_fn, before=lambda: spoil(model))
 
 
-def test_gradient_left_from_an_earlier_step_is_named():
-    model, (x, y), (u, v) = net(), batch(), batch()
-    F.cross_entropy(model(u), v).backward()
-
-    def loss_fn():
-        return F.cross_entropy(model(x), y)
-
-    with pytest.raises(NonDeterministicError, match=r"earlier step: call `model.zero_grad\(\)`"):
-        one_step(model, loss_fn, loss_fn)
-
-
-def test_other_batch_in_the_closure_is_named():
-    model, (x, y), (u, v) = net(), batch(), batch()
+@pytest.mark.parametrize("sparse", [False, True])
+def test_other_batch_in_the_closure_is_named(sparse):
+    model, draw = (sparse_net(), sparse_batch) if sparse else (net(), batch)
+    (x, y), (u, v) = draw(), draw()
     with pytest.raises(NonDeterministicError, match="another batch"):
-        one_step(
-            model,
-            lambda: F.cross_entropy(model(x), y),
-            lambda: F.cross_entropy(model(u), v),
-        )
+        one_step(model, lambda: F.cross_entropy(model(x), y), lambda: F.cross_entropy(model(u), v))
 
 
 def sparse_net():
     return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
 
 
-def test_other_batch_is_named_with_sparse_gradients_too():
-    model, y = sparse_net(), torch.randint(3, (5,))
-    tokens, others = torch.randint(9, (5, 2)), torch.randint(9, (5, 2))
-    with pytest.raises(NonDeterministicError, match="another batch"):
-        one_step(
-            model,
-            lambda: F.cross_entropy(model(tokens), y),
-            lambda: F.cross_entropy(model(others), y),
-        )
+def sparse_batch():
+    return torch.randint(9, (5, 2)), torch.randint(3, (5,))
 
 
 def test_clipping_by_value_is_named_with_sparse_and_empty_gradients_too():
-    model, y = sparse_net(), torch.randint(3, (5,))
+    model, (tokens, y) = sparse_net(), sparse_batch()
     model.empty = nn.Parameter(torch.zeros(0, 3))
-    tokens = torch.randint(9, (5, 2))
 
     def loss_fn():
         return F.cross_entropy(model[2](model[1](model[0](tokens))), y) + model.empty.sum()
@@ -261,29 +245,6 @@ def test_clipping_by_value_is_named_with_sparse_and_empty_gradients_too():
 
     with pytest.raises(NonDeterministicError, match="clipped by value"):
         one_step(model, loss_fn, loss_fn, before=clip)
-
-
-def test_noise_drawn_before_the_model_is_named_with_the_way_out():
-    model, (x, y) = net(), batch()
-
-    def loss_fn():
-        return F.cross_entropy(model(x + torch.randn(8, 6)), y)
-
-    with pytest.raises(NonDeterministicError, match=r"call `probe.snapshot\(\)`"):
-        one_step(model, loss_fn, loss_fn)
-
-
-def test_forward_pass_that_the_probe_did_not_see_is_named():
-    model, (x, y) = net(nn.Dropout(0.5)), batch()
-
-    def loss_fn():  # the layers one by one: the model as a whole is never called
-        out = x
-        for layer in model:
-            out = layer(out)
-        return F.cross_entropy(out, y)
-
-    with pytest.raises(NonDeterministicError, match="did not see the forward pass"):
-        one_step(model, loss_fn, loss_fn)
 
 
 def test_oracle_that_shuffles_is_refused():

@@ -15,7 +15,7 @@ from curvestep.autopsy.cause import BLOCK, FEWEST_STEPS, SPIKE, cause_of, share
 from curvestep.autopsy.kept_step import KeptStep, StepStart, norms_of
 from curvestep.autopsy.moments import BatchMoments, has_first, has_second
 from curvestep.autopsy.retake import Alteration, Losses, Retakes, Walked, factors, full_precision, joint
-from curvestep.smoothness.probe import layer_groups
+from curvestep.smoothness.measurement import layer_groups
 from curvestep.vectors import precision
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from curvestep.distributed import any_rank, local
+from curvestep.distributed import any_rank
+from curvestep.smoothness.estimators import each
 from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.smoothness.snapshot import undone
-from curvestep.vectors import difference, dot, global_norm, precision
-
-LEAST_PASSED = 2  # tests of replays against the gradient of training
+from curvestep.vectors import change, difference, dot, global_norm, precision
 
 
 class NonDeterministicError(RuntimeError):
@@ -47,23 +47,18 @@ class SelfTest:
         error: Relative difference of one gradient replayed twice; None until one was finite.
         eps: Relative precision of the coarsest dtype that the loss was computed in.
         calls: How often training had called the model before the tested step.
-        passed: How many tests were passed. Two are needed: a ``zero_grad()`` that is missing does not show at
-            the first step.
+        confirmed: Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the
+            first step.
     """
 
     error: float | None = None
     eps: float = 0.0
     calls: int = 0
-    passed: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether enough steps were tested, unless training calls the model in another way."""
-        return self.error is not None and self.passed >= LEAST_PASSED
+    confirmed: bool = False
 
     def is_due(self, record: ObservedStep) -> bool:
         """Whether too little was tested, or training called the model in another way than it did then."""
-        if not self.is_complete or record.trained.calls != self.calls:
+        if not self.confirmed or record.trained.calls != self.calls:
             return True
         return record.state is not None and record.state.modes_changed()
 
@@ -74,10 +69,10 @@ class SelfTest:
         """
         if self.error is None or record.trained.calls != self.calls:
             return False
-        gap = global_norm(replay.change(trained).parts).item() / (global_norm(trained).item() or 1.0)
-        confirmed = not any_rank(not gap <= self.eps**0.5, replay.model)
-        self.passed += confirmed
-        return confirmed
+        gap = global_norm(replay.change(trained).parts).item() / _size(trained)
+        agrees = not any_rank(not gap <= self.eps**0.5, replay.model)
+        self.confirmed |= agrees
+        return agrees
 
     def run(
         self, replay: Replay, trained: Gradients | None, record: ObservedStep, *, clipped: bool = False
@@ -94,29 +89,33 @@ class SelfTest:
         except NonDeterministicError as reason:
             if self.error is None:
                 raise
-            if clipped:
-                raise RuntimeError(
-                    "`.grad` is not the gradient of the recorded losses times a factor. Give "
-                    "`probe.record` every loss that is run backward, all of it, and each once; and begin "
-                    "every step with `zero_grad()`."
-                ) from reason
-            if record.trained.calls == self.calls:
-                raise RuntimeError(str(reason)) from reason
-            raise RuntimeError(
-                "the replay does not give the gradient in `.grad`. The model was called "
-                f"{record.trained.calls} times since the last step, {self.calls} before the tested one. "
-                "Call the model under `torch.no_grad()` for anything but training. Or call "
-                "`probe.snapshot()` just before the loss is computed."
-            ) from reason
+            raise RuntimeError(self._why_not_again(str(reason), record, clipped=clipped)) from reason
         if math.isfinite(error):
-            if self.error is None:
-                self.error = error
-            elif record.replayed.calls and not any(part.calls.calls for part in record.passes):
+            recorded = any(part.calls.calls for part in record.passes)
+            if self.error is not None and record.replayed.calls and not recorded:
                 # A stray pass is among training's calls, but neither among the replays nor recorded.
                 record.trained.size = record.replayed.size / (1 + repeat)
+            self.confirmed = self.error is not None
+            if self.error is None:
+                self.error = error
             self.calls, self.eps = record.trained.calls, eps
-            self.passed += 1
         return gradients
+
+    def _why_not_again(self, reason: str, record: ObservedStep, *, clipped: bool) -> str:
+        if clipped:
+            return (
+                "`.grad` is not the gradient of the recorded losses times a factor. Give "
+                "`probe.record` every loss that is run backward, all of it, and each once; and begin "
+                "every step with `zero_grad()`."
+            )
+        if record.trained.calls == self.calls:
+            return reason
+        return (
+            "the replay does not give the gradient in `.grad`. The model was called "
+            f"{record.trained.calls} times since the last step, {self.calls} before the tested one. "
+            "Call the model under `torch.no_grad()` for anything but training. Or call "
+            "`probe.snapshot()` just before the loss is computed."
+        )
 
 
 def check_determinism(
@@ -129,16 +128,10 @@ def check_determinism(
 ) -> Determinism:
     r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
 
-    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass.
-
-    Args:
-        replay: An open replay, where training computed its gradient.
-        trained: The gradient that training computed there, if the closure is to give the same.
-        record: What the model was called with in training and, by the caller's hook, is called with in
-            replays; and an :math:`\varepsilon` under autocast, if that is more than the graph shows.
-        clipped: Whether ``trained`` may be clipped or scaled: then only the direction of each parameter's
-            part is compared, up to clipping by value.
-        repeat: Whether to replay twice; if not, the error is zero.
+    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass. The
+    open ``replay`` is where training computed the gradient ``trained``, if the closure is to give the same;
+    of one that may be ``clipped`` only the direction of each parameter's part is compared, up to clipping by
+    value. Without ``repeat`` it is replayed once, and the error is zero.
     """
     record = record or ObservedStep()
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
@@ -146,48 +139,48 @@ def check_determinism(
         first = replay.gradient().gradients
     eps = max(precision(replay.parameters), record.eps, *found)
     tolerance = eps**0.5
-    if trained is not None and not clipped and not any_rank(not _identical(first, trained), replay.model):
-        first = trained  # as it should be: one gradient less to hold
-    error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
-    if trained is not None and first is not trained and not math.isnan(error):
+    gap = 0.0
+    if trained is not None:
         gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
-        differs = any_rank(gap > tolerance, replay.model)
-        if differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
-            raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
+        if not clipped and not any_rank(gap != 0, replay.model):
+            first = trained  # as it should be: one gradient less to hold
+    error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
+    differs = any_rank(gap > tolerance, replay.model) and not math.isnan(error)
+    if trained is not None and differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
+        raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
     return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
 
 
-def _relative_gap(one: Gradients, two: Gradients, *, of: Gradients) -> float:
+def _size(gradients: Gradients) -> float:
+    """The norm to compare with, 1 where it is zero."""
+    return global_norm(gradients).item() or 1.0
+
+
+def _relative_gap(one: Iterable[Tensor | None], two: Gradients, *, of: Gradients) -> float:
     """Norm of the difference of two gradients, over that ``of`` one."""
-    return global_norm(difference(one, two)).item() / (global_norm(of).item() or 1.0)
+    return global_norm(map(change, one, two)).item() / _size(of)
 
 
-def _times(gradients: Gradients, factor: float) -> Gradients:
-    return [None if g is None else g * factor for g in gradients]
+def _times(gradient: Tensor | None, factor: float) -> Tensor | None:
+    return None if gradient is None else gradient * factor
 
 
 def _turned(gradients: Gradients, trained: Gradients) -> float:
     """Share of ``trained`` that no factor on each parameter's gradient explains."""
-    left = []
-    for g, t in zip(gradients, trained, strict=True):
-        factor = dot([t], [g]) / (dot([g], [g]) or 1.0)
-        left.append(global_norm(difference([t], _times([g], factor))).item())
-    return math.hypot(*left) / (global_norm(trained).item() or 1.0)
+    factors = [dot([t], [g]) / (dot([g], [g]) or 1.0) for g, t in zip(gradients, trained, strict=True)]
+    return _relative_gap(map(_times, gradients, factors), trained, of=trained)
 
 
 def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> float:
     """Relative difference between a gradient and its replay; NaN if one is not finite.
 
-    Args:
-        replay: An open replay.
-        first: The gradient where the parameters are.
-        tolerance: Largest difference to pass; beyond it, an error that names the cause.
+    Beyond ``tolerance`` an error names the cause.
     """
     large = replay.changed_for_good()
     if any_rank(large is not None, replay.model):
         raise NonDeterministicError(_why_not_unchanged(large))
-    size = global_norm(first).item()
-    error = global_norm(difference(replay.gradient().gradients, first, overwrite=True)).item() / (size or 1.0)
+    apart = difference(replay.gradient().gradients, first, overwrite=True)
+    error = global_norm(apart).item() / _size(first)
     if math.isnan(error):
         return math.nan
     if any_rank(error > tolerance, replay.model):
@@ -203,36 +196,15 @@ def _why_not_unchanged(large: Tensor | None) -> str:
     )
 
 
-def _identical(one: Gradients, two: Gradients) -> bool:
-    return all(map(_is_same_tensor, one, two))
-
-
-def _is_same_tensor(one: Tensor | None, two: Tensor | None) -> bool:
-    """Whether two gradients of a parameter are equal; sparse ones count as different."""
-    if one is None or two is None:
-        return one is two
-    return not one.is_sparse and torch.equal(local(one), local(two))
-
-
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
     (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
     pairs = zip(calls, again, strict=False)
     changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
     itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
-    whole = [one for one, _ in changed if one.module is replay.model]
-    if changed and (not itself or any(call not in itself for call in whole[:1])):
-        return what + (
-            "the model's input changes from call to call. The closure draws its batch (or augments it) "
-            "itself. Draw the batch before the closure, so that every call sees the same one."
-        )
-    if changed:  # the innermost: those around it got the change from it
-        return what + (
-            f"module '{itself[0].name}' ({type(itself[0].module).__name__}) turns the same input into "
-            "different outputs. "
-            "It draws outside the global generators of torch, numpy and Python, or keeps state that is no "
-            "buffer. Draw from torch's generator, or register the state as a buffer."
-        )
+    drawn = [one.module for one, _ in changed if one not in itself]
+    if changed:
+        return what + _why_outputs_differ(itself, inputs_differ=replay.model in drawn)
     if not abs(loss - other) <= tolerance * max(abs(loss), abs(other)):
         return what + (
             "the model's output is the same, but the loss is not. The loss itself draws random numbers "
@@ -241,6 +213,21 @@ def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     return what + (
         "the loss is the same, its gradient is not. A kernel adds up in random order. "
         "Call `torch.use_deterministic_algorithms(True)`."
+    )
+
+
+def _why_outputs_differ(itself: Sequence[Call], *, inputs_differ: bool) -> str:
+    """Why outputs of modules differ, with those whose inputs do not; the model's own may."""
+    if inputs_differ or not itself:
+        return (
+            "the model's input changes from call to call. The closure draws its batch (or augments it) "
+            "itself. Draw the batch before the closure, so that every call sees the same one."
+        )
+    inner = itself[0]  # those around it got the change from it
+    return (
+        f"module '{inner.name}' ({type(inner.module).__name__}) turns the same input into different outputs. "
+        "It draws outside the global generators of torch, numpy and Python, or keeps state that is no "
+        "buffer. Draw from torch's generator, or register the state as a buffer."
     )
 
 
@@ -253,8 +240,9 @@ def _why_not_training(
     record: ObservedStep,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
-    scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
-    if _relative_gap(_times(replayed, scale), trained, of=trained) <= 10 * tolerance:
+    scale = global_norm(trained).item() / _size(replayed)
+    scaled = [_times(g, scale) for g in replayed]
+    if _relative_gap(scaled, trained, of=trained) <= 10 * tolerance:
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
             "Clip inside the block. With a GradScaler call `scaler.unscale_(optimizer)` before it. Divide "
@@ -293,7 +281,7 @@ def _why_not_training(
 def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
     values = [t.to_dense() for t in trained if t is not None and t.numel()]
     bound = max((v.abs().max().item() for v in values), default=0.0)
-    clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
+    clipped = each(lambda g: g.to_dense().clamp(-bound, bound), gradients)
     return _relative_gap(clipped, trained, of=trained) <= 10 * tolerance
 
 
@@ -393,9 +381,9 @@ def computed_precision(loss: Tensor) -> float:
         >>> computed_precision(w.bfloat16().sum().float()), computed_precision(w.sum()) < 1e-6
         (0.0078125, True)
     """
-    seen = {m.dtype for node in _nodes(loss) for m in getattr(node, "_input_metadata", ())}
-    floating = [dtype for dtype in {loss.dtype, *seen} if dtype.is_floating_point]
-    return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
+    metadata = chain.from_iterable(getattr(node, "_input_metadata", ()) for node in _nodes(loss))
+    dtypes = {loss.dtype, *(m.dtype for m in metadata)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
 
 def _nodes(loss: Tensor) -> list[Any]:

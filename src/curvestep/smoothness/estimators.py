@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,33 +26,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import whole
-from curvestep.smoothness.trace import ESTIMATORS
+from curvestep.smoothness import ESTIMATORS
 from curvestep.vectors import difference, global_norm, precision
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
-Groups = Mapping[str, Iterable[int]]
-METHODS = ("auto", "autograd", "differences")
-_WHOLE = ""  # name of the only part where no groups are given
 T = TypeVar("T")
+METHODS = ("auto", "autograd", "differences")
 
 
-@overload
 def segment_smoothness(
-    gradient: Gradient, start: Point, end: Point, *, fractions: Iterable[float] = ..., groups: None = None
-) -> Tensor: ...
-@overload
-def segment_smoothness(
-    gradient: Gradient, start: Point, end: Point, *, fractions: Iterable[float] = ..., groups: Groups
-) -> dict[str, Tensor]: ...
-def segment_smoothness(
-    gradient: Gradient,
-    start: Point,
-    end: Point,
-    *,
-    fractions: Iterable[float] = (0.5, 1.0),
-    groups: Groups | None = None,
-) -> Tensor | dict[str, Tensor]:
+    gradient: Gradient, start: Point, end: Point, *, fractions: Iterable[float] = (0.5, 1.0)
+) -> Tensor:
     r"""The paper's estimate of smoothness along the segment of a step.
 
     .. math::
@@ -66,36 +52,24 @@ def segment_smoothness(
         start: :math:`x`.
         end: :math:`x'`.
         fractions: Every :math:`\gamma`, in (0, 1].
-        groups: Names with the indices of the tensors they cover. If given, the estimate of each group,
-            :math:`\lVert \Delta g_i \rVert / \lVert \gamma d_i \rVert`, NaN for one that did not move.
 
     Returns:
-        A scalar tensor, or one for each group.
+        A scalar tensor.
 
     Example:
         >>> segment_smoothness(lambda x: 4.0 * x, torch.zeros(3), torch.ones(3)).item()
         4.0
     """
     fractions = check_fractions(fractions)
-    x, end_listed = listed(start), listed(end)
-    d = [b.detach() - a.detach() for a, b in zip(x, end_listed, strict=True)]
-    parts = _parts(groups, len(d))
-    lengths = {name: global_norm(d[i] for i in part) for name, part in parts.items()}
-    if not any(length > 0 for length in lengths.values()):
-        raise ValueError(
-            "`start` and `end` coincide, so the segment has no smoothness. "
-            "Skip steps that did not move the parameters."
-        )
-    here = listed(gradient(start))
-    best: dict[str, Tensor] = {}
+    x, ends = listed(start), listed(end)
+    d = _step(x, ends)
+    here, length = listed(gradient(start)), global_norm(d)
+    secants = []
     for fraction in fractions:
-        inner = _moved(x, d, fraction) if fraction < 1 else end_listed
+        inner = ends if fraction == 1 else _moved(x, d, fraction)
         there = listed(gradient(shaped_like(start, inner)))
-        change = difference(there, here)
-        for name, part in parts.items():
-            secant = _ratio(global_norm(change[i] for i in part), fraction * lengths[name])
-            best[name] = torch.maximum(best.get(name, secant), secant)
-    return _whole_or_each(best, groups)
+        secants.append(global_norm(difference(there, here)) / (fraction * length))
+    return torch.stack(secants).max()
 
 
 def critical_lr(
@@ -129,13 +103,8 @@ def critical_lr(
     """
     check_positive("lr", lr)
     check_count("num_passes", num_passes, least=3)
-    x, end_listed = listed(start), listed(end)
-    d = [b.detach() - a.detach() for a, b in zip(x, end_listed, strict=True)]
-    if not global_norm(d) > 0:
-        raise ValueError(
-            "`start` and `end` coincide, so there is no step to lengthen. "
-            "Skip steps that did not move the parameters."
-        )
+    x = listed(start)
+    d = _step(x, listed(end))
     here = float(loss(start))
 
     def rises(multiple: float) -> bool:
@@ -152,11 +121,24 @@ def critical_lr(
     return lr * low, lr * high
 
 
+def _step(start: Sequence[Tensor], end: Sequence[Tensor]) -> list[Tensor]:
+    """The way between two points, which must not be one."""
+    d = [b.detach() - a.detach() for a, b in zip(start, end, strict=True)]
+    if not global_norm(d) > 0:
+        raise ValueError(
+            "`start` and `end` coincide, so there is no step to measure. "
+            "Skip steps that did not move the parameters."
+        )
+    return d
+
+
 def _next_multiple(low: float, high: float) -> float:
     """Twice, half, or between."""
     if math.isinf(high):
         return 2 * low
-    return math.sqrt(low * high) if low > 0 else high / 2
+    if low == 0:
+        return high / 2
+    return math.sqrt(low * high)
 
 
 def local_smoothness(
@@ -167,8 +149,7 @@ def local_smoothness(
     method: str = "auto",
     eps: float | None = None,
     length: float | None = None,
-    groups: Groups | None = None,
-) -> Any:
+) -> Tensor:
     r"""Smoothness at a point along one direction: the limit of the segment estimate for ever shorter steps.
 
     .. math::
@@ -181,26 +162,20 @@ def local_smoothness(
         method: How to compute :math:`\nabla^2 f(x)\,d`, see :func:`hessian_product`.
         eps: Relative precision of the gradients; default: that of their dtype.
         length: Length of the difference step, see :func:`hessian_product`.
-        groups: As in :func:`segment_smoothness`.
 
     Returns:
-        A scalar tensor, or one for each group.
+        A scalar tensor.
 
     Example:
         >>> H = torch.diag(torch.tensor([3.0, 4.0]))
         >>> local_smoothness(lambda x: H @ x, torch.ones(2), torch.tensor([1.0, 1.0])).item()
         3.5355...
     """
-    d = listed(direction)
-    size = global_norm(d)
+    size = global_norm(listed(direction))
     if not size > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
-    product = listed(hessian_product(gradient, point, direction, method=method, eps=eps, length=length))
-    ratios = {
-        name: _ratio(global_norm(product[i] for i in part), global_norm(d[i] for i in part))
-        for name, part in _parts(groups, len(d)).items()
-    }
-    return _whole_or_each(ratios, groups)
+    product = hessian_product(gradient, point, direction, method=method, eps=eps, length=length)
+    return global_norm(listed(product)) / size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +211,10 @@ def spectral_smoothness(
     tol: float | None = None,
     max_products: int = 200,
     seed: int = 0,
-    groups: Groups | None = None,
+    part: Iterable[int] | None = None,
     length: float | None = None,
     inverse_roots: Sequence[Tensor] | None = None,
-) -> Any:
+) -> SpectralSmoothness:
     r"""The norm of the Hessian, :math:`\lVert \nabla^2 f(x) \rVert = \max_i |\lambda_i|`, by Lanczos.
 
     Args:
@@ -251,13 +226,10 @@ def spectral_smoothness(
             allows if that is more. The eigenvalue itself is then far more accurate.
         max_products: Where to give up; the result then says ``converged=False``.
         seed: Of the random first vector.
-        groups: Names with the indices of the tensors they cover: the norm of each diagonal block.
+        part: Indices of the tensors whose diagonal block is meant; default: all.
         length: Length of the difference step, see :func:`hessian_product`.
         inverse_roots: :math:`P^{-1/2}` of a diagonal metric P, shaped like ``point``: then the norm of
             :math:`P^{-1/2} H P^{-1/2}`, whose eigenvalues are those of :math:`P^{-1} H`.
-
-    Returns:
-        A :class:`SpectralSmoothness`, or one for each group.
 
     Example:
         >>> H = torch.diag(torch.tensor([3.0, -5.0, 1.0]))
@@ -270,25 +242,19 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
-    roots = [1.0] * len(x)
-    if inverse_roots is not None:
-        roots = listed(inverse_roots)
+    part = range(len(x)) if part is None else list(part)
+    roots = inverse_roots or [1.0] * len(x)
 
-    def block_norm(part: Sequence[int]) -> SpectralSmoothness:
-        def product(v: np.ndarray) -> np.ndarray:
-            direction = [d * r for d, r in zip(_unflattened(v, x, part), roots, strict=True)]
-            if global_norm(direction) == 0:  # only parameters that the metric leaves out
-                return np.zeros(v.size)
-            settings = {"method": method, "eps": eps, "length": length}
-            full = listed(hessian_product(gradient, point, shaped_like(point, direction), **settings))
-            scaled = [None if full[i] is None else full[i] * roots[i] for i in part]
-            return _flattened(scaled, [x[i] for i in part])
+    def product(v: np.ndarray) -> np.ndarray:
+        direction = [d * r for d, r in zip(_unflattened(v, x, part), roots, strict=True)]
+        if global_norm(direction) == 0:  # only parameters that the metric leaves out
+            return np.zeros(v.size)
+        settings = {"method": method, "eps": eps, "length": length}
+        full = listed(hessian_product(gradient, point, shaped_like(point, direction), **settings))
+        return np.concatenate([_flattened(full[i], x[i], roots[i]) for i in part])
 
-        size = sum(x[i].numel() for i in part)
-        return _largest_eigenvalue(product, size, tol=tol, max_products=max_products, seed=seed)
-
-    norms = {name: block_norm(part) for name, part in _parts(groups, len(x)).items()}
-    return _whole_or_each(norms, groups)
+    size = sum(x[i].numel() for i in part)
+    return _largest_eigenvalue(product, size, tol=tol, max_products=max_products, seed=seed)
 
 
 def hessian_product(
@@ -320,21 +286,18 @@ def hessian_product(
             a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
     """
     check_choice("method", method, METHODS)
-    twice: Any = getattr(gradient, "hessian_product", None)
-    if method == "autograd" and twice is None:
+    if method == "autograd":
         return _differentiated(gradient, point, direction)
-    if method != "differences" and twice is not None:
-        try:
-            return twice(listed(direction), origin=listed(point))
-        except (RuntimeError, NotImplementedError):
-            if method == "autograd":
-                raise
+    if method == "auto" and hasattr(gradient, "hessian_product"):
+        with suppress(RuntimeError, NotImplementedError):
+            return _differentiated(gradient, point, direction)
     x, d = listed(point), listed(direction)
-    length = central_length(x, eps=eps) if length is None else check_positive("length", length)
-    t = length / global_norm(d).item()
+    if length is None:
+        length = central_length(x, eps=eps)
+    t = check_positive("length", length) / global_norm(d).item()
     ahead = _moved_gradient(gradient, point, x, d, t)
     change = difference(ahead, _moved_gradient(gradient, point, x, d, -t))
-    return shaped_like(point, [None if c is None else c / (2 * t) for c in change])
+    return shaped_like(point, each(lambda c: c / (2 * t), change))
 
 
 def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> float:
@@ -348,7 +311,7 @@ def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
     """The fractions in ascending order, if they lie in (0, 1]."""
     if not isinstance(fractions, Iterable):
         raise TypeError(f"`fractions` must be several numbers, such as (0.5, 1.0), got {fractions!r}.")
-    ordered = tuple(sorted(float(fraction) for fraction in fractions))
+    ordered = tuple(sorted(map(float, fractions)))
     if not ordered or not 0.0 < ordered[0] <= ordered[-1] <= 1.0:
         raise ValueError(f"`fractions` must be numbers in (0, 1], at least one, got {ordered}.")
     return ordered
@@ -367,11 +330,6 @@ def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int
     return periods
 
 
-def _ratio(size: Tensor, length: Tensor) -> Tensor:
-    """NaN without a length, not infinity: a part that did not move may still see its gradient change."""
-    return size / length if length > 0 else torch.full_like(size, math.nan)
-
-
 def _moved_gradient(gradient: Any, point: Point, x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> Any:
     if hasattr(gradient, "gradient_at"):  # a Replay moves in place, without another copy of the point
         return gradient.gradient_at(d, t, origin=x).gradients
@@ -382,22 +340,19 @@ def _moved(x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> list[Tensor]:
     return [a.detach() + t * b for a, b in zip(x, d, strict=True)]
 
 
-def _parts(groups: Groups | None, count: int) -> dict[str, tuple[int, ...]]:
-    """The groups with the indices of their tensors; without groups, one of all."""
-    if groups is None:
-        return {_WHOLE: tuple(range(count))}
-    return {name: tuple(indices) for name, indices in groups.items()}
-
-
-def _whole_or_each(values: dict[str, T], groups: Groups | None) -> T | dict[str, T]:
-    return values[_WHOLE] if groups is None else values
-
-
 def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
     """The Hessian is symmetric, so that a product from the left is one from the right."""
+    product: Any = getattr(gradient, "hessian_product", None)
+    if product is not None:
+        return product(listed(direction), origin=listed(point))
     x = [a.detach().requires_grad_() for a in listed(point)]
     g = listed(gradient(shaped_like(point, x)))
     return shaped_like(point, torch.autograd.grad(g, x, listed(direction), allow_unused=True))
+
+
+def each(function: Callable[[Tensor], T], tensors: Iterable[Tensor | None]) -> list[T | None]:
+    """The function of every tensor; None stays None."""
+    return [None if tensor is None else function(tensor) for tensor in tensors]
 
 
 def listed(value: Any) -> list[Any]:
@@ -405,7 +360,7 @@ def listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def shaped_like(point: Point, tensors: Sequence[Tensor | None]) -> Any:
+def shaped_like(point: Point, tensors: Sequence[Any]) -> Any:
     """The tensors in the form of ``point``: one tensor, or a list."""
     return tensors[0] if isinstance(point, Tensor) else list(tensors)
 
@@ -475,12 +430,11 @@ class _NotFinite(Exception):
     pass
 
 
-def _flattened(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> np.ndarray:
-    parts = []
-    for t, p in zip(tensors, like, strict=True):
-        full = torch.zeros(p.numel()) if t is None else whole(t)
-        parts.append(full.detach().to_dense().reshape(-1).double().cpu().numpy())
-    return np.concatenate(parts)
+def _flattened(tensor: Tensor | None, like: Tensor, factor: float | Tensor) -> np.ndarray:
+    """The numbers of a tensor times a factor as a vector; zeros for None."""
+    if tensor is None:
+        return np.zeros(like.numel())
+    return whole(tensor * factor).detach().to_dense().reshape(-1).double().cpu().numpy()
 
 
 def _unflattened(v: np.ndarray, like: Sequence[Tensor], part: Iterable[int]) -> list[Tensor]:

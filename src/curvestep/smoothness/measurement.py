@@ -7,21 +7,22 @@ function takes it with a replay of its batch, and returns a part of the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
 from curvestep.distributed import over_ranks
+from curvestep.smoothness import ESTIMATORS, NONFINITE, OK, Row
 from curvestep.smoothness.estimators import (
     SpectralSmoothness,
     central_length,
     hessian_product,
     spectral_smoothness,
 )
-from curvestep.smoothness.geometry import Geometry
-from curvestep.smoothness.replay import Gradients, Replay
-from curvestep.smoothness.trace import ESTIMATORS, NONFINITE, OK, Row
+from curvestep.smoothness.geometry import ChangeInMetric, Geometry
+from curvestep.smoothness.replay import Gradients, Replay, Visitor
 from curvestep.vectors import change, difference, dot_of_changes, global_norm
 
 LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
@@ -34,7 +35,8 @@ class Start:
     point: list[Tensor]  # copies of the parameters at x_k, which measuring along the step overwrites
     gradients: Gradients  # at x_k
     grad_norm: float  # their norm
-    raw_norm: float  # norm of the gradient that training computed, before any clipping
+    raw: Gradients | None  # the gradient that training computed, before any clipping; None with an oracle
+    raw_norm: float  # its norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,19 @@ class Segment:
     step_norm: float
     eps: float
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    layer_lengths: Mapping[str, float] = field(default_factory=dict)  # of the step in each group
-    geometry: Geometry | None = None  # the optimizer's metric, if it is known and asked for
+    layer_lengths: Mapping[str, float] = field(default_factory=dict)  # of the step in each group that moved
+    geometry: Geometry = field(default_factory=Geometry)  # the optimizer's metric
+
+    def metric(self, parameters: Sequence[Tensor]) -> list[ChangeInMetric]:
+        """A measure of the gradient's change in the optimizer's metric; none in the plain one."""
+        if self.geometry.is_euclidean:
+            return []
+        return [ChangeInMetric(self.geometry, parameters, self.start)]
+
+    @property
+    def difference_length(self) -> float:
+        """Length of a difference step: no longer than the step of training."""
+        return min(central_length(self.start, eps=self.eps), self.step_norm)
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,27 @@ class Secant:
 
     fraction: float
     size: float  # of the change of the gradient
+    slope: float  # size over the length of the way
     grad_norm: float  # of the gradient there
     loss: float  # there, of this rank
-    along: float | None  # inner product of the change with the way there, where it was asked for
     layer_sizes: Mapping[str, float]  # of the change in each group
-    in_metric: float | None  # smoothness in the optimizer's metric, where it was asked for
+
+
+class SlopeAlong:
+    """Inner product of a change of the gradient with the step from ``start``, parameter by parameter."""
+
+    def __init__(self, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+        self._parameters, self._start = parameters, start
+        self._parts: dict[int, float] = {}
+
+    def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
+        """Take one parameter's part."""
+        self._parts[i] = dot_of_changes(self._parameters[i], self._start[i], new, old).item()
+
+    @property
+    def total(self) -> float:
+        """The product over all parameters."""
+        return math.fsum(self._parts.values())
 
 
 def joined(row: Row, part: Row) -> Row:
@@ -86,63 +115,39 @@ def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, 
     g, length = start.grad_norm, global_norm(lengths).item()
     part: Row = {"grad_norm": g, "step_norm": length}
     if g > 0 and length > 0:
-        triples = zip(parameters, start.point, start.gradients, strict=True)
-        slopes = [dot_of_changes(p, s, gradient, None) for p, s, gradient in triples]
-        cosine = -math.fsum(slope.item() for slope in slopes) / g / length
-        part["cosine"] = min(1.0, max(-1.0, cosine)) if math.isfinite(cosine) else math.nan
+        along = SlopeAlong(parameters, start.point)
+        for i, gradient in enumerate(start.gradients):
+            along(i, gradient, None)
+        part["cosine"] = float(np.clip(-along.total / g / length, -1.0, 1.0))
     for name, indices in groups.items():
-        layer = {
-            "grad_norm": global_norm(start.gradients[i] for i in indices).item(),
-            "step_norm": global_norm(lengths[i] for i in indices).item(),
+        part.setdefault("layers", {})[name] = {
+            "grad_norm": _norm_of(start.gradients, indices),
+            "step_norm": _norm_of(lengths, indices),
         }
-        part.setdefault("layers", {})[name] = layer
     return part
 
 
 def summary_part(row: Row) -> Row:
     """Status and edge of a row, and its loss where only that after the step is known."""
     measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
-    part: Row = {"status": OK if all(map(math.isfinite, measured)) else NONFINITE}
-    if row.get("loss") is None and row.get("loss_after") is not None:
-        part["loss"] = row["loss_after"]
+    status = OK if all(map(math.isfinite, measured)) else NONFINITE
+    part: Row = {"status": status, "loss": row.get("loss", row.get("loss_after"))}
     if row["lr"] is not None and measured:
         part["edge"] = row["lr"] * measured[0] / 2
     return part
 
 
-def secant_at(
-    segment: Segment, replay: Replay, fraction: float, *, with_slope: bool = True, in_metric: bool = False
-) -> Secant:
-    """The change of the gradient from the start of the step to where the parameters are.
-
-    Args:
-        segment: The step.
-        replay: Its batch, with the parameters at the fraction.
-        fraction: Of the step.
-        with_slope: Whether to take the inner product with the way there; the start must be intact.
-        in_metric: Whether to measure in the optimizer's metric, too, if there is one.
-    """
-    geometry = segment.geometry if in_metric else None
-    visit = None if geometry is None else geometry.visitor(replay.parameters, segment.start)
-    start = segment.start if with_slope else None
-    there = replay.change(segment.gradients, start=start, visit=visit)
+def secant_at(segment: Segment, replay: Replay, fraction: float, visitors: Iterable[Visitor]) -> Secant:
+    """The change of the gradient from the start of the step to where the parameters are."""
+    there = replay.change(segment.gradients, visitors)
     size = global_norm(there.parts).item()
-    metric = None
-    if visit is not None:
-        metric = visit.smoothness(fraction)
-    elif geometry is not None:  # the plain metric
-        metric = size / (fraction * segment.step_norm)
     return Secant(
         fraction=fraction,
         size=size,
+        slope=size / (fraction * segment.step_norm),
         grad_norm=there.grad_norm,
         loss=there.loss.item(),
-        along=there.along,
-        layer_sizes={
-            name: global_norm(there.parts[i] for i in indices).item()
-            for name, indices in segment.groups.items()
-        },
-        in_metric=metric,
+        layer_sizes={name: _norm_of(there.parts, part) for name, part in segment.groups.items()},
     )
 
 
@@ -150,46 +155,58 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     r"""The paper's estimate, with every secant kept, κ, and loss and curvature at the end of the step.
 
     The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place.
-
-    Args:
-        segment: The step.
-        replay: Its batch.
-        fractions: Where to take gradients, ascending.
     """
     secants: dict[float, Secant] = {}
+    along, metric = SlopeAlong(replay.parameters, segment.start), segment.metric(replay.parameters)
     for fraction in replay.along(segment.start, fractions):
-        ends, last = fraction == 1.0, fraction == fractions[-1]
-        secants[fraction] = secant_at(segment, replay, fraction, with_slope=ends, in_metric=last)
+        visitors: list[Visitor] = []
+        if fraction == 1.0:  # later the start is overwritten
+            visitors.append(along)
+        if fraction == fractions[-1]:
+            visitors += metric
+        secants[fraction] = secant_at(segment, replay, fraction, visitors)
     ordered = [secants[fraction] for fraction in fractions]
-    slopes = [s.size / (s.fraction * segment.step_norm) for s in ordered]
-    end = end_part(segment, replay, secants[1.0]) if 1.0 in secants else {}
-    return {
+    slopes = [s.slope for s in ordered]
+    part = {
         "smoothness": _largest(slopes),
         "fractions": list(fractions),
         "secants": slopes,
         "grad_norms": [s.grad_norm for s in ordered],
-        **change_part(segment, ordered[-1]),
-        **end,
+        **change_part(segment, ordered[-1], metric),
         "layers": {
             name: {"smoothness": _largest([s.layer_sizes[name] / (s.fraction * length) for s in ordered])}
             for name, length in segment.layer_lengths.items()
-            if length
         },
     }
+    if 1.0 in secants:
+        part |= end_part(segment, replay, secants[1.0], along)
+    return part
 
 
-def change_part(segment: Segment, secant: Secant) -> Row:
+def whole_step(segment: Segment, replay: Replay) -> Row:
+    """κ, and loss and curvature at the end of the step, for estimators that do not go there."""
+    along, metric = SlopeAlong(replay.parameters, segment.start), segment.metric(replay.parameters)
+    end = secant_at(segment, replay, 1.0, [along, *metric])
+    return {**change_part(segment, end, metric), **end_part(segment, replay, end, along)}
+
+
+def change_part(segment: Segment, secant: Secant, metric: Sequence[ChangeInMetric]) -> Row:
     """κ and the smoothness in the optimizer's metric."""
-    kappa = secant.size / segment.grad_norm if segment.grad_norm else None
-    return {"kappa": kappa, "optimizer_smoothness": secant.in_metric}
+    part: Row = {}
+    if segment.grad_norm:
+        part["kappa"] = secant.size / segment.grad_norm
+    if segment.geometry.scales:
+        part["optimizer_smoothness"] = secant.slope
+    for visitor in metric:
+        part["optimizer_smoothness"] = visitor.smoothness(secant.fraction)
+    return part
 
 
-def end_part(segment: Segment, replay: Replay, end: Secant) -> Row:
+def end_part(segment: Segment, replay: Replay, end: Secant, along: SlopeAlong) -> Row:
     """Loss after the step, and the signed curvature along it."""
-    assert end.along is not None
     return {
         "loss_after": over_ranks(end.loss, replay.model, mean=True),
-        "curvature": end.along / segment.step_norm / segment.step_norm,
+        "curvature": along.total / segment.step_norm / segment.step_norm,
     }
 
 
@@ -202,46 +219,31 @@ def local_part(segment: Segment, replay: Replay) -> Row:
     to be trusted.
     """
     d = [p.detach() - s for p, s in zip(replay.parameters, segment.start, strict=True)]
-    length = _difference_length(segment)
-    product, half = (
-        hessian_product(replay, segment.start, d, method="differences", length=part)
-        for part in (length, length / 2)
-    )
+    length = segment.difference_length
+    product = hessian_product(replay, segment.start, d, method="differences", length=length)
+    half = hessian_product(replay, segment.start, d, method="differences", length=length / 2)
     replay.return_home()
     size = global_norm(product).item()
     gap = global_norm(difference(half, product, overwrite=True)).item()
-    error = _relative(gap, size)
-    layers = {
-        name: {"local_smoothness": global_norm(product[i] for i in segment.groups[name]).item() / length}
-        for name, length in segment.layer_lengths.items()
-        if length
-    }
+    error = gap / (size or math.ulp(0.0))  # infinite where only the product is zero
     return {
         "local_smoothness": size / segment.step_norm,
         "local_error": error,
         "local_converged": error <= LOCAL_TOLERANCE,
-        "layers": layers,
+        "layers": {
+            name: {"local_smoothness": _norm_of(product, segment.groups[name]) / length}
+            for name, length in segment.layer_lengths.items()
+        },
     }
-
-
-def _difference_length(segment: Segment) -> float:
-    return min(central_length(segment.start, eps=segment.eps), segment.step_norm)
-
-
-def _relative(gap: float, size: float) -> float:
-    if gap == 0:
-        return 0.0
-    return gap / size if size else math.inf
 
 
 def spectral_part(segment: Segment, replay: Replay, spectrum: SpectralSmoothness) -> Row:
     """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
-    groups = {
-        name: indices
+    blocks = {
+        name: spectral_smoothness(replay, segment.start, eps=segment.eps, part=indices)
         for name, indices in segment.groups.items()
         if any(segment.start[i].numel() for i in indices)
     }
-    blocks = spectral_smoothness(replay, segment.start, eps=segment.eps, groups=groups)
     replay.return_home()
     return {
         "spectral_smoothness": spectrum.value,
@@ -259,19 +261,17 @@ def optimizer_spectral_part(
 ) -> Row:
     """Norm of the Hessian at the start in the optimizer's metric, if it is due or known already."""
     geometry = segment.geometry
-    if geometry is None:
+    if not geometry.scales:
         return {}
     if spectrum is not None and geometry.is_euclidean:
         return {"optimizer_spectral": spectrum.value, "optimizer_converged": spectrum.converged}
     if "optimizer_spectral" not in due:
         return {}
-    found = spectral_smoothness(
-        replay,
-        segment.start,
-        eps=segment.eps,
-        length=_difference_length(segment),
-        inverse_roots=None if geometry.is_euclidean else geometry.inverse_roots(segment.start),
-    )
+    roots = None
+    if not geometry.is_euclidean:
+        roots = geometry.inverse_roots(segment.start)
+    length = segment.difference_length
+    found = spectral_smoothness(replay, segment.start, eps=segment.eps, length=length, inverse_roots=roots)
     replay.return_home()
     return {"optimizer_spectral": found.value, "optimizer_converged": found.converged}
 
@@ -284,6 +284,38 @@ def noise_of_halves(one: Gradients, two: Gradients) -> Row:
     return {"noise": apart / 2, "grad_signal": (squares - apart**2) / 2}
 
 
+def _norm_of(tensors: Gradients, indices: Sequence[int]) -> float:
+    return global_norm(tensors[i] for i in indices).item()
+
+
 def _largest(values: Sequence[float]) -> float:
     """The largest; NaN if any is."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    return float(np.max(values))
+
+
+def layer_groups(
+    model: nn.Module, parameters: Sequence[Tensor], layers: bool | Mapping[str, Iterable[Tensor]]
+) -> dict[str, list[int]]:
+    """Names of layers with the indices of their parameters: one for each module, or as given."""
+    if not layers:
+        return {}
+    index = {id(p): i for i, p in enumerate(parameters)}
+    if layers is True:
+        return _groups_of_modules(model, index)
+    chosen = {name: [index.get(id(p), -1) for p in tensors] for name, tensors in layers.items()}
+    for name, indices in chosen.items():
+        if -1 in indices or not indices:
+            raise ValueError(
+                f"`layers[{name!r}]` must be trainable parameters of the model, at least one; "
+                f"{indices.count(-1)} of {len(indices)} are not."
+            )
+    return chosen
+
+
+def _groups_of_modules(model: nn.Module, index: Mapping[int, int]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for name, p in model.named_parameters():
+        if id(p) in index:
+            plain = name.removeprefix("module.").removeprefix("_orig_mod.")
+            groups.setdefault(plain.rpartition(".")[0] or plain, []).append(index[id(p)])
+    return groups

@@ -7,22 +7,40 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.distributed import local
 from curvestep.optimizer_family import Family, family_of
-from curvestep.smoothness.replay import Closure, Gradients, checked_loss
+from curvestep.smoothness import Row
+from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import Row
 from curvestep.vectors import global_norm
 
 Listener = Callable[[tuple[object, ...], dict[str, object]], None]
-Mark = tuple[tuple[int, ...], float, float, float]  # of a tensor: shape, two weighted sums, sum of sizes
+
+
+class Mark(NamedTuple):
+    """A few numbers that stand for a tensor."""
+
+    shape: tuple[int, ...]
+    total: float
+    weighted: float  # sum
+    size: float  # sum of absolute values
+
+    def is_like(self, other: Mark, tolerance: float) -> bool:
+        """Whether both are of the same values, up to rounding."""
+        near = partial(math.isclose, rel_tol=0.0, abs_tol=tolerance * max(self.size, other.size))
+        sums = (self.total, self.weighted), (other.total, other.weighted)
+        return self.shape == other.shape and all(map(near, *sums))
 
 
 @runtime_checkable
@@ -31,15 +49,6 @@ class ClipsItself(Protocol):
 
     def clip_stats(self) -> Mapping[str, float]:
         """At least the norm of the last gradient and the ``coefficient`` of the last step."""
-        ...
-
-
-@runtime_checkable
-class LogsSpikes(Protocol):
-    """An optimizer that remembers the steps whose gradient norm stood out."""
-
-    def spikes(self) -> list[Row]:
-        """The last of them, each with its ``step``."""
         ...
 
 
@@ -58,11 +67,8 @@ class ForwardCalls:
         if with_inputs:
             self.inputs.append(fingerprint((args, kwargs)))
 
-    @classmethod
-    def sum(cls, parts: Sequence[ForwardCalls]) -> ForwardCalls:
-        """The calls of several passes together."""
-        inputs = [mark for part in parts for mark in part.inputs]
-        return cls(sum(part.calls for part in parts), sum(part.size for part in parts), inputs)
+    def __add__(self, other: ForwardCalls) -> ForwardCalls:
+        return ForwardCalls(self.calls + other.calls, self.size + other.size, self.inputs + other.inputs)
 
 
 @dataclass(eq=False)
@@ -84,13 +90,8 @@ class TrainingLoss:
         f(x) = \frac{\sum_i w_i f_i(x)}{\sum_i w_i}
 
     Each pass starts from the state that training's pass started from, so that random numbers which a data
-    loader drew in between make no difference.
-
-    Args:
-        passes: At least one.
-        parameters: Those that get gradients.
-        backward: What to call instead of ``loss.backward()``. A factor that it multiplies the loss by, such
-            as that of a GradScaler, is divided out of the gradient again.
+    loader drew in between make no difference. A factor that ``backward`` multiplies the loss by, such as that
+    of a GradScaler, is divided out of the gradients of ``parameters`` again.
     """
 
     def __init__(
@@ -106,11 +107,9 @@ class TrainingLoss:
 
     def mean(self, losses: Sequence[object]) -> Tensor:
         """The weighted mean of one loss a pass."""
-        parts = [torch.as_tensor(loss).detach().double().cpu() for loss in losses]
-        return sum(
-            (part * (p.weight / self._total) for part, p in zip(parts, self._passes, strict=True)),
-            torch.zeros((), dtype=torch.float64),
-        )
+        shares = [part.weight / self._total for part in self._passes]
+        parts = [torch.as_tensor(loss).item() * share for loss, share in zip(losses, shares, strict=True)]
+        return torch.tensor(sum(parts), dtype=torch.float64)
 
     def __call__(self) -> object:
         """One micro-batch's loss as it is; of several, each is run backward and the mean returned."""
@@ -124,7 +123,7 @@ class TrainingLoss:
                 part.state.restore()
             loss = checked_loss(part.loss_fn())
             losses.append(loss.detach())
-            if loss.requires_grad and torch.is_grad_enabled():
+            if loss.requires_grad:
                 loss = loss / (self._total / part.weight)  # as loops write it, to the last bit
                 loss.register_hook(scales.append)
                 backward(loss)
@@ -147,17 +146,12 @@ class ObservedStep:
     trained: ForwardCalls = field(default_factory=ForwardCalls)  # training's calls since the step before
     replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
     eps: float = 0.0  # relative precision under autocast, zero without
-    inputs: list[Tensor] = field(default_factory=list)  # of the model, that require grad: batches as a rule
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # of the model, that require grad, by identity
 
-    def see_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Take note of leaves that require a gradient: replays leave theirs alone."""
-        known = {id(t) for t in self.inputs}
-        leaves = [t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
-        self.inputs += [t for t in leaves if id(t) not in known]
-
-    def see_precision(self, parameter: Tensor) -> None:
-        """Take note of autocast, if it is on."""
-        self.eps = max(self.eps, autocast_precision(parameter))
+    def see(self, args: tuple[object, ...], kwargs: dict[str, object], parameter: Tensor) -> None:
+        """Take note of autocast, if it is on, and of leaves that require a gradient: replays leave theirs."""
+        self.eps = max(self.eps, _autocast_precision(parameter.device.type))
+        self.inputs |= {id(t): t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad}
 
     def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
         """The loss of one pass of training, which is recorded.
@@ -199,18 +193,12 @@ def fingerprint(value: object) -> list[Mark]:
 def _mark(tensor: Tensor) -> Mark:
     t = tensor.to_dense().reshape(-1).to(torch.float64)
     weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
-    return tuple(tensor.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item()
+    return Mark(tuple(tensor.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())
 
 
 def alike(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:
     """Whether two fingerprints are of the same values, up to rounding."""
-    if [mark[0] for mark in one] != [mark[0] for mark in two]:
-        return False
-    return all(
-        abs(a - b) <= tolerance * max(scale, other) or a == b
-        for (_, *first, scale), (_, *second, other) in zip(one, two, strict=True)
-        for a, b in zip(first, second, strict=True)
-    )
+    return len(one) == len(two) and all(map(partial(Mark.is_like, tolerance=tolerance), one, two))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -233,10 +221,8 @@ def batch_length(batch: object) -> float:
 class ForwardHook:
     """A forward pre-hook that holds its listener weakly; in a copy of the model it has none."""
 
-    def __init__(self, listener: Listener | None = None) -> None:
-        self._listener: Callable[[], Listener | None] = lambda: None
-        if listener is not None:
-            self._listener = weakref.WeakMethod(listener)
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.WeakMethod(listener)
         # The compiler, where it is in use, is not to look into the listener. (Asking for it loads it.)
         self._tell: Callable[..., object] = _tell
         if "torch._dynamo" in sys.modules:
@@ -244,12 +230,14 @@ class ForwardHook:
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Tell the listener, if it is still there."""
-        listener = self._listener()
-        if listener is not None:
-            self._tell(listener, args, kwargs)
+        self._tell(self._listener() or _ignore, args, kwargs)
 
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
-        return ForwardHook, ()  # when copied or pickled with the model
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return partial, (_ignore,)  # when copied or pickled with the model
+
+
+def _ignore(*_: object) -> None:
+    """Hear nothing."""
 
 
 def _tell(listener: Listener, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -257,13 +245,12 @@ def _tell(listener: Listener, args: tuple[object, ...], kwargs: dict[str, object
 
 
 class StepObserver:
-    """The optimizers that step, their learning rate then, and the gradient that they are handed."""
+    """The optimizers that step, their learning rates then, and the gradient that they are handed."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self.optimizers: list[Optimizer] = []
-        self.rates: list[float] = []  # lr of each group of the first optimizer
-        self.lr: float | None = None  # of several, the largest
+        self.rates: list[float] = []  # lr of each group of each optimizer
         self._grad_norm: Tensor | None = None
         self._handle = register_optimizer_step_pre_hook(self)
 
@@ -273,58 +260,55 @@ class StepObserver:
             return
         self.expect(optimizer)
         if not isinstance(optimizer, ClipsItself):  # one with statistics needs no norm
-            self._grad_norm = global_norm(p.grad for p in self._parameters)
             # A GradScaler may leave it to the optimizer to divide by its scale.
-            scale = getattr(optimizer, "grad_scale", None)
-            if scale is not None:
-                self._grad_norm /= float(scale)
+            scale = getattr(optimizer, "grad_scale", None) or 1.0
+            self._grad_norm = global_norm(gradients_of(self._parameters)) / float(scale)
 
     def expect(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-        rates = [[float(g.get("lr", math.nan)) for g in o.param_groups] for o in self.optimizers]
-        self.rates = rates[0]
-        self.lr = max((rate for group in rates for rate in group if rate == rate), default=None)
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        self.rates = [float(group["lr"]) for group in groups if "lr" in group]
+
+    @property
+    def lr(self) -> float | None:
+        """The largest; None where no optimizer has one."""
+        return max(self.rates, default=None)
 
     def stop(self) -> None:
         """Observe no longer."""
         self._handle.remove()
 
     def coefficient(self, gradients: Gradients | None, grad_norm: float) -> float | None:
-        """The factor of clipping on the gradient, before the optimizer and in it.
-
-        Args:
-            gradients: The gradient before any clipping; None if only its norm is known.
-            grad_norm: Its norm.
-        """
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, ClipsItself):
-                if gradients is not None:  # it may train a part of the model
-                    grad_norm = self._norm_of_own(optimizer, gradients)
-                return _own_coefficient(optimizer.clip_stats(), grad_norm)
-        if not self.optimizers or not grad_norm > 0:
+        """The factor of clipping on the gradient of this norm, before the optimizer and in it."""
+        own = next((each for each in self.optimizers if isinstance(each, ClipsItself)), None)
+        if own is not None:
+            return self._own_coefficient(own, own.clip_stats(), gradients, grad_norm)
+        if not (self.optimizers and grad_norm > 0):
             return None
-        if self._grad_norm is None:  # the step had begun already: `.grad` is still what it was handed
-            if all(p.grad is None for p in self._parameters):
+        handed = self._grad_norm
+        if handed is None:  # the step had begun already: `.grad` is still what it was handed
+            given = gradients_of(self._parameters)
+            if is_empty(given):
                 return None
-            self._grad_norm = global_norm(p.grad for p in self._parameters)
-        return self._grad_norm.item() / grad_norm
+            handed = global_norm(given)
+        return handed.item() / grad_norm
 
     def spike_logs(self) -> list[list[Row]]:
         """What the optimizers have logged, of those that keep a log."""
-        return [optimizer.spikes() for optimizer in self.optimizers if isinstance(optimizer, LogsSpikes)]
+        return [optimizer.spikes() for optimizer in self.optimizers if hasattr(optimizer, "spikes")]
 
-    def _norm_of_own(self, optimizer: Optimizer, gradients: Gradients) -> float:
-        pairs = zip(self._parameters, gradients, strict=True)
-        return global_norm(g for p, g in pairs if trains_any(optimizer, [p])).item()
-
-
-def _own_coefficient(stats: Mapping[str, float], grad_norm: float) -> float:
-    """The factor of an optimizer on its last step, and of clipping before it."""
-    if not grad_norm > 0:
-        return stats["coefficient"]
-    return stats["coefficient"] * stats["grad_norm"] / grad_norm
+    def _own_coefficient(
+        self, optimizer: Optimizer, stats: Mapping[str, float], gradients: Gradients | None, grad_norm: float
+    ) -> float:
+        """The factor of an optimizer on its last step, and of clipping before it."""
+        if gradients is not None:  # it may train a part of the model
+            pairs = zip(self._parameters, gradients, strict=True)
+            grad_norm = global_norm(g for p, g in pairs if trains_any(optimizer, [p])).item()
+        if not grad_norm > 0:
+            return stats["coefficient"]
+        return stats["coefficient"] * stats["grad_norm"] / grad_norm
 
 
 def optimizer_facts(optimizer: Optimizer) -> Row:
@@ -341,8 +325,8 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
     clipping = "none"
     if family is Family.NORMALIZED:
         clipping = "normalized"
-    elif "max_norm" in groups[0] and hasattr(optimizer, "clip_stats"):
-        clipping = "norm"
+    elif "max_norm" in groups[0] and isinstance(optimizer, ClipsItself):
+        clipping = getattr(groups[0]["max_norm"], "name", "norm")  # a rule has a name
     return {
         "optimizer": type(optimizer).__name__,
         "optimizer_family": family.value,
@@ -353,20 +337,19 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
 
 
 def _shared_option(groups: Sequence[Row], name: str) -> float | list[float] | None:
-    """A number or numbers that all groups have alike; None if they do not."""
-    first, *others = [_plain_option(group.get(name)) for group in groups]
-    if any(other != first for other in others):
+    """A number or a list of numbers that all groups have alike; None if they do not."""
+    options = [_plain_option(group.get(name)) for group in groups]
+    if any(option != options[0] for option in options):  # NaN, where there is no number, differs from itself
         return None
-    return first
+    return options[0]
 
 
-def _plain_option(value: float | list[float] | tuple[float, ...] | None) -> float | list[float] | None:
-    """Numbers of Python, for torch takes tensors too."""
-    if value is None:
-        return None
-    if isinstance(value, (tuple, list)):
-        return list(map(float, value))
-    return float(value)
+def _plain_option(value: Any) -> float | list[float]:
+    """Numbers of Python, for torch takes tensors too; NaN for what is no number."""
+    try:
+        return np.asarray(value, dtype=float).tolist()
+    except TypeError:  # a rule that clips at a norm of its own choice
+        return math.nan
 
 
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
@@ -375,9 +358,17 @@ def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-def autocast_precision(parameter: Tensor) -> float:
-    """Relative precision under autocast on the parameter's device; zero without autocast."""
-    device = parameter.device.type
+def _autocast_precision(device: str) -> float:
+    """Relative precision under autocast on a device; zero without autocast."""
     if not torch.is_autocast_enabled(device):
         return 0.0
     return torch.finfo(torch.get_autocast_dtype(device)).eps
+
+
+def differs_in_eval(module: nn.Module) -> bool:
+    """Whether a layer acts in training in another way: it normalizes by the batch, or drops."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, _BatchNorm)

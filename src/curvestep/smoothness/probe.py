@@ -17,31 +17,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
 from curvestep.optimizer_family import check_optimizer
+from curvestep.smoothness import FAILED, Row
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.estimators import check_estimators, check_fractions
-from curvestep.smoothness.observer import (
-    ForwardCalls,
-    ForwardHook,
-    Pass,
-    StepObserver,
-    optimizer_facts,
-    trains_any,
-)
+from curvestep.smoothness.measurement import layer_groups
+from curvestep.smoothness.observer import ForwardCalls, ForwardHook, Pass, differs_in_eval, trains_any
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.probed_step import ProbedStep, Setup
-from curvestep.smoothness.replay import Closure, trainable_parameters
+from curvestep.smoothness.replay import Closure, trainable_parameters, versions_of
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import FAILED, Row, Trace
+from curvestep.smoothness.trace import Trace
 
+# What to do with a file that holds a run, in the words of a trace.
+_IF_EXISTS = {"resume": "continue", "new": "new", "overwrite": "overwrite"}
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
 
 
@@ -50,63 +45,52 @@ class SmoothnessProbe:
 
     .. code-block:: python
 
-        probe = cs.SmoothnessProbe(model, every=5, trace="runs/mine/trace.jsonl")
+        probe = cs.SmoothnessProbe(model, every=50, trace="runs/mine/trace.jsonl").watch(optimizer)
         for x, y in loader:
-            def loss_fn(): return F.cross_entropy(model(x), y)
-            loss = loss_fn(); loss.backward()
-            with probe(loss_fn):
-                opt.step()
-            opt.zero_grad()
+            loss = probe.record(lambda: F.cross_entropy(model(x), y))    # before each backward pass
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    Where the loop is a framework's, or accumulates, scales or clips before the step, hooks do the same:
+    Any optimizer, any clipping, loss scaling or accumulation before the step. Where hooks do not fit,
+    ``with probe(loss_fn): optimizer.step()`` measures the one step inside the block, for one gradient less.
 
-    .. code-block:: python
-
-        probe = cs.SmoothnessProbe(model, every=50).watch(opt)
-        loss = probe.record(lambda: F.cross_entropy(model(x), y))    # before each backward pass
-
-    Any optimizer, and any clipping inside the block. Parameters, buffers, ``.grad``, optimizer state and
-    random states end up as they would without the probe, bit for bit. On the training batch one fraction
-    costs one extra forward and backward pass, because the gradient at :math:`x_k` is taken from ``.grad``.
-    The first measurement checks that the closure is a function of the parameters alone and raises
-    :class:`~curvestep.smoothness.determinism.NonDeterministicError`, which names the cause, if it is not.
+    Parameters, buffers, ``.grad``, optimizer state and random states end up as they would without the probe,
+    bit for bit. The first measurement checks that the closure is a function of the parameters alone; if not,
+    :class:`~curvestep.smoothness.determinism.NonDeterministicError` names the cause.
 
     Args:
         model: The module that the loop calls, with all that the loss trains; the wrapped one under DDP, FSDP2
             and ``torch.compile``.
         every: Steps between measurements, whatever they cost. Default: the first ten rows come five steps
             apart, then so many that measuring takes 5 % of the gradients that training does.
-        fractions: Where on the step to take gradients, each in (0, 1]. Default: three. Two are short, chosen
-            by the last rows so that the gradient changes by at most a quarter of its norm: only before the
-            overshoot can growth of smoothness be told from the step's own doing. The third is the whole
-            step, for κ, the loss after it and the paper's estimate. Memory beyond training's, from the
-            first measurement on: twice the parameters and once the largest of them, however many fractions;
-            under DDP and FSDP2 three times the parameters.
+        fractions: Where on the step to take gradients, each in (0, 1]. Default: the whole step, for κ and the
+            paper's estimate, and two short ones, over which the gradient changes by at most a quarter of its
+            norm: only before the overshoot can growth of smoothness be told from the step's own doing.
+            Memory beyond training's: twice the parameters and once the largest of them, however many
+            fractions; under DDP and FSDP2 three times the parameters.
         estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
-            gradients, and up to four more copies of the parameters) and ``"spectral_smoothness"`` (dozens to
+            gradients, and up to four more copies of the parameters), ``"spectral_smoothness"`` (dozens to
             hundreds of gradients, and as many for each layer), and ``"optimizer_spectral"`` (the same in the
             optimizer's metric, without layers). A mapping ``{"smoothness": 1, "spectral_smoothness": 50}``
-            takes each at every n-th measurement only; one without the first takes one gradient more, for κ,
-            curvature and the loss after the step.
+            takes each at every n-th measurement only; one without the first takes one gradient more.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
-            :meth:`load_state_dict`, and without it writes to a new file beside it and prints
-            its name (``trace-2.jsonl``; ``probe.trace.path``), ``"new"`` does that in any case,
-            ``"overwrite"`` starts it again.
+            :meth:`load_state_dict`, and without it writes to a new file beside it (``trace-2.jsonl``) and
+            prints its name; ``"new"`` does that in any case, ``"overwrite"`` starts it again.
         max_overhead: Gradients for measuring over those for training, such as 0.05, after the first ten rows.
             Counted, not timed: rows do not depend on the machine. Never more often than ``every``.
         layers: Also measure each layer: True for one group per module, or names with their parameters.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
-            step, ``"off"`` warns once and measures nothing more, whatever the failure. The step itself is
-            always untouched.
-        keep: Objects that the loss function changes besides the model, such as metrics or a trainer with
-            counters: replays put their attributes back.
+            step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
         geometry: ``"auto"`` adds the smoothness along the step in the metric that the optimizer steps in
             (``optimizer_smoothness``), read from its state: no more gradients. ``"euclidean"`` leaves it out.
+        keep: Objects that the loss function changes besides the model, such as metrics: replays put their
+            attributes back.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
             float16, ``lambda loss: scaler.scale(loss).backward()``.
-        num_steps: How many steps are planned, for the header: later one can tell how far the run got.
+        num_steps: How many steps are planned, for the header.
 
     Attributes:
         trace: The rows measured so far.
@@ -131,36 +115,35 @@ class SmoothnessProbe:
         backward: Callable[[Tensor], object] | None = None,
         num_steps: int | None = None,
     ) -> None:
+        if fractions is not None:
+            fractions = check_fractions(fractions)
+        if num_steps is not None:
+            check_count("num_steps", num_steps)
         self.model = model
-        self.parameters = trainable_parameters(model)
-        self.fractions = None if fractions is None else check_fractions(fractions)
-        self.estimators = check_estimators(estimators)
-        self.oracle = check_oracle(oracle)
+        self.num_steps = num_steps
         self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
-        self.geometry = check_choice("geometry", geometry, ("auto", "euclidean"))
-        if geometry != "auto" and "optimizer_spectral" in self.estimators:
+        self._setup = Setup(
+            model=model,
+            parameters=trainable_parameters(model),
+            fractions=fractions,
+            estimators=check_estimators(estimators),
+            oracle=check_oracle(oracle),
+            in_metric=check_choice("geometry", geometry, ("auto", "euclidean")) == "auto",
+            keep=list(keep),
+            backward=backward,
+        )
+        self.parameters, self.oracle = self._setup.parameters, self._setup.oracle
+        self._setup.groups = layer_groups(model, self.parameters, layers)
+        if not self._setup.in_metric and "optimizer_spectral" in self._setup.estimators:
             raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
         for other in keep:
             if not hasattr(other, "__dict__"):
                 raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
-        self.num_steps = None if num_steps is None else check_count("num_steps", num_steps)
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
-        check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
-        choice = "continue" if if_exists == "resume" else if_exists
+        check_choice("if_exists", if_exists, tuple(_IF_EXISTS))
         self._is_own_file = isinstance(trace, (str, Path))
-        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, choice)
+        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, _IF_EXISTS[if_exists])
         self.step = 0
-        self._setup = Setup(
-            model=model,
-            parameters=self.parameters,
-            fractions=self.fractions,
-            estimators=self.estimators,
-            oracle=self.oracle,
-            groups=layer_groups(model, self.parameters, layers),
-            in_metric=geometry == "auto",
-            keep=list(keep),
-            backward=backward,
-        )
         self._current = ProbedStep(self._setup)
         self._resumed = self._closed = self._failed = False
         self._warned: set[str] = set()
@@ -222,17 +205,14 @@ class SmoothnessProbe:
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
         """
         _check_loss_fn(loss_fn)
-        if self.due:
-            self._check_fresh()
-        if not self.due:
+        if not self._measures():
             return loss_fn()
         check_positive("weight", weight)
         if self._current.optimizers is not None:  # the step that had begun raised
             self._forget_step()
         record = self._current.record
         part = Pass(loss_fn, weight, PassState(self.model, self._setup.keep))
-        if record.state is None:
-            record.state = part.state
+        record.state = record.state or part.state
         loss = record.run(part, self.parameters)
         if batch_size is not None:
             part.calls.size = batch_size
@@ -247,18 +227,11 @@ class SmoothnessProbe:
         batch_size: int | None = None,
         halves: tuple[Closure, Closure] | None = None,
     ) -> None:
-        """Measure before the optimizer's step, if this step is due. Its batches were given to :meth:`record`.
+        """Measure before the optimizer's step, if this step is due; ``optimizer`` has begun its own already.
 
-        Args:
-            optimizer: The one that steps, where its ``step`` has begun already, as in a framework's callback.
-            clipped: Whether the gradient may have been clipped or scaled since the backward pass. It is then
-                computed again: one more pass over the batch.
-            batch_size: As of the probe's own call.
-            halves: Likewise.
+        A gradient that may have been ``clipped`` or scaled since the backward pass is computed again.
         """
-        if self.step == 0 and not self._closed:
-            self._check_fresh()
-        if not self.due:
+        if not self._measures():
             return
         step = self._current
         step.row = {"step": self.step, "batch_size": batch_size}
@@ -272,45 +245,32 @@ class SmoothnessProbe:
             raise
         if any_rank(step.start is None, self.model):
             step.start = None
-        step.stepping = True
-        step.optimizers = StepObserver(self.parameters)
-        if optimizer is not None:
-            step.optimizers.expect(check_optimizer(optimizer))
+        step.begin(optimizer)
 
     def _end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
-        step, steps = self._current, self._current.optimizers
-        if steps is None:
-            self._finish_step()
-            return
+        step = self._current
         try:
-            step.stepping = False
-            steps.stop()
-            if step.start is not None:
-                self._attempt(step.measure_end)
-            if step.row.get("noise") is not None and step.row["batch_size"] is not None:
-                step.row["grad_variance"] = step.row["batch_size"] * step.row["noise"] ** 2
-            self._describe_run(steps)
-            step.row["num_gradients"] = step.num_gradients
-            self._write(step.row)
-            self._setup.measurements += 1
+            if step.optimizers is not None:
+                step.optimizers.stop()
+                step.stepping = False
+                if step.start is not None:
+                    self._attempt(step.measure_end)
+                self._write(step)
+                self._setup.measurements += 1
         finally:
             self._finish_step()
 
     def watch(self, optimizer: Optimizer) -> SmoothnessProbe:
         """Measure around every step of ``optimizer`` that is due, by hooks on it; returns the probe.
 
-        Another optimizer that trains the same model moves it outside of the measured steps; that is warned
-        of once.
-
         The gradient may be clipped or scaled before the step: at a due step it is computed again, which costs
-        one more pass. A step that a GradScaler skips is no step.
+        one more pass. A step that a GradScaler skips is no step. If something else trains the same model
+        between the measured steps, that is warned of once.
         """
         optimizer = check_optimizer(optimizer)
         if not trains_any(optimizer, self.parameters):
-            raise ValueError(
-                "`optimizer` has none of the model's trainable parameters: nothing would be measured."
-            )
+            raise ValueError("`optimizer` has none of the model's trainable parameters: nothing to measure.")
         if self._watched is not None:
             raise ValueError(
                 "This probe watches an optimizer already. Make a probe for each, with the module that it "
@@ -321,15 +281,13 @@ class SmoothnessProbe:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._unheld = [p for p in self.parameters if id(p) not in held]
+        self._unheld = [p for p in self.parameters if not trains_any(optimizer, [p])]
         return self
 
     def listen(self, listener: Callable[[Row], object]) -> SmoothnessProbe:
-        """Call ``listener(row)`` with every row, on the rank that writes; returns the probe.
+        """Call ``listener(row)`` with every row, a dict, on the rank that writes; returns the probe.
 
-        The row is a dict with the keys of the trace. A listener
-        that raises is reported once; training goes on.
+        A listener that raises is reported once; training goes on.
         """
         self._listeners.append(listener)
         return self
@@ -369,13 +327,9 @@ class SmoothnessProbe:
 
     def state_dict(self) -> Row:
         """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace."""
-        return {
-            "step": self.step,
-            "measurements": self._setup.measurements,
-            "rates": list(self._setup.rates),
-            "spikes": list(self._setup.spikes),
-            "schedule": self.schedule.state_dict(),
-        }
+        setup = self._setup
+        memory = {"measurements": setup.measurements, "rates": [*setup.rates], "spikes": [*setup.spikes]}
+        return {"step": self.step, **memory, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: Row) -> None:
         """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
@@ -404,27 +358,35 @@ class SmoothnessProbe:
 
         return (args[0],), {**kwargs, "closure": first_closure}
 
-    def _check_fresh(self) -> None:
-        """Do not add a run to the rows of another; a trace would keep the first row of a step."""
-        if self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
-            if self._is_own_file:
-                self._start_new_file()
-                return
-            where = self.trace.path or "in memory"
-            words = (
-                f"`trace` already holds a run ({where}), and this probe begins at step 0. Make it with "
-                'if_exists="new" for a new file beside it, or "overwrite" to replace it. To resume '
-                "that run, call `probe.load_state_dict(state)` first."
-            )
-            if self.on_error != "off":
-                raise ValueError(words)
-            self._warn_once("measure", f"{words} Nothing is measured.")
-            self.close()
+    def _measures(self) -> bool:
+        """Whether this step is measured; a run is not added to the rows of another."""
+        if self.due and self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
+            self._part_from_other_run()
+        return self.due
+
+    def _part_from_other_run(self) -> None:
+        """Write to a new file, or refuse: a trace would keep the first row of a step."""
+        path = self.trace.path
+        resume = "To resume that run, call `probe.load_state_dict(state)` first."
+        if self._is_own_file:
+            self.trace.close()
+            self.trace = self._new_trace(path, "new")
+            if path is not None:  # of the rank that writes
+                words = f"{path} holds another run. This run writes to {self.trace.path}. {resume}"
+                print(words, file=sys.stderr)
+            return
+        words = (
+            f"`trace` already holds a run ({path or 'in memory'}), and this probe begins at step 0. Make it "
+            f'with if_exists="new" for a new file beside it, or "overwrite" to replace it. {resume}'
+        )
+        if self.on_error != "off":
+            raise ValueError(words)
+        self._warn_once("measure", f"{words} Nothing is measured.")
+        self.close()
 
     def _see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not self.due or self._current.stepping or not torch.is_grad_enabled():
-            return
-        self._current.see_forward(args, kwargs)
+        if self.due and not self._current.stepping and torch.is_grad_enabled():
+            self._current.see_forward(args, kwargs)
 
     def _attempt(self, measure: Callable[[], None]) -> None:
         """Call ``measure``; its failure is noted in the row."""
@@ -437,49 +399,38 @@ class SmoothnessProbe:
         except Exception as error:
             self._note_failure(error)
             if self.on_error == "raise":
-                self._write(self._current.row)
+                self._write(self._current)
                 raise
 
     def _note_failure(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         self._current.row["status"] = f"{FAILED}{reason}"
         text = f"A smoothness measurement failed at step {self.step}: {reason}"
+        self._failed = True
         if self.on_error == "off":
-            self._failed = True
-            self._warn_once("measure", f"{text} No more are taken. {_CONTINUES}")
-        elif self.on_error == "mark":
+            text = f"{text} No more are taken."
+        if self.on_error != "raise":
             self._warn_once("measure", f"{text} {_CONTINUES}")
-
-    def _start_new_file(self) -> None:
-        """Write this run beside the one that the file holds."""
-        path = self.trace.path
-        self.trace.close()
-        self.trace = self._new_trace(path, "new")
-        if path is not None:
-            print(
-                f"{path} holds another run. This run writes to {self.trace.path}. "
-                "To resume the other, call `probe.load_state_dict(state)` first.",
-                file=sys.stderr,
-            )
 
     def _check_mode(self) -> None:
         """Warn of a model in eval mode, where that makes another loss."""
-        layers = () if self.model.training else [m for m in self.model.modules() if _differs_in_eval(m)]
-        if layers:
+        if self.model.training:
+            return
+        for layer in filter(differs_in_eval, self.model.modules()):
             self._warn_once(
                 "mode",
-                f"The model is in eval mode, and {type(layers[0]).__name__} acts otherwise in training. "
+                f"The model is in eval mode, and {type(layer).__name__} acts otherwise in training. "
                 "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
             )
 
     def _after_step(self, *_: object) -> None:
         """End, and remember what the watched optimizer has no hold of."""
         self._end()
-        self._versions = [p._version for p in self._unheld]
+        self._versions = versions_of(self._unheld)
 
     def _check_others(self) -> None:
         """Warn once where such parameters move between two steps of the watched optimizer."""
-        if self._versions and self._versions != [p._version for p in self._unheld]:
+        if self._versions and self._versions != versions_of(self._unheld):
             self._warn_once(
                 "optimizers",
                 f"The probe watches {type(self._watched).__name__}, and something else trains "
@@ -488,18 +439,20 @@ class SmoothnessProbe:
                 "`with probe(loss_fn):`.",
             )
 
-    def _describe_run(self, steps: StepObserver) -> None:
-        """Complete the trace's header by what is known at the first measured step."""
-        facts = optimizer_facts(steps.optimizers[0]) if steps.optimizers else {}
-        known = {"start_lr": steps.lr, "training_mode": self.model.training, "num_steps": self.num_steps}
-        with self._writing():
-            self.trace.describe({**facts, **known})
+    def _write(self, step: ProbedStep) -> None:
+        """Hand on the row; the first completes the trace's header."""
+        row = step.finished_row()
+        facts = {**step.facts, "training_mode": self.model.training, "num_steps": self.num_steps}
+        self._keep(partial(self.trace.describe, facts))
+        self._keep(partial(self.trace.append, row))
+        if is_writer(self.model):
+            for listener in self._listeners:
+                self._tell(listener, row)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A block whose failure to write is reported once; the rows stay in memory."""
+    def _keep(self, write: Callable[[], object]) -> None:
+        """Write to the trace; a full disk is reported once, and the rows stay in memory."""
         try:
-            yield
+            write()
         except OSError as error:
             if self.on_error == "raise":
                 raise
@@ -507,14 +460,11 @@ class SmoothnessProbe:
                 "write", f"The trace cannot be written, rows stay in memory: {error}. {_CONTINUES}"
             )
 
-    def _write(self, row: Row) -> None:
-        with self._writing():
-            self.trace.append(row)
-        for listener in self._listeners if is_writer(self.model) else ():
-            try:
-                listener(dict(row))
-            except Exception as error:
-                self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
+    def _tell(self, listener: Callable[[Row], object], row: Row) -> None:
+        try:
+            listener(dict(row))
+        except Exception as error:
+            self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
@@ -528,8 +478,8 @@ class SmoothnessProbe:
         if self.step == self.schedule.next:
             self._forget_step()
             self.schedule.finished(self.step, num_gradients=step.num_gradients)
-            if self.schedule.max_overhead is not None:  # a rank that failed may have counted otherwise
-                self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
+            # A rank that failed may have counted otherwise.
+            self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
 
     def _forget_step(self) -> None:
@@ -539,12 +489,7 @@ class SmoothnessProbe:
 
     def _new_trace(self, path: str | Path | None, if_exists: str) -> Trace:
         header = {
-            "model": type(self.model).__name__,
-            "num_parameters": sum(p.numel() for p in self.parameters),
-            "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
-            "measured_on": "training batch" if self.oracle is None else f"{len(self.oracle)} fixed batches",
-            "fractions": self.fractions and list(self.fractions),
-            "estimators": dict(self.estimators),
+            **self._setup.facts,
             "every": self.schedule.every,
             "max_overhead": self.schedule.max_overhead,
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,
@@ -558,41 +503,3 @@ def _check_loss_fn(loss_fn: object) -> None:
             "The probe needs a function that computes the loss, to compute it again: "
             f"`lambda: criterion(model(x), y)`, got a {type(loss_fn).__name__}."
         )
-
-
-def _differs_in_eval(module: nn.Module) -> bool:
-    """Whether a layer acts in training in another way: it normalizes by the batch, or drops."""
-    if isinstance(module, nn.RNNBase):
-        return module.dropout > 0
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    return isinstance(module, _BatchNorm)
-
-
-def layer_groups(
-    model: nn.Module, parameters: Sequence[Tensor], layers: bool | Mapping[str, Iterable[Tensor]]
-) -> dict[str, list[int]]:
-    """Names of layers with the indices of their parameters: one for each module, or as given."""
-    if not layers:
-        return {}
-    index = {id(p): i for i, p in enumerate(parameters)}
-    if layers is True:
-        return _groups_of_modules(model, index)
-    chosen = {name: list(tensors) for name, tensors in layers.items()}
-    for name, tensors in chosen.items():
-        foreign = sum(id(p) not in index for p in tensors)
-        if foreign or not tensors:
-            raise ValueError(
-                f"`layers[{name!r}]` must be trainable parameters of the model, at least one; "
-                f"{foreign} of {len(tensors)} are not."
-            )
-    return {name: [index[id(p)] for p in tensors] for name, tensors in chosen.items()}
-
-
-def _groups_of_modules(model: nn.Module, index: Mapping[int, int]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for name, p in model.named_parameters():
-        if id(p) in index:
-            plain = name.removeprefix("module.").removeprefix("_orig_mod.")
-            groups.setdefault(plain.rpartition(".")[0] or plain, []).append(index[id(p)])
-    return groups

@@ -8,16 +8,19 @@ which they are measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from curvestep.distributed import any_rank, over_ranks
+from curvestep.optimizer_family import check_optimizer
+from curvestep.smoothness import NONFINITE, ZERO_STEP, Row
 from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import spectral_smoothness
 from curvestep.smoothness.geometry import Geometry, geometry_of
@@ -25,23 +28,34 @@ from curvestep.smoothness.measurement import (
     Segment,
     Start,
     along_step,
-    change_part,
-    end_part,
     joined,
     local_part,
     noise_of_halves,
     norms_part,
     optimizer_spectral_part,
-    secant_at,
     spectral_part,
     summary_part,
+    whole_step,
 )
-from curvestep.smoothness.observer import ForwardCalls, ObservedStep, StepObserver, TrainingLoss, trains_any
+from curvestep.smoothness.observer import (
+    ForwardCalls,
+    ObservedStep,
+    StepObserver,
+    TrainingLoss,
+    optimizer_facts,
+    trains_any,
+)
 from curvestep.smoothness.oracle import GradientOracle
-from curvestep.smoothness.replay import Closure, Gradients, Replay, trainable_parameters
+from curvestep.smoothness.replay import (
+    Closure,
+    Gradients,
+    Replay,
+    gradients_of,
+    is_empty,
+    trainable_parameters,
+)
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState, Workspace
-from curvestep.smoothness.trace import NONFINITE, ZERO_STEP, Row
 from curvestep.steps import is_clipped
 from curvestep.vectors import global_norm, precision
 
@@ -55,10 +69,10 @@ class Setup:
     fractions: tuple[float, ...] | None  # of a step; None: two short ones that follow the run, and the whole
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
-    groups: Mapping[str, Sequence[int]]  # names of layers with the indices of their parameters
     in_metric: bool  # whether the optimizer's metric is measured, too
     keep: Sequence[object]
     backward: Callable[[Tensor], object] | None
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # layers: indices of their parameters
     test: SelfTest = field(default_factory=SelfTest)
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
@@ -66,9 +80,18 @@ class Setup:
     start_memory: Workspace = field(default_factory=Workspace)
     gradient_memory: Workspace = field(default_factory=Workspace)
 
-    def batches_of(self, closure: Closure) -> int:
-        """How many batches a closure computes its loss of: of training, one step's."""
-        return len(closure) if isinstance(closure, GradientOracle) else 1
+    @property
+    def facts(self) -> Row:
+        """What is measured on what, for the trace's header."""
+        batches = f"{len(self.oracle)} fixed batches" if self.oracle else "training batch"
+        return {
+            "model": type(self.model).__name__,
+            "num_parameters": sum(p.numel() for p in self.parameters),
+            "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
+            "measured_on": batches,
+            "fractions": self.fractions,
+            "estimators": dict(self.estimators),
+        }
 
     @property
     def next_fractions(self) -> tuple[float, ...]:
@@ -103,24 +126,16 @@ class ProbedStep:
 
     def see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Take note of a call of the model."""
-        with_inputs = not self.setup.test.is_complete
+        with_inputs = not self.setup.test.confirmed
         if self._replays:
             self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
-            return
-        if Replay.running:  # somebody else's
-            return
-        if self.record.state is None:
-            self.record.state = PassState(self.setup.model, self.setup.keep)
-        self.record.see_precision(self.setup.parameters[0])
-        self.record.see_inputs(args, kwargs)
-        self.record.trained.record(args, kwargs, with_inputs=with_inputs)
+        elif not Replay.running:  # else somebody else's
+            self.record.state = self.record.state or PassState(self.setup.model, self.setup.keep)
+            self.record.see(args, kwargs, self.setup.parameters[0])
+            self.record.trained.record(args, kwargs, with_inputs=with_inputs)
 
     def measure_start(self, *, clipped: bool) -> None:
-        """Keep the point and the gradient before the step, and test the replays if that is due.
-
-        Args:
-            clipped: Whether the gradient may have been clipped or scaled since the backward pass.
-        """
+        """Keep point and gradient before the step, which may be clipped, and test the replays if due."""
         setup = self.setup
         self._check_parameters()
         self._take_passes()
@@ -129,17 +144,18 @@ class ProbedStep:
         raw = self._raw_gradient(self._loss, clipped=clipped)
         raw_norm = global_norm(raw).item()
         self._test_replays(raw, clipped=clipped)
-        self.row["self_test"] = setup.test.error
+        self.row |= {"self_test": setup.test.error}
         gradients, grad_norm = raw, raw_norm
         if setup.oracle is not None:
             with self.replaying(setup.oracle) as replay:
                 first = replay.gradient()
             gradients, grad_norm = first.gradients, global_norm(first.gradients).item()
-            self.row["loss"] = _mean(first.loss, setup.model)
+            self.row |= {"loss": _mean(first.loss, setup.model)}
+            raw = None
         elif not clipped:  # they are in ``.grad``, where the step may change them
-            gradients = setup.gradient_memory.copies(raw)
-        point = [p for p in setup.start_memory.copies(setup.parameters) if p is not None]
-        self.start = Start(point, gradients, grad_norm, raw_norm)
+            raw = gradients = setup.gradient_memory.copies(raw)
+        point = setup.start_memory.copies(setup.parameters)
+        self.start = Start(point, gradients, grad_norm, raw, raw_norm)
 
     def measure_noise(self, halves: tuple[Closure, Closure]) -> None:
         """Measure the noise of the gradient; before the step, after it the halves are not independent."""
@@ -155,50 +171,67 @@ class ProbedStep:
         assert start is not None
         assert steps is not None
         self._check_inputs(steps)
+        eps = max(precision(setup.parameters), self.record.eps, setup.test.eps)
         self.row |= self._batch_size()
         self.row |= norms_part(start, setup.parameters, setup.groups)
-        eps = self.row["eps"] = max(precision(setup.parameters), self.record.eps, setup.test.eps)
-        self.row |= self._optimizer_part(start, steps)
-        self.row |= self._spikes_part(steps)
+        self.row |= {"eps": eps, **self._optimizer_part(start, steps), **self._spikes_part(steps)}
         geometry = self._geometry(steps)
-        if geometry is not None:
-            self.row |= {"momentum": geometry.momentum, "optimizer_limit": geometry.limit}
-            self.row["optimizer_missing"] = geometry.missing or None
-        if not (math.isfinite(self.row["grad_norm"]) and math.isfinite(self.row["step_norm"])):
-            self.row["status"] = NONFINITE
+        self.row |= geometry.part
+        step_norm = self.row["step_norm"]
+        if not all(map(math.isfinite, (start.grad_norm, step_norm))):
+            self.row |= {"status": NONFINITE}
             return
-        if self.row["step_norm"] == 0:
-            self.row["status"] = ZERO_STEP
+        if step_norm == 0:
+            self.row |= {"status": ZERO_STEP}
             return
+        layers = self.row.get("layers", {}).items()
         segment = Segment(
             start=start.point,
             gradients=start.gradients,
             grad_norm=start.grad_norm,
-            step_norm=self.row["step_norm"],
+            step_norm=step_norm,
             eps=eps,
             groups=setup.groups,
-            layer_lengths={name: layer["step_norm"] for name, layer in self.row.get("layers", {}).items()},
-            geometry=None if geometry is None or geometry.missing else geometry,
+            layer_lengths={name: layer["step_norm"] for name, layer in layers if layer["step_norm"]},
+            geometry=geometry,
         )
         with self.replaying(self._measured_loss()) as replay:
             for part in self._estimates(segment, replay):
                 self.row = joined(self.row, part)
         self.row |= summary_part(self.row)
 
-    @contextmanager
-    def replaying(self, closure: Closure, *, counted: int | None = None) -> Iterator[Replay]:
-        """A replay of a closure from the state in which training's first pass started.
+    def begin(self, optimizer: Optimizer | None) -> None:
+        """Observe the optimizers that step from now on; ``optimizer`` has begun already."""
+        self.stepping = True
+        self.optimizers = StepObserver(self.setup.parameters)
+        if optimizer is not None:
+            self.optimizers.expect(check_optimizer(optimizer))
 
-        Args:
-            closure: Computes the loss.
-            counted: Gradients to count; default: all that are taken.
-        """
-        setup, state = self.setup, self.record.state
-        if closure is setup.oracle:  # its batches are its own: its gradients start from the state of now
-            self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
-            state = self._oracle_state
+    @property
+    def facts(self) -> Row:
+        """Facts about the run for the header: how the optimizer steps and clips."""
+        steps = self.optimizers
+        if steps is None or not steps.optimizers:
+            return {}
+        return {**optimizer_facts(steps.optimizers[0]), "start_lr": steps.lr}
+
+    def finished_row(self) -> Row:
+        """The row, with its cost and the variance of the gradient."""
+        noise, size = self.row.get("noise"), self.row["batch_size"]
+        if noise is not None and size is not None:
+            self.row |= {"grad_variance": size * noise**2}
+        return {**self.row, "num_gradients": self.num_gradients}
+
+    @contextmanager
+    def replaying(self, closure: Closure, *, most: float = math.inf) -> Iterator[Replay]:
+        """A replay from the state in which training's first pass started; of its gradients ``most`` count."""
+        setup, state, batches = self.setup, self.record.state, 1
+        if setup.oracle is not None and closure is setup.oracle:
+            # Its batches are its own: its gradients start from the state of now.
+            state = self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
+            batches = len(setup.oracle)
         self._replays = True
-        inputs = [(tensor, tensor.grad) for tensor in self.record.inputs]
+        inputs = [(tensor, tensor.grad) for tensor in self.record.inputs.values()]
         replay = Replay(setup.model, closure, state=state, keep=setup.keep)
         try:
             for tensor, _ in inputs:
@@ -207,14 +240,13 @@ class ProbedStep:
                 yield replay
         finally:
             self._replays = False
-            passes = replay.num_passes if counted is None else counted
-            self.num_gradients += passes * setup.batches_of(closure)
+            self.num_gradients += int(min(replay.num_passes, most)) * batches
             for tensor, gradient in inputs:
                 tensor.grad = gradient
 
     def _check_parameters(self) -> None:
         now, then = trainable_parameters(self.setup.model), self.setup.parameters
-        if [id(p) for p in now] != [id(p) for p in then]:
+        if list(map(id, now)) != list(map(id, then)):
             raise ValueError(
                 f"the model has other trainable parameters ({len(now)}) than when the probe was made "
                 f"({len(then)}): some were frozen, unfrozen or replaced. Make a new probe, "
@@ -223,7 +255,8 @@ class ProbedStep:
 
     def _check_inputs(self, steps: StepObserver) -> None:
         """Refuse an input of the model that the optimizer trains: replays do not move it."""
-        trained = [t for t in self.record.inputs if any(trains_any(o, [t]) for o in steps.optimizers)]
+        pairs = itertools.product(steps.optimizers, self.record.inputs.values())
+        trained = [tensor for optimizer, tensor in pairs if trains_any(optimizer, [tensor])]
         if trained:
             raise untracked_error(trained)
 
@@ -237,7 +270,7 @@ class ProbedStep:
             )
         record.state = record.passes[0].state
         if record.passes[0].calls.calls:
-            record.trained = ForwardCalls.sum([part.calls for part in record.passes])
+            record.trained = sum((part.calls for part in record.passes), ForwardCalls())
 
     def _recorded_loss(self, loss: TrainingLoss) -> Row:
         losses = [part.loss for part in self.record.passes]
@@ -247,33 +280,31 @@ class ProbedStep:
 
     def _raw_gradient(self, loss: TrainingLoss, *, clipped: bool) -> Gradients:
         """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""
-        gradients = [p.grad for p in self.setup.parameters]
-        hidden = all(g is None for g in gradients)
-        if hidden and not clipped:
+        gradients = gradients_of(self.setup.parameters)
+        hidden = is_empty(gradients)
+        if clipped:
+            # A hook that leaves a step out hides the gradient: there is nothing to compare with.
+            trained = None if hidden else gradients
+            with self.replaying(loss, most=1) as replay:
+                return self.setup.test.run(replay, trained, self.record, clipped=True)
+        if hidden:
             raise ValueError(
                 "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
                 "`zero_grad()` after it."
             )
-        if not clipped:
-            return gradients
-        # A hook that leaves a step out hides the gradient: there is nothing to compare with.
-        trained = None if hidden else gradients
-        with self.replaying(loss, counted=1) as replay:
-            return list(self.setup.test.run(replay, trained, self.record, clipped=True))
+        return gradients
 
     def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
         """Test the closure that is measured, where the gradient was not replayed and tested already."""
-        test, oracle = self.setup.test, self.setup.oracle
-        with_oracle = oracle is not None  # then training's passes do not matter
-        if test.error is not None:
-            if clipped or with_oracle:
+        test = self.setup.test
+        compared = self.setup.oracle is None  # else training's passes do not matter
+        again = compared and not clipped
+        if test.error is not None and not (again and any_rank(test.is_due(self.record), self.setup.model)):
+            return
+        with self.replaying(self._measured_loss(), most=0) as replay:
+            if again and test.confirms(replay, raw, self.record):
                 return
-            if not any_rank(test.is_due(self.record), self.setup.model):
-                return
-        with self.replaying(self._measured_loss(), counted=0) as replay:
-            if not (with_oracle or clipped) and test.confirms(replay, raw, self.record):
-                return
-            test.run(replay, None if with_oracle else raw, self.record)
+            test.run(replay, raw if compared else None, self.record)
 
     def _measured_loss(self) -> Closure:
         assert self._loss is not None
@@ -286,25 +317,24 @@ class ProbedStep:
         return {"batch_size": round(size)}
 
     def _optimizer_part(self, start: Start, steps: StepObserver) -> Row:
-        gradients = start.gradients if self.setup.oracle is None else None
-        coefficient = steps.coefficient(gradients, start.raw_norm)
+        coefficient = steps.coefficient(start.raw, start.raw_norm)
         part: Row = {"lr": steps.lr, "coefficient": coefficient}
         if steps.optimizers:
-            name = part["optimizer"] = type(steps.optimizers[0]).__name__
-            if coefficient is not None:
-                part["clipped"] = bool(is_clipped(coefficient, optimizer=name))
+            part["optimizer"] = type(steps.optimizers[0]).__name__
+        if coefficient is not None:
+            part["clipped"] = bool(is_clipped(coefficient, optimizer=part["optimizer"]))
         return part
 
     def _spikes_part(self, steps: StepObserver) -> Row:
         logs, before = steps.spike_logs(), self.setup.spikes
         if not logs:
             return {}
-        self.setup.spikes = list(chain.from_iterable(logs))
+        self.setup.spikes = list(itertools.chain.from_iterable(logs))
         return {"spikes": [spike for spike in self.setup.spikes if spike not in before]}
 
-    def _geometry(self, steps: StepObserver) -> Geometry | None:
+    def _geometry(self, steps: StepObserver) -> Geometry:
         if not (steps.optimizers and self.setup.in_metric):
-            return None
+            return Geometry()
         return geometry_of(steps.optimizers, steps.rates, self.setup.parameters)
 
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
@@ -323,13 +353,12 @@ class ProbedStep:
             self._remember_rate(segment, along["secants"][0])
             yield along
         elif due:
-            end = secant_at(segment, replay, 1.0, in_metric=True)
-            yield {**change_part(segment, end), **end_part(segment, replay, end)}
+            yield whole_step(segment, replay)
 
     def _remember_rate(self, segment: Segment, first_secant: float) -> None:
         if segment.grad_norm > 0:
             rate = first_secant * segment.step_norm / segment.grad_norm
-            if math.isfinite(rate) and rate > 0:
+            if 0 < rate < math.inf:
                 self.setup.rates.append(rate)
 
 

@@ -1,9 +1,7 @@
 r"""A loss's gradient again at another point: same batch, same randomness, nothing left changed.
 
 A difference :math:`\nabla f(x + d) - \nabla f(x)` says something about :math:`f` only if both gradients are
-of the *same* :math:`f`: the same batch, the same dropout masks, the same buffers. :class:`Replay` runs a
-closure again under the random state and the buffers that the training pass saw, at points that it reaches
-by moving the parameters in place, and puts everything back bit for bit.
+of the *same* :math:`f`: the same batch, the same dropout masks, the same buffers.
 """
 
 from __future__ import annotations
@@ -29,11 +27,14 @@ from curvestep.distributed import (
     local,
     spans_ranks,
 )
+from curvestep.smoothness.estimators import check_fractions, each
 from curvestep.smoothness.snapshot import PassState, UndoOnSignal
-from curvestep.vectors import PIECE, change, difference, dot_of_changes, global_norm
+from curvestep.vectors import PIECE, change, difference, global_norm
 
 Gradients = Sequence["Tensor | None"]
 Closure = Callable[[], object]  # computes a loss; what it returns is checked
+# Takes the index of a parameter and its new and old gradient, while a backward pass goes on.
+Visitor = Callable[[int, Tensor | None, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,13 @@ class Replayed:
 class Change:
     """A loss and how its gradient changed.
 
-    Attributes:
-        loss: The loss.
-        parts: One tensor for each parameter, or None. The joint norm of any of them is that of the change of
-            the gradient there: each is the change itself, or its norm.
-        grad_norm: Norm of the new gradient.
-        along: Inner product of the change with the step from ``start`` to here; None if it was not asked for.
+    The parts are one tensor for each parameter, or None. The joint norm of any of them is that of the change
+    of the gradient there: each is the change itself, or its norm.
     """
 
     loss: Tensor
     parts: list[Tensor | None]
-    grad_norm: float
-    along: float | None = None
+    grad_norm: float  # of the new gradient
 
 
 class _Norm:
@@ -70,7 +66,7 @@ class _Norm:
         self._kept: list[Tensor] = []
         self._count = 0
 
-    def add(self, tensor: Tensor | None) -> None:
+    def __call__(self, _: int, tensor: Tensor | None, __: Tensor | None) -> None:
         if tensor is not None:
             self._kept.append(tensor.detach())
             self._count += tensor.numel()
@@ -88,9 +84,6 @@ class Replay:
     Inside the ``with`` block the parameters may be moved; at its end parameters, ``.grad``, buffers, training
     modes and random states are what they were at its start, bit for bit, also when the closure raised.
 
-    Memory beyond the model and its ``.grad``: one copy of the parameters once they are moved, and the
-    gradient that is returned.
-
     Args:
         model: The module whose parameters are moved: plain, compiled, DDP or FSDP2. Give the wrapped one,
             and one that holds all that the loss trains: the gradients of others are not put back.
@@ -99,10 +92,6 @@ class Replay:
             it returns, a number or a tensor, is then only read.
         state: What the training pass saw, taken just before it. Default: the state at the start of the block.
         keep: Other objects whose attributes are put back, such as a metric that the closure adds to.
-
-    Attributes:
-        num_passes: How often the closure has run: the price of what was asked, in gradients.
-        running: The replays of this process that are computing a loss right now.
 
     Example:
         >>> w = nn.Linear(1, 1, bias=False)
@@ -114,7 +103,7 @@ class Replay:
         (18.0, 12.0, 14.0, 3.0)
     """
 
-    running: ClassVar[set[Replay]] = set()
+    running: ClassVar[set[Replay]] = set()  # those of this process that are computing a loss right now
 
     def __init__(
         self,
@@ -133,9 +122,9 @@ class Replay:
         self._keep = keep
         self._home: list[Tensor] | None = None
         self._swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
-        self.num_passes = 0  # of the closure, so far
+        self.num_passes = 0  # of the closure, so far: the price of what was asked, in gradients
         self._is_open = False
-        self._aliased = gradients_live_in_buckets(model)
+        self._aliased = gradients_live_in_buckets(model)  # the next backward() overwrites them there
         self._runs_backward = False  # the closure itself, by what it did last
         # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
         self._one_by_one = not communicates(model)
@@ -143,10 +132,8 @@ class Replay:
     def __enter__(self) -> Replay:
         self._end = PassState(self.model, self._keep)
         self._grad_mode = torch.is_grad_enabled()
-        self._saved = [p.grad for p in self.parameters]
-        # DDP may keep gradients as views of its buckets, which the next backward() overwrites.
-        values = [g.clone() if self._aliased and g is not None else None for g in self._saved]
-        self._values: list[Tensor | None] = values
+        self._saved = gradients_of(self.parameters)
+        self._values = [(g, g.clone()) for g in self._saved if g is not None and self._aliased]
         self._is_open = True
         UndoOnSignal.enter(self._put_back)
         return self
@@ -164,10 +151,10 @@ class Replay:
         Replay.running.discard(self)
         self.return_home()
         with torch.no_grad():
-            for p, gradient, value in zip(self.parameters, self._saved, self._values, strict=True):
+            for p, gradient in zip(self.parameters, self._saved, strict=True):
                 p.grad = gradient
-                if gradient is not None and value is not None:
-                    gradient.copy_(value)
+            for gradient, value in self._values:
+                gradient.copy_(value)
         self._end.restore()
         torch.clear_autocast_cache()
         torch.set_grad_enabled(self._grad_mode)  # a signal inside of torch.no_grad().__exit__ leaves it off
@@ -179,11 +166,10 @@ class Replay:
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
         loss = self._differentiate()
-        gradients = [None if p.grad is None else p.grad.detach() for p in self.parameters]
+        keep = torch.clone if self._aliased else Tensor.detach
+        gradients = each(keep, gradients_of(self.parameters))
         self._drop_gradients()
-        self._check_any(g is not None for g in gradients)
-        if self._aliased:
-            gradients = [None if g is None else g.clone() for g in gradients]
+        self._check_any([not is_empty(gradients)])
         return Replayed(loss, gradients)
 
     def loss(self) -> Tensor:
@@ -194,44 +180,29 @@ class Replay:
         self._reshard()  # without a backward pass FSDP2 keeps its outermost module whole
         return loss
 
-    def change(
-        self,
-        old: Gradients,
-        *,
-        start: Sequence[Tensor] | None = None,
-        visit: Callable[[int, Tensor | None, Tensor | None], None] | None = None,
-    ) -> Change:
+    def change(self, old: Gradients, visitors: Iterable[Visitor] = ()) -> Change:
         r"""How the gradient where the parameters are differs from ``old``.
 
         On one process the whole gradient is never held: as soon as the backward pass is done with a
         parameter, the norms of its part and of the change are taken and the part dropped, unless it is tiny.
         That needs the memory of the largest parameter only, and finds the part in the cache.
 
-        Args:
-            old: The gradient to compare with.
-            start: If given, :attr:`Change.along` is the inner product of the change with the step from there.
-            visit: If given, called with the index of each parameter and its new and old gradient.
+        Each visitor is called with the index of each parameter and its new and old gradient; a second call
+        with an index replaces the first.
         """
         size = _Norm()
-        along: list[Tensor] = []
+        visitors = (size, *visitors)
 
         def look(i: int, new: Tensor | None) -> None:
-            size.add(new)
-            if start is not None:
-                along.append(dot_of_changes(self.parameters[i], start[i], new, old[i]))
-            if visit is not None:
+            for visit in visitors:
                 visit(i, new, old[i])
-
-        def total() -> float | None:
-            return None if start is None else math.fsum(part.item() for part in along)
 
         if not self._one_by_one:
             there = self.gradient()
             for i, new in enumerate(there.gradients):
                 look(i, new)
             grad_norm = size.value()  # before the gradient is overwritten
-            parts = difference(there.gradients, old, overwrite=True)
-            return Change(there.loss, parts, grad_norm, total())
+            return Change(there.loss, difference(there.gradients, old, overwrite=True), grad_norm)
         parts: list[Tensor | None] = [None] * len(self.parameters)
         times = [0] * len(parts)
 
@@ -245,22 +216,19 @@ class Replay:
         loss = self._differentiate(take)
         if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
             self._one_by_one = False
-            return self.change(old, start=start, visit=visit)
-        self._check_any(count or p.grad is not None for count, p in zip(times, self.parameters, strict=True))
+            return self.change(old, visitors[1:])
+        self._check_any([*times, not is_empty(gradients_of(self.parameters))])
         for i, p in enumerate(self.parameters):
             if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
                 take(i, p)
-        return Change(loss, parts, size.value(), total())
+        return Change(loss, parts, size.value())
 
     def gradient_at(
         self, direction: Gradients, fraction: float, *, origin: Sequence[Tensor] | None = None
     ) -> Replayed:
-        r"""Loss and gradient at :math:`x + \gamma d`.
+        r"""Loss and gradient at :math:`x + \gamma d`; None in ``direction`` leaves a parameter where it is.
 
-        Args:
-            direction: :math:`d`, one tensor for each of ``self.parameters``; None leaves it where it is.
-            fraction: :math:`\gamma`, any finite number.
-            origin: :math:`x`; by default where the block began.
+        The ``origin`` :math:`x` is by default where the block began, ``fraction`` any finite number.
         """
         self.move(direction, fraction, origin=origin)
         return self.gradient()
@@ -272,19 +240,13 @@ class Replay:
         with torch.no_grad():
             for p, x, d in zip(self.parameters, origin or home, direction, strict=True):
                 local(p).copy_(local(x))
-                if d is not None and fraction != 0:
+                if d is not None:
                     local(p).add_(local(d), alpha=fraction)
-
-    def move_between(self, start: Sequence[Tensor], fraction: float) -> None:
-        r"""Put the parameters at :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where the block began."""
-        with torch.no_grad():
-            for p, begin, end in zip(self.parameters, start, self.keep_home(), strict=True):
-                local(p).copy_(local(begin)).lerp_(local(end), fraction)
 
     @property
     def point(self) -> list[Tensor]:
         """A copy of the parameters where the block began."""
-        return copies(self.parameters if self._home is None else self._home)
+        return copies(self._home or self.parameters)
 
     def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient at a point given whole, one tensor a parameter: a model as a gradient function."""
@@ -309,17 +271,11 @@ class Replay:
     def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
         r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
 
-        The end comes first, for it needs no move; then the inner points in ascending order. The copies in
-        ``start`` are overwritten with :math:`x_1`, so that two points of the segment, of which one is in the
-        model itself, take the memory of one.
-
-        Args:
-            start: Copies of the parameters at :math:`x_0`, as :func:`copies` makes them.
-            fractions: Every :math:`\gamma`, in (0, 1].
+        The end comes first, for it needs no move; then the inner points in ascending order. The copies of
+        :math:`x_0` in ``start`` are overwritten with :math:`x_1`, so that two points of the segment, of which
+        one is in the model itself, take the memory of one.
         """
-        fractions = sorted(fractions)
-        if not fractions or not 0.0 < fractions[0] <= fractions[-1] <= 1.0:
-            raise ValueError(f"`fractions` must lie in (0, 1], got {fractions}.")
+        fractions = check_fractions(fractions)
         if 1.0 in fractions:
             yield 1.0
         passed = 0.0
@@ -338,9 +294,8 @@ class Replay:
     ) -> list[Tensor | None]:
         r""":math:`\nabla^2 f(x)\,d` by differentiating twice, at ``origin`` or where the parameters are.
 
-        Not every kernel has a second derivative (fused attention, cuDNN's LSTM), and DDP and FSDP2 average
-        only what ``backward()`` computes; torch then raises a RuntimeError. Central differences of
-        :meth:`gradient_at` do without.
+        Not every kernel has a second derivative (fused attention, cuDNN's LSTM): torch then raises a
+        RuntimeError, and so do ranks. Central differences of :meth:`gradient_at` do without.
         """
         if spans_ranks(self.model):
             raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
@@ -355,7 +310,7 @@ class Replay:
         slopes = [(g * d).sum() for g, d in pairs if g is not None and d is not None and g.requires_grad]
         self._drop_gradients()
         if not slopes:  # a loss that is linear in every parameter
-            return [None if g is None else torch.zeros_like(g) for g in gradients]
+            return each(torch.zeros_like, gradients)
         slope = torch.stack(slopes).sum()
         return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
 
@@ -373,27 +328,29 @@ class Replay:
     def _differentiate(self, take: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Loss where the parameters are; its gradient is in ``.grad``, or ``take`` had it part by part."""
         self._prepare()
-        versions = [p._version for p in self.parameters]
+        versions = versions_of(self.parameters)
         loss = self._forward()
-        hooks = []
         # The parts of a gradient that the closure computed are in ``.grad``.
-        self._runs_backward = any(p.grad is not None for p in self.parameters)
-        if take is not None and not self._runs_backward:
-            hooks = [
-                p.register_post_accumulate_grad_hook(partial(take, i)) for i, p in enumerate(self.parameters)
-            ]
-        try:
-            if loss.requires_grad and not self._runs_backward:
-                loss.backward()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if versions != [p._version for p in self.parameters]:
+        self._runs_backward = not is_empty(gradients_of(self.parameters))
+        if loss.requires_grad and not self._runs_backward:
+            self._backward(loss, take)
+        if versions != versions_of(self.parameters):
             raise RuntimeError(
                 "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
                 "or `nn.Embedding(max_norm=…)`. Let it only compute the loss."
             )
         return loss.detach()
+
+    def _backward(self, loss: Tensor, take: Callable[[int, Tensor], None] | None) -> None:
+        hooks = []
+        if take is not None:
+            for i, p in enumerate(self.parameters):
+                hooks.append(p.register_post_accumulate_grad_hook(partial(take, i)))
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _forward(self, *, differentiable: bool = True) -> Tensor:
         loss = failure = None
@@ -440,6 +397,21 @@ class Replay:
         self._swapped = None
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """What is in ``.grad`` of each."""
+    return [p.grad for p in parameters]
+
+
+def is_empty(gradients: Gradients) -> bool:
+    """Whether no parameter has a gradient."""
+    return all(gradient is None for gradient in gradients)
+
+
+def versions_of(parameters: Iterable[Tensor]) -> list[int]:
+    """Numbers that grow when parameters are changed in place."""
+    return [p._version for p in parameters]
+
+
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that training moves, tied ones once."""
     if not isinstance(model, nn.Module):
@@ -460,9 +432,8 @@ def checked_loss(loss: object) -> Tensor:
     if isinstance(loss, Real):
         return torch.tensor(float(loss))
     if not isinstance(loss, Tensor):
-        kind = "None" if loss is None else f"an object of type {type(loss).__name__}"
         raise TypeError(
-            f"`closure` must return the loss as a scalar tensor, got {kind}. "
+            f"`closure` must return the loss as a scalar tensor, got {type(loss).__name__}. "
             "Return the loss alone: no outputs beside it."
         )
     if loss.numel() != 1:

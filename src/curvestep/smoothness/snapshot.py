@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FrameType
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from curvestep.vectors import PIECE
+
+T = TypeVar("T", bound=Tensor | None)
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS, *_GENERATORS)
-_MODERATE = 1 << 18  # numbers of a tensor: larger ones would cost memory that nobody expects
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
 _TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
 
@@ -72,25 +75,29 @@ class PassState:
     """
 
     def __init__(self, model: nn.Module, keep: Sequence[object] = ()) -> None:
-        self.random = RandomState.capture()
-        modules = list(model.modules())
-        modules += [m for other in keep if isinstance(other, nn.Module) for m in other.modules()]
-        self._modes = [(module, module.training) for module in modules]
-        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
-        tensors = {id(b): b for _, own in self._buffers for b in own.values() if b is not None}
-        self._values = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
-        self._attributes = [(m, _state_of(m)) for m in modules if not _is_wrapper(m)]
-        self._kept = [(vars(other), dict(vars(other))) for other in keep if not isinstance(other, nn.Module)]
-        values = [value for _, own in self._attributes for value in own.values()]
-        inside = _inside(values, most=_MANY)
+        roots = [model, *filter(_is_module, keep)]
+        modules = [module for root in roots for module in root.modules()]
+        of_modules = [(module, _state_of(module)) for module in modules]
+        of_others = [(other, dict(vars(other))) for other in keep if not _is_module(other)]
+        inside = _inside([own for _, own in of_modules], most=_MANY)
+        others = _inside([own for _, own in of_others])
         containers = [value for value in inside if type(value) in _CONTAINERS]
-        others = _inside([own for _, own in self._kept])
         containers += [value for value in others if isinstance(value, _CONTAINERS)]
         tensors = list(filter(_may_change_in_place, [*inside, *others]))
-        self._tensors = [(t, t._version, t.detach().clone()) for t in tensors if t.numel() <= _MODERATE]
-        self._large = [(t, t._version) for t in tensors if t.numel() > _MODERATE]
-        self._contents = [(c, copy.copy(c)) for c in containers]
-        self._rewind = [_rewinder(value) for value in [*inside, *others] if _is_generator(value)]
+        self._modes = [(module, module.training) for module in modules]
+        self._large = [(t, t._version) for t in tensors if t.numel() > PIECE]
+        buffers = chain.from_iterable(root.buffers() for root in roots)
+        self._undo: list[Callable[[], object]] = [
+            *(partial(setattr, module, "training", mode) for module, mode in self._modes),
+            *(partial(_refill, module._buffers, dict(module._buffers)) for module in modules),
+            *(partial(buffer.copy_, buffer.detach().clone()) for buffer in buffers),
+            *(partial(_set_attributes, owner, own) for owner, own in of_modules + of_others),
+            # A copy of a larger tensor would cost memory that nobody expects.
+            *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
+            *(partial(_refill, container, copy.copy(container)) for container in containers),
+            *map(_rewinder, filter(_is_generator, [*inside, *others])),
+            RandomState.capture().restore,
+        ]
 
     def modes_changed(self) -> bool:
         """Whether a module is not in the training mode that it was in then."""
@@ -102,30 +109,9 @@ class PassState:
 
     def restore(self) -> None:
         """Put everything back as it was when this was taken."""
-        for module, training in self._modes:
-            module.training = training
-        for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in self._values:
-                buffer.copy_(value)
-        for module, attributes in self._attributes:
-            for name in _state_of(module).keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-        for now, then in self._kept:
-            now.clear()
-            now.update(then)
-        with torch.no_grad():
-            for tensor, version, value in self._tensors:
-                if tensor._version != version:  # else leave it alone: a graph may need it as it is
-                    tensor.copy_(value)
-        for container, content in self._contents:
-            _refill(container, content)
-        for rewind in self._rewind:
-            rewind()
-        self.random.restore()
+            for undo in self._undo:
+                undo()
 
 
 class Workspace:
@@ -144,30 +130,24 @@ class Workspace:
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
 
-    def copies(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    def copies(self, tensors: Iterable[T]) -> list[T]:
         """A copy of each tensor, good until the next call; None stays None."""
-        copies: list[Tensor | None] = []
-        for i, tensor in enumerate(tensors):
-            copies.append(None if tensor is None else self._copy(i, tensor.detach()))
-        return copies
+        return [self._copy(i, tensor) for i, tensor in enumerate(tensors)]
 
-    def _copy(self, i: int, tensor: Tensor) -> Tensor:
+    def _copy(self, i: int, tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor.clone()
         kept = self._kept.get(i)
-        if kept is not None and _same_form(kept, tensor):
-            return kept.copy_(tensor)
-        copy = tensor.clone()
-        if type(copy) is Tensor and copy.layout is torch.strided:
-            self._kept[i] = copy
-        return copy
+        if kept is None or _form(kept) != _form(tensor):
+            kept = self._kept[i] = torch.empty_like(tensor)
+        return kept.copy_(tensor)
 
 
-def _same_form(one: Tensor, two: Tensor) -> bool:
-    return (
-        type(one) is type(two)
-        and one.layout is two.layout
-        and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
-        and one.stride() == two.stride()
-    )
+def _form(t: Tensor) -> tuple[object, ...]:
+    return t.shape, t.dtype, t.device, t.stride()
 
 
 class UndoOnSignal:
@@ -253,6 +233,17 @@ def detach_state(state: Any) -> Any:
     return map_tensors(Tensor.detach, state)
 
 
+def _set_attributes(owner: object, attributes: dict[str, object]) -> None:
+    for name in _state_of(owner).keys() - attributes.keys():
+        del vars(owner)[name]
+    vars(owner).update(attributes)
+
+
+def _set_values(tensor: Tensor, version: int, values: Tensor) -> None:
+    if tensor._version != version:  # else leave it alone: a graph may need it as it is
+        tensor.copy_(values)
+
+
 def _refill(container: Any, content: Any) -> None:
     container.clear()
     if isinstance(container, _SEQUENCES):
@@ -288,16 +279,24 @@ def _inside(values: Sequence[object], most: float = math.inf) -> list[object]:
     return list(seen.values())
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _is_module(value: object) -> TypeGuard[nn.Module]:
+    return isinstance(value, nn.Module)
+
+
+def _is_wrapper(module: object) -> bool:
     """DDP or a compiled module: its attributes are machinery, not state of the model."""
     return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
 
 
-def _state_of(module: nn.Module) -> dict[str, object]:
-    """A module's own attributes: public ones of any kind, and what is plain of the private ones."""
-    own = vars(module)  # of which most belong to torch
+def _state_of(owner: object) -> dict[str, object]:
+    """Own attributes: of a module public ones of any kind, and what is plain of the private ones."""
+    own = vars(owner)
+    if not _is_module(owner):
+        return own
+    if _is_wrapper(owner):
+        return {}
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
-    plain = () if type(module).__module__.startswith("torch.") else _PLAIN
+    plain = () if type(owner).__module__.startswith("torch.") else _PLAIN
     names = own.keys() - _TORCHS_OWN
     return {name: own[name] for name in names if not name.startswith("_") or isinstance(own[name], plain)}
 
