@@ -141,3 +141,18 @@ def test_replays_inside_each_other_are_put_back_from_the_inside_out():
     with pytest.raises(KeyboardInterrupt):
         moved()
     assert torch.equal(model.weight, before)
+
+
+def test_hooks_that_an_interrupt_leaves_behind_take_no_gradient_of_training(monkeypatch):
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+
+    def interrupt(handle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "remove", interrupt)
+    with pytest.raises(KeyboardInterrupt), Replay(model, lambda: model(x).square().mean()) as replay:
+        replay.change([None, None])
+    monkeypatch.undo()
+    model(x).sum().backward()
+    assert model.weight.grad.tolist() == [[3.0, 3.0]]
+    assert model.bias.grad.tolist() == [3.0]

@@ -345,12 +345,16 @@ class Replay:
         hooks = []
         if take is not None:
             for i, p in enumerate(self.parameters):
-                hooks.append(p.register_post_accumulate_grad_hook(partial(take, i)))
+                hooks.append(p.register_post_accumulate_grad_hook(partial(self._hand_over, take, i)))
         try:
             loss.backward()
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _hand_over(self, take: Callable[[int, Tensor], None], i: int, p: Tensor) -> None:
+        if self._is_open:  # else an interrupt left the hook behind: training's gradient stays
+            take(i, p)
 
     def _forward(self, *, differentiable: bool = True) -> Tensor:
         loss = failure = None
