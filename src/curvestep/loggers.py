@@ -100,7 +100,8 @@ class Logger:
             return math.nan
         rows = [row for row in self._rows if _num_secants(row) == count]
         names = ("secants", "grad_norm", "grad_norms", "fractions", "kappa", "eps")
-        return within_steps(**{name: _column(rows, name) for name in names}).elasticity
+        columns: dict[str, Any] = {name: _column(rows, name) for name in names}
+        return within_steps(**columns).elasticity
 
 
 def _column(rows: Iterable[Row], name: str) -> np.ndarray:

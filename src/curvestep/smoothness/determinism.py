@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -301,15 +300,10 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
     def record(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         calls.append(Call(name or "model", module, fingerprint((args, kwargs)), fingerprint(output)))
 
-    handles = [
-        module.register_forward_hook(partial(record, name), with_kwargs=True)
-        for name, module in replay.model.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in replay.model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(record, name), with_kwargs=True))
         loss = replay.gradient().loss.item()
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls, loss
 
 
@@ -381,8 +375,8 @@ def computed_precision(loss: Tensor) -> float:
         >>> computed_precision(w.bfloat16().sum().float()), computed_precision(w.sum()) < 1e-6
         (0.0078125, True)
     """
-    metadata = chain.from_iterable(getattr(node, "_input_metadata", ()) for node in _nodes(loss))
-    dtypes = {loss.dtype, *(m.dtype for m in metadata)}
+    dtypes = {m.dtype for node in _nodes(loss) for m in getattr(node, "_input_metadata", ())}
+    dtypes.add(loss.dtype)
     return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
 

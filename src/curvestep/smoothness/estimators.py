@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -380,9 +381,7 @@ def _largest_eigenvalue(
         image = product(v)
         if not np.isfinite(image).all():
             raise _NotFinite
-        length = float(np.linalg.norm(image))
-        if length > longest[0]:
-            longest = (length, v, image)
+        longest = max(longest, (float(np.linalg.norm(image)), v, image), key=itemgetter(0))
         return image
 
     found = False

@@ -267,11 +267,13 @@ def optimizer_spectral_part(
         return {"optimizer_spectral": spectrum.value, "optimizer_converged": spectrum.converged}
     if "optimizer_spectral" not in due:
         return {}
-    roots = None
-    if not geometry.is_euclidean:
-        roots = geometry.inverse_roots(segment.start)
-    length = segment.difference_length
-    found = spectral_smoothness(replay, segment.start, eps=segment.eps, length=length, inverse_roots=roots)
+    found = spectral_smoothness(
+        replay,
+        segment.start,
+        eps=segment.eps,
+        length=segment.difference_length,
+        inverse_roots=geometry.inverse_roots(segment.start),
+    )
     replay.return_home()
     return {"optimizer_spectral": found.value, "optimizer_converged": found.converged}
 

@@ -297,7 +297,8 @@ class StepObserver:
 
     def spike_logs(self) -> list[list[Row]]:
         """What the optimizers have logged, of those that keep a log."""
-        return [optimizer.spikes() for optimizer in self.optimizers if hasattr(optimizer, "spikes")]
+        optimizers: list[Any] = self.optimizers
+        return [optimizer.spikes() for optimizer in optimizers if hasattr(optimizer, "spikes")]
 
     def _own_coefficient(
         self, optimizer: Optimizer, stats: Mapping[str, float], gradients: Gradients | None, grad_norm: float

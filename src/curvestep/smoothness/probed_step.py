@@ -154,7 +154,7 @@ class ProbedStep:
             raw = None
         elif not clipped:  # they are in ``.grad``, where the step may change them
             raw = gradients = setup.gradient_memory.copies(raw)
-        point = setup.start_memory.copies(setup.parameters)
+        point: list[Tensor] = list(setup.start_memory.copies(setup.parameters))
         self.start = Start(point, gradients, grad_norm, raw, raw_norm)
 
     def measure_noise(self, halves: tuple[Closure, Closure]) -> None:

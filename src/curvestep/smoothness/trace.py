@@ -444,10 +444,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("curvestep", "torch", "numpy", "scipy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    from curvestep import __version__
+
+    versions = {name: metadata.version(name) for name in ("torch", "numpy", "scipy")}
+    return {"python": platform.python_version(), "curvestep": __version__, **versions}
