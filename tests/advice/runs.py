@@ -29,6 +29,7 @@ GOOD = {
     "should_have_fallen": True,
     "noise": 0.01,
     "lost_at": None,
+    "sound_until": 30,
     "kappa": 0.5,
     "efficiency": 0.7,
     "start_factor": 2.0,

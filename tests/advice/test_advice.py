@@ -135,3 +135,11 @@ def test_headers_that_nobody_wrote_are_answered(name):
 def test_a_threshold_that_does_nothing_is_not_to_be_raised():
     facts = {"clipped": 1.0, "max_norm": 0.5, "floor": 1.5}
     assert warnings_about(outcome(family=Family.ADAM, **facts)) == ()
+
+
+@pytest.mark.parametrize(("every", "words"), [(1, "of step 16,"), (5, "of steps 72 to 76,")])
+def test_a_bad_batch_lies_between_two_rows(every, words):
+    trace = trace_of([*falling(15), None], every=every)
+    advice = advise(trace)
+    assert advice.action == "data"
+    assert words in advice.verdict

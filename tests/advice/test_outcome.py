@@ -106,7 +106,7 @@ def test_the_loss_curve():
     run = outcome_of(History.of(trace_of([2.0, 5.0, *[1.0, 1.2] * 9, None, 1.1])))
     assert (run.first_loss, run.highest_loss, run.num_losses) == (2.0, 5.0, 21)
     assert run.last_loss == pytest.approx(np.mean([1.2, 1.0, 1.2, 1.1, 1.0]))
-    assert run.lost_at == 101  # the row of step 100, counted from one
+    assert (run.lost_at, run.sound_until) == (101, 96)  # the rows of steps 100 and 95, counted from one
 
 
 @pytest.mark.parametrize(("losses", "fell", "should"), [

@@ -20,9 +20,9 @@ _VERDICTS = {
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
     DIVERGED: "DIVERGED: run calibrate, or lower {change}",
-    "not-finite": "DIVERGED at step {run.lost_at}: run calibrate, or lower {change}",
+    "not-finite": "DIVERGED by step {run.lost_at}: run calibrate, or lower {change}",
     STUCK: "STUCK: run calibrate, or lower {change}",
-    DATA: "DATA: look at the data of step {run.lost_at}, and at its loss. lr does not look like the cause.",
+    DATA: "DATA: look at the data of {steps}, and at the loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
     "no-rows": "CANNOT TELL: no step was measured. Let the probe see each step: `probe.watch(optimizer)`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
@@ -46,10 +46,14 @@ _NEXT = {
 def verdict_on(decision: Answer, run: Outcome) -> str:
     """One line to act on: the answer in capitals, the old value and the new one."""
     rate = rate_name(run.scheduled)
+    steps = f"steps {run.sound_until + 1} to {run.lost_at}"
+    if run.lost_at == run.sound_until + 1:
+        steps = f"step {run.lost_at}"
     template = _VERDICTS.get(decision.kind) or _VERDICTS[decision.action]
     return template.format(
         setting=setting_name(run).removesuffix(", no step clipped"),
         change=f"{rate} {run.lr:.3g} -> {decision.lr:.3g}" if decision.lr else rate,
+        steps=steps,
         least=LEAST_ROWS,
         run=run,
         failure=shorten(run.failure, 110, placeholder=" …"),

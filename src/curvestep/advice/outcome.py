@@ -37,7 +37,8 @@ class Outcome:
     fell: bool  # whether the last losses lie below the first ones, by two standard errors
     should_have_fallen: bool  # whether they would, had steps lowered other batches as they did their own
     noise: float  # standard deviation of a row's loss about its neighbours
-    lost_at: int | None  # first step, counted from one, whose loss or gradient is not finite
+    lost_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
+    sound_until: int  # last measured step before it; 0 if there is none
     num_rows: int  # measured
     failure: str  # why the first measurement failed that did; empty if none did
     kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
@@ -80,6 +81,7 @@ def _loss_curve(history: History) -> dict[str, Any]:
     lost = np.flatnonzero((~np.isfinite(loss) & ~_failed(history)) | broken)
     if not len(known) and not broken.any():
         lost = lost[:0]  # nobody recorded the loss
+    sound = history.step[: np.min(lost, initial=len(loss))]
     part = max(FEW_ROWS, len(known) // 10)
     start, last = loss[known[:part]], loss[_later_half(known, history.step)[-part:]]
     noise = 1.05 * _of_known(
@@ -98,6 +100,7 @@ def _loss_curve(history: History) -> dict[str, Any]:
         "should_have_fallen": own_fall * num_steps > clear,
         "noise": noise,
         "lost_at": int(history.step[lost[0]]) + 1 if len(lost) else None,
+        "sound_until": int(np.max(sound, initial=-1)) + 1,
     }
 
 
