@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.advice.held_out import RECIPES as HELD_OUT, constant_loss
+from benchmarks.advice.held_out import HELD_OUT
+from benchmarks.advice.noisy import NOISY, constant_loss
 from benchmarks.calibrate.data import Batch
 from benchmarks.calibrate.methods import first_norm
 from benchmarks.calibrate.run import NUM_JUDGES, judged
@@ -40,9 +41,10 @@ DEVELOPMENT = (
     "tiny diffusion", "ResNet8, BatchNorm", "recommender", "CNN",
     "table, categories", "communities of graphs", "masked pixels, MADE", "halves of digits",
     "spread of a set", "denoising U-Net", "AWD-LSTM, dropout", "GRU, batches of 4",
-    "separable convolutions, GroupNorm",
+    "separable convolutions, GroupNorm", *(recipe.task.name for recipe in NOISY),
 )  # fmt: skip
-JUDGED = tuple(HELD_OUT)
+JUDGED = tuple(recipe.task.name for recipe in HELD_OUT)
+OWN = {recipe.task.name: recipe for recipe in (*NOISY, *HELD_OUT)}
 SEEDS = (1, 2)
 STEPS, EVERY = 150, 5
 LOWEST = {"plain": 1e-2, "clipped": 1e-2, "momentum": 1e-3, "adamw": 1e-4, "adamw, schedule": 1e-4}
@@ -55,14 +57,14 @@ Job = dict[str, Any]
 
 def recipe_of(task: str) -> Recipe:
     """A task of this benchmark or of calibrate's, cut to a few seconds."""
-    recipe = HELD_OUT[task] if task in HELD_OUT else RECIPES[task]
+    recipe = OWN[task] if task in OWN else RECIPES[task]
     return replace(recipe, task=replace(recipe.task, steps=STEPS))
 
 
 def trivial_of(task: str, judges: list[Batch]) -> float:
     """The loss of predicting the same for every input."""
-    if task in HELD_OUT:
-        return constant_loss(task, judges)
+    if task in OWN:
+        return constant_loss(OWN[task], judges)
     return trivial_loss(RECIPES[task], judges)
 
 
@@ -235,6 +237,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", metavar="TASK")
     parser.add_argument("--kinds", nargs="+", choices=list(LOWEST), default=list(LOWEST), metavar="KIND")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--far", action="store_true", help="also starts beyond the grid")
     parser.add_argument("--calibrate", action="store_true", help="also what calibrate says, trained")
     options = parser.parse_args()
     rows, tasks = Rows(options.rows), JUDGED if options.part == "judge" else DEVELOPMENT
@@ -247,7 +250,7 @@ def main() -> None:
             for seed in options.seeds:
                 for lr in rates:
                     rows.run(task=task, kind=kind, seed=seed, lr=lr)
-                for factor in FAR:
+                for factor in FAR if options.far else ():
                     rows.run(task=task, kind=kind, seed=seed, lr=float(f"{factor * rates[-1]:.3g}"), far=True)
                 if options.calibrate:
                     rows.calibrated(task, kind, seed)
