@@ -31,6 +31,7 @@ GOOD = {
     "lost_at": None,
     "sound_until": 30,
     "kappa": 0.5,
+    "agreement": 1.0,
     "efficiency": 0.7,
     "start_factor": 2.0,
     "floor": math.nan,

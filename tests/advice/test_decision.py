@@ -25,7 +25,7 @@ EXAMPLES = {
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
     "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
     "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 0.4 / FAR),
-    "inefficient": ({"efficiency": 0.05}, "lower", 1 / NEXT),
+    "inefficient": ({"efficiency": 0.05, "last_loss": 1.5}, "lower", 1 / NEXT),
     "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),
     "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 40.0 / GOOD_START),
     "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
@@ -60,7 +60,7 @@ def test_without_its_condition_the_answer_is_another_one(kind, monkeypatch):
 def test_what_is_not_known_holds_for_nothing():
     unknown = dict.fromkeys(("kappa", "efficiency", "start_factor", "last_loss", "first_loss"), math.nan)
     assert decide(outcome(**unknown)).kind == "no-sign"
-    assert decide(outcome(start_factor=math.nan, **LOST)).lr == pytest.approx(0.1 / FAR**2)
+    assert decide(outcome(start_factor=math.nan, **LOST)).lr == pytest.approx(0.1 / FAR**3)
     assert decide(outcome(start_factor=math.nan, kappa=0.01)).lr == pytest.approx(0.1 * NEXT)
 
 
@@ -123,10 +123,19 @@ def test_of_adam_at_a_constant_rate_the_start_says_nothing():
     ({"start_factor": 0.7}, "no-sign"),  # rather long steps, but the loss fell
     ({"start_factor": 3.5, "kappa": 0.2}, "no-sign"),
     ({"start_factor": 9.0, "kappa": 0.4}, "no-sign"),
-    ({"efficiency": 0.15}, "no-sign"),
+    ({"efficiency": 0.15, "last_loss": 1.5}, "no-sign"),
+    ({"efficiency": 0.05}, "no-sign"),  # the loss fell to a quarter all the same
+    ({"kappa": 0.05, "agreement": 0.1, "family": Family.MOMENTUM}, "no-sign"),
+    ({"kappa": 0.05, "agreement": 0.1}, "short-steps"),
+    ({"kappa": 0.2, "start_factor": 6.0, "agreement": 0.5, "family": Family.MOMENTUM}, "no-sign"),
     ({"kappa": 0.11}, "no-sign"),
     ({"last_loss": 2.25, "fell": False, "start_factor": 1.1}, "no-progress"),
     ({"last_loss": 1.0, "fell": False}, "no-sign"),
 ])  # fmt: skip
 def test_next_to_a_condition_it_does_not_hold(facts, kind):
     assert decide(outcome(**facts)).kind == kind
+
+
+def test_with_momentum_noise_limits_how_far_short_steps_grow():
+    run = outcome(kappa=0.01, agreement=0.2, family=Family.MOMENTUM, start_factor=100.0)
+    assert decide(run).lr == pytest.approx(0.1 * 0.3 / 0.05)

@@ -40,6 +40,7 @@ def test_kappa_efficiency_and_start_of_a_quadratic(lr):
     assert run.kappa == pytest.approx(4 * lr)
     assert run.efficiency == pytest.approx(1 - 2 * lr)
     assert run.start_factor == pytest.approx(1 / (4 * lr))
+    assert run.agreement == pytest.approx(1.0)
     assert (run.family, run.lr, run.scheduled) == (Family.SGD, lr, False)
     assert (run.num_rows, run.lost_at, run.in_eval_mode, run.clipped) == (12, None, False, 0.0)
 

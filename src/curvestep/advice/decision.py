@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from curvestep.advice.outcome import Outcome
 from curvestep.bracket import LEAST_FALL
 from curvestep.fit.samples import LEAST_ROWS
+from curvestep.optimizer_family import Family
 
 KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stuck"
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
@@ -76,6 +77,18 @@ def came_back_in_part(run: Outcome) -> bool:
     return rise(run, run.highest_loss) > NEXT - 1 and rise(run, run.last_loss) > -1 / 2
 
 
+def change(run: Outcome) -> float:
+    """κ; with momentum relative to the gradient's part along the step, for the rest of it is noise."""
+    if run.family is Family.MOMENTUM:
+        return run.kappa / max(run.agreement, LEAST_FALL)
+    return run.kappa
+
+
+def wastes_steps(run: Outcome) -> bool:
+    """Whether steps hardly lower the loss of their own batch, and the loss has not fallen to half."""
+    return run.efficiency < LEAST_FALL and rise(run, run.last_loss) > -1 / 2
+
+
 def long_at_first(run: Outcome) -> bool:
     """Whether the start allowed clearly less than the step of its lr; a warm-up takes a peak beyond that."""
     if run.scheduled:
@@ -89,13 +102,13 @@ def short_at_first(run: Outcome) -> bool:
     Of Adam at a constant rate the start says nothing: its first steps are its longest.
     """
     says = run.scheduled or not run.family.is_adaptive
-    return says and run.start_factor > 2 * GOOD_START and run.kappa < GOOD_KAPPA
+    return says and run.start_factor > 2 * GOOD_START and change(run) < GOOD_KAPPA
 
 
 def far_below(run: Outcome) -> float:
-    """A tenth of what the start allowed, or of lr if that is less; a hundredth where it is not known."""
+    """A tenth of what the start allowed, or of lr if that is less; a thousandth where it is not known."""
     if math.isnan(run.start_factor):
-        return 1 / FAR**2
+        return 1 / FAR**3
     return min(run.start_factor, 1.0) / FAR
 
 
@@ -103,7 +116,7 @@ def as_started(run: Outcome) -> float:
     """To what the start allowed while steps stay rather short; three times at least, a hundred at most."""
     if math.isnan(run.start_factor):
         return NEXT
-    return max(NEXT, min(run.start_factor / GOOD_START, GOOD_KAPPA / run.kappa, FAR**2))
+    return max(NEXT, min(run.start_factor / GOOD_START, GOOD_KAPPA / change(run), FAR**2))
 
 
 def half_way(run: Outcome) -> float:
@@ -127,9 +140,9 @@ TABLE = (
     Condition("eval-mode", CANNOT_TELL, lambda run: run.in_eval_mode),
     Condition("rose-and-stuck", STUCK, came_back_in_part, far_below),
     Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
-    Condition("inefficient", LOWER, lambda run: run.efficiency < LEAST_FALL, half_way),
+    Condition("inefficient", LOWER, wastes_steps, half_way),
     Condition("long-first-steps", LOWER, long_at_first, half_way),
-    Condition("short-steps", RAISE, lambda run: run.kappa < SHORT_KAPPA, as_started),
+    Condition("short-steps", RAISE, lambda run: change(run) < SHORT_KAPPA, as_started),
     Condition("short-first-steps", RAISE, short_at_first, lambda run: NEXT),
     Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
     Condition("no-sign", KEEP, lambda run: True, lambda run: 1.0),

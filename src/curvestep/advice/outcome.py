@@ -42,6 +42,7 @@ class Outcome:
     num_rows: int  # measured
     failure: str  # why the first measurement failed that did; empty if none did
     kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
+    agreement: float  # cosine of late steps with their batch's descent: with momentum noise turns them away
     efficiency: float  # fall of the loss of a step's own batch over what the slope promised, likewise
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
@@ -115,7 +116,8 @@ def _steps(history: History) -> dict[str, Any]:
     # Of a schedule, what lies above the median is the half around its peak.
     near = np.flatnonzero(measured & (share >= _of_known(np.median, share)))
     late = near[-max(FEW_ROWS, len(_later_half(near, history.step))) :]
-    promise = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0) * norm * length
+    cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)
+    promise = cosine * norm * length
     fall = rows["loss"] - rows["loss_after"]
     # Without training's own loss the row holds that after the step, twice. Then the gradients at both ends
     # of the step have to do, by the trapezoidal rule.
@@ -126,6 +128,7 @@ def _steps(history: History) -> dict[str, Any]:
         "num_rows": int(measured.sum()),
         "failure": failures[0].removeprefix(FAILED) if len(failures) else "",
         "kappa": _of_known(np.median, kappa[late]),
+        "agreement": _of_known(np.median, cosine[late]),
         "efficiency": _of_known(np.median, fall[late]) / _of_known(np.median, promise[late]),
         "start_factor": _start_factor(history, kappa, fall / promise, share),
     }
