@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks.calibrate import methods, run
 from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.report import best_of, confidence, report, table
+from benchmarks.calibrate.report import best_of, confidence, failures, report, table
 from benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
 
 from curvestep.calibration import choice
@@ -88,6 +88,12 @@ def test_regret_is_against_the_rate_with_the_lowest_mean_over_all_its_seeds():
     assert "| ViT (4) | 15.0% |" in said  # 10 % and 20 % of 0.9
     assert "100.0%" in said
     assert "| **worst** | 15.0% |" in said
+    assert "| **tasks** | 1 | 1 |" in said
+    assert "| **calibrate on the same, worst** | 15.0% | 15.0% |" in said
+    beyond = failures(rows, ["ViT"])
+    assert "| ViT | adamw | 1 | 10.0% | 0.5 | high |" in beyond
+    assert len(beyond) == 5
+    assert failures(rows, ["another"])[2:] == [""]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration.arms import Pilots
-from curvestep.calibration.calibration_words import is_judged, of_arms
+from curvestep.calibration.calibration_words import is_proven, of_arms
 from curvestep.calibration.choice import Arm, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
@@ -427,7 +427,7 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
 
 def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_schedule():
     def said(arms, family=Family.ADAM, schedule="warmup-decay"):
-        return confidence(arms, 2.0, is_tested=is_judged(family, schedule))
+        return confidence(arms, 2.0, is_proven=is_proven(family, schedule))
 
     assert clarity(arms_of(0.1, 0.5, error=0.1)) == pytest.approx(5.0)
     assert clarity(arms_of(-0.1, -0.5)) == 0.0
@@ -435,7 +435,7 @@ def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_sched
     assert not is_bracketed(arms_of(0.99, 1.0, 0.5))
     clear = arms_of(0.1, 1.0, 0.5)
     assert said(clear) == "high"
-    assert said(clear, Family.MOMENTUM) == "high"
+    assert said(clear, Family.MOMENTUM) == said(clear, Family.SGD) == "medium"
     assert said(clear, schedule="constant") == "medium"
     assert said(clear, Family.UNKNOWN) == said(clear, Family.NORMALIZED) == "medium"
     assert said(arms_of(0.1, 1.0, 0.5, num_steps=32)) == "medium"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -127,10 +126,11 @@ class Pilots:
 
     def _step(self, optimizer: Optimizer, lr: float, gradients: Sequence[Tensor | None], norm: float) -> None:
         """A step by these gradients, clipped here where the optimizer does not clip by itself."""
+        is_clipped = norm > self.max_norm and not self.method.clips_itself
         for p, g in zip(self.passes.parameters, gradients, strict=True):
             p.grad = g
-        if norm > self.max_norm and not self.method.clips_itself:
-            torch._foreach_mul_([g for g in gradients if g is not None], self.max_norm / norm)
+            if g is not None and is_clipped:
+                g.mul_(self.max_norm / norm)
         for group, share in zip(optimizer.param_groups, self.method.shares, strict=True):
             group["lr"] = lr * share
         optimizer.step()

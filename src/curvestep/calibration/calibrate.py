@@ -125,7 +125,7 @@ def calibrate(
         lr=lr,
         max_norm=threshold,
         schedule=schedule,
-        confidence=confidence(arms, lr, is_tested=words.is_judged(method.family, schedule)),
+        confidence=confidence(arms, lr, is_proven=words.is_proven(method.family, schedule)),
         arms=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,

@@ -87,12 +87,12 @@ def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
     return factor * smallest_sufficient(arms)
 
 
-def confidence(arms: Sequence[Arm], lr: float, *, is_tested: bool) -> str:
-    """How far to trust the answer, in a word; ``is_tested`` is whether the optimizer was, so scheduled."""
+def confidence(arms: Sequence[Arm], lr: float, *, is_proven: bool) -> str:
+    """How far to trust the answer, in a word; ``is_proven``: it was good so before."""
     if clarity(arms) < BLIND:
         return "cannot tell"
     is_clear = clarity(arms) >= CLEAR and not is_doubled(arms)
-    is_sure = all((is_tested, is_clear, is_bracketed(arms), not is_flat(arms, lr)))
+    is_sure = all((is_proven, is_clear, is_bracketed(arms), not is_flat(arms, lr)))
     return "high" if is_sure else "medium"
 
 

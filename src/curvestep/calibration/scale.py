@@ -136,7 +136,7 @@ class Line:
 
     def _gradient(self) -> tuple[float, Gradients]:
         loss, gradients = self.passes.gradient_of(self.batch)
-        return loss, [g.to_dense() if getattr(g, "is_sparse", False) else g for g in gradients]
+        return loss, [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
     def _weighted(self, gradients: Gradients) -> Gradients:
         """The way that a step goes by a gradient."""
