@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
 # Steps that `recent_clipped_fraction` and the running median look back on.
 RECENT_STEPS = 100
@@ -167,9 +167,33 @@ def _push(values: list[float], value: float) -> None:
     del values[:-RECENT_STEPS]
 
 
+class PrintedStats(dict[str, Any]):
+    """The dict of :class:`ClipStats`, which prints its answer first.
+
+    Example:
+        >>> stats = {"grad_norm": 2.0, "coefficient": 0.5, "steps": 8, "clipped_fraction": 0.25, "skipped": 1}
+        >>> print(PrintedStats(stats, recent_clipped_fraction=0.25))
+        CLIPPED 25% of 8 steps; 25% of the last 100
+          last step  gradient norm 2, times 0.5
+          skipped    1 steps: their gradient was not finite, or above skip_above
+    """
+
+    def __str__(self) -> str:
+        lines = [
+            f"CLIPPED {self['clipped_fraction']:.0%} of {self['steps']:,} steps; "
+            f"{self['recent_clipped_fraction']:.0%} of the last 100",
+            f"  last step  gradient norm {self['grad_norm']:.3g}, times {self['coefficient']:.3g}",
+        ]
+        if self["skipped"]:
+            lines.append(
+                f"  skipped    {self['skipped']:,} steps: their gradient was not finite, or above skip_above"
+            )
+        return "\n".join(lines)
+
+
 def clip_stats_of(counters: HostCounters) -> ClipStats:
     """The counters as ``clip_stats()`` returns them."""
-    return {
+    stats: ClipStats = {
         "grad_norm": counters.grad_norm,
         "coefficient": counters.coefficient,
         "steps": counters.steps,
@@ -177,6 +201,7 @@ def clip_stats_of(counters: HostCounters) -> ClipStats:
         "recent_clipped_fraction": sum(counters.recent) / max(len(counters.recent), 1),
         "skipped": counters.skipped,
     }
+    return cast(ClipStats, PrintedStats(stats))
 
 
 def is_clipped_before(norms: list[float]) -> bool:
