@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from curvestep import __version__
 from curvestep.display.markup import visible
 
-OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, WRONG_USAGE = 0, 1, 2
+INTERRUPTED = 128 + signal.SIGINT
 
 # What the extra `lab` brings, by the names under which it is imported.
 LAB = (

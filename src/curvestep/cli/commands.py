@@ -42,8 +42,8 @@ def reproduce(args: list[str]) -> int:
         example="fig2 fig8 --folder reproduction",
         names="[FIGURE ...]",
     )
-    figures = one_of(*(f"fig{number}" for number in range(1, 9)))
-    parser.positional("FIGURE", "fig1 to fig8 (default: all)", kind=figures)
+    kind = one_of(*map("fig{}".format, range(1, 9)))
+    parser.positional("FIGURE", "fig1 to fig8 (default: all)", kind=kind)
     parser.option("--folder", "Runs, figures, claims.md and report.html", default="reproduction")
     add_scale(parser, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days")
     add_engine(parser, "Runs at a time")
@@ -54,12 +54,13 @@ def reproduce(args: list[str]) -> int:
     chosen = parser.read(args)
     from curvestep.lab.paper.reproduction import cost_table, make_plan, reproduce as library
 
+    figures = chosen.FIGURE or None
     if chosen.dry_run:
-        say(cost_table(make_plan(chosen.scale, chosen.FIGURE or None)))
+        say(cost_table(make_plan(chosen.scale, figures)))
         return OK
 
     names = ("scale", "offline", "engine", "workers", "address")
-    result = library(chosen.folder, figures=chosen.FIGURE or None, **_arguments(chosen, *names))
+    result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
     say(result)
     if sys.stdout.isatty() and not chosen.no_open:
         _show(result.page)
@@ -80,7 +81,7 @@ def train(args: list[str]) -> int:
     parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
     parser.option("--accelerator", "Where to train", default="auto", kind=one_of("auto", "cpu", "cuda"))
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
-    parser.option("--threads", "Torch threads of each process", default=0, shown="torch's", kind=INTEGER)
+    parser.option("--threads", "Torch threads of each process", default=None, shown="torch's", kind=INTEGER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--quiet", "Show no progress")
     chosen, recipe, given = read_with_recipe(parser, args, partial(add_fields, auto=AUTO))
@@ -96,14 +97,14 @@ def train(args: list[str]) -> int:
         return OK
     from curvestep.lab.run.loop import train as library
 
-    names = ("resume", "devices", "accelerator", "checkpoint_seconds", "offline")
+    names = ("resume", "devices", "accelerator", "checkpoint_seconds", "offline", "threads")
     setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if auto:
         recipe = _measure(recipe, folder, auto, chosen)
-    result = library(recipe, folder, threads=chosen.threads or None, **_arguments(chosen, *names))
+    result = library(recipe, folder, **_arguments(chosen, *names))
     say(_ending(result))
-    return INTERRUPTED if result.status == "interrupted" else OK
+    return {"interrupted": INTERRUPTED}.get(result.status, OK)
 
 
 def sweep(args: list[str]) -> int:
@@ -209,17 +210,15 @@ def calibrate(args: list[str]) -> int:
         example="--batch-size 40",
     )
     add_scale(parser)
-    budget = (
-        "Gradients that trials may take, or below 1 their share of the steps; 0: a twentieth, at least 80"
-    )
-    parser.option("--budget", budget, default=0.0, kind=NUMBER)
+    budget = "Gradients that trials may take, or below 1 their share of the steps"
+    parser.option("--budget", budget, default=None, shown="a twentieth, at least 80", kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--json", "Print JSON instead of words")
     chosen, recipe, given = read_with_recipe(parser, args, add_fields)
     recipe = with_given(parser, recipe, given)
     from curvestep.lab.run.auto import calibrate_recipe
 
-    _, calibration = calibrate_recipe(recipe, budget=chosen.budget or None, offline=chosen.offline)
+    _, calibration = calibrate_recipe(recipe, budget=chosen.budget, offline=chosen.offline)
     say(dump_json(calibration, indent=2) if chosen.json else calibration)
     return OK
 
@@ -303,8 +302,7 @@ def _advice_of(
         words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    plural = "s" if len(traces) > 1 else ""
-    return f"{task or 'other runs'} ({len(traces)} run{plural})\n{words}"
+    return f"{task or 'other'} (runs: {len(traces)})\n{words}"
 
 
 def _fit_words(trace: Trace) -> str:

@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
             UsageError: with one line that names the option and what it needs.
             SystemExit: after ``--help``.
         """
-        words = [_dashed(word) for word in args]
+        words = list(map(_dashed, args))
         for word in words:
             name = word.partition("=")[0]
             # Here, before argparse takes the value that follows for something else.
@@ -136,8 +136,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, name: str) -> NoReturn:
         listed = [known for known in self._option_string_actions if re.match("--(?!help)", known)]
-        alias = ALIASES.get(name.lower())
-        hint = f" Did you mean {alias}?" if alias in listed else nearest(name, listed)
+        hint = nearest(ALIASES.get(name.lower(), name), listed)
         raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {', '.join(listed)}.")
 
 
@@ -236,7 +235,7 @@ def help_texts(recipe: type[Recipe]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for owner in reversed(recipe.__mro__):
-        listed = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")[2]
+        listed = inspect.cleandoc(str(owner.__doc__)).partition("\nArgs:\n")[2]
         for entry in re.split(r"\n(?=    \w+: )", "\n" + listed):
             name, _, text = " ".join(entry.split()).partition(": ")
             found[name] = re.split(r"(?<=\.) ", text.replace("``", ""))[0]
@@ -257,10 +256,7 @@ def _option_name(field: str) -> str:
 
 def _dashed(word: str) -> str:
     """``--batch_size=20`` as ``--batch-size=20``."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    return re.sub("^--[^=]+", lambda name: name.group().replace("_", "-"), word)
 
 
 def _shown(default: object) -> str:
