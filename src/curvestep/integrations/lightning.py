@@ -173,7 +173,8 @@ class SmoothnessCallback(Callback):
         self._saved = state_dict
 
     def _end(self) -> None:
-        if self._begun and self.probe is not None:
+        if self._begun:
+            assert self.probe is not None
             self._begun = False
             self.probe._end()
 

@@ -37,7 +37,7 @@ def need(package: str, least: str, extra: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def probe_at(step: int, model: nn.Module, state: State, options: Options) -> SmoothnessProbe:
@@ -52,12 +52,13 @@ def probe_at(step: int, model: nn.Module, state: State, options: Options) -> Smo
     found = probe.trace.path
     if isinstance(wanted, (str, Path)) and found not in (None, Path(wanted)):
         warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
-    if step > 0 and not state:
+    if step == 0:
+        return probe
+    if not state:
         schedule, done = probe.schedule.state_dict(), math.ceil(step / probe.schedule.every)
         schedule["next"] = done * probe.schedule.every
         state = {"step": step, "measurements": done, "schedule": schedule}
-    if step > 0:
-        probe.load_state_dict(state)
+    probe.load_state_dict(state)
     return probe
 
 

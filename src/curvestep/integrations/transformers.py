@@ -243,7 +243,8 @@ class SmoothnessCallback(TrainerCallback):
         return loss
 
     def _end(self) -> None:
-        if self._begun and self.probe is not None:
+        if self._begun:
+            assert self.probe is not None
             self._begun = False
             self.probe._end()
 
