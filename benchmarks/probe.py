@@ -367,16 +367,11 @@ def page(known, path):
     memory = known.get("extra memory in parameters", {})
     return f"""# Cost of a measurement
 
-Extra time of a measured step in forward-backward passes of training (`zero_grad()`, loss, `backward()`) for
-1, 2 and 4 fractions, and what the smoothness in AdamW's own metric adds to it; length of a whole run against
-the same run without a probe, one fraction, with `every=10` and with `max_overhead=0.05` (self-test included);
-time of an eigenvalue by power iteration against a measurement.
+A measurement costs about one forward-backward pass of training for each fraction of the step; a run that measures every tenth
+step by one fraction is a tenth longer.
 
-CPU time of one thread, torch {torch.__version__}, variants in turn, medians; put together from several calls
-of the command below, some tasks and parts at a time (`--tasks`, `--parts`). Repetitions on busy cores differ
-by 0.1 in the costs (1.02 to 1.13 for the LSTM with one fraction) and by 0.03 in the lengths of runs. The
-steady allocator keeps freed memory; the default one fetches it again from the system page by page, which
-costs a plain step up to a third of its time, by chance. The numbers behind it are in `{path.name}`.
+CPU time of one thread, torch {torch.__version__}, variants in turn, medians of several calls; repetitions differ by 0.1 in the costs and by
+0.03 in the lengths of runs. The steady allocator keeps freed memory. Numbers: `{path.name}`.
 
 ```
 python benchmarks/probe.py --json docs/results/probe.json

@@ -202,8 +202,12 @@ def main():
             "trace and weights are compared bit for bit with those of a run that was left alone.\n"
             "- Probe: each tenth of the loop; processor time, medians over blocks of 100 steps, which "
             "alternate with blocks of the same loop without the probe.\n\n"
-            f"```json\n{text}\n```\n"
+            f"Sets that were wrong: {len(results['fuzz']['wrong'])}; resumed runs that differed: "
+            f"{len(results['kills']['different'])}; megabytes at the end and after the first tenth: "
+            f"{results['probe'][-1]['megabytes']} and {results['probe'][0]['megabytes']}. Numbers: "
+            f"`{options.page.with_suffix('.json').name}`.\n"
         )
+        options.page.with_suffix(".json").write_text(text + "\n")
     kills = results["kills"]
     if results["fuzz"]["wrong"] or kills["different"] or len(kills["killed_after_steps"]) < options.kills:
         raise SystemExit(1)

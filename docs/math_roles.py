@@ -5,6 +5,8 @@ from typing import Any
 
 import griffe
 
+from curvestep.smoothness.trace import FIELDS, HEADER_FIELDS
+
 _INLINE = re.compile(r":math:`([^`]+)`")
 _BLOCK = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
 _CODE = re.compile(r"^([ \t]*)\.\. code-block:: (\w+)[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
@@ -35,6 +37,24 @@ class MathRoles(griffe.Extension):
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = translate(obj.docstring.value)
+
+
+def key_tables() -> str:
+    """Every key of a row and of a header of a trace, with its unit and meaning."""
+    parts = []
+    for heading, table in (("A row holds", FIELDS), ("The header holds", HEADER_FIELDS)):
+        parts += [f"{heading}:", "", "| key | unit | meaning |", "| --- | --- | --- |"]
+        parts += [f"| `{name}` | {field.unit} | {field.meaning} |" for name, field in table.items()] + [""]
+    return "\n".join(parts)
+
+
+class TraceKeys(griffe.Extension):
+    """Lists the keys of rows and header below the trace."""
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Put the tables under the docstring."""
+        if cls.path == "curvestep.smoothness.trace.Trace" and cls.docstring is not None:
+            cls.docstring.value += f"\n\n{key_tables()}\n"
 
 
 class UnpackedOptions(griffe.Extension):

@@ -25,23 +25,6 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def step_table(results: Path) -> str:
-    """How much faster each variant is than ``clip_grad_norm_`` + ``SGD`` with its default."""
-    calls = json.loads((results / "step.json").read_text())["calls"]["SGD"]
-    ours = ("ClippedSGD", "NormalizedSGD")
-    rows = []
-    for same in zip(*calls, strict=True):
-        case, found = same[0], [_speeds(case, "speed_up") for case in same]
-        rivals = [
-            max(value for name, value in f.items() if name.startswith("clip_grad_norm_")) for f in found
-        ]
-        speeds = [rivals, *([f[name] for f in found] for name in ours)]
-        momentum = "yes" if case["momentum"] else "no"
-        rows.append([case["shape"], str(case["threads"]), momentum, *map(_limits, speeds)])
-    head = ["model", "threads", "momentum", "best of PyTorch's three", *(f"`{name}`" for name in ours)]
-    return markdown(head, rows)
-
-
 def adamw_step_table(results: Path) -> str:
     """How much faster ClippedAdamW is than the fastest of ``clip_grad_norm_`` with torch's three."""
     found = json.loads((results / "step.json").read_text())["calls"]
@@ -62,23 +45,6 @@ def _speeds(case: dict[str, Any], kind: str) -> dict[str, float]:
 def _limits(numbers: Iterable[float]) -> str:
     low, high = (f"{limit(numbers):.2f}" for limit in (min, max))
     return low if low == high else f"{low} to {high}"
-
-
-def probe_table(results: Path) -> str:
-    """What a measurement costs in forward-backwards of training, and a probed run against a plain one."""
-    if not (results / "probe.json").exists():
-        return NOT_YET
-    found = json.loads((results / "probe.json").read_text())
-    tasks = {name: values for name, values in found.items() if "cost_in_forward_backwards" in values}
-    head = ["model", "1 fraction", "2", "4", "whole run, every=10", "power iteration, times a measurement"]
-    rows = []
-    for name, values in tasks.items():
-        cost = values["cost_in_forward_backwards"]
-        run, rival = values.get("run_ratio_every_10_one_fraction"), values.get("power_iteration_over_probe")
-        rows.append(
-            [name, *(f"{cost[n]:.2f}" for n in ("1", "2", "4")), _number(run, ".3f"), _number(rival, ".0f")]
-        )
-    return markdown(head, rows)
 
 
 def rates_table(results: Path) -> str:
@@ -117,11 +83,7 @@ def overhead_table(results: Path) -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
-    "compare.md": {
-        "step": step_table,
-        "step-adamw": adamw_step_table,
-        "probe": probe_table,
-    },
+    "compare.md": {"step-adamw": adamw_step_table},
     "lightning.md": {"overhead": overhead_table, "rates": rates_table},
 }
 
@@ -141,10 +103,6 @@ def filled(page: str, results: Path = RESULTS, *, of: str = "compare.md") -> str
 def _of_frameworks(results: Path, part: str) -> dict[str, Any]:
     path = results / "frameworks.json"
     return json.loads(path.read_text()).get(part, {}) if path.exists() else {}
-
-
-def _number(value: Any, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":
