@@ -8,9 +8,13 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 DASHES = ("solid", "dash", "dashdot", "dot")
-NUM_COLOURS = 7
+# Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+NUM_COLOURS = len(COLOURS)
+THIN, BOLD = 0.7, 2.0  # weights of a series
 GRADIENT = "gradient norm ‖∇f(x)‖"
-SMOOTHNESS = "smoothness L̂(x)"
+SMOOTHNESS = "smoothness L̂(x)"  # as the paper says
+SHARPNESS = "sharpness along the step L̂(x)"  # as users read it
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,14 @@ class Series:
         name: In the legend.
         x: Where, not finite where there is a gap.
         y: Likewise.
-        colour: A number in the palette, or ``ink`` or ``soft``.
+        colour: A number in the palette, or ``ink``, ``soft`` or ``bad``.
         dash: ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line.
         mark: ``circle``, ``triangle``, ``square`` or empty.
         shade: Iterations, to colour the marks by.
-        low: Lower end of a band around the curve.
-        high: Upper end of the band.
+        band: Lower and upper end of a band around the curve.
         extra: What a point says beyond its coordinates, by name.
-        thin: Draw a fine line.
+        weight: Factor on the width of its line and the size of its marks.
+        is_lost: Whether a cross marks its last point: the run diverged there.
     """
 
     name: str
@@ -49,10 +53,28 @@ class Series:
     dash: str = "solid"
     mark: str = ""
     shade: np.ndarray | None = None
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    band: tuple[np.ndarray, np.ndarray] | None = None
     extra: Mapping[str, Sequence[float | str] | np.ndarray] = field(default_factory=dict)
-    thin: bool = False
+    weight: float = 1.0
+    is_lost: bool = False
+
+    @property
+    def symbol(self) -> str:
+        """Its mark; a line through one point cannot be seen without."""
+        if np.isfinite(self.y).sum() < 2:
+            return self.mark or "circle"
+        return self.mark
+
+    @property
+    def shade_name(self) -> str:
+        """The variable of the page's style sheet that holds its colour."""
+        return self.colour if isinstance(self.colour, str) else f"s{self.colour}"
+
+    @property
+    def last(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where its last finite point is; empty without one."""
+        rows = np.flatnonzero(np.isfinite(self.y))[-1:]
+        return self.x[rows], self.y[rows]
 
 
 @dataclass(frozen=True)

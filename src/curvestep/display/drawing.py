@@ -16,31 +16,28 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from curvestep.display.chart import Chart, Grid, Series
+from curvestep.display.chart import COLOURS, Chart, Grid, Series
 from curvestep.display.markup import visible
 
-# Okabe and Ito's palette, told apart with any colour vision; the light yellow is left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
-_PALETTE: dict[int | str, str] = {**dict(enumerate(COLOURS)), "ink": "#000000", "soft": "#777777"}
+_PALETTE: dict[int | str, str] = {
+    **dict(enumerate(COLOURS)), "ink": "#000000", "soft": "#777777", "bad": "#A4161A",
+}  # fmt: skip
 _LINES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":", "": "none"}
 _MARKS = {"circle": "o", "triangle": "^", "square": "s", "": ""}
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e4e4e4",
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "legend.fontsize": 7.5,
+    "legend.fontsize": "small",
     "legend.framealpha": 0.9,
     "lines.linewidth": 1.4,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "curvestep",  # the same figure is the same file
-    "figure.dpi": 100,
 }
 # Inside `with styled():` the style above is in use; matplotlib's own settings come back afterwards.
 styled = partial(matplotlib.rc_context, _STYLE)
@@ -48,34 +45,31 @@ styled = partial(matplotlib.rc_context, _STYLE)
 
 def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> None:
     """Draw a chart into a panel; with a scale of colours that other panels have, too, without its bar."""
-    assert panel.figure is not None
-    if chart.grid is not None:
-        _draw_grid(panel, chart.grid)
-    for series in chart.series:
-        _draw_series(panel, series, iterations)
-    if chart.grid is None:
-        log_axes(panel, x=chart.x.log, y=chart.y.log)
-        for axis, limit in ((chart.x, panel.set_xlim), (chart.y, panel.set_ylim)):
-            if axis.range is not None and np.ptp(axis.range) > 0:
-                limit(axis.range)
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
     panel.set_title(_literal(chart.title))
-    num_names = len(panel.get_legend_handles_labels()[1])
-    if num_names:
-        cloud = any(series.shade is not None for series in chart.series)
-        _draw_legend(panel, num_names, cloud=cloud)
+    if chart.grid is not None:
+        _draw_grid(panel, chart.grid)
+        return
+    for series in chart.series:
+        _draw_series(panel, series, iterations)
+    log_axes(panel, x=chart.x.log, y=chart.y.log)
+    for axis, limit in ((chart.x, panel.set_xlim), (chart.y, panel.set_ylim)):
+        if axis.range is not None:
+            limit(axis.range)
+    _draw_legend(panel, chart)
 
 
-def _draw_legend(panel: Axes, num_names: int, *, cloud: bool) -> None:
+def _draw_legend(panel: Axes, chart: Chart) -> None:
     """The legend: between panel and title over a cloud of points, under it if long, where it hides none."""
+    num_names = sum(series.name != "" for series in chart.series)
     outside = {"ncols": 2, "frameon": False, "handlelength": 1.6}
-    if cloud:
+    if any(series.shade is not None for series in chart.series):
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2, **outside)
         panel.set_title(panel.get_title(), pad=8 + 12 * -(-num_names // 2))
     elif num_names > 4:
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **outside)
-    else:
+    elif num_names:
         panel.legend(loc="best")
 
 
@@ -84,11 +78,13 @@ def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = Non
         _draw_cloud(panel, series, iterations)
         return
     colour = _PALETTE[series.colour]
-    if series.low is not None and series.high is not None:
-        panel.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
-    if series.dash:
-        _draw_line(panel, series, colour)
-    _draw_marks(panel, series, colour)
+    if series.band is not None:
+        panel.fill_between(series.x, *series.band, color=colour, alpha=0.18, linewidth=0)
+    look = {"color": colour, "linestyle": _LINES[series.dash], "marker": _MARKS[series.symbol]}
+    sizes = {"linewidth": 1.4 * series.weight, "markersize": 4.5 * series.weight}
+    panel.plot(series.x, series.y, label=_literal(series.name), **look, **sizes)
+    if series.is_lost:
+        panel.plot(*series.last, "x", color=colour, markersize=8)
 
 
 def _draw_cloud(panel: Axes, series: Series, iterations: Normalize | None) -> None:
@@ -98,25 +94,6 @@ def _draw_cloud(panel: Axes, series: Series, iterations: Normalize | None) -> No
     assert panel.figure is not None
     if iterations is None:
         panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
-
-
-def _draw_line(panel: Axes, series: Series, colour: str) -> None:
-    width = 1.0 if series.thin else 1.4
-    look = {"color": colour, "linestyle": _LINES[series.dash], "linewidth": width}
-    panel.plot(series.x, series.y, label=_literal(series.name), **look)
-
-
-def _draw_marks(panel: Axes, series: Series, colour: str) -> None:
-    """Marks where the series has them; a line of one point is invisible without."""
-    shown = np.isfinite(series.y)
-    mark = _MARKS[series.mark]
-    if shown.sum() < 2:
-        mark = mark or _MARKS["circle"]
-    if not mark:
-        return
-    look = {"color": colour, "markersize": 3 if series.thin else 4.5}
-    label = "" if series.dash else _literal(series.name)
-    panel.plot(series.x[shown], series.y[shown], mark, label=label, **look)
 
 
 def _draw_grid(panel: Axes, grid: Grid) -> None:
@@ -138,8 +115,8 @@ def _draw_grid(panel: Axes, grid: Grid) -> None:
     for i, row in enumerate(grid.text):
         for j, text in enumerate(row):
             panel.text(j, i, _literal(text).replace(", ", "\n"), color=ink[i, j], **look)
-    few = range(0, len(grid.across), -(-len(grid.across) // 10))
-    panel.set_xticks(few, [_tick(grid.across[i]) for i in few])
+    few = slice(None, None, -(-len(grid.across) // 10))
+    panel.set_xticks(range(len(grid.across))[few], list(map(_tick, grid.across))[few])
     panel.set_yticks(range(len(grid.down)), [*map(_literal, grid.down)])
 
 
@@ -184,22 +161,21 @@ def figure_of(
         words: Put each chart's words under its panel, line by line.
         size: Of a panel, in inches.
     """
-    grid = charts[0].grid
-    width, height = size
-    if grid is not None and grid.text:
-        width = max(width, 2.6 + 1.1 * len(grid.across))
     columns = min(columns, len(charts))
-    iterations = _common_iterations(charts) if share else None
+    iterations = None
+    if share:
+        iterations = _common_iterations(charts)
     with styled():
-        figure, axes = panels(-(-len(charts) // columns), columns, width=width, height=height)
-        for panel, chart in zip(axes, charts, strict=False):
-            draw(panel, chart, iterations=iterations)
-            if words and chart.words:
-                # Part of the label, so that the layout leaves room for it.
-                panel.set_xlabel(_literal(f"{chart.x.label}\n\n{chart.words}"), fontsize=8)
+        figure, axes = panels(-(-len(charts) // columns), columns, width=size[0], height=size[1])
         for panel in axes[len(charts) :]:
             panel.remove()
         axes = axes[: len(charts)]
+        for panel, chart in zip(axes, charts, strict=True):
+            draw(panel, chart, iterations=iterations)
+            if words:
+                # Part of the label, so that the layout leaves room for it.
+                label = f"{chart.x.label}\n\n{chart.words}".rstrip()
+                panel.set_xlabel(_literal(label), fontsize=8)
         for name in share:
             ends = np.array([getattr(panel, f"get_{name}lim")() for panel in axes])
             for panel in axes:
@@ -216,9 +192,11 @@ def figure_of(
 
 def _common_iterations(charts: Sequence[Chart]) -> Normalize | None:
     """The scale of colours for the iterations of all charts; None if none of them has any."""
-    series = [one for chart in charts for one in chart.series]
-    shades = np.concatenate([np.array([]), *(one.shade for one in series if one.shade is not None)])
-    return Normalize(shades.min(), shades.max()) if len(shades) else None
+    shades = [one.shade for chart in charts for one in chart.series if one.shade is not None]
+    if not shades:
+        return None
+    iterations = np.concatenate(shades)
+    return Normalize(iterations.min(), iterations.max())
 
 
 def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:

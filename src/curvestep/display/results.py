@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
+from curvestep.display.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
@@ -28,8 +30,7 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     """
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
     names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr"]
-    names += ["optimizer_smoothness", "optimizer_limit"]
-    names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
+    names += ["optimizer_smoothness", "optimizer_limit", *fnmatch.filter(trace.names, "layers/*/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
     rows["clip_norm"] = trace.clip_norm[keep]
     return rows
@@ -57,10 +58,10 @@ def usable(rows: Columns, *names: str, positive: int | None = None) -> dict[str,
 
 def common_threshold(clip_norm: np.ndarray) -> float:
     """The one gradient norm at which steps were clipped; inf if none was, or at different ones."""
-    clipped = clip_norm[np.isfinite(clip_norm)]
-    if not len(clipped) or np.ptp(clipped) > 1e-3 * np.median(clipped):
-        return math.inf
-    return float(np.median(clipped))
+    clipped = finite(clip_norm)
+    if len(clipped) and np.ptp(clipped) <= 1e-3 * np.median(clipped):
+        return float(np.median(clipped))
+    return math.inf
 
 
 def trace_charts(trace: Trace) -> list[Chart]:
@@ -86,10 +87,9 @@ def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:
         line = f"{fit.quantile:.0%} line: {fit.L0:.3g} + {fit.L1:.3g}‖g‖"
         series.append(Series(line, norms, fit.L0 + fit.L1 * norms, colour=1))
         frontier = fit.envelope(norms)
-        series.append(Series("frontier", norms, frontier, colour="ink", dash="dash", thin=True))
-    axes = Axis(GRADIENT, log=True), Axis(SMOOTHNESS, log=True)
-    title = "Smoothness against gradient norm"
-    return Chart("scatter", title, *axes, tuple(series), switch="xy")
+        series.append(Series("frontier", norms, frontier, colour="ink", dash="dash", weight=THIN))
+    axes = Axis(GRADIENT, log=True), Axis(SHARPNESS, log=True)
+    return Chart("scatter", "Sharpness against gradient norm", *axes, tuple(series), switch="xy")
 
 
 def norm(rows: Columns, *, max_norm: float = math.inf) -> Chart | None:
@@ -124,32 +124,30 @@ def stability(rows: Columns) -> tuple[np.ndarray, float]:
 
     It is 2 for plain descent; for momentum and Adam it is another, of the smoothness in their own metric.
     """
-    limits = rows.get("optimizer_limit", _NONE)
-    known = limits[np.isfinite(limits)]
-    limit = float(np.median(known)) if len(known) else 2.0
-    smoothness = rows["smoothness" if limit == 2.0 else "optimizer_smoothness"]
+    known = finite(rows.get("optimizer_limit", _NONE))
+    limit, column = 2.0, "smoothness"
+    if len(known) and np.median(known) != limit:
+        limit, column = float(np.median(known)), "optimizer_smoothness"
     with np.errstate(invalid="ignore"):
-        return rows["lr"] * smoothness / limit, limit
+        return rows["lr"] * rows[column] / limit, limit
 
 
 def edge(rows: Columns) -> Chart | None:
     """lr·L/2 over the steps, or over another limit of the optimizer's: above 1 a step overshoots."""
-    if not len(rows.get("step", _NONE)):
+    if not rows:
         return None
     edges, limit = stability(rows)
     if not np.isfinite(edges).any():
         return None
-    name, title = f"lr·L/{limit:.3g}", "and the edge of stability"
+    name = f"lr·L/{limit:.3g}"
     series = [Series(name, rows["step"], edges)]
     if limit == 2.0:
         with np.errstate(divide="ignore", invalid="ignore"):
             taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
         series.append(Series("with the step as taken", rows["step"], taken, colour=2, dash="dot"))
-    else:
-        title = "in the optimizer's metric"
     series.append(level(rows["step"], 1.0, "edge of stability", colour=1))
     axes = Axis("iteration"), Axis(name, log=True)
-    return Chart("edge", f"{name} {title}", *axes, tuple(series))
+    return Chart("edge", "Stability margin", *axes, tuple(series))
 
 
 def within(fit: SmoothnessFit) -> Chart | None:
@@ -166,7 +164,7 @@ def within(fit: SmoothnessFit) -> Chart | None:
         Series(f"elasticity {elasticity:.2f}", ends, elasticity * ends, colour=1),
         level(ends, 0.0, "constant Hessian"),
     )
-    axes = Axis("change of log gradient norm"), Axis("change of log smoothness")
+    axes = Axis("change of log gradient norm"), Axis("change of log sharpness")
     return Chart("within", "Inside single steps", *axes, series)
 
 
@@ -180,17 +178,14 @@ def fit_charts(fit: SmoothnessFit) -> list[Chart]:
 
 def calibration(found: Calibration) -> list[Chart]:
     """The gain of each trial against its learning rate, one line for each length, and the choice."""
+    table = np.array([(arm.num_steps, arm.lr, arm.gain, arm.error) for arm in found.arms])
+    table = table[np.isfinite(table[:, 2])]
     series = []
-    for number, length in enumerate(sorted({arm.num_steps for arm in found.arms})):
-        arms = [arm for arm in found.arms if arm.num_steps == length and math.isfinite(arm.gain)]
-        gains, errors = np.array([arm.gain for arm in arms]), np.array([arm.error for arm in arms])
-        rates = np.array([arm.lr for arm in arms])
-        low, high = gains - errors, gains + errors
-        series.append(
-            Series(f"{length} steps", rates, gains, colour=number, mark="circle", low=low, high=high)
-        )
-    every = np.concatenate([one.y for one in series])
-    ends = np.array([min(0.0, *every), max(0.0, *every)])
+    for number, length in enumerate(np.unique(table[:, 0])):
+        _, rates, gains, errors = table[table[:, 0] == length].T
+        look = {"colour": number, "mark": "circle", "band": (gains - errors, gains + errors)}
+        series.append(Series(f"{length:.0f} steps", rates, gains, **look))
+    ends = np.array([table[:, 2].min(initial=0.0), table[:, 2].max(initial=0.0)])
     chosen = Series(f"lr {found.lr:.3g}", np.array([found.lr, found.lr]), ends, colour="ink", dash="dash")
     axes = Axis("learning rate", log=True), Axis("fall of the loss of other batches")
     return [Chart("calibration", "What short trials gained", *axes, (*series, chosen))]
@@ -220,11 +215,13 @@ def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np
 def over_seeds(name: str, steps: np.ndarray, values: np.ndarray, **look: Any) -> Series:
     """The mean over the seeds at each step, with their range as a band; ``values`` are (seeds, steps)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        band = {"low": values.min(axis=0), "high": values.max(axis=0)} if len(values) > 1 else {}
-        return Series(name, steps, values.mean(axis=0), **look, **band)
+        mean = Series(name, steps, values.mean(axis=0), **look)
+    if len(values) == 1:
+        return mean
+    return replace(mean, band=(values.min(axis=0), values.max(axis=0)))
 
 
 def level(x: np.ndarray, y: float, name: str, *, colour: int | str = "ink") -> Series:
     """A level line over the range of ``x``."""
     ends = np.array([np.nanmin(x), np.nanmax(x)])
-    return Series(name, ends, np.array([y, y]), colour=colour, dash="dash", thin=True)
+    return Series(name, ends, np.array([y, y]), colour=colour, dash="dash", weight=THIN)

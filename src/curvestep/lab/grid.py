@@ -83,7 +83,10 @@ class SweepResult:
         for trial in self.trials:
             names = {name: short(value) for name, value in trial.fields.items() if isinstance(value, str)}
             cells.append(SweptRun({**trial.fields, **names}, trial.train_loss, trial.status))
-        return figure_of([heat_map(cells)], title=title)
+        chart = heat_map(cells)
+        assert chart.grid is not None
+        width = max(5.0, 2.6 + 1.1 * len(chart.grid.across))  # inches, for the text of the cells
+        return figure_of([chart], title=title, size=(width, 3.4))
 
     def __str__(self) -> str:
         console = Console(width=110)

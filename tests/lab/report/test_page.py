@@ -10,16 +10,19 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
-from curvestep.advice.advice import advise
+import curvestep as cs
+from curvestep.advice.advice import Advice, advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
 from curvestep.display.results import SHOWN_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
 from curvestep.lab.paper.verdicts.claims import write_claims
 from curvestep.lab.report import captions
 from curvestep.lab.report.page import render_page, save_figures, write_page
-from curvestep.lab.report.task_verdicts import verdict
+from curvestep.lab.report.task_verdicts import code_for, verdict
 from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.lab.run.folder import read_json, write_status
 from curvestep.smoothness.trace import NONFINITE, Trace
@@ -49,11 +52,49 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
     assert advice.verdict.removeprefix(advice.action.upper()) in text
     assert text.index('id="run-0-loss"') < text.index('<section id="runs"')  # beside the verdict
     assert text.count('id="run-0-loss"') == 1
-    assert f"<dd>{advice.lr:.3g}</dd>" in text
-    assert all(note.text in text for note in advice.reasons)
+    assert f"{advice.lr:.3g}</dd>" in text
+    plain = re.sub(r"</?abbr[^>]*>", "", text)
+    assert all(note.text in plain for note in advice.reasons)
     assert all(
-        str(warning) in text for warning in fit_smoothness(Trace.load(folder / "trace.jsonl")).warnings
+        str(warning) in plain for warning in fit_smoothness(Trace.load(folder / "trace.jsonl")).warnings
     )
+
+
+def test_words_are_explained_on_hover_once_a_text_and_in_a_list(single):
+    text = single[1].path.read_text()
+    for word in ("Gradient norm", "Stability margin", "Sharpness"):
+        assert f'<abbr title="{captions.GLOSSARY[word.lower()]}">{word}</abbr>' in text
+        assert f"<dt>{word.lower()}</dt><dd>{captions.GLOSSARY[word.lower()]}</dd>" in text
+    assert captions.explained("sharpness and sharpness").count("<abbr") == 1
+    assert captions.explained("unsharpness <i>") == "unsharpness &lt;i&gt;"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "max_norm", "code"),
+    [
+        ({"optimizer": "AdamW"}, 0.5, "opt = AdamW(model.parameters(), lr=0.01)\ncs.clip(opt, 0.5)"),
+        ({"optimizer": "SGD", "momentum": 0.9}, math.inf,
+         "opt = SGD(model.parameters(), lr=0.01, momentum=0.9)"),
+        ({"optimizer": "ClippedSGD"}, 0.5, "opt = cs.ClippedSGD(model.parameters(), lr=0.01, max_norm=0.5)"),
+        ({"optimizer": "NormalizedSGD"}, 2.0,
+         "opt = cs.NormalizedSGD(model.parameters(), lr=0.01, offset=2)"),
+        ({"optimizer": "ClippedSGD"}, math.inf,
+         "opt = cs.ClippedSGD(model.parameters(), lr=0.01, max_norm=float('inf'))"),
+        ({}, 0.5, ""),
+    ],
+)  # fmt: skip
+def test_the_code_to_copy_makes_the_optimizer_that_is_advised(optimizer, max_norm, code):
+    advice = Advice(action="keep", kind="no-sign", verdict="", lr=0.01, max_norm=max_norm)
+    assert code_for(advice, RunView(name="", setting="", header=optimizer)) == code
+    if code:
+        made = {"model": nn.Linear(2, 2), "cs": cs, **vars(torch.optim)}
+        exec(code, made)
+        assert made["opt"].param_groups[0]["lr"] == 0.01
+    assert code_for(replace_lr(advice), RunView(name="", setting="", header=optimizer)) == ""
+
+
+def replace_lr(advice):
+    return dataclasses.replace(advice, lr=None)
 
 
 def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_path, single):
@@ -102,7 +143,7 @@ def test_every_chart_has_words_for_a_screen_reader(single):
     assert len(described) == 5
     for title, words in described:
         assert f'id="{title}"' in text
-        assert len(re.search(rf'<figcaption id="{words}">([^<]*)<', text).group(1)) > 30
+        assert len(re.search(rf'<figcaption id="{words}">(.*?)</figcaption>', text).group(1)) > 30
 
 
 def test_the_page_asks_for_nothing_from_outside(single):
@@ -145,7 +186,7 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     bare = make_run(tmp_path / "bare", traced=False)
     text = html.unescape(write_page([diverged], tmp_path / "page.html").path.read_text())
     assert "Diverged at step" in text
-    assert "Diverged (lr 3, no clip: the loss passed 3 times the first one" in text
+    assert '<span class="badge">DIVERGED</span>lr 3, no clip: the loss passed 3 times the first one' in text
     assert "calibrate measures both beforehand" in text
     text = html.unescape(write_page([bare], tmp_path / "bare.html").path.read_text())
     assert "No advice: nothing was measured." in text
@@ -160,7 +201,7 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
 def test_a_trace_file_alone_makes_a_page(single, tmp_path):
     (tmp_path / "mine.jsonl").write_bytes((single[0] / "trace.jsonl").read_bytes())
     page = write_page([tmp_path / "mine.jsonl"], tmp_path / "page.html")
-    assert page.runs[0].setting == "a trace of your own loop"
+    assert page.runs[0].setting == "lr 0.3, clip 0.5"
     assert page.runs[0].max_norm == pytest.approx(0.5)  # read off the clipped steps
     assert not page.runs[0].held_out
     assert len(packed(page.path)["run-0-loss"]["data"][0]["x"]) == 40
@@ -179,7 +220,7 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     text = html.unescape(page.path.read_text())
     assert "Held-out loss at the end: 0.75." in text
     assert captions.calibration(make_calibration()) in text
-    assert "SGD, momentum 0, lr 0.3, clipped at 0.5" in text
+    assert "SGD, momentum 0, lr 0.3, clip 0.5" in text
     assert "run-0-calibration" in packed(page.path)
 
 
@@ -248,12 +289,16 @@ def test_tasks_are_compared_one_at_a_time(tmp_path):
         assert len(charts[f"task-{task}-comparison-loss"]["data"]) == 2
 
 
-def test_runs_of_many_are_collapsed_and_a_lone_one_is_open(single, tmp_path):
-    assert '<details class="run" open>' in single[1].path.read_text()
+def test_the_best_run_shows_its_charts_in_a_row_and_all_else_is_folded(single, tmp_path):
     for seed in (0, 1):
-        make_run(tmp_path / f"run{seed}", seed=seed, steps=20)
-    text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
-    assert text.count('<details class="run">') == 2
+        make_run(tmp_path / f"run{seed}", seed=seed, steps=40)
+    page = write_page([tmp_path], tmp_path / "page.html")
+    best = min(range(2), key=lambda number: page.runs[number].final_loss)
+    for text, number, folded in ((single[1].path.read_text(), 0, 1), (page.path.read_text(), best, 2)):
+        assert text.count('<details class="run">') == folded
+        top = text[: text.index('<section id="runs"')]
+        for kind in ("norm", "edge", "scatter"):
+            assert text.count(f'id="run-{number}-{kind}"') == top.count(f'id="run-{number}-{kind}"') == 1
 
 
 @pytest.mark.slow
@@ -360,8 +405,8 @@ def test_runs_are_listed_by_number_and_a_lone_trace_by_its_folder(tmp_path):
 
 
 def test_fit_and_advice_do_not_warn_twice_of_the_same(tmp_path):
-    said = write_page([make_run(tmp_path / "run")], tmp_path / "page.html").verdicts[0]
-    kinds = [words.partition(":")[0] for words in said["warnings"]]
+    (view,) = write_page([make_run(tmp_path / "run")], tmp_path / "page.html").runs
+    kinds = [words.partition(":")[0] for words in view.warnings]
     assert "Few points" in kinds
     assert len(kinds) == len(set(kinds))
 

@@ -10,6 +10,7 @@ import pytest
 
 from curvestep.calibration.result import write_calibration
 from curvestep.lab.report.page import write_page
+from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_reproduction, make_run
 
@@ -79,6 +80,12 @@ def drawn_charts(opened):
     )
 
 
+def make_five(folder):
+    for lr in (0.03, 0.1, 0.3, 0.5):
+        make_run(folder / f"lr{lr}", lr=lr, steps=100)
+    make_run(folder / "lost", lr=3.0, max_norm=math.inf, steps=60, every=1)
+
+
 def make_twenty(folder):
     for seed in range(20):
         make_run(
@@ -95,6 +102,7 @@ CASES = {
     "a single run": lambda folder: make_run(folder / "run", layers=("encoder", "decoder")),
     "a diverged run": lambda folder: make_run(folder / "run", lr=3.0, max_norm=math.inf, steps=60, every=1),
     "a run without a trace": lambda folder: make_run(folder / "run", traced=False),
+    "five runs": make_five,
     "twenty runs": make_twenty,
     "a calibrated run": lambda folder: write_calibration(make_run(folder / "run"), make_calibration()),
 }
@@ -230,6 +238,7 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
     opened.tab.select_option("[data-shows]", "task-0-comparison-grad_norm")
     assert opened.data(chart)[0]["y"] != loss
     assert opened.layout(chart)["yaxis"]["type"] == "log"
+    opened.tab.locator(".picks summary").click()
     opened.tab.locator("[data-pick='0']").focus()
     opened.tab.keyboard.press("Space")
     assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.3, clip 0.5"]
@@ -269,10 +278,35 @@ def test_on_a_phone_nothing_sticks_out_in_either_scheme_and_no_tick_repeats(chro
         "#1b1f24" if scheme == "light" else "#e6edf3"
     )
     for chart in ("run-0-scatter", "run-0-norm", "run-0-edge"):
-        for axis in ("xaxis", "yaxis"):
-            found = opened.layout(chart)[axis]
-            if found["type"] == "log":
-                assert len(set(found["ticktext"])) == len(found["ticktext"]) >= 2, (chart, axis)
+        for axis in "xy":
+            ticks = opened.tab.locator(f"#{chart} .{axis}tick text").all_text_contents()
+            assert 2 <= len(set(ticks)) == len(ticks) <= 12, (chart, axis, ticks)
+    opened.close()
+
+
+@pytest.mark.parametrize("size", [(1200, 900), (390, 844)])
+@pytest.mark.parametrize("case", ["a single run", "a diverged run", "five runs"])
+def test_badge_and_loss_are_on_the_first_screen(chromium, page_of, case, size):
+    width, height = size
+    opened = Opened(chromium, page_of(case), viewport={"width": width, "height": height})
+    bottoms = opened.tab.evaluate(
+        """["#verdict .badge", ".beside .plot"].map((place) =>
+            document.querySelector(place).getBoundingClientRect().bottom)"""
+    )
+    assert max(bottoms) <= height
+    opened.close()
+
+
+def test_the_code_to_copy_is_copied(chromium, tmp_path):
+    with Trace(tmp_path / "trace.jsonl", header={"optimizer": "AdamW"}) as trace:
+        for row in Trace.load(make_run(tmp_path / "made" / "run") / "trace.jsonl"):
+            trace.append(dict(row))
+    page = write_page([tmp_path / "trace.jsonl"], tmp_path / "page.html")
+    opened = Opened(chromium, page.path)
+    opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened.tab.locator("[data-copy]").click()
+    assert opened.tab.text_content("#spoken") == "copied"
+    assert opened.tab.evaluate("getSelection().toString()").startswith("opt = AdamW(model.parameters(), lr=")
     opened.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
+from curvestep.display.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
 from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, LONGER, PAPER_MEASURED, SHOWN_SEED, SMALL_LSTM
 from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
 from curvestep.lab.paper.style import described, lettered, loaded
@@ -60,7 +60,7 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
         above.append(Chart("over-time", f"{quantity} over training", *axes, series))
         points = Series("iterates", found.whole, found.part, dash="", mark="circle", shade=found.steps)
         ends = np.array([found.whole.min(), found.whole.max()]) if len(found.steps) else np.array([])
-        equal = Series("equal", ends, ends, colour="soft", thin=True)
+        equal = Series("equal", ends, ends, colour="soft", weight=THIN)
         axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
         words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
         below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))

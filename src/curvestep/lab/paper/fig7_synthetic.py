@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from curvestep._checks import check_count, check_positive
 from curvestep._files import write_atomically
-from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Series
+from curvestep.display.chart import NUM_COLOURS, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.results import level
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
@@ -366,7 +366,7 @@ def draw_jittered(result: SyntheticResult, numbers: dict[str, Array], title: str
     ]
     left = []
     for name, colour, mark in (("gd", GD, "circle"), ("clipped", CLIPPED, "triangle")):
-        left.append(Series(METHODS[name], starts, best[name], colour=colour, dash="", mark=mark, thin=True))
+        left.append(Series(METHODS[name], starts, best[name], colour=colour, dash="", mark=mark, weight=THIN))
         left.append(level(starts, float(np.median(best[name])), "", colour=colour))
     right = []
     for ratios, label, colour, dash in (
@@ -398,13 +398,13 @@ def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) 
     M, iterations = numbers["M"], numbers["iterations"]
     lower, upper = numbers["fixed_lower"], numbers["fixed_upper"]
     left = [
-        Series("fixed step: at least (Thm 4)", M, lower, colour=GD, dash="dot", low=lower, high=upper),
+        Series("fixed step: at least (Thm 4)", M, lower, colour=GD, dash="dot", band=(lower, upper)),
         Series("fixed step: at most (Thm 6)", M, upper, colour=GD, dash="dash"),
         Series("clipped: at most (Thm 3)", M, numbers["clipped_upper"], colour=CLIPPED, dash="dash"),
     ]
     marks = ("circle", "square", "triangle", "circle")
     for number, (method, row) in enumerate(zip(RULES, iterations, strict=False)):
-        left.append(Series(method, M, row, colour=number % NUM_COLOURS, mark=marks[number % 4], thin=True))
+        left.append(Series(method, M, row, colour=number % NUM_COLOURS, mark=marks[number % 4], weight=THIN))
     kappas = M * result.config.L1 / result.config.L0
     ratio, predicted = iterations[0] / iterations[1], kappas / np.log1p(kappas)
     prediction = predicted * (ratio[-1] / predicted[-1])

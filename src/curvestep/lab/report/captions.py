@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
+from markupsafe import Markup
 
 from curvestep.calibration.result import Calibration
-from curvestep.display.markup import visible
+from curvestep.display.markup import plain, visible
 from curvestep.display.results import finite, stability, usable
 from curvestep.lab.recipes import OPTIMIZERS, Fields
-from curvestep.lab.report.views import RunView
+from curvestep.lab.report.views import RunView, best_of
 
 
 def _sentences(*said: tuple[bool, str]) -> str:
@@ -60,27 +63,13 @@ def _ending(view: RunView) -> str:
 
 
 def optimizer(view: RunView) -> str:
-    """The optimizer with its main options, from the recipe or the trace."""
-    if not view.fields:
-        return _optimizer_of_trace(view)
-    fields = view.fields
-    words = [f"{OPTIMIZERS[fields['optimizer']]}: {view.setting.partition(', momentum')[0]}"]
-    names = [name for name in ("momentum", "weight_decay", "batch_size") if fields.get(name)]
-    words += [f"{name.replace('_', ' ')} {fields[name]:g}" for name in (*names, "seed")]
-    return ", ".join(words)
-
-
-def _optimizer_of_trace(view: RunView) -> str:
-    names = [view.header.get("optimizer")]
-    if names == [None] and view.trace is not None:
-        names = dict.fromkeys(view.trace.column("optimizer"))
-    words = [str(name) for name in names if name]
-    rates = finite(view.measured.get("lr", np.array([])))
-    if not len(rates):
-        return ", ".join(words)
-    ends = dict.fromkeys((f"{rates.min():.3g}", f"{rates.max():.3g}"))  # once if they agree
-    words.append(f"lr {' to '.join(ends)}")
-    words.append("no step clipped" if math.isinf(view.max_norm) else f"clipped at {view.max_norm:.3g}")
+    """The optimizer with its setting and main options, from the recipe or the trace."""
+    names = [OPTIMIZERS.get(view.fields.get("optimizer", "")), view.header.get("optimizer")]
+    if view.trace is not None:
+        names += view.trace.column("optimizer").tolist()
+    words = [*filter(None, names)][:1]
+    options = [name for name in ("weight_decay", "batch_size", "seed") if name in view.fields]
+    words += [view.setting, *(f"{name.replace('_', ' ')} {view.fields[name]:g}" for name in options)]
     return ", ".join(words)
 
 
@@ -88,8 +77,8 @@ def scatter(view: RunView) -> str:
     """Range, correlation with its control, and the fitted line."""
     rows = usable(view.measured, "grad_norm", "smoothness")
     words = (
-        f"Smoothness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
-        f"from {_range(rows['grad_norm'])}, smoothness from {_range(rows['smoothness'])}."
+        f"Sharpness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
+        f"from {_range(rows['grad_norm'])}, sharpness from {_range(rows['smoothness'])}."
     )
     if view.fit is None:
         return words
@@ -131,7 +120,7 @@ def edge(view: RunView) -> str:
     edges, limit = stability(view.measured)
     edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
-        return "There is no learning rate or no positive smoothness on record."
+        return "There is no learning rate or no positive sharpness on record."
     found = f"median {np.median(edges):.3g}, from {_range(edges)}; {np.mean(edges > 1):.0%} of the measured "
     found += "steps are above the edge at 1."
     if limit != 2.0:
@@ -141,7 +130,7 @@ def edge(view: RunView) -> str:
         )
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    words = f"Learning rate times smoothness over two: {found}"
+    words = f"lr times sharpness over two: {found}"
     if len(taken):
         words += f" With the step as it was taken: median {np.median(taken):.3g}."
     return words
@@ -155,15 +144,12 @@ def within(view: RunView) -> str:
 
 
 def layers(view: RunView) -> str:
-    """The layer with the largest smoothness, and the one with the smallest."""
-    known = {name: finite(values) for name, values in view.layers.items()}
-    medians = {name: float(np.median(values)) for name, values in known.items() if len(values)}
-    if not medians:
-        return "No layer was measured."
-    high, low = max(medians, key=medians.__getitem__), min(medians, key=medians.__getitem__)
+    """The layers with the largest and the smallest sharpness at the end."""
+    last = {name: values[-1] for name, values in view.layers.items()}
+    high, low = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
     return (
-        f"Smoothness of {len(medians)} layers over the steps: largest in {high} (median {medians[high]:.3g}"
-        f"), smallest in {low} (median {medians[low]:.3g})."
+        f"Sharpness of {len(last)} layers over the steps. In the last row it is largest in {high} "
+        f"({last[high]:.3g}) and smallest in {low} ({last[low]:.3g})."
     )
 
 
@@ -188,9 +174,9 @@ def calibration(found: Calibration) -> str:
 
 def comparison(views: Sequence[RunView], num_settings: int) -> str:
     """Runs by final training loss."""
-    best = min(views, key=lambda view: (not math.isfinite(view.final_loss), view.final_loss))
+    best = best_of(views)
     lowest = f"Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting})."
-    diverged = sum(view.status == "diverged" for view in views)
+    diverged = sum(view.is_lost for view in views)
     seeds = f"{num_settings} settings: a line is the mean over seeds, a band their range."
     return _sentences(
         (True, f"{len(views)} runs on shared axes."),
@@ -219,28 +205,28 @@ def claim_parts(claims: Sequence[Mapping[str, object]]) -> list[dict[str, object
             if claim.get("kind") == kind
         ]
         if rows:
-            parts.append({"heading": heading, "asked": asked, "rows": rows})
+            tally = Counter((row["verdict"], row["badge"]) for row in rows)
+            parts.append({"heading": heading, "asked": asked, "rows": rows, "tally": tally})
     return parts
 
 
-def page_title(views: Sequence[RunView], *, reproduction: bool) -> str:
-    """The heading where the user gave none."""
+def page_title(views: Sequence[RunView], places: Sequence[Path], *, reproduction: bool) -> str:
+    """The heading where the user gave none: the run, or the folder of several."""
     if reproduction:
         return "Why gradient clipping accelerates training: a reproduction"
-    return views[0].name if len(views) == 1 else f"{len(views)} runs"
+    if len(views) == 1:
+        return views[0].name
+    return ", ".join(place.resolve().name for place in places[:3])
 
 
-def subtitle(views: Sequence[RunView], *, reproduction: bool) -> str:
-    """How many runs, how they ended, and on which data, which a reproduction names beside its claims."""
-    if not views:
-        return "figures and claims"
+def subtitle(views: Sequence[RunView]) -> str:
+    """How the runs ended, and on which data."""
     states = Counter(view.status or "measured" for view in views)
-    counts = ", ".join(f"{count} {status}" for status, count in states.items())
-    plural = "s" if len(views) > 1 else ""
-    facts = [f"{len(views)} run{plural} ({counts})"]
-    if not reproduction:
-        facts += dict.fromkeys(str(view.facts["data"]) for view in views if view.facts.get("data"))
-    return "; ".join(facts)
+    facts = [f"{count} {status}" for status, count in states.items()]
+    if len(views) == 1:
+        facts = [f"{views[0].step:,} steps"]
+    facts += dict.fromkeys(str(view.facts.get("data", "")) for view in views)
+    return "; ".join(filter(None, facts))
 
 
 def setup(views: Sequence[RunView]) -> Fields:
@@ -267,3 +253,38 @@ def _plain(value: object) -> str:
 
 def _range(values: np.ndarray) -> str:
     return f"{values.min():.3g} to {values.max():.3g}"
+
+
+# Words with an explanation on hover, and in the list at the end of the page.
+GLOSSARY = {
+    "sharpness": "How fast the gradient changes along the step. The sharper, the shorter safe steps.",
+    "gradient norm": "Length of the gradient of all parameters together, before clipping.",
+    "stability margin": "lr times sharpness over the largest stable value. Above 1 steps overshoot.",
+    "edge of stability": "The limit of the stability margin, 1.",
+    "elasticity": "How sharpness follows the gradient norm: 0 is not at all, 1 is in proportion.",
+    "frontier": "The lowest line above all measured points.",
+    "rank correlation": "1 where two numbers always rise together, 0 where they are unrelated.",
+    "max_norm": "Gradient norm at which clipping starts.",
+    "efficiency": "The fall of the loss in a step, over what its slope promises. Below 20% steps are long.",
+    "peak lr": "The largest learning rate of the schedule.",
+}
+_WORDS = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
+
+
+def explained(text: str) -> Markup:
+    """The text for HTML, the first use of each known word with its explanation on hover.
+
+    Example:
+        >>> explained("frontier <b>")
+        Markup('<abbr title="The lowest line above all measured points.">frontier</abbr> &lt;b&gt;')
+    """
+    left = set(GLOSSARY)
+
+    def mark(found: re.Match[str]) -> str:
+        word = found.group()
+        if word.lower() not in left:
+            return word
+        left.discard(word.lower())
+        return f'<abbr title="{GLOSSARY[word.lower()]}">{word}</abbr>'
+
+    return Markup(_WORDS.sub(mark, plain(text)))

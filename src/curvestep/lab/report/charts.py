@@ -9,25 +9,44 @@ import numpy as np
 
 from curvestep.calibration.result import Calibration
 from curvestep.display import results
-from curvestep.display.chart import DASHES, GRADIENT, NUM_COLOURS, SMOOTHNESS, Axis, Chart, Grid, Series
+from curvestep.display.chart import (
+    BOLD,
+    DASHES,
+    GRADIENT,
+    NUM_COLOURS,
+    SHARPNESS,
+    Axis,
+    Chart,
+    Grid,
+    Series,
+)
+from curvestep.lab.recipes import Fields
 from curvestep.lab.report import captions
-from curvestep.lab.report.views import RunView
+from curvestep.lab.report.views import RunView, best_of
 from curvestep.lab.sweep_map import NOT_SETTINGS, field_value, short_value
 
 _MOST_COMPARED = 500  # points of a curve among others
 
 
+# Of the comparison: column, title, label and whether its axis is logarithmic.
+OVER_STEPS = (
+    ("loss", "Training loss", "loss (running mean)", False),
+    ("grad_norm", "Gradient norm", GRADIENT, True),
+    ("smoothness", "Sharpness", SHARPNESS, True),
+)
+
+
 def run_charts(view: RunView) -> list[Chart]:
     """The charts of one run, as many as its records allow, with their captions."""
     own = [
-        results.scatter(view.measured, view.fit),
+        results.loss(view.rows, view.held_out, log=view.is_lost),
         results.norm(view.rows, max_norm=view.max_norm),
-        results.loss(view.rows, view.held_out, log=view.status == "diverged"),
         results.edge(view.measured),
+        results.scatter(view.measured, view.fit),
         view.fit and results.within(view.fit),
         layers(view),
     ]
-    charts = [replace(chart, words=captions.OF_RUN[chart.kind](view)) for chart in own if chart is not None]
+    charts = [replace(chart, words=captions.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
     if view.calibration:
         charts += calibration_charts(view.calibration)
     return charts
@@ -39,40 +58,50 @@ def calibration_charts(found: Calibration) -> list[Chart]:
 
 
 def layers(view: RunView) -> Chart | None:
-    """Smoothness layer by layer over the steps."""
+    """Sharpness layer by layer over the steps."""
     if not view.layers:
         return None
     values = np.array(list(view.layers.values()))
-    grid = Grid(view.measured["step"].tolist(), list(view.layers), values, "smoothness", log=True)
-    return Chart("layers", "Smoothness by layer", Axis("iteration"), Axis(""), grid=grid)
+    grid = Grid(view.measured["step"].tolist(), list(view.layers), values, "sharpness", log=True)
+    return Chart("layers", "Sharpness by layer", Axis("iteration"), Axis(""), grid=grid)
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range.
 
-    A run alone has nothing to be compared with: no chart.
+    The best setting is bold, a lost one red with a cross. A run alone has nothing to be compared with.
     """
     if len(views) < 2:
         return []
     settings = seeds_by_setting(views)
     words = captions.comparison(views, len(settings))
+    best = best_of(views)
+    looks = [_look(number, runs, best) for number, runs in enumerate(settings.values())]
+    named = list(zip(settings, settings.values(), looks, strict=True))
     charts = []
-    for kind, title, label in (
-        ("loss", "training loss", "training loss (running mean)"),
-        ("grad_norm", GRADIENT, GRADIENT),
-        ("smoothness", SMOOTHNESS, SMOOTHNESS),
-    ):
-        series = tuple(_curve(name, i, runs, kind) for i, (name, runs) in enumerate(settings.items()))
-        log = kind != "loss"
-        y = Axis(label, log=log, range=_calm_range(series, list(settings.values()), log=log))
+    for kind, title, label, log in OVER_STEPS:
+        series = tuple(_curve(name, runs, kind, look) for name, runs, look in named)
+        y = Axis(label, log=log, range=_calm_range(series, log=log))
+        if y.range is not None:
+            series = tuple(_cut(one, y.range[1]) for one in series)
         charts.append(
             Chart(f"comparison-{kind}", title, Axis("iteration"), y, series, words=words, switch="y")
         )
-    points = tuple(_points(name, i, runs) for i, (name, runs) in enumerate(settings.items()))
-    x, y = Axis(GRADIENT, log=True), Axis(SMOOTHNESS, log=True)
-    title = "smoothness against gradient norm"
+    points = tuple(_points(*one) for one in named)
+    x, y = Axis(GRADIENT, log=True), Axis(SHARPNESS, log=True)
+    title = "Sharpness against gradient norm"
     charts.append(Chart("comparison-scatter", title, x, y, points, words=words, switch="xy"))
     return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
+
+
+def _look(number: int, runs: Sequence[RunView], best: RunView) -> Fields:
+    """Colour, dash and weight of a setting."""
+    if any(run.is_lost for run in runs):
+        return {"colour": "bad", "dash": DASHES[number % len(DASHES)], "is_lost": True}
+    look: Fields = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % len(DASHES)]}
+    if best in runs:
+        look["weight"] = BOLD
+    return look
 
 
 def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
@@ -80,27 +109,26 @@ def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
 
     Settings of one name are told apart by the fields in which they differ, such as the number of steps.
     """
-    groups: dict[str, dict[tuple[tuple[str, Hashable], ...], list[RunView]]] = {}
-    for view in views:
-        names = [name for name in view.fields if name not in NOT_SETTINGS]
-        fields = tuple((name, field_value(view.fields, name)) for name in names)
-        own = groups.setdefault(view.setting if fields else view.name, {})
-        own.setdefault(fields, []).append(view)
+    identities = list(map(_identity, views))
     settings: dict[str, list[RunView]] = {}
-    for name, own in groups.items():
-        shared = set.intersection(*map(set, own))
-        for fields, runs in own.items():
-            differ = [(field, value) for field, value in fields if value and (field, value) not in shared]
-            words = [f"{field.replace('_', ' ')} {short_value(value)}" for field, value in differ]
-            settings.setdefault(", ".join([name, *words]), []).extend(runs)
+    for view, own in zip(views, identities, strict=True):
+        alike = [other for one, other in zip(views, identities, strict=True) if one.setting == view.setting]
+        differ = [name for name in own if any(other.get(name) != own[name] for other in alike)]
+        words = [f"{name.replace('_', ' ')} {short_value(own[name])}" for name in differ if own[name]]
+        settings.setdefault(", ".join([view.setting, *words]), []).append(view)
     return settings
 
 
-def _curve(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series:
+def _identity(view: RunView) -> dict[str, Hashable]:
+    """The fields that make a setting; of a trace alone its name."""
+    names = [name for name in view.fields if name not in NOT_SETTINGS]
+    return {name: field_value(view.fields, name) for name in names} or {"run": view.name}
+
+
+def _curve(name: str, runs: Sequence[RunView], kind: str, look: Fields) -> Series:
     """One column over the steps: the mean over the seeds of a setting, and their range."""
-    look = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % len(DASHES)]}
-    tables = [run.measured if kind == "smoothness" else run.rows for run in runs]
-    columns = [(rows["step"], rows[kind]) for rows in tables if len(rows.get("step", ()))]
+    columns = [run.curve(kind) for run in runs]
+    columns = [(steps, values) for steps, values in columns if len(steps)]
     if not columns:
         return Series(name, np.array([]), np.array([]), **look)
     if kind == "loss":
@@ -110,12 +138,23 @@ def _curve(name: str, number: int, runs: Sequence[RunView], kind: str) -> Series
     return results.over_seeds(name, steps[keep], values[:, keep], **look)
 
 
-def _points(name: str, number: int, runs: Sequence[RunView]) -> Series:
-    """Smoothness against gradient norm, all seeds of a setting together."""
-    empty = np.array([])
-    x = np.concatenate([run.measured.get("grad_norm", empty) for run in runs])
-    y = np.concatenate([run.measured.get("smoothness", empty) for run in runs])
-    return Series(name, x, y, colour=number % NUM_COLOURS, dash="", mark="circle")
+def _cut(series: Series, top: float) -> Series:
+    """A lost setting up to where it leaves the chart; the others as they are."""
+    beyond = np.flatnonzero(series.y > top)
+    if not series.is_lost or not len(beyond):
+        return series
+    shown = slice(beyond[0] + 1)
+    return replace(series, x=series.x[shown], y=np.minimum(series.y[shown], top), band=None)
+
+
+def _points(name: str, runs: Sequence[RunView], look: Fields) -> Series:
+    """Sharpness against gradient norm, all seeds of a setting together."""
+    none = np.array([])
+    x, y = (
+        np.concatenate([run.measured.get(column, none) for run in runs])
+        for column in ("grad_norm", "smoothness")
+    )
+    return Series(name, x, y, colour=look["colour"], dash="", mark="circle")
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
@@ -127,20 +166,18 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     return smooth
 
 
-def _calm_range(
-    series: Sequence[Series], settings: Sequence[Sequence[RunView]], *, log: bool
-) -> tuple[float, float] | None:
+def _calm_range(series: Sequence[Series], *, log: bool) -> tuple[float, float] | None:
     """A run that diverged would press all others flat: the axis ends a little above the ones that did not."""
-    calm = []
-    for one, runs in zip(series, settings, strict=True):
-        if "diverged" not in {run.status for run in runs}:
-            calm.append(one.y)
+    calm = [one.y for one in series if not one.is_lost]
     if len(calm) in (0, len(series)):
         return None
-    on_axis, back = (np.log2, np.exp2) if log else (np.positive, np.positive)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = results.finite(on_axis(np.concatenate(calm)))
+    values = results.finite(np.concatenate(calm))
+    if log:
+        values = np.log2(values[values > 0])
     if not len(values):
         return None
     room = 0.08 * float(np.ptp(values)) or 1.0
-    return float(back(values.min() - room)), float(back(values.max() + room))
+    ends = np.array([values.min() - room, values.max() + room])
+    if log:
+        ends = np.exp2(ends)
+    return float(ends[0]), float(ends[1])

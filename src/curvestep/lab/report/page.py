@@ -9,7 +9,7 @@ import json
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -29,13 +29,14 @@ from curvestep.lab.report import captions
 from curvestep.lab.report.charts import comparison, run_charts
 from curvestep.lab.report.plotly_charts import TEMPLATE, to_plotly
 from curvestep.lab.report.task_verdicts import verdict
-from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
+from curvestep.lab.report.views import RunView, Task, best_of, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
 from curvestep.lab.run.sources import CLAIMS, place_of
 from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
+TOP_KINDS = ("norm", "edge", "scatter")  # of charts in a row under the verdict
 GENERATOR = '<meta name="generator" content="curvestep">'  # tells our pages from other files
 
 
@@ -87,7 +88,8 @@ def write_page(
     tasks = tasks_of(views)
     verdicts = [verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
     claims = claims_of(places)
-    page = render_page(tasks, verdicts, claims=claims, figures=figures_of(places), title=title)
+    heading = title or captions.page_title(views, places, reproduction=claims is not None)
+    page = render_page(tasks, verdicts, claims=claims, figures=figures_of(places), title=heading)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     if claims:
@@ -139,21 +141,22 @@ def render_page(
         lstrip_blocks=True,
         finalize=_visible_text,
     )
+    environment.filters["explained"] = captions.explained
     assert environment.loader is not None
     css, _, _ = environment.loader.get_source(environment, "page.css")
     js, _, _ = environment.loader.get_source(environment, "page.js")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     return environment.get_template("page.html.j2").render(
-        title=title or captions.page_title(views, reproduction=claims is not None),
+        title=title,
         generator=Markup(GENERATOR),
-        subtitle=captions.subtitle(views, reproduction=claims is not None),
+        subtitle=captions.subtitle(views),
         verdicts=verdicts,
         claims=claims,
         figures=figures,
         compared=compared,
         sweeps=sweeps,
         runs=runs,
-        first_chart=_loss_chart(runs),
+        shown=_shown_first(runs, len(tasks) == 1 and claims is None),
         captions=captions,
         setup=captions.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
@@ -164,11 +167,20 @@ def render_page(
     )
 
 
-def _loss_chart(runs: Sequence[Fields]) -> tuple[str, Chart] | None:
-    """The loss of the only run, with its place: it stands beside the verdict."""
-    if len(runs) != 1:
-        return None
-    return next(((key, chart) for key, chart in runs[0]["charts"].items() if chart.kind == "loss"), None)
+def _shown_first(runs: Sequence[Fields], alone: bool) -> Fields:
+    """Charts of the best run of the only task, for the top of the page, taken out of those further down."""
+    if not alone:
+        return {}
+    views = [run["view"] for run in runs]
+    best = best_of(views)
+    number = views.index(best)
+    charts: dict[str, Chart] = runs[number]["charts"]
+    loss = {}
+    if len(runs) == 1 and "run-0-loss" in charts:  # of several the comparison shows it
+        loss = {"run-0-loss": charts.pop("run-0-loss")}
+    places = [f"run-{number}-{kind}" for kind in TOP_KINDS]
+    row = {place: charts.pop(place) for place in places if place in charts}
+    return {"name": best.name, "setting": best.setting, "row": row, "loss": loss}
 
 
 def _comparisons(tasks: Sequence[Task]) -> list[Fields]:
@@ -178,8 +190,7 @@ def _comparisons(tasks: Sequence[Task]) -> list[Fields]:
         charts = {f"task-{number}-{chart.kind}": chart for chart in comparison(task.runs)}
         if charts:
             first, *_ = charts.values()
-            names = [series.name for series in first.series]
-            compared.append({"name": task.name, "charts": charts, "names": names})
+            compared.append({"name": task.name, "charts": charts, "series": first.series})
     return compared
 
 
@@ -188,7 +199,7 @@ def _sweeps(tasks: Sequence[Task]) -> dict[str, Chart]:
     maps = {}
     for number, task in enumerate(tasks):
         swept = [SweptRun(run.fields, run.final_loss, run.status) for run in task.runs if run.fields]
-        if len(swept) > 1 and fills_grid(swept):
+        if swept and fills_grid(swept):
             maps[f"task-{number}-heat"] = heat_map(swept)
     return maps
 
@@ -263,10 +274,9 @@ def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
     figures: dict[str, Figure] = {}
     for view in views:
         title = f"{view.name}: {view.setting}"
-        own = replace(view, calibration=None)
-        figures |= {f"{view.name}-{chart.kind}": figure_of([chart], title=title) for chart in run_charts(own)}
-        if view.calibration is not None:
-            figures[f"{view.name}-calibration"] = view.calibration.plot(title=view.name)
+        figures |= {
+            f"{view.name}-{chart.kind}": figure_of([chart], title=title) for chart in run_charts(view)
+        }
     several = _comparisons(tasks_of(views))
     for task in several:
         chart, *_ = task["charts"].values()

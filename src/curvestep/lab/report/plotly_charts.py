@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,13 +10,10 @@ import numpy as np
 
 from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Grid, Series
 from curvestep.display.markup import plain
-from curvestep.display.results import finite
 
 Spec = dict[str, Any]  # an object of plotly's
-_LINE_WIDTH, _MARK_SIZE = {False: 1.6, True: 1.3}, {False: 6, True: 4}  # by whether a series is thin
-_MOST_TICKS = {"x": 6, "y": 8}  # of a logarithmic axis, few enough for a phone
-# Digits in each decade, by the largest number of decades that they serve.
-_FINE_TICKS = {0.4: (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), 1.0: (1, 2, 3, 5, 7), 2.0: (1, 2, 5)}
+_LINE_WIDTH, _MARK_SIZE, _CROSS_SIZE = 1.6, 6, 11  # pixels
+_UNSAID = {"hoverinfo": "skip", "showlegend": False}
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
 _AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
 TEMPLATE: Spec = {
@@ -30,7 +26,7 @@ TEMPLATE: Spec = {
         },
         "legend": {
             "orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemclick": False,
-            "itemdoubleclick": False,
+            "itemdoubleclick": False, "tracegroupgap": 0,
         },
         **{name: {**_AXIS, "exponentformat": "power"} for name in ("xaxis", "yaxis")},
     }
@@ -69,7 +65,7 @@ def _scales(chart: Chart, *, log: bool) -> Spec:
 
 def _cells(names: Sequence[object]) -> Spec:
     """An axis of a grid: steps, or names; a grid line would cross out an empty cell."""
-    kind = "category" if names and isinstance(names[0], str) else "linear"
+    kind = "category" if isinstance(next(iter(names), 0.0), str) else "linear"
     return {"type": kind, "showgrid": False}
 
 
@@ -92,82 +88,42 @@ def _rounded(value: float) -> float | int | None:
 
 
 def _scale(chart: Chart, name: str, *, log: bool) -> Spec:
-    """Kind, range and ticks of an axis, logarithmic or linear."""
+    """Kind and range of an axis, logarithmic or linear; few enough ticks for a phone."""
     axis: Axis = getattr(chart, name)
-    values = finite(np.concatenate([np.array([]), *(getattr(series, name) for series in chart.series)]))
-    if log:
-        return _log_scale(axis, values[values > 0], most=_MOST_TICKS[name])
-    scale: Spec = {"type": "linear", "range": axis.range, "tickmode": "auto"}
-    if axis.label == "iteration" and np.ptp(_ends(values)) <= 8:  # a tick at each step
-        scale |= {"tickmode": "linear", "dtick": 1}
-    return scale
-
-
-def _log_scale(axis: Axis, values: np.ndarray, *, most: int) -> Spec:
-    low, high = limits = axis.range or _ends(values)
-    if low <= 0:  # of a range that was meant for a linear axis
-        limits = (_ends(values)[0], high)
-    ticks = log_ticks(*limits, most=most)
-    return {
-        "type": "log",
-        "range": axis.range and np.log10(limits).tolist(),
-        "tickmode": "array",
-        "tickvals": rounded(ticks),
-        "ticktext": list(map(_power, ticks)),
-    }
-
-
-def _ends(values: np.ndarray) -> tuple[float, float]:
-    if not len(values):
-        return 1.0, 10.0
-    return float(values.min()), float(values.max())
-
-
-def log_ticks(low: float, high: float, *, most: int) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2, 5 over two decades, else whole decades, few enough for a phone.
-
-    Example:
-        >>> log_ticks(0.9, 12.0, most=6), log_ticks(1e-4, 1e4, most=4)
-        ([0.5, 1.0, 2.0, 5.0, 10.0, 20.0], [0.0001, 0.01, 1.0, 100.0, 10000.0])
-    """
-    bottom, top = math.log10(low), math.log10(high)
-    decades = range(math.floor(bottom), math.ceil(top) + 1)
-    if top - bottom > max(_FINE_TICKS):
-        every = max(1, math.ceil((top - bottom) / most))
-        return [float(f"1e{decade}") for decade in decades if decade % every == 0]
-    digits = next(digits for most_decades, digits in _FINE_TICKS.items() if top - bottom <= most_decades)
-    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in digits]
-    # One tick below and one above what is inside.
-    first = max(0, bisect_left(ticks, low) - 1)
-    last = bisect_right(ticks, high) + 1
-    return ticks[first:last]
-
-
-def _power(value: float) -> str:
-    if 0.00099 <= value < 10001:
-        return f"{value:g}"
-    digits, _, power = f"{value:e}".partition("e")
-    ten = f"10<sup>{int(power)}</sup>"
-    return ten if float(digits) == 1 else f"{float(digits):g}·{ten}"
+    if not log:
+        return {"type": "linear", "range": axis.range, "tickformat": ""}
+    ends = None
+    if axis.range is not None and axis.range[0] > 0:  # else it was meant for a linear axis
+        ends = np.log10(axis.range).tolist()
+    # 1, 2 and 5 in each of a few decades; plotly chooses well for fewer and for more.
+    values = np.concatenate([getattr(series, name) for series in chart.series])
+    powers = np.log10(values[np.isfinite(values) & (values > 0)])
+    decades = round(powers.max(initial=-99.0) - powers.min(initial=99.0))
+    ticks = "D2" if decades in (1, 2) else None
+    return {"type": "log", "range": ends, "dtick": ticks, "nticks": 6, "tickformat": "~g"}
 
 
 def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
-    shade = f"s{series.colour}" if isinstance(series.colour, int) else series.colour
-    colour = f"var(--{shade})"
+    colour = f"var(--{series.shade_name})"
     common = {"type": "scatter", "legendgroup": str(number)}
-    if series.low is not None and series.high is not None:
-        yield {**common, **_band(series, series.low, series.high, colour)}
-    trace: Spec = {**common, "name": plain(series.name), "x": rounded(series.x), "y": rounded(series.y)}
-    modes = []
-    if series.dash:
-        modes.append("lines")
-        trace["line"] = {"color": colour, "width": _LINE_WIDTH[series.thin], "dash": series.dash}
-    lonely = np.isfinite(series.y).sum() < 2  # a line through one point cannot be seen
-    if series.mark or lonely:
-        modes.append("markers")
-        trace["marker"] = _marker(series, colour)
-    trace["mode"] = "+".join(modes)
-    yield {**trace, **_hover(series)}
+    if series.band is not None:
+        yield {**common, **_band(series, *series.band, colour)}
+    parts = {"lines": series.dash, "markers": series.symbol}
+    yield {
+        **common,
+        **_hover(series),
+        "name": plain(series.name),
+        "x": rounded(series.x),
+        "y": rounded(series.y),
+        "mode": "+".join(mode for mode, wanted in parts.items() if wanted),
+        "showlegend": series.shade is None,
+        "line": {"color": colour, "width": _LINE_WIDTH * series.weight, "dash": series.dash or None},
+        "marker": _marker(series, colour),
+    }
+    if series.is_lost:
+        x, y = map(rounded, series.last)
+        cross = {"symbol": "x", "size": _CROSS_SIZE, "color": colour}
+        yield {**common, "x": x, "y": y, "mode": "markers", "marker": cross, "cliponaxis": False, **_UNSAID}
 
 
 def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spec:
@@ -182,8 +138,7 @@ def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spe
         "fillcolor": colour,
         "opacity": 0.2,
         "line": {"width": 0},
-        "hoverinfo": "skip",
-        "showlegend": False,
+        **_UNSAID,
     }
 
 
@@ -200,8 +155,8 @@ def _hover(series: Series) -> Spec:
 
 
 def _marker(series: Series, colour: str) -> Spec:
-    symbol = {"triangle": "triangle-up", "": "circle"}.get(series.mark, series.mark)
-    marker: Spec = {"color": colour, "symbol": symbol, "size": _MARK_SIZE[series.thin]}
+    symbol = {"triangle": "triangle-up", "": "circle"}.get(series.symbol, series.symbol)
+    marker: Spec = {"color": colour, "symbol": symbol, "size": _MARK_SIZE * series.weight}
     if series.shade is not None:
         bar = {"title": {"text": "iteration", "side": "right"}, "thickness": 10, "outlinewidth": 0}
         edge = {"width": 0.6, "color": "var(--soft)"}

@@ -1,55 +1,67 @@
-"""The verdict on each task at the top of the page: numbers, reasons, and doubts."""
+"""The verdict on each task at the top of the page: numbers, why, how sure, code to copy, doubts."""
 
 from __future__ import annotations
 
 import math
 
+import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
+from curvestep.advice.decision import DIVERGED
+from curvestep.display.results import finite
 from curvestep.lab.recipes import Fields
-from curvestep.lab.report.views import NOT_JUDGED, NOT_MEASURED, Task
+from curvestep.lab.report.views import DAMAGED, RunView, Task
+from curvestep.notes import Note
 
+OWN_NAMES = {"NormalizedSGD": "offset"}  # of thresholds
 _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
 
 def verdict(task: Task, *, title: str = "") -> Fields:
     """Verdict of a task's runs together: numbers, reasons, and what to know before relying on them."""
     first, *others = task.runs
-    missing = _missing_in_all(task) if others else _missing_in_one(task)
     so_far = ""
     if first.status == "running" and not others:
         so_far = f"Not finished, {first.step:,} steps so far. "
-    shown: Fields = {"title": title, "more": missing[_MOST_SHOWN:], "warnings": missing[:_MOST_SHOWN]}
+    missing = _missing(task)
     advice = task.advice
-    if advice is None or not task.judged:
-        found = f"{so_far}{_without_advice(task)}"
-        return {**shown, "verdict": found, "answer": found}
-    warnings = map(str, advice.warnings) if others else first.warnings
+    if all(view.is_lost for view in task.runs) and not (advice and advice.lr):
+        return {"title": title, "action": DIVERGED, **_lost(task), **_parted(missing)}
+    if advice is None or advice.refused:
+        found = f"{so_far}{_without_advice(advice)}"
+        return {"title": title, "verdict": found, "answer": found, **_parted(missing)}
     return {
-        **shown,
+        "title": title,
         "action": advice.action,
         "verdict": f"{so_far}{advice.verdict}",
         "answer": f"{so_far}{advice.verdict.removeprefix(advice.action.upper())}",
-        "advice": advice_table(advice),
-        "reasons": [f"{note.kind}: {note.text}" for note in advice.reasons],
-        "warnings": [*warnings, *shown["warnings"]],
+        "advice": advice_table(advice, task),
+        "code": code_for(advice, first),
+        "sure": how_sure(task),
+        "reasons": [_reason(note) for note in advice.reasons],
+        **_parted([*map(str, advice.warnings), *missing]),
     }
 
 
-def _missing_in_one(task: Task) -> list[str]:
-    """Facts that the only run of a task lacks, as far as its verdict does not say so itself."""
-    (view,) = task.runs
-    if view.status == "diverged":
-        return []  # that it has too few rows is no reason to train it longer
-    said = () if task.judged else (NOT_MEASURED, NOT_JUDGED)
-    return [note.text for note in view.notes if note.kind not in said]
+def _reason(note: Note) -> str:
+    """A reason with its subject, unless it is a whole sentence about settings."""
+    if note.kind in ("tie", "setting"):
+        return note.text
+    return f"{note.kind}: {note.text}"
 
 
-def _missing_in_all(task: Task) -> list[str]:
+def _parted(notes: list[str]) -> Fields:
+    return {"warnings": notes[:_MOST_SHOWN], "more": notes[_MOST_SHOWN:]}
+
+
+def _missing(task: Task) -> list[str]:
+    """Facts that runs lack, and how they were lost; of a lone run only what its verdict does not say."""
+    if len(task.runs) == 1:
+        return [note.text for note in task.runs[0].notes if note.kind == DAMAGED]
     lines: list[str] = []
     for view in task.runs:
-        if view.status == "diverged":
-            reason = view.facts.get("message", "no reason is on record")
+        if view.is_lost:
+            reason = view.facts.get("message", "its loss rose far, or was not finite")
             lines.append(f"{view.name}: diverged with {view.setting}; {reason}.")
             continue
         if view.status == "running":
@@ -58,34 +70,62 @@ def _missing_in_all(task: Task) -> list[str]:
     return lines
 
 
-def _without_advice(task: Task) -> str:
+def _lost(task: Task) -> Fields:
+    """The verdict on runs that all diverged and leave no advice."""
+    ends = [f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}" for view in task.runs]
+    answer = f"{'; '.join(ends)}. Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+    return {"verdict": f"DIVERGED {answer}", "answer": answer}
+
+
+def _without_advice(advice: Advice | None) -> str:
     """The verdict where nothing can be advised."""
-    if all(view.status == "diverged" for view in task.runs):
-        ends = [
-            f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}" for view in task.runs
-        ]
-        return (
-            f"Diverged ({'; '.join(ends)}). Clip at a smaller max_norm or lower lr; calibrate measures both "
-            "beforehand."
-        )
-    if task.advice is None:
-        return (
-            "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
-        )
-    return task.advice.verdict
+    if advice is not None:
+        return advice.verdict
+    return "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
 
 
-def advice_table(advice: Advice) -> dict[str, str]:
-    """The numbers of the advice, rounded for reading; none where it has none."""
+def advice_table(advice: Advice, task: Task) -> dict[str, str]:
+    """The numbers of the advice, of one run old and new, rounded for reading; none where it has none."""
     if advice.lr is None or advice.max_norm is None:
         return {}
-    max_norm = "no step clipped" if math.isinf(advice.max_norm) else f"{advice.max_norm:.3g}"
-    following = ""
+    rate, lr = rate_name(advice.lr_is_peak), f"{advice.lr:.3g}"
+    table = {"rate": rate, "lr": lr, "max_norm": f"{advice.max_norm:.3g}".replace("inf", "none")}
     if advice.next_lr is not None:
-        following = f"{rate_name(advice.lr_is_peak)} {advice.next_lr:.3g}"
-    return {
-        "rate": "peak learning rate" if advice.lr_is_peak else "learning rate",
-        "lr": f"{advice.lr:.3g}",
-        "max_norm": max_norm,
-        "next": following,
-    }
+        table["next"] = f"{rate} {advice.next_lr:.3g}"
+    if len(task.runs) > 1:
+        return table
+    view = task.runs[0]
+    taken = f"{finite(view.measured['lr']).max(initial=0.0):.3g}"
+    share = f"{view.clipped_fraction:.0%} of steps clipped".replace("nan% of steps clipped", "")
+    return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
+
+
+def how_sure(task: Task) -> str:
+    """What the verdict rests on, in a line."""
+    if len(task.runs) > 1:
+        return f"{len(task.runs)} runs on record, by their final training loss."
+    view = task.runs[0]
+    return f"one run, {len(view.measured['step']):,} measurements; it cannot rank lr within a factor of 3."
+
+
+def code_for(advice: Advice, view: RunView) -> str:
+    """Lines that make an optimizer as advised; empty where no number or no optimizer is known.
+
+    Example:
+        >>> advice = Advice(action="keep", kind="no-sign", verdict="", lr=0.003, max_norm=0.92)
+        >>> print(code_for(advice, RunView(name="", setting="", header={"optimizer": "AdamW"})))
+        opt = AdamW(model.parameters(), lr=0.003)
+        cs.clip(opt, 0.92)
+    """
+    name = str(view.header.get("optimizer", ""))
+    if advice.lr is None or advice.max_norm is None or not name.isidentifier():
+        return ""
+    settings = f"model.parameters(), lr={advice.lr:.3g}"
+    if momentum := view.header.get("momentum"):
+        settings += f", momentum={momentum:g}"
+    threshold = f"{advice.max_norm:.3g}".replace("inf", "float('inf')")
+    if hasattr(curvestep, name):
+        return f"opt = cs.{name}({settings}, {OWN_NAMES.get(name, 'max_norm')}={threshold})"
+    if math.isinf(advice.max_norm):
+        return f"opt = {name}({settings})"
+    return f"opt = {name}({settings})\ncs.clip(opt, {threshold})"

@@ -16,9 +16,10 @@ import numpy as np
 
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
+from curvestep.advice.decision import DIVERGED
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
-from curvestep.display.results import columns_of, common_threshold, thinned
+from curvestep.display.results import columns_of, common_threshold, finite, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import final_loss
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
@@ -39,7 +40,7 @@ class RunView:
 
     Args:
         name: Its folder, as short as the other runs allow.
-        setting: Learning rate and threshold in words, or what the trace file is called.
+        setting: Learning rate and threshold in words.
         task: What was trained on what; runs of one task can be compared.
         status: ``finished``, ``diverged``, …; empty for a trace without a run folder.
         step: Steps taken.
@@ -50,7 +51,7 @@ class RunView:
         max_norm: The clipping line; ``inf`` without one.
         trace: The trace itself.
         fit: The fit of the trace, or None with the reason in ``notes``.
-        advice: What follows from it, or None with the reason in ``notes``.
+        advice: What follows from it; None without a trace.
         notes: Why something is not there.
         fields: The recipe's fields; empty for a trace alone.
         header: The header of the trace: versions and what was measured.
@@ -82,6 +83,11 @@ class RunView:
     calibration: Calibration | None = None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it diverged, by its status or by what its trace shows."""
+        return self.status == "diverged" or (self.advice is not None and self.advice.action == DIVERGED)
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """The notes as sentences."""
         return tuple(map(str, self.notes))
@@ -99,6 +105,13 @@ class RunView:
         """Columns of the training metrics, or of the trace where that is all there is."""
         return self.train if len(self.train.get("step", ())) else self.measured
 
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and a column: of the training metrics, sharpness of the trace; both empty without it."""
+        rows = self.measured if name == "smoothness" else self.rows
+        if not rows:
+            return np.array([]), np.array([])
+        return rows["step"], rows[name]
+
     @property
     def clipped_fraction(self) -> float:
         """Share of the steps that were clipped, over the rows that say so; NaN if none does."""
@@ -107,6 +120,11 @@ class RunView:
         if not len(known):
             return math.nan
         return float(np.isfinite(known).mean())
+
+
+def best_of(views: Sequence[RunView]) -> RunView:
+    """The run with the lowest final loss; one without a loss comes last."""
+    return min(views, key=lambda view: (not math.isfinite(view.final_loss), view.final_loss))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +141,6 @@ class Task:
     runs: tuple[RunView, ...]
     advice: Advice | None
 
-    @property
-    def judged(self) -> bool:
-        """Whether there is an answer for these runs."""
-        return self.advice is not None and not self.advice.refused
-
 
 def tasks_of(views: Sequence[RunView]) -> list[Task]:
     """The runs task by task, in the order in which tasks first appear."""
@@ -141,13 +154,11 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
 
 
 def _task(runs: Sequence[RunView]) -> Task:
-    first, *others = runs
-    known = {"name": first.name, **first.fields}
-    if others:
-        known = {"name": first.header.get("model", first.name), **first.fields}
-    advice = first.advice
+    first = runs[0]
+    known = {"name": first.header.get("model", first.name), **first.fields}
     measured = [view.fit or view.trace for view in runs if view.trace]
-    if measured and (others or advice is None):
+    advice = next((view.advice for view in runs if view.advice), None)
+    if len(measured) > 1:
         advice = advise(*measured)
     return Task(name=str(known["name"]), runs=tuple(runs), advice=advice)
 
@@ -186,7 +197,7 @@ def _run_view(run: Run, name: str) -> RunView:
         measurement = _measurement_of(run, notes)
     if run.lost_rows:
         notes.append(Note(DAMAGED, run.lost_rows))
-    if not measurement and not notes:
+    if not run.trace_path.exists():
         notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
     status = run.status
     return RunView(
@@ -195,13 +206,13 @@ def _run_view(run: Run, name: str) -> RunView:
         task=task_of(run),
         status=str(status.get("status", "")),
         # While a run goes on, its status is written now and then only.
-        step=int(max(status.get("step") or 0, train["step"].max(initial=0))),
+        step=int(max(status.get("step", 0), train["step"].max(initial=0))),
         train=train,
         held_out=held_out,
         max_norm=run.recipe.max_norm if run.recipe.optimizer == "clipped" else math.inf,
         fields=to_dict(run.recipe),
         facts={key: status[key] for key in FACTS if status.get(key)},
-        metrics=_metrics(status.get("metrics") or {}),
+        metrics=_metrics(status.get("metrics", {})),
         final_loss=float(status.get("train_loss", math.nan)),
         calibration=calibration,
         notes=tuple(dict.fromkeys(notes)),
@@ -246,23 +257,30 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         beside: Fields = {}
         if path.name == TRACE:
             beside = {"held_out": _rows_beside(path), "calibration": _calibration(path.parent, notes)}
-    view = RunView(
+    measured = measurement["measured"]
+    max_norm = common_threshold(measured["clip_norm"])
+    lost = trace.column("status")[-1:].tolist() == [NONFINITE]
+    return RunView(
         name=name,
-        setting="a trace of your own loop",
+        setting=_setting(measured["lr"], trace.header.get("max_norm", max_norm)),
         task=task_of(trace) or name,
-        max_norm=common_threshold(measurement["measured"]["clip_norm"]),
+        status="diverged" if lost else "",
+        step=int(trace.column("step").max(initial=0)),
+        final_loss=final_loss(trace.column("step"), trace.column("loss")),
+        max_norm=max_norm,
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
         **beside,
     )
-    if not len(trace):
-        return view
-    return replace(
-        view,
-        status="diverged" if trace[-1]["status"] == NONFINITE else "",
-        step=int(trace.column("step")[-1]),
-        final_loss=final_loss(trace.column("step"), trace.column("loss")),
-    )
+
+
+def _setting(rates: np.ndarray, max_norm: float) -> str:
+    """Learning rate, of a schedule its peak, and threshold, as a recipe says them."""
+    known = finite(rates)
+    if not len(known):
+        return "a trace of your own loop"
+    clip = "no clip" if math.isinf(max_norm) else f"clip {max_norm:.3g}"
+    return f"lr {known.max():.3g}, {clip}"
 
 
 def _rows_beside(trace: Path) -> Columns:
@@ -299,23 +317,18 @@ def _measurement_of(run: Run, notes: list[Note]) -> Fields:
 
 def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[Note]) -> Fields:
     """Columns, fit and advice of a trace."""
-    fit, refusal = None, ""
+    fit = None
     try:
         fit = fitted()
     except ValueError as error:
-        refusal = str(error)
-    advice = advise(fit or trace)
-    if advice.refused:
-        refusal = refusal or advice.verdict
-    if refusal:
-        notes.append(Note(NOT_JUDGED, refusal))
+        notes.append(Note(NOT_JUDGED, str(error)))
     measured = columns_of(trace)
     names = [name for name in measured if name.startswith("layers/")]
     return {
         "layers": {visible(_layer(name)): measured.pop(name) for name in names},
         "measured": measured,
         "fit": fit,
-        "advice": None if advice.refused else advice,
+        "advice": advise(fit or trace),
         "header": trace.header,
         "trace": trace,
     }
@@ -331,5 +344,6 @@ def _noted(notes: list[Note]) -> Iterator[None]:
     """Turn warnings of the readers (a torn last line) into notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", RuntimeWarning)  # a lost run's numbers overflow
         yield
     notes += [Note(DAMAGED, str(warning.message)) for warning in caught]

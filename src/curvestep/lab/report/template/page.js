@@ -35,6 +35,7 @@
     const { data, layout, scales } = charts[figure.dataset.chart];
     const scale = figure.querySelector('[data-scale][aria-pressed="true"]')?.dataset.scale;
     const shape = { ...layout, template };
+    if (innerWidth < 640) shape.legend = { ...template.layout.legend, font: { size: 10 } };
     for (const [axis, kind] of Object.entries(scales?.[scale] || {})) shape[axis] = { title: layout[axis].title, ...kind };
     const left = new Set([...figure.parentElement.querySelectorAll("[data-pick]:not(:checked)")].map((box) => box.dataset.pick));
     drawn.add(figure);
@@ -108,6 +109,12 @@
   }));
   document.querySelectorAll("[data-pick]").forEach((box) => box.addEventListener("change", () =>
     redraw((figure) => figure.parentElement.contains(box))));
+  document.querySelectorAll("[data-copy]").forEach((button) => button.addEventListener("click", async () => {
+    const code = button.parentElement.querySelector("pre");
+    getSelection().selectAllChildren(code);  // where the clipboard is refused, it is at least selected
+    say("copied");
+    await navigator.clipboard?.writeText(code.textContent).catch(() => {});
+  }));
   document.querySelectorAll("[data-enlarge]").forEach((button) => button.addEventListener("click", () => {
     const large = button.closest("figure").classList.toggle("large");
     button.setAttribute("aria-pressed", String(large));
