@@ -150,3 +150,47 @@ def test_older_headers_leave_the_optimizer_to_the_rows(key):
     for name in ("optimizer", "optimizer_family"):
         trace.header.pop(name)
     assert outcome_of(History.of(trace)).family is Family.ADAM
+
+
+def facts(trace):
+    return outcome_of(History.of(trace))
+
+
+def test_a_failed_measurement_is_no_lost_step_and_a_gradient_that_is_not_finite_is_one():
+    row = trace_of([1.0])[0]
+    failed, broken = trace_of(falling(12)), trace_of(falling(12))
+    failed.append({**row, "step": 60, "loss": None, "status": "failed: out of memory"})
+    broken.append({**row, "step": 60, "status": "nonfinite"})
+    assert (facts(failed).lost_at, facts(failed).failure) == (None, "out of memory")
+    assert facts(broken).lost_at == 61
+
+
+def test_without_trainings_own_loss_gradients_at_both_ends_give_the_fall():
+    # Slope 1 and curvature 5 over a step of 0.1: 0.1 - 5 · 0.01 / 2 of a promised 0.1.
+    trace = trace_of([])
+    for k, loss in enumerate(falling(12)):
+        trace.append({**trace_of([loss])[0], "step": k, "loss_after": loss, "curvature": 5.0})
+    assert facts(trace).efficiency == pytest.approx(0.75)
+
+
+def test_the_promise_of_a_step_is_that_along_the_gradient():
+    run = facts(trace_of(falling(), cosine=0.5))
+    assert (run.agreement, run.efficiency) == (0.5, pytest.approx(0.07 / 0.05))
+
+
+def test_normalized_descent_has_an_offset_and_no_clipped_steps():
+    header = {"optimizer": "NormalizedSGD", "optimizer_family": "normalized", "offset": 0.25}
+    run = facts(trace_of(falling(), header=header, coefficient=0.5, clipped=True))
+    assert (run.max_norm, run.clipped) == (0.25, 0.0)
+
+
+def test_older_rows_have_their_fractions_in_the_header_and_no_kappa():
+    header = {"fractions": [0.5, 1.0]}
+    run = facts(trace_of(falling(), header=header, secants=[40.0, 40.0], kappa=None))
+    assert run.start_factor == pytest.approx(0.5 / 2)
+    assert run.kappa == pytest.approx(0.5)  # smoothness 5 over a step of 0.1 with a gradient of 1
+
+
+def test_eval_mode_is_read_from_the_header():
+    assert facts(trace_of(falling(), header={"training_mode": False})).in_eval_mode
+    assert not facts(trace_of(falling(), header={"training_mode": True})).in_eval_mode

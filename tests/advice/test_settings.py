@@ -136,3 +136,9 @@ def test_of_one_run_the_noise_of_its_losses_makes_ties():
     assert "± 0.0" in quiet.reasons[-1].text
     many = [run(lr, last, seed=seed, noise=0.0) for lr, last in ((0.1, 0.5), (0.3, 0.501)) for seed in (1, 2)]
     assert "tie" not in kinds(advise(*many))
+
+
+def test_batches_of_text_may_differ_a_little():
+    alike = advise(run(0.1, 0.5, batch_size=100), run(0.3, 0.4, batch_size=104))
+    other = advise(run(0.1, 0.5, batch_size=100), run(0.3, 0.4, batch_size=200))
+    assert (alike.action, other.kind) == ("take", "not-comparable")
