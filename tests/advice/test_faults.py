@@ -1,5 +1,7 @@
 """Ten planted faults, trained: each is named for what the trace can show, and none is told to keep."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -86,7 +88,7 @@ def huge_inputs():
 FAULTS = {
     too_long: ({"diverged", "stuck"}, True),
     too_short: ({"raise"}, True),
-    adam_too_long: ({"stuck"}, True),
+    adam_too_long: ({"stuck", "lower"}, True),
     dead_units: ({"raise"}, True),
     shuffled_labels: ({"stuck"}, False),
     bad_batch: ({"data"}, False),
@@ -99,9 +101,11 @@ FAULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
+@pytest.mark.parametrize("options", [{}, {"every": None, "steps": 120}], ids=["every", "default"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_named(fault):
+def test_a_planted_fault_is_named(fault, options, monkeypatch):
     torch.set_default_dtype(torch.float32)
+    monkeypatch.setitem(fault.__globals__, "train", partial(train, **options))
     actions, has_lr = FAULTS[fault]
     advice = advise(fault())
     assert advice.action in actions
