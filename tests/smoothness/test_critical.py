@@ -54,3 +54,42 @@ def test_a_step_that_did_not_move_and_too_few_passes_are_refused():
         critical_lr(torch.sum, torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match="num_passes"):
         critical_lr(torch.sum, torch.ones(1), torch.zeros(1), num_passes=2)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.05),
+        lambda p: torch.optim.RMSprop(p, lr=0.05),
+    ],
+)
+@pytest.mark.parametrize("other", [False, True])
+def test_own_step_of_any_optimizer_on_its_batch_or_another(optimizer, other):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 32, n, generator=generator, dtype=torch.float64) for n in (5, 1))
+    model = torch.nn.Linear(5, 1, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    stepper, losses = optimizer(model.parameters()), []
+
+    def loss(weights, batch=int(other)):
+        losses.append(batch)
+        return (x[batch] @ weights[0].T + weights[1] - y[batch]).square().mean()
+
+    start = [p.detach().clone() for p in model.parameters()]
+    loss(list(model.parameters()), 0).backward()
+    stepper.step()
+    end = [p.detach().clone() for p in model.parameters()]
+    losses.clear()
+    low, high = critical_lr(loss, start, end, num_passes=6)
+    assert losses == [int(other)] * 6  # forward passes, and no gradient
+    assert all(p.grad_fn is None for p in (*start, *end))
+    grid = torch.linspace(0, 200, 40_001)[1:].tolist()
+    rises = (
+        c for c in grid if loss([a + c * (b - a) for a, b in zip(start, end, strict=True)]) > loss(start)
+    )
+    first = next(rises, math.inf)
+    assert low <= first <= high + 0.005
