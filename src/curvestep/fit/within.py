@@ -30,8 +30,10 @@ where no growth shows and steps run across the gradient: the curvature along the
 The size of the elasticity is another question. Where directions differ in curvature, the gradient changes at
 an angle :math:`\theta` to itself. If each direction follows its own part of the gradient, and not the norm of
 all, the elasticity comes out :math:`1 + 2\tan^2\theta` times as large, to second order in the spread of
-curvature. Nothing in the rows tells the two apart. So the size is said to be unknown where this factor and
-half the interval together leave an error above 0.15.
+curvature. Nothing in the rows tells the two apart. And where the elasticity itself changes with the gradient
+norm, as under :math:`L_0 + L_1\lVert g\rVert`, the slope between steps is not the ratio inside them. So the
+size is said to be unknown where that factor, and half the interval or the distance to the slope through the
+origin, leave an error above 0.15.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Within:
         elasticity_interval: Its confidence interval.
         zero: The elasticity that the same steps show where curvature has nothing to do with the gradient.
         zero_interval: What shuffles give, all but a share ``1 - level`` of them.
+        through_origin: The same slope with means and trends left in: u over v inside the steps.
         p_value: One-sided, of an elasticity that exceeds neither its zero nor 0. NaN if nothing was tested.
         num_rows: Rows that were used.
         stretch: First and last fraction of the step that were compared.
@@ -84,6 +87,7 @@ class Within:
     elasticity_interval: tuple[float, float] = (math.nan, math.nan)
     zero: float = math.nan
     zero_interval: tuple[float, float] = (math.nan, math.nan)
+    through_origin: float = math.nan
     p_value: float = math.nan
     num_rows: int = 0
     stretch: tuple[float, float] = (math.nan, math.nan)
@@ -106,10 +110,11 @@ class Within:
 
     @property
     def size_error(self) -> float:
-        """How far the size of the elasticity may be off, by its interval and by directions that differ."""
+        """How far the size of the elasticity may be off."""
         low, high = self.elasticity_interval
         across = 1 - self.along**2  # sin²θ
-        return (high - low) / 2 + abs(self.elasticity) * 2 * across / (1 + across)
+        directions = abs(self.elasticity) * 2 * across / (1 + across)
+        return directions + max((high - low) / 2, abs(self.elasticity - self.through_origin))
 
     @property
     def size_known(self) -> bool:
@@ -299,19 +304,23 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
     growth = np.log(steps.secants / steps.secants[:, :1]) / stretch
     turn = (cosine - cosine[:, :1]) / stretch
 
-    def parts(growth: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Σuv and Σv² of each block, for profiles of shape (..., rows, fractions)."""
+    def changes(growth: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Changes u and v for profiles of shape (..., rows, fractions)."""
         moved = change[:, :1] * np.exp(growth * stretch) * (steps.fractions / steps.fractions[:, :1])
         angle = np.clip(cosine[:, :1] + turn * stretch, -1, 1)
         norms = start * np.sqrt(np.maximum(1 + 2 * angle * moved + moved**2, 0))
         means = np.log(mean_norms(np.broadcast_to(steps.start, norms.shape[:-1]), norms, steps.fractions))
-        u = _detrended(growth[..., -1])
-        v = _detrended((means[..., -1] - means[..., 0]) / stretch[:, 0])
+        return growth[..., -1], (means[..., -1] - means[..., 0]) / stretch[:, 0]
+
+    def parts(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Σuv and Σv² of each block, without means and trends."""
+        u, v = _detrended(u), _detrended(v)
         return _block_sums(u * v), _block_sums(v * v)
 
-    products, squares = parts(growth, turn)
+    u, v = changes(growth, turn)
+    products, squares = parts(u, v)
     order = np.argsort(rng.random((SHUFFLES, len(start))), axis=1)
-    shuffled_products, shuffled_squares = parts(growth[order], turn[order])
+    shuffled_products, shuffled_squares = parts(*changes(growth[order], turn[order]))
     zeros = shuffled_products.sum(axis=1) / shuffled_squares.sum(axis=1)
     zero = float(shuffled_products.sum() / shuffled_squares.sum())
     elasticity = float(products.sum() / squares.sum())
@@ -329,6 +338,7 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
         elasticity_interval=(elasticity - reach, elasticity + reach),
         zero=zero,
         zero_interval=(float(low), float(high)),
+        through_origin=float(u @ v / (v @ v)),
         p_value=max(p_value, 2.0**-num),
         num_rows=len(steps.start),
         stretch=(float(np.median(steps.fractions[:, 0])), float(np.median(steps.fractions[:, -1]))),
