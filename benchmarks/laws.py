@@ -135,7 +135,7 @@ def picture(found: dict[str, list[LawComparison]], path: Path) -> None:
     for best, colour in COLOURS.items():
         if any(fit.best == best for fits in found.values() for fit in fits):
             axes.plot([], [], "o-", color=colour, label=best or "cannot tell")
-    axes.legend(title="law named", fontsize=8, loc="upper left")
+    axes.legend(title="law named", fontsize=8, loc="lower left")
     figure.savefig(path, dpi=110)
 
 

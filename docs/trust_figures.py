@@ -190,8 +190,9 @@ def changes(axes: Axes, trace: Trace, title: str, *, reach: float) -> None:
 
 
 def elasticity(fit: SmoothnessFit) -> str:
-    """The elasticity in words; adding zero turns -0.0 into 0.0."""
-    return f"elasticity {round(fit.within.elasticity, 2) + 0.0:.2f}"
+    """The slope in words, and whether its size means anything; adding zero turns -0.0 into 0.0."""
+    known = "known" if fit.within.size_known else "unknown"
+    return f"slope {round(fit.within.elasticity, 2) + 0.0:.2f}, size {known}"
 
 
 def warning(fit: SmoothnessFit, start: str) -> str:
