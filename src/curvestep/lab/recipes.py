@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
 from curvestep.steps import check_threshold
 
@@ -30,29 +32,11 @@ def choices_of(hint: object) -> tuple[str, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
-def _check_share(name: str, value: float) -> None:
-    if check_nonnegative(name, value) > 1:
-        raise ValueError(f"`{name}` is a share of the data, at most 1, got {value!r}.")
-
-
-def _check_probability(name: str, value: float) -> None:
-    if check_nonnegative(name, value) >= 1:
-        raise ValueError(f"`{name}` is a probability below 1, got {value!r}.")
-
-
-def _check_fractions(name: str, values: tuple[float, ...]) -> None:
-    if not values or not all(0 < value <= 1 for value in values):
-        raise ValueError(f"`{name}` must be numbers in (0, 1], got {values!r}.")
-
-
-def _check_drops(name: str, values: tuple[float, ...]) -> None:
-    if not all(0 < share < 1 for share in values):
-        raise ValueError(f"`{name}` must be shares of the run in (0, 1), got {values!r}.")
-
-
-def _check_points(name: str, values: tuple[float, ...]) -> None:
-    if not all(0 <= share < 1 for share in values):
-        raise ValueError(f"`{name}` must be shares of the run in [0, 1), got {values!r}.")
+def _check_range(name: str, value: float | tuple[float, ...], *, low: float, high: float, words: str) -> None:
+    """An error unless a number, or each of several, lies from ``low`` to ``high``."""
+    values = np.atleast_1d(value)
+    if not ((values >= low) & (values <= high)).all():
+        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 
 def _check_vocabulary(name: str, value: int) -> None:
@@ -66,18 +50,23 @@ def _check_pooling(name: str, value: int) -> None:
 
 
 _check_size = partial(check_count, least=0)  # 0 stands for none, or for all
+_ABOVE_0, _BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
+_check_probability = partial(_check_range, low=0, high=_BELOW_1, words="a probability below 1")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "lr": check_positive, "offset": check_positive,
     "max_norm": check_threshold, "diverged_above": check_threshold,
-    "momentum": check_nonnegative, "weight_decay": check_nonnegative, "probe_data": _check_share,
-    "fractions": _check_fractions, "lr_drops": _check_drops, "authors_at": _check_points,
-    "patience": check_count,
+    "momentum": check_nonnegative, "weight_decay": check_nonnegative,
+    "activation_penalty": check_nonnegative, "temporal_penalty": check_nonnegative,
+    "probe_data": partial(_check_range, low=0, high=1, words="a share of the data, at most 1"),
+    "fractions": partial(_check_range, low=_ABOVE_0, high=1, words="numbers in (0, 1]"),
+    "lr_drops": partial(_check_range, low=_ABOVE_0, high=_BELOW_1, words="shares of the run in (0, 1)"),
+    "authors_at": partial(_check_range, low=0, high=_BELOW_1, words="shares of the run in [0, 1)"),
+    "vocabulary": _check_vocabulary, "pooling": _check_pooling, "patience": check_count,
     **dict.fromkeys(("batch_size", "log_every", "embedding", "hidden", "layers", "bptt"), check_count),
     **dict.fromkeys(("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every"), _check_size),
     **dict.fromkeys(("eval_every", "eval_size", "num_words", "probe_pieces", "num_images"), _check_size),
     **dict.fromkeys(("dropout", "weight_drop", "dropout_input", "dropout_hidden"), _check_probability),
-    "dropout_embedding": _check_probability, "vocabulary": _check_vocabulary, "pooling": _check_pooling,
-    "activation_penalty": check_nonnegative, "temporal_penalty": check_nonnegative,
+    "dropout_embedding": _check_probability,
 }  # fmt: skip
 
 
@@ -147,6 +136,8 @@ class Recipe(ABC):
         for name, check in _CHECKS.items():
             if hasattr(self, name):
                 check(name, getattr(self, name))
+        if not self.fractions:
+            raise ValueError("`fractions` must be numbers in (0, 1], got none.")
         if (self.steps == 0) == (self.epochs == 0):
             raise ValueError(
                 f"`steps` and `epochs` must not both be zero, nor both be set, got {self.steps} and "
@@ -457,14 +448,12 @@ def _converter(hint: object) -> Callable[[Any], object]:
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return {"true": True, "false": False}[value.lower()]
+    return {"true": True, "false": False}[str(value).lower()]
 
 
 def _to_int(value: Any) -> int:
-    number = float(value) if isinstance(value, str) else value
-    if isinstance(value, bool) or int(number) != number:
+    number = _to_float(value)
+    if int(number) != number:
         raise ValueError
     return int(number)
 
@@ -478,6 +467,15 @@ def _to_float(value: Any) -> float:
 def _to_tuple(kind: Callable[[Any], object], value: Any) -> tuple[object, ...]:
     items = [value] if isinstance(value, (str, float, int)) else value
     return tuple(kind(item) for item in items)
+
+
+def short(value: object) -> str:
+    """A field's value as names of trials and tables show it; of a path its last part."""
+    if isinstance(value, tuple):
+        return "+".join(map(short, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).rpartition("/")[2]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -86,6 +86,13 @@ def _load_corpus(name: str, size: int, **where: bool) -> Corpus:
     return load_topics(max_vocabulary=size)
 
 
+# The language models, and the fields that one of them has beside the others'.
+_MODELS = {
+    "lstm": (LSTMModel, ()),
+    "awd-lstm": (AWDLSTM, ("weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding")),
+}
+
+
 class LanguageTask:
     """Next-word prediction over contiguous streams, with truncated backpropagation."""
 
@@ -98,9 +105,8 @@ class LanguageTask:
         self.data_name, self.data_source = corpus.name, corpus.source
         if recipe.vocabulary:
             self.data_source += f", its {len(corpus.vocabulary):,} most frequent words"
-        words = corpus.train
-        if 0 < recipe.num_words < len(words):
-            words = words[: recipe.num_words]
+        words = corpus.train[: recipe.num_words or None]
+        if len(words) < len(corpus.train):
             self.data_source = f"the first {recipe.num_words:,} words of {self.data_source}"
         if len(words) < 2 * recipe.batch_size:
             raise ValueError(
@@ -117,15 +123,12 @@ class LanguageTask:
         self._epochs = _Epochs(self._pieces)
 
     def _held_out(self, split: str) -> Tensor:
-        tokens = getattr(self.corpus, split)
-        return tokens[: self.recipe.eval_size or len(tokens)]
+        return getattr(self.corpus, split)[: self.recipe.eval_size or None]
 
     def build(self) -> nn.Module:
         """A new language model, from the recipe's seed."""
-        names = ["embedding", "hidden", "layers", "dropout"]
-        if self.recipe.model == "awd-lstm":
-            names += ["weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding"]
-        kind = {"lstm": LSTMModel, "awd-lstm": AWDLSTM}[self.recipe.model]
+        kind, more = _MODELS[self.recipe.model]
+        names = ["embedding", "hidden", "layers", "dropout", *more]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
             fields = {name: getattr(self.recipe, name) for name in names}
@@ -151,15 +154,14 @@ class LanguageTask:
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
         """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
-        (words, following), recipe, penalty = batch, self.recipe, None
-        if recipe.model == "awd-lstm" and (recipe.activation_penalty > 0 or recipe.temporal_penalty > 0):
-            logits, state, activations = model(words, state, with_activations=True)
-            weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
-            penalty = activation_penalty(activations, **weights)
-        else:
-            logits, state = model(words, state)
+        (words, following), recipe = batch, self.recipe
+        weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
+        penalised = recipe.model == "awd-lstm" and any(weights.values())
+        logits, state, *activations = model(words, state, **{"with_activations": True} if penalised else {})
         loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
-        return loss if penalty is None else loss + penalty, detach_state(state)
+        for found in activations:
+            loss = loss + activation_penalty(found, **weights)
+        return loss, detach_state(state)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
@@ -276,15 +278,14 @@ class ImageTask:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
         """Mean cross-entropy and accuracy in per cent on the test images."""
-        size = min(self.recipe.eval_size or len(self.images.test_y), len(self.images.test_y))
+        size = self.recipe.eval_size or None
+        images, classes = self.images.test_x[:size], self.images.test_y[:size]
         total, right = 0.0, 0
-        for start in range(0, size, EVAL_IMAGES):
-            x = self._ready(self.images.test_x[start : min(start + EVAL_IMAGES, size)]).to(device)
-            y = self.images.test_y[start : start + len(x)].to(device)
-            logits = model(x)
+        for some, y in zip(images.split(EVAL_IMAGES), classes.to(device).split(EVAL_IMAGES), strict=True):
+            logits = model(self._ready(some).to(device))
             total += float(F.cross_entropy(logits, y, reduction="sum"))
             right += int((logits.argmax(1) == y).sum())
-        return {"loss": total / size, "accuracy": 100 * right / size}
+        return {"loss": total / len(classes), "accuracy": 100 * right / len(classes)}
 
     def oracle_batches(self, share: float) -> list[tuple[Tensor, Tensor]]:
         """The same share of every class, without augmentation, in batches; the last one may be smaller.
@@ -295,16 +296,16 @@ class ImageTask:
         size = self.recipe.batch_size
         rank = self.mine.start * self.world_size // size
         batches = []
-        for first in range(0, len(y), size):
-            count = min(size, len(y) - first) // self.world_size
-            start = first + rank * count
+        for images, classes in zip(x.split(size), y.split(size), strict=True):
+            count = len(classes) // self.world_size
+            mine = slice(rank * count, (rank + 1) * count)
             if count:
-                batches.append((self._ready(x[start : start + count]), y[start : start + count]))
+                batches.append((self._ready(images[mine]), classes[mine]))
         return batches
 
     def _ready(self, x: Tensor) -> Tensor:
         x = normalise(self.images, x)
-        if self.recipe.pooling > 1:
+        if self.recipe.pooling > 1:  # a mean over one pixel may round
             x = F.avg_pool2d(x, self.recipe.pooling)
         return x.contiguous(memory_format=self._layout)
 
@@ -319,11 +320,10 @@ Task = LanguageTask | ImageTask  # the training loop asks the same of both
 
 def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
     """The task of ``recipe``, with its data."""
-    data = load_data(recipe, offline=offline)
-    if isinstance(recipe, LanguageRecipe) and isinstance(data, Corpus):
+    data: Any = load_data(recipe, offline=offline)
+    if isinstance(recipe, LanguageRecipe):
         return LanguageTask(recipe, data, rank=rank, world_size=world_size)
     assert isinstance(recipe, ImageRecipe)
-    assert isinstance(data, Images)
     return ImageTask(recipe, data, rank=rank, world_size=world_size)
 
 

@@ -268,18 +268,3 @@ def test_channels_last_gives_the_same_scores_and_gradients():
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: LSTMModel(0), "`vocab_size` must be a whole number of at least 1, got 0"),
-        (lambda: LSTMModel(10, layers=0), "`layers`"),
-        (lambda: LSTMModel(10, dropout=1.0), r"`dropout` must be a probability in \[0, 1\), got 1.0"),
-        (lambda: awd(weight_drop=-0.1), "`weight_drop` must be a probability"),
-        (lambda: ResNet20(num_classes=0), "`num_classes`"),
-    ],
-)
-def test_impossible_sizes_are_named(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

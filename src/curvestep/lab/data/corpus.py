@@ -55,11 +55,8 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
                 [2, 5]])
     """
     check_count("batch_size", batch_size)
-    if tokens.dim() != 1 or len(tokens) < batch_size:
-        raise ValueError(
-            f"`tokens` must be 1-D with at least `batch_size` = {batch_size} tokens, got shape "
-            f"{tuple(tokens.shape)}."
-        )
+    if len(tokens) < batch_size:
+        raise ValueError(f"`tokens` must be at least `batch_size` = {batch_size}, got {len(tokens)} tokens.")
     rows = len(tokens) // batch_size
     return tokens[: rows * batch_size].view(batch_size, rows).t().contiguous()
 
@@ -85,7 +82,7 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
     splits = _split_files(path)
     source = f"the text in {path.name}"
     if splits:
-        lines = {split: [line.split() for line in _read(file).splitlines()] for split, file in splits.items()}
+        lines = {split: list(map(str.split, _read(file).splitlines())) for split, file in splits.items()}
         return encode(path.name, lines, source=source, max_vocabulary=max_vocabulary)
     text = "\n".join(_read(file) for file in _text_files(path))
     return from_text(path.name, text, source=source, max_vocabulary=max_vocabulary)
@@ -115,24 +112,18 @@ def from_text(name: str, text: str, *, source: str, max_vocabulary: int = 10_000
 
 
 def encode(
-    name: str,
-    splits: Mapping[str, Sequence[Sequence[str]]],
-    *,
-    source: str,
-    max_vocabulary: int | None = None,
+    name: str, splits: Mapping[str, Sequence[Sequence[str]]], *, source: str, max_vocabulary: int
 ) -> Corpus:
     """A corpus from lines of words; ids go by frequency in the training split, ties by first appearance."""
     words = {split: [word for line in splits[split] if line for word in (*line, EOS)] for split in SPLITS}
-    for split in SPLITS:
-        if not words[split]:
+    for split, found in words.items():
+        if not found:
             raise DataError(f"The {split} split of {name} is empty.")
     counted = [word for word, _ in Counter(words["train"]).most_common()]
-    known = set(counted)
-    overflow = max_vocabulary is not None and len(counted) > max_vocabulary
-    unseen = any(word not in known for split in ("valid", "test") for word in words[split])
-    if (overflow or unseen) and UNKNOWN not in known:
+    too_many = len(counted) > max_vocabulary
+    if UNKNOWN not in counted and (too_many or {*words["valid"], *words["test"]} - set(counted)):
         counted.insert(0, UNKNOWN)
-    if max_vocabulary is not None and len(counted) > max_vocabulary:
+    if len(counted) > max_vocabulary:
         kept = [word for word in counted if word not in (EOS, UNKNOWN)][: max_vocabulary - 2]
         counted = [UNKNOWN, EOS, *kept]
     ids = {word: i for i, word in enumerate(counted)}
@@ -143,16 +134,10 @@ def encode(
 
 def _split_files(path: Path) -> dict[str, Path]:
     """The file of each split in a folder, by the words in its name; empty unless there is one of each."""
-    if not path.is_dir():
-        return {}
-    files = [file for file in sorted(path.iterdir()) if file.is_file()]
-    found = {}
-    for split in SPLITS:
-        named = [file for file in files if split in re.split(r"[\W_]+", file.name.lower())]
-        if len(named) != 1:
-            return {}
-        found[split] = named[0]
-    return found
+    found = []
+    for file in filter(Path.is_file, sorted(path.glob("*"))):
+        found += [(split, file) for split in SPLITS if split in re.split(r"[\W_]+", file.name.lower())]
+    return dict(found) if sorted(split for split, _ in found) == sorted(SPLITS) else {}
 
 
 def _text_files(path: Path) -> list[Path]:
@@ -160,7 +145,7 @@ def _text_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"The corpus {path} does not exist. Give a text file or a folder of text files.")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    files = [file for file in sorted(path.rglob("[!.]*")) if file.is_file()]
     if not files:
         raise DataError(f"The corpus folder {path} holds no files. Give a text file or a folder of them.")
     return files

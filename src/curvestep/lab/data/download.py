@@ -77,13 +77,10 @@ class Archive:
 
 def data_folder() -> Path | None:
     """The folder in the environment variable ``CURVESTEP_DATA``, or None where it is not set."""
-    value = os.environ.get("CURVESTEP_DATA")
-    if not value:
-        return None
-    folder = Path(value)
-    if not folder.is_dir():
+    value = os.environ.get("CURVESTEP_DATA", "")
+    if value and not Path(value).is_dir():
         raise DataError(f"`CURVESTEP_DATA` must name a folder, got {value!r}. Unset it to use the cache.")
-    return folder
+    return Path(value) if value else None
 
 
 def cache_folder() -> Path:
@@ -376,6 +373,5 @@ def _entries(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
     file.seek(0)
     with tarfile.open(fileobj=file, mode="r|*") as archive:  # a stream: each member is unpacked once
         for member in archive:
-            opened = archive.extractfile(member) if member.isfile() else None
-            if opened is not None:
+            if opened := archive.extractfile(member):  # None of a folder
                 yield member.name, opened.read

@@ -51,10 +51,8 @@ def load_ptb(*, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress
         DataError: a file is not what it should be.
     """
     files, source = find("ptb", HASHES, SOURCES, _given, offline=offline, progress=progress)
-    lines = {
-        split: [line.split() for line in files[f"ptb.{split}.txt"].decode("ascii").splitlines()]
-        for split in SPLITS
-    }
+    texts = {split: files[f"ptb.{split}.txt"].decode("ascii").splitlines() for split in SPLITS}
+    lines = {split: list(map(str.split, text)) for split, text in texts.items()}
     return encode("ptb", lines, source=f"Penn Treebank {source}", max_vocabulary=max_vocabulary)
 
 

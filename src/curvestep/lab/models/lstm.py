@@ -16,13 +16,6 @@ from curvestep._checks import check_count
 State = tuple[tuple[Tensor, Tensor], ...]
 
 
-def check_dropout(name: str, value: float) -> float:
-    """``value`` if it is a probability below one."""
-    if not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be a probability in [0, 1), got {value!r}.")
-    return value
-
-
 class RecurrentModel(nn.Module):
     """Word embedding, LSTM layers of their own widths, and a softmax layer that shares the embedding.
 
@@ -32,9 +25,6 @@ class RecurrentModel(nn.Module):
 
     def __init__(self, vocab_size: int, *, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "embedding": embedding, "hidden": hidden, "layers": layers}
-        for name, value in sizes.items():
-            check_count(name, value)
         widths = [embedding, *[hidden] * (layers - 1), embedding]
         self.embedding = nn.Embedding(vocab_size, embedding)
         self.lstms = nn.ModuleList(nn.LSTM(a, b) for a, b in pairwise(widths))
@@ -68,7 +58,7 @@ class LSTMModel(RecurrentModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
-        self.dropout = check_dropout("dropout", dropout)
+        self.dropout = dropout
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Scores of the next word, shaped (time, batch, words), and the state after the last one.
@@ -128,24 +118,19 @@ class AWDLSTM(RecurrentModel):
         weight_drop: float = 0.5,
     ) -> None:
         super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
-        self.dropout = check_dropout("dropout", dropout)
-        self.dropout_hidden = check_dropout("dropout_hidden", dropout_hidden)
-        self.dropout_input = check_dropout("dropout_input", dropout_input)
-        self.dropout_embedding = check_dropout("dropout_embedding", dropout_embedding)
-        self.weight_drop = check_dropout("weight_drop", weight_drop)
+        self.dropout, self.dropout_hidden, self.dropout_input = dropout, dropout_hidden, dropout_input
+        self.dropout_embedding, self.weight_drop = dropout_embedding, weight_drop
 
     def forward(
         self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
         """As of `LSTMModel`; ``with_activations`` also returns what `activation_penalty` needs."""
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
+        dropouts = [*[self.dropout_hidden] * (len(self.lstms) - 1), self.dropout]
         after, raw = [], x
-        for index, (layer, before) in enumerate(
-            zip(self.lstms, state or [None] * len(self.lstms), strict=True)
-        ):
+        for layer, before, p in zip(self.lstms, state or [None] * len(self.lstms), dropouts, strict=True):
             raw, left = self._run(layer, x, before)
-            last = index == len(self.lstms) - 1
-            x = locked_dropout(raw, self.dropout if last else self.dropout_hidden, self.training)
+            x = locked_dropout(raw, p, self.training)
             after.append(left)
         logits = self.decoder(x)
         if with_activations:

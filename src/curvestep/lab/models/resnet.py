@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvestep._checks import check_count
-
 Norm = Callable[[int], nn.Module]
 
 
@@ -36,12 +34,11 @@ class Block(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self._shortcut(x))
 
     def _shortcut(self, x: Tensor) -> Tensor:
-        if self.stride != 1:
-            x = x[:, :, :: self.stride, :: self.stride]
-        if self.new_channels:
-            half = self.new_channels // 2
-            x = F.pad(x, (0, 0, 0, 0, half, self.new_channels - half))
-        return x
+        if not self.new_channels:
+            return x
+        half = self.new_channels // 2
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, half, self.new_channels - half))
 
 
 class ResNet20(nn.Module):
@@ -56,9 +53,8 @@ class ResNet20(nn.Module):
         torch.Size([2, 10])
     """
 
-    def __init__(self, *, num_classes: int = 10, norm: Norm = nn.BatchNorm2d) -> None:
+    def __init__(self, *, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
-        check_count("num_classes", num_classes)
         self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.norm = norm(16)
         stages = []
@@ -66,7 +62,7 @@ class ResNet20(nn.Module):
             stages.append(Block(before, width, stride=stride, norm=norm))
             stages += [Block(width, width, stride=1, norm=norm) for _ in range(2)]
         self.blocks = nn.Sequential(*stages)
-        self.linear = nn.Linear(64, num_classes)
+        self.linear = nn.Linear(64, 10)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
@@ -97,20 +93,15 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         centred = input - mean.view(1, -1, 1, 1)
         variance = summed(centred.square().sum((0, 2, 3))) / count
         self._update_running(mean.detach(), variance.detach() * (count / (count - 1)))
-        scale = torch.rsqrt(variance + self.eps)
-        if self.affine:
-            scale = scale * self.weight
-        normalised = centred * scale.view(1, -1, 1, 1)
-        return normalised + self.bias.view(1, -1, 1, 1) if self.affine else normalised
+        scale = torch.rsqrt(variance + self.eps) * self.weight
+        return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        weight = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, weight)
-        self.running_var.lerp_(variance, weight)
+        buffers: Any = self  # which are there by torch's defaults
+        buffers.num_batches_tracked.add_(1)
+        buffers.running_mean.lerp_(mean, self.momentum)
+        buffers.running_var.lerp_(variance, self.momentum)
 
 
 class _AllReduce(torch.autograd.Function):
