@@ -282,9 +282,8 @@ def test_the_best_trial_is_of_the_setting_that_is_best_over_its_seeds(tmp_path):
     losses = {(1.0, 0): 2.0, (1.0, 1): 2.2, (3.0, 0): 1.0, (3.0, 1): 3.5, (9.0, 0): 0.5, (9.0, 1): math.nan}
     trials = []
     for (lr, seed), loss in losses.items():
-        result = SimpleNamespace(train_loss=loss)
         fields = {"lr": lr, "seed": seed}
-        trials.append(Trial(fields=fields, folder=tmp_path, status="finished", result=result))
+        trials.append(Trial(fields=fields, folder=tmp_path, status="finished", train_loss=loss))
     best = SweepResult(folder=tmp_path, trials=tuple(trials)).best
     assert (best.fields, best.train_loss) == (
         {"lr": 1.0, "seed": 0},

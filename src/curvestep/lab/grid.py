@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from rich.table import Table
 from curvestep.advice.settings import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
-from curvestep.lab.recipes import Fields, Recipe, with_fields
-from curvestep.lab.run.folder import FAILED, FINISHED, RUNNING, STATUS, Run, RunResult, has_ended
+from curvestep.lab.recipes import Fields, Recipe, short, with_fields
+from curvestep.lab.run.folder import FAILED, FINISHED, RUNNING, has_ended, read_status
 from curvestep.lab.run.loop import train
 
 if TYPE_CHECKING:
@@ -36,22 +36,11 @@ class Trial:
     fields: Fields
     folder: Path
     status: str
-    result: RunResult | None = None
+    step: int = 0
+    train_loss: float = math.nan  # at the end; NaN if the trial did not finish
+    held_out: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    seconds: float = 0.0
     message: str = ""
-
-    @property
-    def train_loss(self) -> float:
-        """Final training loss, as in ``status.json``; NaN if the trial did not finish."""
-        if self.result is None or self.status != FINISHED:
-            return math.nan
-        return self.result.train_loss
-
-    @property
-    def held_out(self) -> dict[str, float]:
-        """Last evaluation on held-out data; empty if there was none."""
-        if self.result is None:
-            return {}
-        return self.result.metrics.get("valid") or self.result.metrics.get("test") or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +68,7 @@ class SweepResult:
         from curvestep.display.drawing import figure_of
         from curvestep.lab.sweep_map import SweptRun, heat_map
 
-        cells = []
-        for trial in self.trials:
-            names = {name: short(value) for name, value in trial.fields.items() if isinstance(value, str)}
-            cells.append(SweptRun({**trial.fields, **names}, trial.train_loss, trial.status))
-        chart = heat_map(cells)
+        chart = heat_map([SweptRun(trial.fields, trial.train_loss, trial.status) for trial in self.trials])
         assert chart.grid is not None
         width = max(5.0, 2.6 + 1.1 * len(chart.grid.across))  # inches, for the text of the cells
         return figure_of([chart], title=title, size=(width, 3.4))
@@ -127,23 +112,12 @@ def sweep(
     points = _points(recipe, grid)
     recipes = {name: with_fields(recipe, **fields) for name, fields in points.items()}
     folders = {name: folder / name for name in points}
-    left = [name for name in points if not has_ended(folders[name], recipes[name])]
-    jobs = [
-        Job(
-            name=name,
-            folder=folders[name],
-            function=train,
-            arguments={
-                "recipe": recipes[name],
-                "folder": folders[name],
-                "resume": True,
-                "progress": False,
-                "checkpoint_seconds": checkpoint_seconds,
-                "offline": offline,
-            },
-        )
-        for name in left
-    ]
+    common = {"resume": True, "progress": False, "checkpoint_seconds": checkpoint_seconds, "offline": offline}
+    jobs = []
+    for name, point in recipes.items():
+        if not has_ended(folders[name], point):
+            arguments = {"recipe": point, "folder": folders[name], **common}
+            jobs.append(Job(name=name, folder=folders[name], function=train, arguments=arguments))
     folder.mkdir(parents=True, exist_ok=True)
 
     errors: dict[str, str] = {}
@@ -157,7 +131,7 @@ def sweep(
             stop_if_interrupted(outcome)
             errors[outcome.name] = outcome.error
             trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
-            if progress and watch is None:
+            if progress and not Console(stderr=True).is_terminal:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
     from curvestep.display.drawing import save
 
@@ -170,9 +144,7 @@ def sweep(
 def _ending(trial: Trial) -> str:
     if math.isfinite(trial.train_loss):
         return f"{trial.status}, training loss {trial.train_loss:.4f}"
-    if trial.message:
-        return f"{trial.status}: {trial.message}"
-    return trial.status
+    return f"{trial.status}: {trial.message}".removesuffix(": ")
 
 
 def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
@@ -180,7 +152,7 @@ def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
     if not grid:
         raise ValueError("`grid` must name at least one field and its values.")
     for name, values in grid.items():
-        if isinstance(values, (str, bytes)) or not len(values):
+        if isinstance(values, str) or not len(values):
             raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
     points: dict[str, Fields] = {}
     for values in itertools.product(*grid.values()):
@@ -195,30 +167,30 @@ def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
 
 def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
     """The trial of these fields, as its run folder says it stands."""
-    if not (folder / STATUS).exists():
-        status = FAILED if error else "waiting"
-        return Trial(fields=fields, folder=folder, status=status, message=error)
-    run = Run.load(folder)
-    status = run.status["status"]
-    if error and status == RUNNING:  # a process that was killed could not write that its run is over
+    found = {"status": "waiting", "train_loss": math.nan, "message": "", **read_status(folder, {})}
+    status = found["status"]
+    if error and status in (RUNNING, "waiting"):  # a process that was killed could not write that it failed
         status = FAILED
-    result = run.result if "train_loss" in run.status else None
-    message = error or run.status.get("message", "")
-    return Trial(fields=fields, folder=folder, status=status, result=result, message=message)
+    held_out = next(iter(found.get("metrics", {}).values()), {})
+    return Trial(
+        fields=fields,
+        folder=folder,
+        status=status,
+        step=found.get("step", 0),
+        train_loss=found["train_loss"] if status == FINISHED else math.nan,
+        held_out=held_out,
+        seconds=found.get("seconds", 0.0),
+        message=error or found["message"],
+    )
 
 
 def _table(trials: Sequence[Trial]) -> Table:
     table = Table(*trials[0].fields, "status", "step", "train loss", "held out")
     for trial in trials:
-        step, loss = "", ""
-        if trial.result:
-            step = str(trial.result.step)
-        if math.isfinite(trial.train_loss):
-            loss = f"{trial.train_loss:.4f}"
-        held_out = ", ".join(
-            f"{name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"
-        )
-        table.add_row(*map(short, trial.fields.values()), trial.status, step, loss, held_out)
+        loss = f"{trial.train_loss:.4f}".replace("nan", "")
+        units = [f"{name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"]
+        numbers = [trial.status, str(trial.step or ""), loss, ", ".join(units)]
+        table.add_row(*map(short, trial.fields.values()), *numbers)
     return table
 
 
@@ -228,19 +200,8 @@ def _write_csv(result: SweepResult, path: Path) -> None:
     header = [*result.trials[0].fields, "status", "steps", "train_loss", *held_out]
     rows: list[list[object]] = [[*header, "seconds", "folder", "message"]]
     for trial in result.trials:
-        step, seconds = 0, ""
-        if trial.result:
-            step, seconds = trial.result.step, str(round(trial.result.seconds, 1))
-        numbers = [step, trial.train_loss, *(trial.held_out.get(unit, "") for unit in units), seconds]
+        numbers = [trial.step, trial.train_loss, *(trial.held_out.get(unit, "") for unit in units)]
+        numbers.append(str(round(trial.seconds, 1) or ""))
         rows.append([*trial.fields.values(), trial.status, *numbers, trial.folder.name, trial.message])
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
-
-
-def short(value: object) -> str:
-    """A field's value as names of trials and tables show it; of a path its last part."""
-    if isinstance(value, tuple):
-        return "+".join(short(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).rpartition("/")[2]

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def run_jobs(
     engine: str = "joblib",
     workers: int = 2,
     address: str | None = None,
-    watch: Callable[[], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> Iterator[JobResult]:
     """Run ``jobs`` on ``workers`` processes and yield each outcome as it comes.
 
@@ -82,9 +82,6 @@ def run_jobs(
         raise ValueError(f"`address` is for the engine 'ray', got {address!r} with {engine!r}.")
     threads = threads_of_each(workers)
     run = _on_ray(jobs, workers, threads, address) if engine == "ray" else _on_joblib(jobs, workers, threads)
-    if watch is None:
-        yield from run
-        return
     try:
         with _twice_a_second(watch):
             yield from run
@@ -96,7 +93,9 @@ def threads_of_each(workers: int) -> int:
     """Torch threads of each process: they share the cores, and none has more than ``OMP_NUM_THREADS``."""
     threads = max(1, (os.cpu_count() or 1) // workers)
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a number a level of nesting
-    return min(threads, int(limit)) if limit.isdecimal() and int(limit) else threads
+    with suppress(ValueError):
+        return min(threads, int(limit) or threads)
+    return threads
 
 
 def _call(job: Job, threads: int, parent: int | None = None) -> JobResult:

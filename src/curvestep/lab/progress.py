@@ -130,13 +130,11 @@ class Progress:
 
 
 @contextmanager
-def show_live(
-    render: Callable[[], RenderableType], *, shown: bool = True
-) -> Iterator[Callable[[], None] | None]:
-    """Redraw the result of ``render`` in place at each call of what is yielded; None without a terminal."""
+def show_live(render: Callable[[], RenderableType], *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Redraw the result of ``render`` at each call of what is yielded; without a terminal it does nothing."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        yield None
+        yield lambda: None
         return
     with Live(render(), console=console, auto_refresh=False) as live:
         yield lambda: live.update(render(), refresh=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvestep.display.chart import Axis, Chart, Grid
-from curvestep.lab.recipes import Fields
+from curvestep.lab.recipes import Fields, short
 
 NOT_RUN = "not run"  # in a cell
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
@@ -34,9 +34,15 @@ def fills_grid(runs: Sequence[SweptRun]) -> bool:
 
     Else a mean over some of them would be over runs that differ in other ways.
     """
-    varied = {k: v for k, v in _values(runs).items() if len(v) > 1 and k not in NOT_SETTINGS}
+    varied = _varied(_values(runs))
     points = {tuple(field_value(run.fields, name) for name in varied) for run in runs}
     return len(varied) > 1 and 2 * len(points) >= math.prod(map(len, varied.values()))
+
+
+def _varied(values: dict[str, list[Hashable]]) -> dict[str, list[Hashable]]:
+    """The settings with several values, those with most first."""
+    settings = [name for name in values if len(values[name]) > 1 and name not in NOT_SETTINGS]
+    return {name: values[name] for name in sorted(settings, key=lambda name: -len(values[name]))}
 
 
 def heat_map(runs: Sequence[SweptRun]) -> Chart:
@@ -47,35 +53,21 @@ def heat_map(runs: Sequence[SweptRun]) -> Chart:
             no loss says what became of it.
     """
     values = _values(runs)
-    columns, *others = sorted(values, key=lambda name: (name in NOT_SETTINGS, -len(values[name])))
-    rows = next((name for name in others if len(values[name]) > 1 and name not in NOT_SETTINGS), "")
+    columns, rows = [*(list(_varied(values)) or list(values)[:1]), ""][:2]
     down, across = values.get(rows, [None]), values[columns]
+    means = np.full((len(down), len(across)), math.nan)
+    text = np.full(means.shape, NOT_RUN, dtype=object)
     cells: dict[tuple[int, int], list[SweptRun]] = {}
     for run in runs:
         place = down.index(field_value(run.fields, rows)), across.index(field_value(run.fields, columns))
         cells.setdefault(place, []).append(run)
-    means = np.full((len(down), len(across)), math.nan)
-    text = np.full(means.shape, NOT_RUN, dtype=object)
     for place, cell in cells.items():
-        means[place] = _mean_loss(cell)
-        lost = [run.status for run in cell if not math.isfinite(run.loss)]
-        text[place] = _cell_text(means[place], lost, len(cell))
-    grid = Grid(
-        [short_value(value) for value in across],
-        [short_value(value) for value in down],
-        means,
-        "final training loss",
-        text=text.tolist(),
-        reverse=True,
-    )
+        means[place] = np.mean([run.loss for run in cell])
+        text[place] = _cell_text(means[place], cell)
+    names = [list(map(short_value, axis)) for axis in (across, down)]
+    grid = Grid(*names, means, "final training loss", text=text.tolist(), reverse=True)
     axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
     return Chart("heat", "Final training loss", *axes, words=_words(grid, rows, columns), grid=grid)
-
-
-def _mean_loss(runs: Sequence[SweptRun]) -> float:
-    """Mean over runs of one setting; NaN where one of them has no loss."""
-    mean = sum(run.loss for run in runs) / len(runs)
-    return mean if math.isfinite(mean) else math.nan
 
 
 def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
@@ -83,13 +75,10 @@ def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
     values: dict[str, list[Hashable]] = {}
     for name in runs[0].fields:
         found = dict.fromkeys(field_value(run.fields, name) for run in runs)
-        values[name] = sorted(found, key=_number)
+        if all(isinstance(value, (int, float)) for value in found):
+            found = sorted(found)
+        values[name] = list(found)
     return values
-
-
-def _number(value: Hashable) -> float:
-    """A key that sorts numbers and leaves all else in its order."""
-    return value if isinstance(value, (int, float)) else 0.0
 
 
 def field_value(fields: Fields, name: str) -> Hashable:
@@ -100,38 +89,35 @@ def field_value(fields: Fields, name: str) -> Hashable:
 
 def short_value(value: object) -> str:
     """A field's value in few characters."""
-    if isinstance(value, tuple):
-        return "+".join(map(short_value, value))
-    if isinstance(value, float):
-        return "no clipping" if math.isinf(value) else f"{value:g}"
-    return "" if value is None else str(value)
+    words = {"None": "", "inf": "no clipping"}
+    return words.get(str(value), short(value))
 
 
 def _words(grid: Grid, rows: str, columns: str) -> str:
     """The best cell of a sweep, and how many of those that were run have no number."""
-    fields = f"{rows} and {columns}" if rows else columns
-    num_known = int(np.isfinite(grid.values).sum())
-    num_run = sum(text != NOT_RUN for row in grid.text for text in row)
-    lowest = _lowest_cell(grid, rows, columns) if num_known else ""
-    unfinished = ""
-    if num_run > num_known:
-        unfinished = f"{num_run - num_known} of {num_run} settings did not finish."
-    return " ".join(filter(None, (f"Final training loss over {fields}.", lowest, unfinished)))
+    known = np.isfinite(grid.values)
+    num_run = known.size - sum(row.count(NOT_RUN) for row in grid.text)
+    words = [f"Final training loss over {f'{rows} and {columns}'.removeprefix(' and ')}."]
+    if known.any():
+        words.append(_lowest_cell(grid, rows, columns))
+    if num_run > known.sum():
+        words.append(f"{num_run - known.sum()} of {num_run} settings did not finish.")
+    return " ".join(words)
 
 
-def _cell_text(mean: float, lost: Sequence[str], num_runs: int) -> str:
-    """The text of a cell of a sweep: its mean loss, or how the runs without one, ``lost``, ended."""
+def _cell_text(mean: float, cell: Sequence[SweptRun]) -> str:
+    """The text of a cell of a sweep: its mean loss, or how the runs without one ended."""
     if math.isfinite(mean):
         return f"{mean:#.3g}".rstrip(".")
-    endings = Counter(status or "no loss" for status in lost)
-    if list(endings.values()) == [num_runs]:
+    endings = Counter(run.status or "no loss" for run in cell if not math.isfinite(run.loss))
+    if endings.total() == len(cell) and len(endings) == 1:
         return next(iter(endings))
-    return ", ".join(f"{count} of {num_runs} {status}" for status, count in endings.items())
+    return ", ".join(f"{count} of {len(cell)} {status}" for status, count in endings.items())
 
 
 def _lowest_cell(grid: Grid, rows: str, columns: str) -> str:
     least = np.nanmin(grid.values)
     # Of equal cells the first by name.
     down, across = min((grid.down[i], str(grid.across[j])) for i, j in np.argwhere(grid.values == least))
-    place = f"{rows} {down}, " if rows else ""
-    return f"Lowest: {least:.4g} at {place}{columns} {across}."
+    place = f"{rows} {down}, {columns} {across}".removeprefix(" , ")
+    return f"Lowest: {least:.4g} at {place}."

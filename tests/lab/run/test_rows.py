@@ -78,4 +78,4 @@ def test_averaging_begins_once_and_counts_every_later_step():
         nn.init.constant_(model.weight, weight)
         averaging.after_step()
         averaging.after_validation(5.0)
-    assert averaging.evaluated.weight.item() == 2.0
+    assert averaging.mean.weight.item() == 2.0

@@ -44,8 +44,7 @@ def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") 
     _check_devices(recipe, devices, accelerator)
     options: Fields = {"precision": recipe.precision}
     if recipe.precision == "bf16-mixed":
-        device = "cpu" if accelerator == "cpu" else "cuda"
-        options = {"plugins": UnscaledPrecision("bf16-mixed", device)}
+        options = {"plugins": UnscaledPrecision("bf16-mixed", accelerator)}
     if devices > 1:
         options["strategy"] = LocalProcesses()
     try:
@@ -66,7 +65,8 @@ def raised_by_process(error: ProcessRaisedException) -> Exception:
     """
     last = str(error).rpartition("Traceback (most recent call last):\n")[2].rstrip()
     said = re.search(r"^\S.*", last, re.MULTILINE | re.DOTALL)
-    name, _, words = (said.group() if said else last).partition(": ")
+    assert said is not None  # a traceback ends with the error
+    name, _, words = said.group().partition(": ")
     module, _, short = name.rpartition(".")
     kind = getattr(sys.modules.get(module or "builtins"), short, Exception)
     if issubclass(kind, ValueError):
@@ -77,7 +77,7 @@ def raised_by_process(error: ProcessRaisedException) -> Exception:
     if of_system is None:
         return OSError(words)
     number, reason, path = of_system.groups()
-    return OSError(int(number), reason, path) if path else OSError(int(number), reason)
+    return OSError(int(number), reason, *filter(None, [path]))
 
 
 def all_gather(x: Tensor) -> list[Tensor]:
@@ -133,14 +133,11 @@ class UnscaledPrecision(MixedPrecision):
 def _check_devices(recipe: Recipe, devices: int, accelerator: str) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("A run starts its own processes: use `devices`, not torchrun.")
-    if accelerator == "cpu":
-        cores = max(2, os.cpu_count() or 1)
-        if devices > cores:
-            raise ValueError(f"`devices` must be at most the {cores} cores of this machine, got {devices}.")
-    elif accelerator == "cuda" and devices > torch.cuda.device_count():
-        raise ValueError(
-            f"`devices` must be at most the {torch.cuda.device_count()} GPUs here, got {devices}."
-        )
+    cores = max(2, os.cpu_count() or 1)
+    limits = {"cpu": (cores, "cores of this machine"), "cuda": (torch.cuda.device_count(), "GPUs here")}
+    most, what = limits.get(accelerator, (devices, ""))  # Fabric knows what else there is
+    if devices > most:
+        raise ValueError(f"`devices` must be at most the {most} {what}, got {devices}.")
     part_of_batch(recipe, 0, devices)  # which checks that they divide it
 
 

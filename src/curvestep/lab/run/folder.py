@@ -201,19 +201,17 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> Run:
     exist, say): it left nothing to lose.
     """
     folder = Path(folder)
-    rows = [name for name in (METRICS, TRACE, CHECKPOINT) if (folder / name).exists()]
-    status = read_status(folder, {})
-    failed_at_the_start = status.get("status") == FAILED and not status.get("step") and not rows
-    if (folder / CONFIG).exists() and not failed_at_the_start:
+    files = [name for name in (METRICS, TRACE, CHECKPOINT, STATUS) if (folder / name).exists()]
+    status, has_config = read_status(folder, {}), (folder / CONFIG).exists()
+    failed_at_the_start = (status.get("status"), status.get("step"), files) == (FAILED, 0, [STATUS])
+    if has_config and not failed_at_the_start:
         run = Run.load(folder)
         if not resume:
             raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
         check_recipe(run, recipe)
         return run
-    if status:
-        rows.append(STATUS)
-    if rows and not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} has {rows[0]} but no {CONFIG}: it is no run folder. Choose another.")
+    if files and not has_config:
+        raise ValueError(f"{folder} has {files[0]} but no {CONFIG}: it is no run folder. Choose another.")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, add_checksum(to_dict(recipe)))
     return Run(folder=folder, recipe=recipe, status={"status": RUNNING, "step": 0, "seconds": 0.0})

@@ -236,7 +236,7 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
         numbers["perplexity"] = math.exp(min(value, 700.0))
     numbers |= {"grad_norm": stats["grad_norm"], "clipped_percent": 100 * stats["clipped_fraction"]}
     progress.update(session.step, **numbers)
-    if not math.isfinite(value) or not math.isfinite(stats["grad_norm"]):
+    if not math.isfinite(value + stats["grad_norm"]):
         return f"the loss or the gradient is not finite at step {session.step}"
     if value > recipe.diverged_above * session.first_loss:
         return f"the loss passed {recipe.diverged_above:g} times the first one at step {session.step}"
@@ -247,8 +247,8 @@ def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
     """Write a row for each split, of the average where there is one."""
     task, averaging = session.task, session.averaging
     model = session.model
-    if averaging and averaging.evaluated is not session.module:
-        model = averaging.evaluated
+    if averaging and averaging.mean:
+        model = averaging.mean
     model.eval()
     for split in splits:
         values = task.evaluate(model, split, session.fabric.device)
@@ -283,10 +283,10 @@ class _StatusFile:
         train_loss, metrics = math.nan, {}
         if status != RUNNING:
             run = Run.load(self._run.folder)
-            train_loss = math.nan if status == DIVERGED else final_loss(*run.column("loss"))
-            for split in ("valid", "test"):
-                for row in run.rows(split)[-1:]:
-                    metrics[split] = {k: v for k, v in row.items() if k not in ("step", "split")}
+            for row in [*run.rows("valid")[-1:], *run.rows("test")[-1:]]:
+                metrics[row["split"]] = {k: v for k, v in row.items() if k not in ("step", "split")}
+            if status != DIVERGED:
+                train_loss = final_loss(*run.column("loss"))
         write_status(
             self._run.folder,
             status=status,

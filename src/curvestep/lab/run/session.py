@@ -10,6 +10,7 @@ before.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import zipfile
@@ -76,21 +77,20 @@ class Session:
         self.state: Any = None
         self.first_loss: float | None = None
         torch.manual_seed(seed_of(recipe, f"dropout/{fabric.global_rank}"))
-        path = run.folder / CHECKPOINT
+        path, lengths = run.folder / CHECKPOINT, {METRICS: 0, TRACE: 0}
         saved = load_checkpoint(path) if path.exists() else None
-        if saved and saved["data"] != task.data_name:
-            raise ValueError(
-                f"{run.folder} was trained on {saved['data']}, now there is {task.data_name}: it "
-                "cannot be resumed. Choose another folder."
-            )
+        if saved:
+            _check_data(run, saved["data"], task.data_name)
+            lengths = saved["lengths"]
+        self.metrics: RowFile | None = None
         if fabric.is_global_zero:
             for name in (METRICS, TRACE):
-                truncate_rows(run.folder / name, saved["lengths"][name] if saved else 0)
+                truncate_rows(run.folder / name, lengths[name])
+            self.metrics = RowFile(run.folder / METRICS)
         fabric.barrier()
         self.probe = make_probe(recipe, task, self.model, run.trace_path, fabric)
         if saved:
             self._restore(saved)
-        self.metrics = RowFile(run.folder / METRICS) if fabric.is_global_zero else None
 
     def save(self) -> None:
         """Replace the checkpoint by what is true now."""
@@ -111,8 +111,8 @@ class Session:
             **gathered,
             "step": self.step,
             "data": self.task.data_name,
-            "probe": self.probe.state_dict() if self.probe else None,
-            "averaging": self.averaging.state_dict() if self.averaging else None,
+            "probe": self.probe and self.probe.state_dict(),
+            "averaging": self.averaging and self.averaging.state_dict(),
             "first_loss": self.first_loss,
             "lengths": {name: synced_length(self.run.folder / name) for name in (METRICS, TRACE)},
         }
@@ -144,6 +144,14 @@ class Session:
         if rank < len(saved["random"]["cpu"]):
             # A copy: torch crashes on a state that begins inside another tensor's memory.
             set_random_state({name: value[rank].clone() for name, value in saved["random"].items()})
+
+
+def _check_data(run: Run, before: str, now: str) -> None:
+    if before != now:
+        raise ValueError(
+            f"{run.folder} was trained on {before}, now there is {now}: it cannot be resumed. Choose another "
+            "folder."
+        )
 
 
 def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
@@ -286,27 +294,28 @@ class NonMonotoneAveraging:
         """Take note of a validation loss; True where averaging begins now."""
         before, self.losses = self.losses, [*self.losses, float(loss)]
         # Worse than the best of all that are more than ``window`` checks older.
-        if self.average is not None or len(before) <= self.window or loss <= min(before[: -self.window]):
+        older = before[: -self.window]
+        if self.average is not None or loss <= min(older, default=math.inf):
             return False
         self.average = AveragedModel(self._model)
         # As published, the losses of the averaged model are compared among themselves and with the past.
         return True
 
     @property
-    def evaluated(self) -> nn.Module:
-        """The model to validate and keep: the mean once there is one, the model itself before."""
+    def mean(self) -> nn.Module | None:
+        """The model to validate and keep once there is one."""
         if self.average is None or int(self.average.n_averaged) == 0:
-            return self._model
+            return None
         return self.average.module
 
     def state_dict(self) -> Fields:
         """All that a resumed run needs."""
-        average = None if self.average is None else self.average.state_dict()
+        average = self.average and self.average.state_dict()
         return {"losses": list(self.losses), "average": average}
 
     def load_state_dict(self, state: Fields) -> None:
         """Continue from `state_dict`."""
-        self.losses = [float(loss) for loss in state["losses"]]
+        self.losses = list(state["losses"])
         self.average = None
         if state["average"] is not None:
             self.average = AveragedModel(self._model)
