@@ -167,23 +167,22 @@ def write_results(page: Page) -> list[Claim]:
     with tempfile.TemporaryDirectory() as folder:
         plan = make_plan(page.scale)
         if page.scale != "laptop":  # what needs no training is the same at every scale
-            plan = replace(plan, figures=tuple(figure for figure in plan.figures if not figure.experiment))
+            trained = tuple(figure for figure in plan.figures if any(figure.runs(page.scale)))
+            plan = replace(plan, figures=trained)
         kept = load_kept(plan, page.archives, Path(folder))
         results = kept.results
         for figure in plan.figures:
-            if figure.experiment:
-                figure.experiment(results.folder, False)
-        drawn = draw_all(results, progress=False)
+            figure.experiment(results.folder, False)
+        drawn = draw_all(results, progress=False, folder=results.folder)
         for line in (*kept.damaged, *drawn.failures):
             print(line)
         shown = []
         for old in IMAGES.glob(f"{page.name}-*.png"):
             old.unlink()
-        for picture in drawn.entries:
-            if picture["name"] in page.pictures:
-                name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
-                shutil.copy(results.folder / picture["png"], IMAGES / name)
-                shown.append(f"![{picture['title']}](images/{name})")
+        for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
+            name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
+            shutil.copy(results.folder / picture["png"], IMAGES / name)
+            shown.append(f"![{picture['title']}](images/{name})")
         found = f"{kept.about} {missing_words(plan.runs, results.runs)}".rstrip()
         file = DOCS / "results" / f"{page.name}.md"
         fill(file, found=found, runs=runs_table(results), figures="\n\n".join(shown))

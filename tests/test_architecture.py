@@ -43,7 +43,16 @@ LIBRARY = {
     "autopsy",
     "loaders",
 }
-LAB = {"lab.recipes", "lab.sweep_map", "lab.progress", "lab.jobs", "lab.data", "lab.models", "lab.tasks"}
+LAB = {
+    "lab.recipes",
+    "lab.sweep_map",
+    "lab.progress",
+    "lab.jobs",
+    "lab.data",
+    "lab.models",
+    "lab.tasks",
+    "lab.cost",
+}
 USES = {
     "_checks": set(),
     "_files": set(),
@@ -90,7 +99,8 @@ USES = {
     "lab.jobs": {"lab.progress"},
     "lab.data": {"lab.progress"},
     "lab.models": set(),
-    "lab.tasks": {"lab.recipes", "lab.data", "lab.models", *LIBRARY},
+    "lab.tasks": {"lab.recipes", "lab.progress", "lab.data", "lab.models", *LIBRARY},
+    "lab.cost": {"lab.recipes", "lab.progress", "lab.models", "lab.tasks"},
     "lab.run": {*LAB, *LIBRARY},
     "lab.report": {*LAB, "lab.run", *LIBRARY},
     "lab.grid": {*LAB, "lab.run", *LIBRARY},

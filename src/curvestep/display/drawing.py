@@ -228,11 +228,15 @@ def log_axes(panel: Axes, *, x: bool = True, y: bool = True) -> None:
 
 
 class _Ticks(LogLocator):
-    """1, 2 and 5 in each decade; over more than two decades only 1."""
+    """1, 2 and 5 in each decade; over more than two decades only 1, in a part of one few."""
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         if vmin > 0 and vmax / vmin > 200:
             self.set_params(subs=(1.0,), numticks=8)
         else:
             self.set_params(subs=(1.0, 2.0, 5.0), numticks=15)
-        return super().tick_values(vmin, vmax)
+        ticks = super().tick_values(vmin, vmax)
+        if vmin > 0 and vmax / vmin > 4:
+            return ticks
+        inside = [tick for tick in ticks if vmin <= tick <= vmax]
+        return inside[:: 1 + len(inside) // 5]

@@ -7,10 +7,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from curvestep.display.drawing import save
 from curvestep.lab.paper.fig7_synthetic import (
+    _DRAW,
     RULES,
     SyntheticConfig,
-    draw_synthetic,
     growth,
     load_synthetic,
     run_synthetic,
@@ -159,7 +160,9 @@ def test_what_a_fixed_step_loses_grows_with_M_as_predicted_over_three_decades():
 def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
     for name in ("config.json", "numbers.npz"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    paths = draw_synthetic(tmp_path)
+    saved = load_synthetic(tmp_path)
+    drawn = [save(draw(*saved, title), tmp_path / name) for name, (draw, title, _) in _DRAW.items()]
+    paths = [path for pair in drawn for path in pair]
     assert {path.name for path in paths} == {
         f"{name}.{kind}" for name in ("fig7", "fig7_jittered", "fig7_growth") for kind in ("png", "svg")
     }
@@ -169,23 +172,3 @@ def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
     text = (tmp_path / "fig7.svg").read_text()
     assert "(f) clipped GD, |f′(x)| = 4|x|³" in text
     assert text.count("step size 0.000305, best") == 1
-
-
-def test_drawing_without_numbers_says_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match="Call `run_synthetic` on it first"):
-        draw_synthetic(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(max_norm=-1.0), "`max_norm` must be positive"),
-        (dict(x0=math.nan), "`x0` must be finite"),
-        (dict(num_steps=0), "`num_steps` must be a whole number"),
-        (dict(L0=0.0), "`L0` must be positive"),
-        (dict(num_M=1), "`num_M` must be a whole number of at least 2"),
-    ],
-)
-def test_bad_config_is_named(change, words):
-    with pytest.raises(ValueError, match=words):
-        SyntheticConfig(**change)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -27,43 +27,38 @@ from curvestep.lab.paper.legend import (
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.style import (
     LETTERS,
+    PANEL,
     SMALL_PANEL,
     TITLE_CHARACTERS,
     described,
     lettered,
-    loaded,
     setting,
 )
 from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
 from curvestep.lab.run.folder import Run
 
-Runs = Run | str | Path | Sequence[Run]
 ROOM = 1.05  # a linear axis ends this far beyond its largest point
 
 
 def scatter(
-    runs: Sequence[Runs],
+    settings: Sequence[Sequence[Run]],
     *,
     title: str = "Smoothness against gradient norm",
-    log: Sequence[bool] = (),
+    linear: Sequence[int] = (),
     letters: str = LETTERS,
 ) -> Figure:
     """One panel a setting, each on axes of its own.
 
     Args:
-        runs: For each panel a run, a run folder with a trace, or the seeds of one setting.
+        settings: For each panel the seeds of one setting.
         title: Title of the figure.
-        log: Logarithmic axes for each panel; default for all.
+        linear: Panels with linear axes.
         letters: Of the panels; default (a), (b), … where there are several.
     """
-    found = [[loaded(run)] if isinstance(run, (Run, str, Path)) else list(run) for run in runs]
-    if not found:
-        raise ValueError("`runs` must be at least one run folder, got none.")
-    scales = log or [True] * len(found)
-    charts = [scatter_chart(seeds, log=scale) for seeds, scale in zip(found, scales, strict=True)]
-    everything = [run for seeds in found for run in seeds]
-    return described(lettered(charts, letters), everything, title=title, columns=3, size=SMALL_PANEL)
+    charts = [scatter_chart(runs, log=panel not in linear) for panel, runs in enumerate(settings)]
+    size = SMALL_PANEL if len(charts) > 1 else PANEL
+    return described(lettered(charts, letters), list(chain(*settings)), title=title, columns=3, size=size)
 
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
@@ -75,10 +70,8 @@ def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
     if len(steps) == 0:
         return Chart("scatter", setting(runs[0]), *axes, words="nothing was measured")
     if not log:
-        axes = (
-            Axis(GRADIENT, range=(0.0, ROOM * float(norms.max()))),
-            Axis(SMOOTHNESS, range=(0.0, ROOM * float(smoothness.max()))),
-        )
+        ends = [(0.0, ROOM * float(values.max())) for values in (norms, smoothness)]
+        axes = Axis(GRADIENT, range=ends[0]), Axis(SMOOTHNESS, range=ends[1])
     points = Series("", norms, smoothness, dash="", mark="circle", shade=steps)
     title = textwrap.fill(setting(runs[0]), TITLE_CHARACTERS)
     return Chart("scatter", f"{title}{_correlation_words(runs)}", *axes, (points,))
@@ -100,21 +93,20 @@ def _shown(*settings: str) -> Callable[[Results, str], Figure]:
     def draw(results: Results, title: str) -> Figure:
         found = results.there(settings)
         letters = "".join(LETTERS[settings.index(setting)] for setting in found)
-        panels = [results.shown(setting) for setting in found]
-        return scatter(panels, title=title, letters=letters if len(settings) > 1 else LETTERS)
+        return scatter(list(map(results.shown, found)), title=title, letters=letters)
 
     return draw
 
 
-_FIG5 = {BY_HAND: "a", LONG: "b"}
+def _draw_one(results: Results, title: str) -> Figure:
+    return scatter([results.shown(BY_HAND)], title=title)
 
 
 def _draw_linear_and_long(results: Results, title: str) -> Figure:
-    """Figure 1 on linear axes; the longer run beside it where there is one."""
+    """Figure 1 on linear axes, the panel (a); the longer run beside it where there is one."""
+    results.shown(BY_HAND)  # an error without it: (a) is the first panel
     found = results.there([BY_HAND, LONG])
-    letters = "".join(_FIG5[setting] for setting in found)
-    logs = [setting == LONG for setting in found]
-    return scatter([results.shown(setting) for setting in found], title=title, log=logs, letters=letters)
+    return scatter(list(map(results.shown, found)), title=title, linear=[0], letters="ab")
 
 
 FIG1 = PaperFigure(
@@ -125,7 +117,7 @@ FIG1 = PaperFigure(
             name="fig1",
             title="Figure 1: smoothness against gradient norm, language model",
             caption="A point is a measurement along training; later ones are lighter.",
-            draw=_shown(BY_HAND),
+            draw=_draw_one,
         ),
     ),
 )

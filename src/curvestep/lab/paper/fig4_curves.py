@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -28,12 +27,13 @@ from curvestep.lab.paper.legend import (
     trained_name,
 )
 from curvestep.lab.paper.plan import PaperFigure, Picture, Planned, Results
-from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, length_words, lettered, loaded
-from curvestep.lab.recipes import LanguageRecipe, with_fields
+from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, length_words, lettered
+from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
 
 TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
+MARKED_POINTS = 12  # points up to which a curve has marks
 SMOOTHING, PARTS = 20, 200  # the running mean of the training loss: steps, or a part of a long run
 
 
@@ -45,7 +45,7 @@ class Curve:
         label: The setting in words.
         steps: Iterations that all seeds reached, ascending.
         values: One row a seed, shaped (seeds, steps).
-        diverged: Where on the axis seeds diverged.
+        diverged: Where on the axis seeds diverged, the last first.
         colour: Number in the palette, by learning rate and momentum.
         dash: Solid with clipping, dashed without; dotted where the learning rate drops.
     """
@@ -57,8 +57,15 @@ class Curve:
     colour: int = 0
     dash: str = "solid"
 
+    @property
+    def name(self) -> str:
+        """The label, and how many seeds diverged."""
+        if not self.diverged:
+            return self.label
+        return f"{self.label} ({len(self.diverged)} of {len(self.values)} diverge)"
 
-def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and without clipping") -> Figure:
+
+def curves(runs: Sequence[Run], *, title: str = "Training with and without clipping") -> Figure:
     """A row of two panels for each task: training loss, and what the paper shows beside it.
 
     For a language model that is the validation loss, for images the test accuracy. A line is the mean over
@@ -66,22 +73,26 @@ def curves(runs: Sequence[Run | str | Path], *, title: str = "Training with and 
     Colours are learning rates; lines are solid with clipping and dashed without. Runs may be of both tasks,
     of any settings and seeds.
     """
-    found = [loaded(run) for run in runs]
-    if not found:
-        raise ValueError("`runs` must be at least one run folder, got none.")
-    charts, letters = [], ""
-    for language in (True, False):
-        task = [run for run in found if isinstance(run.recipe, LanguageRecipe) == language]
-        if not task:
-            continue
-        column, split, label = ("accuracy", "test", "test accuracy (%)")
-        letters += "ab" if language else "cd"
-        if language:
-            column, split, label = ("loss", "valid", "validation loss")
-        charts.append(loss_chart(task, title=f"{task[0].recipe.name}: training loss"))
-        title_beside = f"{task[0].recipe.name}: {label.removesuffix(' (%)')}"
-        charts.append(curve_chart(gather(task, column, split), label, title=title_beside, time=time_of(task)))
-    return described(lettered(charts, letters), found, title=title)
+    charts: list[Chart] = []
+    for kind, beside in _BESIDE.items():
+        task = [run for run in runs if isinstance(run.recipe, kind)]
+        if task:
+            charts += lettered(_task_charts(task, *beside), beside[0])
+    return described(charts, runs, title=title)
+
+
+# Letters of the paper, and what it shows beside the training loss: column, split and title, and the unit.
+_BESIDE = {
+    LanguageRecipe: ("ab", "loss", "valid", "validation loss", ""),
+    ImageRecipe: ("cd", "accuracy", "test", "test accuracy", " (%)"),
+}
+
+
+def _task_charts(runs: Sequence[Run], _: str, column: str, split: str, name: str, unit: str) -> list[Chart]:
+    """Training loss of the runs of one task, and what stands beside it."""
+    task, held_out = runs[0].recipe.name, gather(runs, column, split)
+    beside = curve_chart(held_out, f"{name}{unit}", title=f"{task}: {name}", time=time_of(runs))
+    return [loss_chart(runs, title=f"{task}: training loss"), beside]
 
 
 def time_of(runs: Sequence[Run]) -> str:
@@ -89,9 +100,9 @@ def time_of(runs: Sequence[Run]) -> str:
     return "epoch" if all(run.recipe.epochs for run in runs) else "iteration"
 
 
-def _times(run: Run, steps: np.ndarray, time: str) -> np.ndarray:
-    """Steps in the unit of the axis."""
-    return steps * run.recipe.epochs / steps_of(run.recipe) if time == "epoch" else steps
+def _unit_of(runs: Sequence[Run]) -> float:
+    """Steps that the unit of the axis has: those of an epoch, or one."""
+    return steps_of(runs[0].recipe) / runs[0].recipe.epochs if time_of(runs) == "epoch" else 1
 
 
 def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) -> list[Curve]:
@@ -99,20 +110,19 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(run.recipe.label, []).append(run)
-    time, found = time_of(runs), []
+    unit, found = _unit_of(runs), []
     for label, own in settings.items():
         series = [running_mean(*run.column(column, split), smoothing) for run in own]
-        ends = [(run, np.array([run.status["step"]])) for run in own if run.status.get("status") == DIVERGED]
-        diverged = tuple(float(_times(run, end, time)[0]) for run, end in ends)
+        ends = [run.status["step"] / unit for run in own if run.status["status"] == DIVERGED]
         steps, values = on_common_steps(series)
         recipe = own[0].recipe
         looks = ("dashdot", "dot") if recipe.lr_drops else ("solid", "dash")
         found.append(
             Curve(
                 label=f"{label}{_unended(own)}",
-                steps=_times(own[0], steps, time),
+                steps=steps / unit,
                 values=values,
-                diverged=diverged,
+                diverged=tuple(sorted(ends, reverse=True)),
                 colour=colour_of(recipe),
                 dash=looks[recipe.max_norm == math.inf],
             )
@@ -142,25 +152,27 @@ def curve_chart(
     The axis ends above the peak of the middle one of the curves that did not diverge, and above the end of
     each: neither a spike nor a run that exploded decides it.
     """
-    calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
-    limits = None
-    if calm and not log:
-        low = min(values.min() for values in calm)
-        high = max(np.median([values.max() for values in calm]), *(values[-1] for values in calm))
-        limits = low - 0.05 * (high - low), high + 0.15 * (high - low)
+    limits = None if log else _limits(found)
     series = []
     for curve in found:
-        name, look = curve.label, {"colour": curve.colour, "dash": curve.dash}
-        if curve.diverged:
-            name += f" ({len(curve.diverged)} of {len(curve.values)} diverge)"
-        name = textwrap.fill(name, LEGEND_CHARACTERS)
-        few = "circle" if 0 < len(curve.steps) < 12 else ""
-        values = curve.values if len(curve.steps) else np.zeros((1, 0))
-        series.append(over_seeds(name, curve.steps, values, mark=few, **look))
-        if curve.diverged and limits is not None:
-            at = np.array([max(curve.diverged)]), np.array([limits[1]])
+        mark = "circle" if len(curve.steps) < MARKED_POINTS else ""
+        name = textwrap.fill(curve.name, LEGEND_CHARACTERS)
+        look = {"colour": curve.colour, "dash": curve.dash, "mark": mark}
+        series.append(over_seeds(name, curve.steps, curve.values, **look))
+        if curve.diverged and limits:
+            at = np.array(curve.diverged[:1]), np.array([limits[1]])
             series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))
     return Chart("curves", title, Axis(time), Axis(label, log=log, range=limits), tuple(series))
+
+
+def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
+    """The range of the axis; None where nothing was drawn or all diverged."""
+    calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
+    if not calm:
+        return None
+    low = min(values.min() for values in calm)
+    high = max(np.median([values.max() for values in calm]), *(values[-1] for values in calm))
+    return low - 0.05 * (high - low), high + 0.15 * (high - low)
 
 
 # The runs and the pictures

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from matplotlib.figure import Figure
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
 from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, LONGER, PAPER_MEASURED, SHOWN_SEED, SMALL_LSTM
 from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
-from curvestep.lab.paper.style import described, lettered, loaded
+from curvestep.lab.paper.style import described, lettered
+from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
@@ -28,7 +28,7 @@ class Agreement:
         steps: Iterations at which both were measured.
         part: Estimates from a part of the data.
         whole: Estimates from all of it.
-        correlation: Pearson correlation of the logarithms; NaN for fewer than three points.
+        correlation: Pearson correlation of the logarithms.
         ratio: Median of ``part / whole``.
         errors: Median, and 90 % quantile, of the relative error ``|part / whole - 1|``.
     """
@@ -41,13 +41,12 @@ class Agreement:
     errors: tuple[float, float]
 
 
-def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str = "") -> Figure:
+def data_fraction(part: Run, whole: Run, *, title: str = "") -> Figure:
     """Above, estimates from a part and the whole of the data over the iterations; below, against each other.
 
     The two runs must be the same training with another ``probe_data``: measuring does not change a run, so
     they pass through the same parameters.
     """
-    part, whole = loaded(part), loaded(whole)
     names = share(part), share(whole)
     above, below = [], []
     for found, label in zip(agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
@@ -59,7 +58,7 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
         axes = Axis("iteration"), Axis(label, log=True)
         above.append(Chart("over-time", f"{quantity} over training", *axes, series))
         points = Series("iterates", found.whole, found.part, dash="", mark="circle", shade=found.steps)
-        ends = np.array([found.whole.min(), found.whole.max()]) if len(found.steps) else np.array([])
+        ends = np.array([found.whole.min(), found.whole.max()])
         equal = Series("equal", ends, ends, colour="soft", weight=THIN)
         axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
         words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
@@ -70,14 +69,12 @@ def data_fraction(part: Run | str | Path, whole: Run | str | Path, *, title: str
 
 def share(run: Run) -> str:
     """On how much of the training data the run's probe measured, in words."""
-    if run.recipe.probe_data == 0:
-        return "the batch"
-    return "all data" if run.recipe.probe_data == 1 else f"{run.recipe.probe_data:.0%} of the data"
+    words = {0.0: "the batch", 1.0: "all data"}
+    return words.get(run.recipe.probe_data, f"{run.recipe.probe_data:.0%} of the data")
 
 
-def agreement(part: Run | str | Path, whole: Run | str | Path) -> tuple[Agreement, Agreement]:
+def agreement(part: Run, whole: Run) -> tuple[Agreement, Agreement]:
     """How well the estimates of gradient norm and of smoothness agree, at the steps that both measured."""
-    part, whole = loaded(part), loaded(whole)
     if part.recipe.label != whole.recipe.label or part.recipe.seed != whole.recipe.seed:
         raise ValueError(
             f"`part` and `whole` must be the same training, got {part.recipe.label} with seed "
@@ -90,18 +87,29 @@ def agreement(part: Run | str | Path, whole: Run | str | Path) -> tuple[Agreemen
 
 
 def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreement:
-    enough = len(steps) > 2
-    correlation = float(np.corrcoef(np.log(part), np.log(whole))[0, 1]) if enough else np.nan
-    ratio = float(np.median(part / whole)) if len(steps) else np.nan
-    middle, most = np.quantile(np.abs(part / whole - 1), [0.5, 0.9]) if len(steps) else (np.nan, np.nan)
+    if len(steps) < 3:
+        raise MissingRuns(f"{len(steps)} steps were measured by both runs, 3 are needed")
+    middle, most = np.quantile(np.abs(part / whole - 1), [0.5, 0.9])
     return Agreement(
         steps=steps,
         part=part,
         whole=whole,
-        correlation=correlation,
-        ratio=ratio,
+        correlation=float(np.corrcoef(np.log(part), np.log(whole))[0, 1]),
+        ratio=float(np.median(part / whole)),
         errors=(float(middle), float(most)),
     )
+
+
+_SMALL_MODEL: dict[str, Any] = {**SMALL_LSTM, "eval_every": 0}
+_SHARE_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "laptop": (
+        "ptb-lstm",
+        {**_SMALL_MODEL, "seed": SHOWN_SEED, "num_words": 100_000, "steps": 120, "probe_every": 10},
+    ),
+    "longer": ("ptb-lstm", {**_SMALL_MODEL, "steps": 300, "probe_every": 25}),
+    "epoch": ("ptb-awd-lstm", {"steps": 460, "probe_pieces": 0, "probe_every": 228}),
+    "paper": ("ptb-awd-lstm", {**PAPER_MEASURED, "probe_every": 60}),
+}
 
 
 def share_runs(scale: str) -> list[Planned]:
@@ -110,18 +118,10 @@ def share_runs(scale: str) -> list[Planned]:
     At laptop scale the text is the first 100,000 words: with all of PTB one gradient takes half a minute.
     The longer one has all of PTB. At the scale ``epoch`` AWD-LSTM is measured at three points.
     """
+    model, fields = _SHARE_RUNS[scale]
     found = LANGUAGE[BY_HAND]
-    seed = SHOWN_SEED if scale == "laptop" else LONGER[1]
-    fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "seed": seed}
-    if scale == "epoch":
-        fields |= {"steps": 460, "probe_pieces": 0, "probe_every": 228, "fractions": (0.5,)}
-        recipe = get_recipe("ptb-awd-lstm", scale, **fields)
-    elif scale == "paper":
-        recipe = get_recipe("ptb-awd-lstm", scale, **{**PAPER_MEASURED, **fields, "probe_every": 60})
-    else:
-        fields |= {**SMALL_LSTM, "fractions": (0.5,), "eval_every": 0}
-        length = {"num_words": 100_000, "steps": 120} if scale == "laptop" else {"steps": 300}
-        recipe = get_recipe("ptb-lstm", scale, probe_every=length["steps"] // 12, **length, **fields)
+    common = {"seed": LONGER[1], "lr": found.lr, "max_norm": found.max_norm, "fractions": (0.5,)}
+    recipe = get_recipe(model, scale, **(common | fields))
     return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in DATA_SHARES.items()]
 
 

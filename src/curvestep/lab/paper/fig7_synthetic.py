@@ -18,10 +18,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from curvestep._checks import check_count, check_positive
 from curvestep._files import write_atomically
 from curvestep.display.chart import NUM_COLOURS, THIN, Axis, Chart, Series
-from curvestep.display.drawing import figure_of, save
+from curvestep.display.drawing import figure_of
 from curvestep.display.results import level
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.style import PANEL, SMALL_PANEL, lettered
@@ -82,14 +81,6 @@ class SyntheticConfig:
     num_decades: float = 3.0
     num_M: int = 13
 
-    def __post_init__(self) -> None:
-        sizes = "gd_lr", "clipped_lr", "max_norm", "jitter", "L0", "L1", "smallest_growth", "num_decades"
-        for name in sizes:
-            check_positive(name, getattr(self, name))
-        for name, least in (("num_steps", 2), ("num_halvings", 1), ("num_starts", 1), ("num_M", 2)):
-            check_count(name, getattr(self, name), least=least)
-        Quartic().check_start(self.x0)
-
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -143,8 +134,11 @@ class SyntheticResult:
     table: tuple[ComparisonRow, ...]
 
 
+PAPERS_CONFIG = SyntheticConfig()
+
+
 def run_synthetic(
-    folder: Path, *, progress: bool = True, config: SyntheticConfig | None = None
+    folder: Path, *, progress: bool = True, config: SyntheticConfig = PAPERS_CONFIG
 ) -> SyntheticResult:
     """Run the experiment and save what it was made with and its numbers: ``config.json``, ``numbers.npz``.
 
@@ -153,8 +147,6 @@ def run_synthetic(
         progress: Show how far it is: a bar, or a line for each part without a terminal.
         config: What to run; the paper's settings if not given.
     """
-    config = config or SyntheticConfig()
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
     numbers: dict[str, Array] = {}
@@ -171,12 +163,6 @@ def run_synthetic(
 
 def load_synthetic(folder: Path) -> tuple[SyntheticResult, dict[str, Array]]:
     """Results that :func:`run_synthetic` saved: the summary and the arrays."""
-    folder = Path(folder)
-    missing = [name for name in (CONFIG, NUMBERS) if not (folder / name).exists()]
-    if missing:
-        raise FileNotFoundError(
-            f"`folder` {folder} lacks {', '.join(missing)}. Call `run_synthetic` on it first."
-        )
     with np.load(folder / NUMBERS, allow_pickle=False) as arrays:
         numbers = dict(arrays)
     return summarize(SyntheticConfig(**read_json(folder / CONFIG)), numbers), numbers
@@ -215,14 +201,16 @@ def growth(config: SyntheticConfig) -> dict[str, Array]:
     L0, L1 = config.L0, config.L1
     growths = config.smallest_growth * np.logspace(0, config.num_decades, config.num_M)
     Ms, eps = growths * L0 / L1, min(L0 / 4, config.smallest_growth * L0 / L1 / 2)
-    gaps = [max(wall_height(M, L0=L0, L1=L1), 1.25 * eps) for M in Ms]
-    numbers: list[dict[str, Any]] = [dict(L0=L0, L1=L1, gap=gap, eps=eps) for gap in gaps]
-    pairs = [lower_bound_pair(**n, M=M) for n, M in zip(numbers, Ms, strict=True)]
-    clipped = theorem3(**numbers[0], version="sharp").hyperparameters
-    lr, max_norm = float(clipped["lr"]), float(clipped["max_norm"])
-    lower = [theorem4(**n, M=M).bound for n, M in zip(numbers, Ms, strict=True)]
-    fixed_upper = [theorem6(**n, M=M, version="sharp").bound for n, M in zip(numbers, Ms, strict=True)]
-    clipped_upper = [theorem3(**n, version="sharp").bound for n in numbers]
+    pairs, lower, fixed_upper, guarantees = [], [], [], []
+    for M in Ms:
+        gap = max(wall_height(M, L0=L0, L1=L1), 1.25 * eps)
+        numbers: dict[str, Any] = dict(L0=L0, L1=L1, gap=gap, eps=eps)
+        pairs.append(lower_bound_pair(**numbers, M=M))
+        lower.append(theorem4(**numbers, M=M).bound)
+        fixed_upper.append(theorem6(**numbers, M=M, version="sharp").bound)
+        guarantees.append(theorem3(**numbers, version="sharp"))
+    clipped_upper = [guarantee.bound for guarantee in guarantees]
+    lr, max_norm = (float(guarantees[0].hyperparameters[name]) for name in ("lr", "max_norm"))
     fixed = FixedStep(lr=NEAR_LARGEST[:, None] * [pair.largest_step for pair in pairs])
     rules: list[tuple[StepRule, float]] = [
         (fixed, 1.2 * max(lower)),
@@ -239,7 +227,7 @@ def growth(config: SyntheticConfig) -> dict[str, Array]:
             runs = descend(problem, rule, np.array(starts), num, eps=eps, every=num, until_hit=True)
             hits.append(np.asarray(runs.hits))
         slower = np.maximum(*hits)
-        iterations.append(slower.min(axis=0) if slower.ndim == 2 else slower)
+        iterations.append(np.atleast_2d(slower).min(axis=0))  # of several fixed steps the best
     return {
         "M": Ms,
         "iterations": np.array(iterations),
@@ -329,7 +317,7 @@ def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array], title:
             with np.errstate(over="ignore", invalid="ignore"):
                 values = quantity(numbers[f"{name}_points"])
             series = _step_sizes(numbers[f"{name}_lrs"], values, getattr(result, f"{name}_best_lr"))
-            if charts and len(charts) % len(quantities):  # one legend a row
+            if label != "|x|":  # one legend a row
                 series = tuple(replace(one, name="") for one in series)
             charts.append(Chart(name, f"{method}, {label}", Axis("iteration"), Axis("", log=True), series))
     note = (
@@ -446,13 +434,6 @@ _DRAW: dict[str, tuple[Draw, str, str]] = {
 }
 
 
-def draw_synthetic(folder: Path) -> list[Path]:
-    """Draw every picture of the experiment in ``folder``, beside its numbers; the PNG and SVG files."""
-    saved = load_synthetic(folder)
-    drawn = [save(draw(*saved, title), folder / name) for name, (draw, title, _) in _DRAW.items()]
-    return [path for paths in drawn for path in paths]
-
-
 def _picture(name: str) -> Picture:
     draw, title, caption = _DRAW[name]
 
@@ -470,9 +451,10 @@ def run_once(folder: Path, progress: bool) -> None:
 
 def summary_of(results: Results) -> SyntheticResult:
     """The numbers of the experiment."""
-    if not (results.folder / FOLDER).exists():
-        raise MissingRuns("the synthetic experiment has not been run")
-    return load_synthetic(results.folder / FOLDER)[0]
+    try:
+        return load_synthetic(results.folder / FOLDER)[0]
+    except FileNotFoundError:
+        raise MissingRuns("the synthetic experiment has not been run") from None
 
 
 FIG7 = PaperFigure(

@@ -3,18 +3,20 @@ r"""GD against clipped GD on the 2-layer LSTM: figure 8 of the paper, and its qu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT
 from curvestep.display.results import on_common_steps, running_mean
-from curvestep.lab.paper.fig1_scatter import Runs, scatter_chart
+from curvestep.lab.paper.fig1_scatter import scatter_chart
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
 from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, legend_runs
 from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
-from curvestep.lab.paper.style import colour_of, described, lettered, loaded
+from curvestep.lab.paper.style import colour_of, described, lettered
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
@@ -46,13 +48,13 @@ class Comparison:
     measured: float
 
 
-def compare(gd: Run | str | Path, clipped: Run | str | Path) -> Comparison:
+def compare(gd: Run, clipped: Run) -> Comparison:
     """The quantitative comparison of the paper, from the traces of two runs."""
-    gd, clipped = loaded(gd), loaded(clipped)
     gd_fit, clipped_fit = gd.fit, clipped.fit
     (gd_steps, gd_norms, _), (steps, norms, _) = measured(gd), measured(clipped)
     largest = gd_fit.L0 + gd_fit.L1 * float(gd_norms.max())
-    printed = largest / clipped_fit.L0 if clipped_fit.L0 > 0 else math.inf
+    with np.errstate(divide="ignore"):
+        printed = float(np.divide(largest, clipped_fit.L0))
     end = min(gd_steps.max(), steps.max())
     ratio = float(gd_norms[gd_steps <= end].mean() / norms[steps <= end].mean())
     return Comparison(
@@ -64,10 +66,9 @@ def compare(gd: Run | str | Path, clipped: Run | str | Path) -> Comparison:
     )
 
 
-def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
-    """Gradient norm and loss over the iterations, and a scatter of each; a run of both, or the same seeds."""
-    sides = [[loaded(side)] if isinstance(side, (Run, str, Path)) else list(side) for side in (gd, clipped)]
-    runs = [run for side in sides for run in side]
+def lstm_gd(*sides: Sequence[Run], title: str = "GD against clipped GD on the 2-layer LSTM") -> Figure:
+    """Gradient norm and loss over the iterations, and a scatter of each: seeds of GD, seeds of clipped GD."""
+    runs = list(chain(*sides))
     norms = []
     for side in sides:
         steps, values = on_common_steps(
@@ -78,9 +79,8 @@ def lstm_gd(gd: Runs, clipped: Runs, *, title: str = "") -> Figure:
     charts = [
         curve_chart(norms, GRADIENT, title=f"gradient norm, mean of {ROWS} rows", log=True),
         loss_chart(runs),
-        *(scatter_chart(side) for side in sides),
+        *map(scatter_chart, sides),
     ]
-    title = title or "GD against clipped GD on the 2-layer LSTM"
     return described(lettered(charts), runs, title=title)
 
 
@@ -89,9 +89,8 @@ def two_layer_settings(scale: str) -> tuple[str, str]:
 
     The longer runs have lr 30 in place of the paper's 10; at larger scales the legend's names are AWD-LSTM's.
     """
-    if scale in ("epoch", "paper"):
-        return "lstm-lr2", "lstm-lr10clip0.25"
-    return SETTINGS if scale == "laptop" else (SETTINGS[0], BY_HAND)
+    at_size = "lstm-lr2", "lstm-lr10clip0.25"
+    return {"laptop": SETTINGS, "longer": (SETTINGS[0], BY_HAND)}.get(scale, at_size)
 
 
 def two_layer_runs(scale: str) -> list[Planned]:

@@ -12,6 +12,7 @@ import shutil
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from curvestep._files import dump_json
@@ -80,15 +81,14 @@ def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False)
 def load_kept(plan: Plan, source: Path, folder: Path) -> KeptRuns:
     """Unpack the archives in ``source`` into ``folder`` and read the runs of the plan; the lost are named."""
     runs = folder / "runs"
-    damaged = [line for archive in sorted(source.glob("*.tar.xz")) for line in _unpack(archive, runs)]
-    there = {path.parent.name: path.parent for path in sorted(runs.rglob(CONFIG))}
-    damaged += [line for path in there.values() for line in _damage(path)]
-    found = {name: path for name, path in there.items() if path.exists()}
-    placed = tuple(
-        replace(run, place=str(found[run.name].parent.relative_to(runs))) if run.name in found else run
-        for run in plan.runs
-    )
-    commits = {name: _commit(path) for name, path in found.items()}
+    damaged = [*chain.from_iterable(_unpack(archive, runs) for archive in sorted(source.glob("*.tar.xz")))]
+    damaged += chain.from_iterable(_damage(config.parent) for config in sorted(runs.rglob(CONFIG)))
+    places, commits = {}, {}
+    for config in runs.rglob(CONFIG):
+        name = config.parent.name
+        places[name] = str(config.parent.parent.relative_to(runs))
+        commits[name] = _commit(config.parent)
+    placed = tuple(replace(run, place=places.get(run.name, "")) for run in plan.runs)
     results = Results(replace(plan, runs=placed), folder)
     return KeptRuns(results=results, damaged=tuple(damaged), commits=commits)
 

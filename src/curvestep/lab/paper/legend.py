@@ -13,22 +13,12 @@ from curvestep.lab.recipes import Recipe, get_recipe, with_fields
 SHOWN_SEED = 10  # where there is room for one run, at laptop scale
 
 # THE PROTOCOL. Fixed before the seeds that decide are run; what chose it were development seeds from 90 on.
-# The rule of the verdicts is at the top of claims.py, what figures 2 and 3 compare at the top of
-# fig1_scatter.py. At laptop scale it is the third: the first compared exponents without a control where all
-# steps are clipped (seeds 0 to 4); the second, with the rule that still stands, measured the language model
-# half as often on twice the text (seeds 5 to 9), and left figure 2 to rounding. On seeds 90 to 95 the
-# difference of its exponents spread by 0.21 with a row every 10 steps and by 0.10 with one every 5, at the
-# same cost. This one has seeds 10 to 14. Of the longer runs, with seeds 0 to 2, nothing had been looked at
-# when the rule was written.
-#
-# For the measured runs on images it is the fourth (seeds 15 to 19). On seeds 10 to 14 figure 3 could not be
-# told: the control of momentum was known to ±0.4 only, and the elasticity inside its steps, along which the
-# gradient norm changes by a hundredth, spread by 0.84 from seed to seed with 20 rows on 256 images. On seeds
-# 90 to 92 it spread by 0.57 with 40 rows on 128 images, by 0.28 with 60 on 70, at the same cost (rank
-# correlations by 0.13, 0.21 and 0.13). So rows are on 60 images, with momentum six times as many as before,
-# with clipping, where the elasticity spreads by 0.12, twice; and the rule got its third point
-# (fig1_scatter.py). Knowing the top of the spectrum would hardly narrow the control: its limits depend on the
-# bottom and on the noise as much.
+# The rule of the verdicts is at the top of verdicts/claims.py. At laptop scale it is the third protocol: the
+# first compared exponents without a control (seeds 0 to 4), the second measured half as often on twice the
+# text (seeds 5 to 9), which spread twice as much on seeds 90 to 95. This one has seeds 10 to 14. For the
+# measured runs on images it is the fourth (seeds 15 to 19): on seeds 10 to 14 too few rows left figure 3
+# undecided, and on seeds 90 to 92 many rows on 60 images spread least at the same cost. Of the longer runs,
+# with seeds 0 to 2, nothing had been looked at when the rule was written.
 #
 # laptop: LSTM 64/100, tied, on PTB cut to its 2,000 most frequent words, 20 streams of 35; 400 steps,
 # measured every 5 on a fixed oracle of 4 batches (2,800 words), at 0.1, 1/2 and 1 of each step. ResNet20 on
@@ -78,7 +68,7 @@ class LegendLine:
         lr: Learning rate.
         max_norm: Threshold; inf is no clipping.
         momentum: Of SGD.
-        seeds: At laptop scale.
+        laptop: Seeds at laptop scale.
         longer: Seeds of the longer runs.
         epoch: Seeds of the paper's model for its first epoch.
         paper: Seeds at the paper's scale.
@@ -90,7 +80,7 @@ class LegendLine:
     lr: float
     max_norm: float = math.inf
     momentum: float = 0.0
-    seeds: tuple[int, ...] = THREE
+    laptop: tuple[int, ...] = THREE
     longer: tuple[int, ...] = ()
     epoch: tuple[int, ...] = ()
     paper: tuple[int, ...] = (0,)
@@ -100,11 +90,11 @@ class LegendLine:
 
 LANGUAGE = {
     "lm-lr30clip0.25": LegendLine(
-        lr=30.0, max_norm=0.25, seeds=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH
+        lr=30.0, max_norm=0.25, laptop=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH
     ),
     "lm-lr10clip0.25": LegendLine(lr=10.0, max_norm=0.25, probe_every=10),
     "lm-lr2clip0.25": LegendLine(lr=2.0, max_norm=0.25, probe_every=10, longer=LONGER, epoch=EPOCH),
-    "lm-lr2": LegendLine(lr=2.0, seeds=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH),
+    "lm-lr2": LegendLine(lr=2.0, laptop=FIVE, probe_every=5, longer=LONGER, epoch=EPOCH),
     "lm-lr4": LegendLine(lr=4.0),
     "lm-lr10": LegendLine(lr=10.0, epoch=EPOCH[:1]),
     "lm-lr30": LegendLine(lr=30.0),
@@ -115,23 +105,23 @@ CALIBRATED, NORMALIZED, LONG = "lm-calibrated", "lm-normalized", "lm-long"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
 _EXTRA = {
     ALWAYS_CLIPPED: LegendLine(lr=30.0, max_norm=0.05, paper=(), probe_every=10),
-    "lm-lr5": LegendLine(lr=5.0, seeds=(), epoch=EPOCH[:1], paper=()),
-    "lm-lr20": LegendLine(lr=20.0, seeds=(), epoch=EPOCH[:1], paper=()),
+    "lm-lr5": LegendLine(lr=5.0, laptop=(), epoch=EPOCH[:1], paper=()),
+    "lm-lr20": LegendLine(lr=20.0, laptop=(), epoch=EPOCH[:1], paper=()),
 }
 UNCLIPPED_EPOCH = ("lm-lr5", "lm-lr20")  # beside lr 10, so that the best without clipping is a choice
 IMAGES = {
     "cifar-momentum": LegendLine(
-        lr=0.1, momentum=0.9, seeds=MEASURED_IMAGES, probe_every=2, longer=LONGER_IMAGES
+        lr=0.1, momentum=0.9, laptop=MEASURED_IMAGES, probe_every=2, longer=LONGER_IMAGES
     ),
-    "cifar-lr1": LegendLine(lr=1.0, seeds=MEASURED_IMAGES[:1], probe_every=6),
+    "cifar-lr1": LegendLine(lr=1.0, laptop=MEASURED_IMAGES[:1], probe_every=6),
     "cifar-lr5clip0.25": LegendLine(
-        lr=5.0, max_norm=0.25, seeds=MEASURED_IMAGES, probe_every=6, longer=LONGER_IMAGES
+        lr=5.0, max_norm=0.25, laptop=MEASURED_IMAGES, probe_every=6, longer=LONGER_IMAGES
     ),
 }
 # The same under a schedule, at laptop scale; the longer and the paper's runs have drops anyway.
 IMAGES_WITH_DROPS = {
     f"cifar-drops-{name.removeprefix('cifar-')}": replace(
-        IMAGES[name], seeds=FIVE, longer=(), paper=(), probe_every=0, lr_drops=(0.5, 0.75)
+        IMAGES[name], laptop=FIVE, longer=(), paper=(), probe_every=0, lr_drops=(0.5, 0.75)
     )
     for name in ("cifar-momentum", "cifar-lr5clip0.25")
 }
@@ -148,8 +138,7 @@ def legend_runs(scale: str, settings: Iterable[str]) -> list[Planned]:
     runs = []
     for name in settings:
         found = _SETTINGS[name]
-        seeds = {"laptop": found.seeds, "longer": found.longer, "epoch": found.epoch, "paper": found.paper}
-        runs += [Planned(name, recipe_of(name, scale, seed)) for seed in seeds[scale]]
+        runs += [Planned(name, recipe_of(name, scale, seed)) for seed in getattr(found, scale)]
     return runs
 
 
@@ -158,20 +147,23 @@ def recipe_of(name: str, scale: str, seed: int) -> Recipe:
     found = _SETTINGS[name]
     fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
     fields["seed"] = seed
-    language = name in LANGUAGE or name in _EXTRA
+    if name in IMAGES or name in IMAGES_WITH_DROPS:
+        model, more = "cifar-resnet20", {"laptop": _IMAGES}
+    else:
+        model, more = _LANGUAGE_MODELS[scale], {"laptop": _LANGUAGE, "paper": PAPER_MEASURED}
+    fields |= more.get(scale, {})
     if scale == "laptop":
         fields |= {"probe_every": found.probe_every, "lr_drops": found.lr_drops}
-        fields |= _LANGUAGE if language else _IMAGES
     if scale == "epoch" and found.probe_every == 0:
         fields["probe_every"] = 0
     elif scale == "epoch" and seed == EPOCH[0]:
         fields |= EPOCH_FIRST
-    if not language:
-        return get_recipe("cifar-resnet20", scale, **fields)
-    if scale == "paper":
-        fields |= PAPER_MEASURED
-    model = {"epoch": "ptb-awd-lstm", "paper": "ptb-awd-lstm"}.get(scale, "ptb-lstm")
     return get_recipe(model, scale, **fields)
+
+
+_LANGUAGE_MODELS = {
+    "laptop": "ptb-lstm", "longer": "ptb-lstm", "epoch": "ptb-awd-lstm", "paper": "ptb-awd-lstm",
+}  # fmt: skip
 
 
 def trained_name(scale: str, setting: str) -> str:

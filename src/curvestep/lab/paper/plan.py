@@ -75,7 +75,7 @@ class PaperFigure:
     name: str
     runs: Callable[[str], Iterable[Planned]]
     pictures: tuple[Picture, ...]
-    experiment: Callable[[Path, bool], None] | None = None
+    experiment: Callable[[Path, bool], None] = lambda folder, progress: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,11 @@ class Plan:
     scale: str
     figures: tuple[PaperFigure, ...]
     runs: tuple[Planned, ...]
+
+    @property
+    def pictures(self) -> list[tuple[PaperFigure, Picture]]:
+        """Every picture, with its figure."""
+        return [(figure, picture) for figure in self.figures for picture in figure.pictures]
 
     def of(self, setting: str) -> list[Planned]:
         """The runs of one setting, by seed."""
@@ -103,9 +108,9 @@ def plan_runs(
     runs: dict[str, Planned] = {}
     for figure in figures:
         for run in figure.runs(scale):
-            fields = (language if isinstance(run.recipe, LanguageRecipe) else images) or {}
+            fields = dict((language if isinstance(run.recipe, LanguageRecipe) else images) or {})
             if run.recipe.probe_every == 0:  # a run that is not to be measured stays so
-                fields = {name: value for name, value in fields.items() if name != "probe_every"}
+                fields.pop("probe_every", None)
             changed = replace(run, recipe=with_fields(run.recipe, **fields))
             assert runs.setdefault(run.name, changed).recipe == changed.recipe, f"{run.name} is two runs"
     return Plan(
@@ -153,14 +158,14 @@ class Results:
 
     def there(self, settings: Iterable[str]) -> list[str]:
         """Those of the settings that have a run, to be drawn; an error if none has."""
-        settings = list(settings)
-        planned = {run.setting for run in self.plan.runs}
-        found = {run.setting for run in self.plan.runs if run.name in self._runs}
-        if not planned.intersection(settings):
-            raise NotPlanned(f"the plan has no run of {', '.join(settings)}")
-        if not found.intersection(settings):
-            raise MissingRuns(f"there is no run of {', '.join(settings)}")
-        return [setting for setting in settings if setting in found]
+        asked = dict.fromkeys(settings)
+        planned = [run for run in self.plan.runs if run.setting in asked]
+        there = {run.setting for run in planned if run.name in self._runs}
+        if not planned:
+            raise NotPlanned(f"the plan has no run of {', '.join(asked)}")
+        if not there:
+            raise MissingRuns(f"there is no run of {', '.join(asked)}")
+        return [setting for setting in asked if setting in there]
 
     def shown(self, setting: str) -> list[Run]:
         """Runs of a setting by seed, as many as there are, to be drawn; an error if there is none."""
@@ -169,11 +174,12 @@ class Results:
 
     def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
         """Finished runs of two settings, with the seeds that both have."""
-        by_seed = [{run.recipe.seed: run for run in self.all_finished(name)} for name in (one, other)]
-        seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
-        if not seeds:
+        left, right = self.all_finished(one), self.all_finished(other)
+        pairs = [(a, b) for a in left for b in right if a.recipe.seed == b.recipe.seed]
+        if not pairs:
             raise MissingRuns(f"{one} and {other} have no seed in common")
-        return [by_seed[0][seed] for seed in seeds], [by_seed[1][seed] for seed in seeds]
+        first, second = zip(*pairs, strict=True)
+        return list(first), list(second)
 
     def all_finished(self, setting: str) -> list[Run]:
         """Runs of a setting by seed; an error if one of them diverged."""

@@ -35,10 +35,10 @@ from curvestep.lab.paper.style import length_words, missing_words, model_words, 
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
-from curvestep.lab.recipes import SCALES, Recipe
+from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import FINISHED, Run, has_ended, last_step, read_json, write_json
+from curvestep.lab.run.folder import FINISHED, Run, RunResult, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import load_data
 
@@ -133,13 +133,12 @@ def reproduce(
         plan, folder / "runs", engine=engine, workers=workers, address=address, progress=progress
     )
     for figure in plan.figures:
-        if figure.experiment:
-            try:
-                figure.experiment(folder, progress)
-            except (ValueError, OSError) as error:
-                failures.append(f"{figure.name}: {error}")
+        try:
+            figure.experiment(folder, progress)
+        except (ValueError, OSError) as error:
+            failures.append(f"{figure.name}: {error}")
     results = Results(plan, folder)
-    drawn = draw_all(results, progress=progress)
+    drawn = draw_all(results, progress=progress, folder=folder)
     claims = make_claims(results)
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
@@ -150,8 +149,7 @@ def reproduce(
         drawn.entries.extend(at_size.entries)
         notes += [f"Of the kept runs: {line}." for line in at_size.failures]
     # The paper's figures in their order, each at both sizes.
-    order = list(FIGURES)
-    entries = sorted(drawn.entries, key=lambda entry: order.index(entry["figure"]))
+    entries = sorted(drawn.entries, key=lambda entry: list(FIGURES).index(entry["figure"]))
     write_json(folder / PICTURES, {"figures": entries})
     write_claims(claims, folder, data=sources, notes=notes)
     page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
@@ -173,86 +171,78 @@ def reproduce(
 
 def cost_table(plan: Plan) -> str:
     """The runs of a plan with their cost in core-hours, roughly, one line a setting."""
-    lines = []
+    total = sum(run.cost for run in plan.runs) / 3600
+    lines = [f"{len(plan.runs)} runs, about {total:.3g} core-hours in all"]
     for setting in dict.fromkeys(run.setting for run in plan.runs):
         runs = plan.of(setting)
-        seeds = ", ".join(str(run.recipe.seed) for run in runs)
         hours = sum(run.cost for run in runs) / 3600
-        lines.append(f"{setting}: {runs[0].recipe.label}, seeds {seeds}: {hours:.2g} core-hours")
-    total = sum(run.cost for run in plan.runs) / 3600
-    return "\n".join([f"{len(plan.runs)} runs, about {total:.3g} core-hours in all", *lines])
+        lines.append(f"{setting}: {runs[0].recipe.label}, {seed_words(runs)}: {hours:.2g} core-hours")
+    return "\n".join(lines)
 
 
 def kept_claims(names: Container[str]) -> dict[str, list[Claim]]:
     """Those of these claims that were judged on kept runs of the larger scales, the largest scale last."""
-    if not KEPT_CLAIMS.exists():
-        return {}
     kept = read_json(KEPT_CLAIMS)
     return {
         scale: [Claim(**row) for row in kept[scale] if row["name"] in names]
-        for scale in SCALES
-        if scale in kept
+        for scale in sorted(kept, key=SCALES.index)
     }
 
 
 def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fields: Any) -> Plan:
     """The runs that ``figures`` (default: all) need at ``scale``; ``fields`` as in :func:`plan_runs`."""
-    for name in figures or ():
-        check_choice("figures", name, tuple(FIGURES))
-    return plan_runs(scale, [FIGURES[name] for name in FIGURES if not figures or name in figures], **fields)
+    names = {check_choice("figures", name, tuple(FIGURES)) for name in figures or FIGURES}
+    return plan_runs(scale, [figure for name, figure in FIGURES.items() if name in names], **fields)
 
 
 def draw_all(
-    results: Results, *, progress: bool, folder: Path | None = None, where: str = "", words: str = ""
+    results: Results, *, progress: bool, folder: Path, where: str = "", suffix: str = "", words: str = ""
 ) -> Drawn:
     """Draw every picture of the plan.
 
     Args:
         results: The runs, and the plan with its figures.
         progress: Print a line a picture.
-        folder: Where pictures go, in ``figures``; default the folder of the runs.
-        where: Put after each title: which runs these are; also part of the file names.
+        folder: Where pictures go, in ``figures``.
+        where: Put after each title: which runs these are.
+        suffix: Put after each file name.
         words: Put after each caption.
     """
-    folder = folder or results.folder
     drawn = Drawn()
-    for figure in results.plan.figures:
-        for picture in figure.pictures:
-            name = f"{picture.name}_{results.plan.scale}" if where else picture.name
-            title = f"{picture.title} ({where})" if where else picture.title
-            try:
-                png, svg = save(picture.draw(results, title), folder / "figures" / name)
-            except NotPlanned:
-                continue
-            except (ValueError, OSError) as error:
-                said = f"{name}: {error}"
-                drawn.failures.append(said)
-            else:
-                said = f"{name}: {png}"
-                drawn.main.setdefault(figure.name, png)
-                files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
-                caption = " ".join(filter(None, [picture.caption, _trained(figure, results), words]))
-                about = {"figure": figure.name, "name": name, "title": title, "caption": caption}
-                drawn.entries.append(about | files)
-            if progress:
-                print(said, flush=True)
+    for figure, picture in results.plan.pictures:
+        name, title = f"{picture.name}{suffix}", f"{picture.title}{where}"
+        try:
+            png, svg = save(picture.draw(results, title), folder / "figures" / name)
+        except NotPlanned:
+            continue
+        except (ValueError, OSError) as error:
+            said = f"{name}: {error}"
+            drawn.failures.append(said)
+        else:
+            said = f"{name}: {png}"
+            drawn.main.setdefault(figure.name, png)
+            files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
+            caption = " ".join([picture.caption, *_trained(figure, results), words]).rstrip()
+            about = {"figure": figure.name, "name": name, "title": title, "caption": caption}
+            drawn.entries.append(about | files)
+        if progress:
+            print(said, flush=True)
     return drawn
 
 
-def _trained(figure: PaperFigure, results: Results) -> str:
-    """Runs of a figure, and those that are missing, in a sentence or two."""
-    runs = results.of_figure(figure)
-    if not runs:
-        return ""
+def _trained(figure: PaperFigure, results: Results) -> list[str]:
+    """Runs of a figure, a sentence a model, and the settings that are missing."""
+    runs = sorted(results.of_figure(figure), key=lambda run: (not run.has_ended, -run.status["step"]))
     models: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: -run.status["step"]):
+    for run in runs:
         models.setdefault(model_words(run.recipe), []).append(run)
     words = []
-    for model, own in models.items():
-        longest = [run for run in own if run.has_ended][:1]
-        lengths = dict.fromkeys(length_words(run) for run in own if not run.has_ended or run in longest)
-        words.append(f"{model}, {' and '.join(lengths)}, {seed_words(own)}")
-    return f"{'; '.join(words)}. {missing_words(figure.runs(results.plan.scale), runs)}".rstrip()
+    for model, (longest, *others) in models.items():
+        unended = [length_words(run) for run in others if not run.has_ended]
+        lengths = " and ".join(dict.fromkeys([length_words(longest), *unended]))
+        words.append(f"{model}, {lengths}, {seed_words([longest, *others])}.")
+    missing = missing_words(figure.runs(results.plan.scale), runs)
+    return [*words, missing] if missing and runs else words
 
 
 def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
@@ -268,8 +258,10 @@ def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
             able = tuple(figure for figure in plan.figures if results.of_figure(figure))
             results.plan = replace(plan, figures=able)
             again = f"Not trained here; `curvestep reproduce --scale {scale}` trains it anew."
-            where = {"where": "paper's size, kept runs", "words": f"{kept.about} {again}"}
-            found = draw_all(results, progress=progress, folder=folder, **where)
+            found = draw_all(
+                results, progress=progress, folder=folder, where=" (paper's size, kept runs)",
+                suffix=f"_{scale}", words=f"{kept.about} {again}",
+            )  # fmt: skip
         drawn.entries.extend(found.entries)
         drawn.failures.extend([*kept.damaged, *found.failures])
         without = [figure.name for figure in plan.figures if figure not in able]
@@ -284,61 +276,59 @@ def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str
     Runs on a stand-in, or at another scale, are kept apart from the real ones.
     """
     recipes = {data_of(run.recipe): run.recipe for run in plan.runs}
+    suffix = f"-{plan.scale}".removesuffix("-laptop")
     places: dict[str, str] = {}
     sources = []
     for name in sorted(recipes, key=lambda name: (name != "ptb", name)):
         data = load_data(recipes[name], offline=offline, progress=progress)
-        places[name] = Path(data.name).stem + (f"-{plan.scale}" if plan.scale != "laptop" else "")
+        places[name] = f"{Path(data.name).stem}{suffix}"
         sources.append(data.source)
     return places, sources
 
 
 def data_of(recipe: Recipe) -> str:
     """The data that a recipe names."""
-    return str(getattr(recipe, "corpus", "") or getattr(recipe, "images", ""))
+    return getattr(recipe, "corpus" if isinstance(recipe, LanguageRecipe) else "images")
 
 
 def run_all(
     plan: Plan, runs: Path, *, engine: str, workers: int, address: str | None, progress: bool
 ) -> list[str]:
     """Make every run that has not ended; the failures, a line each."""
-    measured = ("lr", "max_norm")  # before training, where a run is calibrated
-    left = [
-        run
-        for run in plan.runs
-        if not has_ended(runs / run.path, run.recipe, apart_from=measured if run.calibrated else ())
-    ]
-    jobs = [
-        Job(
-            name=run.name,
-            folder=runs / run.path,
-            function=run_calibrated if run.calibrated else train,
+    jobs = []
+    for run in plan.runs:
+        function, measured = _TRAINED_BY[run.calibrated]
+        if not has_ended(runs / run.path, run.recipe, apart_from=measured):
             # The data are in the cache now, or not available: no process need ask the network again.
-            arguments={
-                "recipe": run.recipe,
-                "folder": runs / run.path,
-                "resume": True,
-                "progress": False,
-                "offline": True,
-            },
-            total=steps_of(run.recipe),
-        )
-        for run in left
-    ]
+            arguments = {"recipe": run.recipe, "resume": True, "progress": False, "offline": True}
+            folder, steps = runs / run.path, steps_of(run.recipe)
+            arguments["folder"] = folder
+            jobs.append(
+                Job(name=run.name, folder=folder, function=function, arguments=arguments, total=steps)
+            )
     total, done = sum(run.cost for run in plan.runs), _done(plan.runs, jobs)
-    folders, count, failures = {job.name: job.folder for job in jobs}, len(plan.runs) - len(left), []
-    visible = progress and bool(left)
+    folders, failures = {job.name: job.folder for job in jobs}, []
+    visible = progress and bool(jobs)
     with Progress("training", total, start=done, unit="share", interval=SILENCE, shown=visible) as shown:
         watch = watch_runs(plan.runs, jobs, shown)
-        for outcome in run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch):
+        outcomes = run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch)
+        for count, outcome in enumerate(outcomes, len(plan.runs) - len(jobs) + 1):
             stop_if_interrupted(outcome)
-            if outcome.error:
-                failures.append(f"{outcome.name}: {outcome.error}")
-            count += 1
-            said = outcome.error or _ending(folders[outcome.name])
+            said = outcome.error
+            if said:
+                failures.append(f"{outcome.name}: {said}")
+            else:
+                said = _ending(folders[outcome.name])
             time_left = shown.time_left(_done(plan.runs, jobs))
             shown.print(f"[{count}/{len(plan.runs)}] {outcome.name}: {said} ({time_left} left)")
     return failures
+
+
+# The function that makes a run, and the fields that it measures before training, where it is calibrated.
+_TRAINED_BY: dict[bool, tuple[Callable[..., RunResult], tuple[str, ...]]] = {
+    False: (train, ()),
+    True: (run_calibrated, ("lr", "max_norm")),
+}
 
 
 def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) -> Callable[[], None]:
@@ -346,7 +336,7 @@ def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) ->
 
     def watch() -> None:
         busy = [job for job in jobs if last_step(job.folder) > 0 and not has_ended(job.folder)]
-        words = ", ".join(f"{job.name} {last_step(job.folder)}/{job.total or '?'}" for job in busy)
+        words = ", ".join(f"{job.name} {last_step(job.folder)}/{job.total}" for job in busy)
         shown.update(_done(runs, jobs), words or "starting")
 
     return watch
@@ -356,8 +346,8 @@ def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
     """Cost of what has been done of all runs."""
     shares: dict[str, float] = {}
     for job in jobs:
-        share = min(1.0, last_step(job.folder) / job.total) if job.total else 0.0
-        shares[job.name] = 1.0 if has_ended(job.folder) else share
+        share = float(has_ended(job.folder)) or last_step(job.folder) / job.total
+        shares[job.name] = min(1.0, share)
     return sum(run.cost * shares.get(run.name, 1.0) for run in runs)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -14,7 +13,7 @@ from curvestep.display.drawing import figure_of
 from curvestep.lab.cost import steps_of
 from curvestep.lab.paper.plan import Planned
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
-from curvestep.lab.run.folder import DIVERGED, Run, last_step
+from curvestep.lab.run.folder import DIVERGED, FINISHED, Run, last_step
 
 # One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
 COLOURS = {
@@ -42,8 +41,10 @@ def lettered(charts: Sequence[Chart], letters: str = LETTERS) -> list[Chart]:
     """Charts with the paper's (a), (b), (c) before their titles; a chart alone has none by itself."""
     if len(charts) == 1 and letters == LETTERS:
         return list(charts)
-    pairs = zip(letters, charts, strict=False)
-    return [replace(chart, title=f"({letter}) {chart.title}") for letter, chart in pairs]
+    return [
+        replace(chart, title=f"({letter}) {chart.title}")
+        for letter, chart in zip(letters, charts, strict=False)
+    ]
 
 
 def model_words(recipe: Recipe) -> str:
@@ -54,15 +55,15 @@ def model_words(recipe: Recipe) -> str:
         >>> model_words(get_recipe("ptb-lstm", "longer")), model_words(get_recipe("cifar-resnet20"))
         ('LSTM 200/512', 'ResNet20')
     """
-    if isinstance(recipe, LanguageRecipe):
-        words = [f"{recipe.model.upper()} {recipe.embedding}/{recipe.hidden}"]
-        if recipe.vocabulary:
-            words.append(f"{recipe.vocabulary:,} different words")
-        if recipe.num_words:
-            words.append(f"{recipe.num_words:,} words of text")
-        return ", ".join(words)
-    assert isinstance(recipe, ImageRecipe)
-    return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
+    if isinstance(recipe, ImageRecipe):
+        return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
+    assert isinstance(recipe, LanguageRecipe)
+    words = f"{recipe.model.upper()} {recipe.embedding}/{recipe.hidden}"
+    if recipe.vocabulary:
+        words += f", {recipe.vocabulary:,} different words"
+    if recipe.num_words:
+        words += f", {recipe.num_words:,} words of text"
+    return words
 
 
 def length_words(run: Run) -> str:
@@ -77,39 +78,36 @@ def length_words(run: Run) -> str:
 
 def missing_words(planned: Iterable[Planned], runs: Sequence[Run]) -> str:
     """Settings without a run, of a model that has none the model alone, in a sentence; empty without any."""
-    there = {run.folder.name for run in runs}
-    models = {model_words(run.recipe) for run in runs}
-    settings: dict[str, list[Planned]] = {}
+    there = {(model_words(run.recipe), run.recipe.label) for run in runs}
+    models = {model for model, _ in there}
+    names: dict[str, None] = {}
     for run in planned:
-        settings.setdefault(run.setting, []).append(run)
-    names = {}
-    for own in settings.values():
-        model = model_words(own[0].recipe)
-        if not there.intersection(run.name for run in own):
-            names[own[0].recipe.label if model in models else model] = None
+        model, label = model_words(run.recipe), run.recipe.label
+        if model not in models:
+            names[model] = None
+        elif (model, label) not in there:
+            names[label] = None
     return f"Not run yet: {'; '.join(names)}." if names else ""
 
 
 def seed_words(runs: Iterable[Run | Planned]) -> str:
     """The seeds of runs: ``seed 1`` or ``seeds 10 to 14``."""
-    seeds = sorted({run.recipe.seed for run in runs})
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    if seeds == list(range(seeds[0], seeds[-1] + 1)):
-        return f"seeds {seeds[0]} to {seeds[-1]}"
-    return f"seeds {', '.join(map(str, seeds))}"
-
-
-def loaded(run: Run | str | Path) -> Run:
-    """The run itself, or the one in this folder."""
-    return run if isinstance(run, Run) else Run.load(run)
+    first, *others = sorted({run.recipe.seed for run in runs})
+    if not others:
+        return f"seed {first}"
+    if others[-1] == first + len(others):
+        return f"seeds {first} to {others[-1]}"
+    return f"seeds {', '.join(map(str, [first, *others]))}"
 
 
 def setting(run: Run) -> str:
     """The setting in words for a panel's title or a legend, with the end of a run that did not finish."""
-    if run.status["status"] == DIVERGED:
-        return f"{run.recipe.label} (diverged at step {run.status['step']})"
-    return run.recipe.label if run.has_ended else f"{run.recipe.label} ({length_words(run)})"
+    label, status = run.recipe.label, run.status["status"]
+    if status == FINISHED:
+        return label
+    if status == DIVERGED:
+        return f"{label} (diverged at step {run.status['step']})"
+    return f"{label} ({length_words(run)})"
 
 
 def described(
@@ -118,7 +116,6 @@ def described(
     *,
     title: str,
     columns: int = 2,
-    share: str = "",
     size: tuple[float, float] = PANEL,
 ) -> Figure:
     """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
@@ -131,7 +128,6 @@ def described(
         title=_wrapped(title, width / 0.095),
         note=_wrapped("; ".join(words), width / 0.062),
         columns=columns,
-        share=share,
         words=True,
         size=size,
     )
@@ -139,4 +135,4 @@ def described(
 
 def _wrapped(text: str, characters: float) -> str:
     """Each line of ``text`` broken so that it fits."""
-    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, int(characters)))
+    return "\n".join(textwrap.fill(line, int(characters)) for line in text.split("\n"))

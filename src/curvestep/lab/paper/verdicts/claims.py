@@ -22,6 +22,7 @@ additions*. The count at the top is over the paper's claims alone.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -37,7 +38,12 @@ OPEN, NOT_TESTED = "open", "not tested here"
 VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, OPEN, NOT_TESTED)
 HOLDS, DOES_NOT_HOLD, CORRECTED = "holds", "does not hold", "corrected"  # of additions and errata
 PAPER, ERRATUM, ADDITION = "paper", "erratum", "addition"
-HEADINGS = {PAPER: "The paper's claims", ERRATUM: "Errata", ADDITION: "Our additions"}
+# Heading of the table, and of its column of statements.
+HEADINGS = {
+    PAPER: ("The paper's claims", "the paper says"),
+    ERRATUM: ("Errata", "the paper says"),
+    ADDITION: ("Our additions", "asked"),
+}
 CONFIDENCE = 0.9
 CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
 
@@ -121,7 +127,7 @@ class Spread:
         count = len(self.values)
         if count < 2:
             return -math.inf, math.inf
-        if not all(map(math.isfinite, self.values)):
+        if not math.isfinite(self.mean):
             return math.nan, math.nan
         quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1))
         half = quantile * float(np.std(self.values, ddof=1)) / math.sqrt(count)
@@ -129,10 +135,8 @@ class Spread:
 
     def __sub__(self, other: Spread) -> Spread:
         """Differences, seed by seed."""
-        return Spread(
-            values=tuple(a - b for a, b in zip(self.values, other.values, strict=True)),
-            doubt=(self.doubt[0] + other.doubt[1], self.doubt[1] + other.doubt[0]),
-        )
+        doubt = self.doubt[0] + other.doubt[1], self.doubt[1] + other.doubt[0]
+        return Spread(values=tuple(map(operator.sub, self.values, other.values)), doubt=doubt)
 
     def less(self, number: float) -> Spread:
         """This less a number."""
@@ -140,9 +144,8 @@ class Spread:
 
     def times(self, factor: float) -> Spread:
         """This times a number; a negative one swaps the limits of the doubt."""
-        low, high = (abs(factor) * end for end in self.doubt)
-        doubt = (low, high) if factor >= 0 else (high, low)
-        return Spread(values=tuple(factor * value for value in self.values), doubt=doubt)
+        low, high = sorted((-factor * self.doubt[0], factor * self.doubt[1]))
+        return Spread(values=tuple(factor * value for value in self.values), doubt=(-low, high))
 
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
@@ -171,7 +174,7 @@ def decide(plain: Spread, *strong: Spread, at_size: bool) -> str:
     low, high = plain.interval
     if low > 0:
         return REPRODUCED if all(margin.interval[0] > 0 for margin in strong) else IN_PART
-    refuted = high < 0 or any(margin.interval[1] < 0 for margin in strong)
+    refuted = any(end < 0 for end in (high, *(margin.interval[1] for margin in strong)))
     return NOT_REPRODUCED if refuted and at_size else OPEN
 
 
@@ -204,7 +207,8 @@ def tally(claims: Sequence[Claim]) -> str:
     """
     counts = Counter(claim.verdict for claim in claims if claim.kind == PAPER)
     total = counts.total()
-    parts = [f"{counts[v]} {'is' if counts[v] == 1 else 'are'} {v}" for v in VERDICTS if counts[v]]
+    verbs = {1: "is"}
+    parts = [f"{counts[v]} {verbs.get(counts[v], 'are')} {v}" for v in VERDICTS if counts[v]]
     return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
 
 
@@ -235,16 +239,14 @@ def claims_tables(claims: Sequence[Claim], *, link: str = "") -> str:
         link: Page that holds the numbers; default this one.
     """
     parts = []
-    for kind, heading in HEADINGS.items():
-        rows = [
-            [c.source, c.paper, c.sentence, f"**{c.verdict}**", c.scale, f"[numbers]({link}#{c.name})"]
-            for c in claims
-            if c.kind == kind
-        ]
-        if rows:
-            asked = "asked" if kind == ADDITION else "the paper says"
-            head = ["where", asked, "what we found", "verdict", "scale", ""]
-            parts += [f"### {heading}", "", table([head, ["---"] * len(head), *rows]), ""]
+    for kind, (heading, asked) in HEADINGS.items():
+        rows = [["where", asked, "what we found", "verdict", "scale", ""], ["---"] * 6]
+        for c in claims:
+            if c.kind == kind:
+                found = [c.sentence, f"**{c.verdict}**", c.scale, f"[numbers]({link}#{c.name})"]
+                rows.append([c.source, c.paper, *found])
+        if len(rows) > 2:
+            parts += [f"### {heading}", "", table(rows), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -261,4 +263,5 @@ def numbers_behind(claims: Sequence[Claim]) -> str:
 
 def table(lines: Sequence[Sequence[str]]) -> str:
     """Rows of cells as a Markdown table."""
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    rows = [" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines]
+    return "\n".join(f"| {row} |" for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -51,7 +52,7 @@ from curvestep.lab.paper.verdicts.statistics import (
     validation_loss,
     variation,
 )
-from curvestep.lab.run.folder import DIVERGED, FINISHED, Run
+from curvestep.lab.run.folder import DIVERGED, Run
 
 FOLLOWS = 0.5  # correlation of logs from which smoothness follows the gradient norm
 ABSENT = 0.2  # correlation of logs up to which there is none, either way
@@ -63,12 +64,12 @@ STAYS = 0.9  # a gradient norm of this share of the one before is not lowered
 ABOUT_THREE = 3.0  # the paper's ratio of gradient norms
 SAME = 0.05  # share of the way down by which two final losses may differ and count as the same
 MATCHES = 2.0  # points of accuracy that count as the same
-AWD_LSTM, PAPER_ONLY, TWO_LAYER, ANY = ("epoch", "paper"), ("paper",), ("longer", "paper"), ()
+AWD_LSTM, PAPER_ONLY, TWO_LAYER = ("epoch", "paper"), ("paper",), ("longer", "paper")
 
 
 def at_size(results: Results, scales: Sequence[str]) -> bool:
-    """Whether the runs have the model, data and length of the paper; with no ``scales`` any run has."""
-    return not scales or results.plan.scale in scales
+    """Whether the runs have the model, data and length of the paper."""
+    return results.plan.scale in scales
 
 
 # Smoothness and the gradient norm
@@ -102,7 +103,7 @@ def no_correlation(results: Results, *, setting: str, scales: Sequence[str]) -> 
     """Whether smoothness and gradient norm have nothing to do with each other, either way."""
     runs = results.all_finished(setting)
     found = spread(runs, correlation)
-    room = Spread(values=tuple(ABSENT - abs(value) for value in found.values))
+    room = spread(runs, lambda run: ABSENT - abs(correlation(run)))
     return Finding(
         verdict=decide(room, at_size=at_size(results, scales)),
         sentence=f"The correlation of logs is {found.mean:.2f} with {runs[0].recipe.label}.",
@@ -156,15 +157,13 @@ def allows_large_lr(results: Results) -> Finding:
     words, verdict, sentence = {}, OPEN, ""
     for lr in ("10", "30"):
         plain, clipped = results.of(f"lm-lr{lr}"), results.of(f"lm-lr{lr}clip0.25")
-        lost = sum(run.status["status"] == DIVERGED for run in plain)
-        kept = sum(run.status["status"] == FINISHED for run in clipped)
-        broke = len(clipped) - kept
+        lost, broke = (sum(run.status["status"] == DIVERGED for run in runs) for runs in (plain, clipped))
         words[f"lr {lr}"] = (
             f"{lost} of {len(plain)} runs diverge without clipping, {broke} of {len(clipped)} with"
         )
         shares = f"{lost / len(plain):.0%} of the runs diverge without clipping, {broke / len(clipped):.0%}"
         sentence = f"At lr {lr} {shares} with it."
-        if lost == len(plain) and kept == len(clipped):
+        if lost == len(plain) and broke == 0:
             verdict = REPRODUCED
         elif lost and verdict == OPEN:
             verdict = IN_PART
@@ -174,8 +173,7 @@ def allows_large_lr(results: Results) -> Finding:
 def accelerates(results: Results) -> Finding:
     """How many times fewer steps the best clipped setting needs to the best unclipped one's final loss."""
     plain, clipped = _tuned(results, final_loss)
-    pairs = list(zip(*results.paired(plain, clipped), strict=True))
-    factor = Spread(values=tuple(math.log(speed_up(a, b)) for a, b in pairs))
+    factor = Spread(values=_log_speed_ups(results, plain, clipped))
     return Finding(
         verdict=decide(factor, at_size=at_size(results, PAPER_ONLY)),
         sentence=f"Tuned, clipping needs {math.exp(factor.mean):.1f} times fewer steps to the same loss.",
@@ -185,6 +183,11 @@ def accelerates(results: Results) -> Finding:
             "logarithm of the factor": str(factor),
         },
     )
+
+
+def _log_speed_ups(results: Results, plain: str, clipped: str) -> tuple[float, ...]:
+    """Logarithms of how many times fewer steps clipping needs, seed by seed."""
+    return tuple(math.log(factor) for factor in map(speed_up, *results.paired(plain, clipped)))
 
 
 def best_validation(results: Results) -> Finding:
@@ -210,14 +213,10 @@ def _tuned(results: Results, score: Callable[[Run], float]) -> tuple[str, str]:
 
 def language_more(results: Results) -> Finding:
     """Speed-up by clipping of the language model against that on images."""
-    plain, clipped = _tuned(results, final_loss)
-    language = [speed_up(a, b) for a, b in zip(*results.paired(plain, clipped), strict=True)]
-    pairs = zip(*results.paired(MOMENTUM, CLIPPED_IMAGES), strict=True)
-    images = [speed_up(a, b) for a, b in pairs]
-    logs = [math.log(one) for one in language], [math.log(one) for one in images]
-    count = min(map(len, logs))
-    gain = Spread(values=tuple(a - b for a, b in zip(logs[0][:count], logs[1][:count], strict=True)))
-    means = [math.exp(sum(values) / len(values)) for values in logs]
+    language = _log_speed_ups(results, *_tuned(results, final_loss))
+    images = _log_speed_ups(results, MOMENTUM, CLIPPED_IMAGES)
+    gain = Spread(values=tuple(map(operator.sub, language, images)))  # as many seeds as both have
+    means = [math.exp(Spread(values=logs).mean) for logs in (language, images)]
     return Finding(
         verdict=decide(gain, at_size=at_size(results, PAPER_ONLY)),
         sentence=f"Clipping speeds up the language model {means[0]:.1f} times, images {means[1]:.1f} times.",
@@ -271,14 +270,9 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
     part, whole = (results.of(setting)[0] for setting in DATA_SHARES)
     found = agreement(part, whole)[quantity]
     middle, most = found.errors
-    if most <= ACCURATE:
-        verdict = REPRODUCED
-    elif middle <= ACCURATE:
-        verdict = IN_PART
-    else:
-        verdict = NOT_REPRODUCED if at_size(results, AWD_LSTM) else OPEN
+    margins = [Spread(values=(ACCURATE - error,) * 2) for error in (middle, most)]  # one run: no interval
     return Finding(
-        verdict=verdict,
+        verdict=decide(*margins, at_size=at_size(results, AWD_LSTM)),
         sentence=f"The median error of the {name} is {100 * middle:.1f} %; nine of ten are below "
         f"{100 * most:.1f} %.",
         numbers={
@@ -294,8 +288,8 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
 def gradients_stay(results: Results) -> Finding:
     """Loss and gradient norm on the oracle along gradient descent: last quarter against the second."""
     runs = results.all_finished(two_layer_settings(results.plan.scale)[0])
-    kept = Spread(values=tuple(math.log(_late_over_early(run)) for run in runs))
-    falls = Spread(values=tuple(float(run.column("loss")[1][0]) - final_loss(run) for run in runs))
+    kept = log_spread(runs, _late_over_early)
+    falls = spread(runs, lambda run: float(run.column("loss")[1][0]) - final_loss(run))
     if not at_size(results, TWO_LAYER):
         return Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
     return Finding(
@@ -317,8 +311,7 @@ def about_three_times(results: Results) -> Finding:
     """Gradient norms of GD over those of clipped GD."""
     if not at_size(results, TWO_LAYER):
         return Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
-    pairs = zip(*results.paired(*two_layer_settings(results.plan.scale)), strict=True)
-    found = [compare(gd, clipped) for gd, clipped in pairs]
+    found = list(map(compare, *results.paired(*two_layer_settings(results.plan.scale))))
     factor = Spread(values=tuple(one.measured for one in found))
     low, high = factor.interval
     verdict = decide(factor.less(1.0), at_size=True)
@@ -420,10 +413,7 @@ def calibrated_as_good(results: Results) -> Finding:
 
 def _of_addition(margin: Spread) -> str:
     """The verdict on a question of our own: does it hold on these runs?"""
-    low, high = margin.interval
-    if low > 0:
-        return HOLDS
-    return DOES_NOT_HOLD if high < 0 else OPEN
+    return {REPRODUCED: HOLDS, NOT_REPRODUCED: DOES_NOT_HOLD}.get(decide(margin, at_size=True), OPEN)
 
 
 def _numbers_of(runs: Sequence[Run]) -> dict[str, str]:

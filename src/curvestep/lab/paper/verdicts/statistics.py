@@ -22,26 +22,14 @@ from curvestep.steps import clip_norms
 LEAST_WINDOW, MOST_WINDOW = 1, 50  # steps in the running mean that reaches a loss, a twentieth of the run
 
 
-def measured(run: Run, fraction: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis.
-
-    Smoothness is the secant up to ``fraction`` of the step, or the paper's estimate, the largest secant.
-    """
+def measured(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis."""
     if not run.trace_path.exists():
         return np.array([]), np.array([]), np.array([])
-    trace = run.trace
-    steps, norms = trace.column("step"), trace.column("grad_norm")
-    if fraction is None:
-        smoothness = trace.column("smoothness")
-    else:
-        smoothness = trace.column("secants")[:, fractions_of(run).index(fraction)]
-    usable = trace.ok & np.isfinite(norms) & np.isfinite(smoothness) & (norms > 0) & (smoothness > 0)
-    return steps[usable], norms[usable], smoothness[usable]
-
-
-def fractions_of(run: Run) -> tuple[float, ...]:
-    """Fractions of the step that the trace keeps apart; none in one that has only the largest secant."""
-    return tuple(sorted(run.recipe.fractions)) if "secants" in run.trace.names else ()
+    rows = np.array([run.trace.column(name) for name in ("step", "grad_norm", "smoothness")])
+    usable = run.trace.ok & np.isfinite(rows).all(axis=0) & (rows[1:] > 0).all(axis=0)
+    steps, norms, smoothness = rows[:, usable]
+    return steps, norms, smoothness
 
 
 def log_rows(run: Run, *, past: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -99,16 +87,13 @@ def clipped_share(run: Run) -> float:
 
 def control_exponents(runs: Sequence[Run]) -> Spread:
     """The exponents that constant Hessians show with the runs' own steps and noise, and their limits."""
-    controls = [run.fit.control for run in runs]
-    for run, control in zip(runs, controls, strict=True):
-        if control is None:
-            raise MissingRuns(f"{run.folder.name} has no control: a step length is unknown")
-    known = [control for control in controls if control is not None]
-    below, above = (
-        float(np.mean([abs(control.exponent_interval[end] - control.exponent) for control in known]))
-        for end in (0, 1)
-    )
-    return Spread(values=tuple(control.exponent for control in known), doubt=(below, above))
+    known = [run.fit.control for run in runs if run.fit.control is not None]
+    if len(known) < len(runs):
+        raise MissingRuns(f"of {len(runs) - len(known)} runs a step length is unknown: there is no control")
+    exponents = np.array([control.exponent for control in known])
+    ends = np.array([control.exponent_interval for control in known])
+    below, above = np.abs(ends - exponents[:, None]).mean(axis=0)
+    return Spread(values=tuple(exponents.tolist()), doubt=(float(below), float(above)))
 
 
 def elasticity_beyond_zero(run: Run) -> float:
@@ -131,12 +116,16 @@ def log_spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread
 
 def final_loss(run: Run) -> float:
     """The training loss at the end; infinity for a run that diverged."""
-    return float(run.status["train_loss"]) if run.status["status"] == FINISHED else math.inf
+    return _if_finished(run, run.status["train_loss"])
 
 
 def validation_loss(run: Run) -> float:
     """The last validation loss; infinity for a run that diverged."""
-    return float(run.rows("valid")[-1]["loss"]) if run.status["status"] == FINISHED else math.inf
+    return _if_finished(run, *(row["loss"] for row in run.rows("valid")[-1:]))
+
+
+def _if_finished(run: Run, loss: float = math.inf) -> float:
+    return float(loss) if run.status["status"] == FINISHED else math.inf
 
 
 def steps_to(run: Run, loss: float) -> float:
@@ -145,7 +134,7 @@ def steps_to(run: Run, loss: float) -> float:
     window = round(min(max(steps[-1] / 20, LEAST_WINDOW), MOST_WINDOW))
     steps, means = running_mean(steps, losses, window)
     reached = steps[(means <= loss) & (steps >= window)]
-    return float(reached[0]) if len(reached) else math.nan
+    return float(next(iter(reached), math.nan))
 
 
 def speed_up(plain: Run, clipped: Run) -> float:

@@ -14,12 +14,16 @@ from curvestep.theory import ExponentialWall, Guarantee, certify, certify_lower_
 CERTIFICATES, MOST_ITERATIONS = 100, 20_000  # random problems of a theorem, and what each may take
 
 
+def _verdict(holds: bool) -> str:
+    return REPRODUCED if holds else NOT_REPRODUCED
+
+
 def quartic_faster(results: Results) -> Finding:
     """Final gradients on x⁴."""
     found = summary_of(results)
     low, high = found.jittered_range
     return Finding(
-        verdict=REPRODUCED if low > 1 else NOT_REPRODUCED,
+        verdict=_verdict(low > 1),
         sentence=f"After {found.config.num_steps} steps |f'| is {found.gd_grad_norm:.2g} for GD, "
         f"{found.clipped_grad_norm:.2g} with clipping.",
         numbers={
@@ -33,7 +37,7 @@ def quartic_conservative(results: Results) -> Finding:
     """Whether the measured gain is at least what theory predicts."""
     found = summary_of(results)
     return Finding(
-        verdict=REPRODUCED if found.ratio >= found.predicted_ratio else NOT_REPRODUCED,
+        verdict=_verdict(found.ratio >= found.predicted_ratio),
         sentence=f"Theory predicts a factor of {found.predicted_ratio:.0f}; measured is {found.ratio:.2g}.",
         numbers={row.quantity: f"measured {row.measured}" for row in found.table},
     )
@@ -62,7 +66,7 @@ def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Finding
         if guarantee.bound < MOST_ITERATIONS:
             kept.append(certify(problem, guarantee, x0).status == "holds")
     return Finding(
-        verdict=REPRODUCED if all(kept) else NOT_REPRODUCED,
+        verdict=_verdict(all(kept)),
         sentence=f"As printed it holds on {sum(kept)} of {len(kept)} random exponential walls.",
         numbers={"more": "docs/theorems.md; thousands of random certificates in the tests"},
     )
