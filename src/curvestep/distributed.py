@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from traceback import walk_stack
 from typing import Any, TypeGuard
 
@@ -56,10 +56,9 @@ def local(tensor: Tensor) -> Tensor:
 def in_zero_redundancy_optimizer() -> bool:
     """Whether a ZeroRedundancyOptimizer makes the caller, for this rank's part of the parameters."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:
-        return False
-    makers: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_stack(None)]
-    return any(isinstance(m, module.ZeroRedundancyOptimizer) and m.world_size > 1 for m in makers)
+    kind: Any = getattr(module, "ZeroRedundancyOptimizer", ())
+    callers: Iterator[Any] = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
+    return any(isinstance(caller, kind) and getattr(caller, "world_size", 1) > 1 for caller in callers)
 
 
 def communicates(model: nn.Module) -> bool:
@@ -73,8 +72,7 @@ def _data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
 
 def spans_ranks(model: nn.Module) -> bool:
     """Whether a backward pass of the model communicates with other processes."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several and communicates(model)
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and communicates(model)
 
 
 def any_rank(flag: bool, model: nn.Module) -> bool:

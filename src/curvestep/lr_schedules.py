@@ -16,7 +16,7 @@ def group_peak(group: dict[str, Any]) -> float:
 
 def peak_lr(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> float:
     """Largest learning rate that the schedule reaches in any group."""
-    peaks = [group_peak(group) for group in optimizer.param_groups]
+    peaks = list(map(group_peak, optimizer.param_groups))
     peaks += [float(lr) for scheduler in schedulers for lr in getattr(scheduler, "max_lrs", ())]
     if not max(peaks) > 0:
         raise ValueError(

@@ -52,25 +52,14 @@ def step_rule(formula: Rule) -> Rule:
     @wraps(formula)
     def checked(grad_norm: Any, **parameters: Any) -> Any:
         for name, value in parameters.items():
-            if type(value) is float and 0.0 < value < math.inf:
-                continue  # at once: this runs in every step of an optimizer
-            if hasattr(value, "clamp"):
-                continue  # a tensor, which is not read: it may live on a device
-            check = _CHECKS.get(name, check_positive)
-            if isinstance(value, np.ndarray):  # what its least and largest number pass, all pass
-                for number in (value.min(), value.max()):
-                    check(name, number)
-                parameters[name] = np.minimum(value, _LARGEST)
-            else:
-                check(name, value)
+            if type(value) is not float or not 0.0 < value < math.inf:  # asked in every step of an optimizer
+                parameters[name] = _checked_parameter(name, value)
         if isinstance(grad_norm, np.ndarray):
-            if (grad_norm < 0).any():
-                raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm.min()!r}.")
+            _check_norm(np.fmin.reduce(grad_norm, axis=None, initial=0.0))
             with np.errstate(divide="ignore", over="ignore"):  # infinite steps, huge norms
                 return formula(grad_norm, **parameters)
-        # Tensors are not read: they may live on a device.
-        if not hasattr(grad_norm, "clamp") and grad_norm < 0:
-            raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
+        if not hasattr(grad_norm, "clamp"):  # a tensor is not read: it may live on a device
+            _check_norm(grad_norm)
         return formula(grad_norm, **parameters)
 
     return checked  # pyright: ignore[reportReturnType]  # of the formula's own signature
@@ -117,8 +106,8 @@ def clipped_step(grad_norm: Norm, *, lr: Parameter, max_norm: Parameter) -> Norm
     """
     if isinstance(max_norm, np.ndarray):
         return lr * (max_norm / np.maximum(grad_norm, max_norm))  # pyright: ignore[reportReturnType]  # an array only beside arrays
-    if hasattr(max_norm, "clamp"):
-        return lr * _at_most_one(max_norm / grad_norm)  # a tensor that is not read may be infinite
+    if hasattr(max_norm, "clamp"):  # a tensor that is not read may be infinite
+        return lr * (max_norm / grad_norm).clamp(max=1.0)  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
     if max_norm == math.inf:
         return _constant(grad_norm, lr)
     # No epsilon: the larger of g and γ is never zero, and γ/γ is exactly 1.
@@ -253,6 +242,21 @@ _CHECKS = {
 }
 
 
+def _checked_parameter(name: str, value: Any) -> Any:
+    """A parameter that is allowed; infinity in an array as the largest number, a tensor unread."""
+    check = _CHECKS.get(name, check_positive)
+    if isinstance(value, np.ndarray):  # what its least and largest number pass, all pass
+        check(name, value.min())
+        check(name, value.max())
+        return np.minimum(value, _LARGEST)
+    return value if hasattr(value, "clamp") else check(name, value)
+
+
+def _check_norm(grad_norm: float) -> None:
+    if grad_norm < 0:
+        raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
+
+
 def _constant(like: Any, value: Parameter) -> Any:
     if hasattr(like, "new_full"):
         return like.new_full(like.shape, value)
@@ -261,16 +265,12 @@ def _constant(like: Any, value: Parameter) -> Any:
     return value
 
 
-def _at_most_one(x: Any) -> Any:
-    return x.clamp(max=1.0)
-
-
 def _at_least(x: Any, floor: float) -> Any:
-    if type(x) is not float and hasattr(x, "clamp"):
-        return x.clamp(min=floor)
     if isinstance(x, np.ndarray):
         return np.maximum(x, floor)
-    return floor if x <= floor else x  # in this order, so that NaN stays NaN
+    if hasattr(x, "clamp"):
+        return x.clamp(min=floor)
+    return max(x, floor)  # in this order, so that NaN stays NaN
 
 
 def is_clipped(coefficient: ArrayLike, *, optimizer: ArrayLike = "") -> np.ndarray:

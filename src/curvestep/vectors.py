@@ -279,7 +279,7 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         >>> dot_of_changes(a, b, torch.tensor([5.0, 7.0]), None).item()
         10.0
     """
-    if other_new is None:
+    if other_new is None:  # turn both around: (new - old)(-o) = (old - new)o
         other_new, other_old, new, old = other_old, None, old, new
     tensors = [_real(t.detach()) for t in (new, old, other_new, other_old) if t is not None]
     if len(tensors) == 2:
@@ -318,15 +318,18 @@ def _minus(new: Tensor | None, old: Tensor | None = None, *, overwrite: bool = F
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
     dtype, none = _DTYPE_OF_NORM.get(tensors[0].dtype), tensors[0].new_empty(0)
-    tiny = [t for t in tensors if t.dim() == 1 and t.numel() <= JOINED_SIZE]
-    others = [t for t in tensors if t.dim() != 1 or t.numel() > JOINED_SIZE]
-    joined = torch.cat([none, *tiny])
-    middle = [t for t in (*others, joined) if t.numel() <= MIDDLE]
-    matrices = chain(*[_rows(_as_vector(t), t.numel()) for t in (*others, joined) if t.numel() > MIDDLE])
+    others = [t for t in tensors if not _is_tiny(t)]
+    others.append(torch.cat([none, *filter(_is_tiny, tensors)]))
+    middle = [t for t in others if t.numel() <= MIDDLE]
+    matrices = chain(*[_rows(_as_vector(t), t.numel()) for t in others if t.numel() > MIDDLE])
     rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
     norms = [*torch._foreach_norm([*middle, none], 2, dtype=dtype)]
     norms.append(torch.linalg.vector_norm(torch.cat([none, *rows]).double()))
     return math.hypot(*[norm.item() for norm in norms])  # neither overflows nor loses digits
+
+
+def _is_tiny(t: Tensor) -> bool:
+    return t.dim() == 1 and t.numel() <= JOINED_SIZE
 
 
 def _pieces(tensors: list[Tensor], size: int) -> Iterable[Sequence[Tensor]]:

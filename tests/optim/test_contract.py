@@ -447,16 +447,33 @@ def test_grad_scaler_unscales_before_the_norm_is_taken():
     assert opt.clip_stats()["grad_norm"] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
-def test_gradients_flow_through_a_differentiable_step(options):
-    def after(start):
-        p = start.clone()
-        p.grad = 2 * start
-        opt = ClippedSGD([p], lr=0.1, max_norm=1.0, differentiable=True, **options)
-        opt.step()
+@pytest.mark.parametrize(
+    ("make", "options", "tensors"),
+    [
+        ("clipped", {}, {}),
+        ("clipped", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"lr": 0.3}),
+        ("normalized", {"momentum": 0.9}, {"lr": 0.3}),
+        ("clipped", {}, {"weight_decay": 0.1}),
+        ("clipped", {"momentum": 0.9}, {"weight_decay": 0.1}),
+        ("adamw", {"eps": 0.1}, {"lr": 0.3}),
+        ("adamw", {"eps": 0.1, "amsgrad": True}, {"lr": 0.3}),
+        ("adamw", {"eps": 0.1}, {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1}),
+        ("adamw", {"eps": 0.1, "amsgrad": True}, {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1}),
+    ],
+)
+def test_gradients_flow_through_differentiable_steps(make, options, tensors):
+    def after(start, *numbers):
+        p, given = start.clone(), dict(zip(tensors, numbers, strict=True))
+        if "beta1" in given:
+            given["betas"] = (given.pop("beta1"), given.pop("beta2"))
+        opt = OPTIMIZERS[make]([p], differentiable=True, **options, **given)
+        for scale in (2.0, 0.1):
+            p.grad = scale * start**2
+            opt.step()
         return p
 
-    assert torch.autograd.gradcheck(after, (torch.tensor([3.0, 4.0], requires_grad=True),))
+    numbers = [torch.tensor(number, requires_grad=True) for number in tensors.values()]
+    assert torch.autograd.gradcheck(after, (torch.tensor([3.0, 4.0], requires_grad=True), *numbers))
 
 
 def test_training_a_compiled_model():
@@ -540,10 +557,10 @@ def test_every_world_gives_the_same_steps(world, mode, request):
         assert value == pytest.approx(stats[name])
 
 
-@pytest.mark.parametrize("mode", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"foreach": True}])
-def test_skipping_on_the_device_changes_nothing(mode, on_device):
+@every_optimizer_in_every_mode
+def test_skipping_on_the_device_changes_nothing(make, mode, on_device):
     params = parameters((2, 2), (3,))
-    opt = ClippedSGD(params, lr=0.1, max_norm=1.0, nonfinite="skip", **mode)
+    opt = make(params, nonfinite="skip", **mode)
     opt.step()
     before, state = values(params), copy.deepcopy(opt.state_dict()["state"])
     params[0].grad[0, 0] = math.nan
@@ -553,9 +570,11 @@ def test_skipping_on_the_device_changes_nothing(mode, on_device):
     assert (opt.clip_stats()["steps"], opt.clip_stats()["skipped"]) == (1, 1)
 
 
-def test_nothing_is_read_from_the_device_in_a_step(monkeypatch, on_device):
+@every_optimizer
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+def test_nothing_is_read_from_the_device_in_a_step(make, policy, monkeypatch, on_device):
     params = parameters((2, 2), (3,))
-    opt = ClippedSGD(params, lr=0.1, max_norm=1.0, nonfinite="skip", momentum=0.9)
+    opt = make(params, nonfinite=policy, momentum=0.9)
     opt.step()
 
     def refuse(*_args):
@@ -566,9 +585,10 @@ def test_nothing_is_read_from_the_device_in_a_step(monkeypatch, on_device):
     opt.step()
 
 
-def test_fused_is_refused_where_torch_has_no_kernel(without_fused):
-    with pytest.raises(RuntimeError, match="needs torch"):
-        ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0, fused=True)
+@every_optimizer
+def test_fused_is_refused_where_torch_has_no_kernel(make, without_fused):
+    with pytest.raises(RuntimeError, match=r"needs torch\._fused_(sgd|adamw)_"):
+        make(parameters((2,)), fused=True)
 
 
 @pytest.mark.parametrize(
@@ -593,6 +613,7 @@ def test_capability_check_refuses_a_kernel_that_computes_something_else(name, is
 # --- bad input ------------------------------------------------------------------------------------
 
 
+@every_optimizer
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -601,23 +622,35 @@ def test_capability_check_refuses_a_kernel_that_computes_something_else(name, is
         ({"lr": math.inf}, ValueError, "Invalid learning rate"),
         ({"lr": "fast"}, TypeError, "`lr` must be a number, got 'fast'"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
-        ({"max_norm": 0}, ValueError, "`max_norm` must be positive and finite, got 0"),
-        ({"max_norm": -1.0}, ValueError, "`max_norm`.*got -1.0"),
-        ({"max_norm": math.nan}, ValueError, "`max_norm`.*got nan"),
-        ({"max_norm": None}, TypeError, "`max_norm`.*got None"),
-        ({"momentum": -0.1}, ValueError, "Invalid momentum value: -0.1"),
         ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay value: -0.1"),
-        ({"dampening": math.nan}, ValueError, "Invalid dampening value: nan"),
-        ({"nesterov": True}, ValueError, "Nesterov momentum requires a momentum and zero dampening"),
-        ({"clip": "weights"}, ValueError, "`clip` must be one of 'gradient', 'momentum', got 'weights'"),
         ({"norm_scope": "layer"}, ValueError, "`norm_scope` must be one of"),
         ({"nonfinite": "ignore"}, ValueError, "`nonfinite` must be one of"),
+        ({"capturable": True}, ValueError, '`capturable=True` cannot raise.*nonfinite="skip"'),
         ({"foreach": True, "fused": True}, RuntimeError, "cannot be `True` together"),
         ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
         ({"foreach": True, "differentiable": True}, RuntimeError, "`foreach` does not support"),
     ],
 )
-def test_wrong_arguments_are_named(options, error, message):
+def test_wrong_arguments_are_named(make, options, error, message):
+    with pytest.raises(error, match=message):
+        make(parameters((2,)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_norm": 0}, ValueError, "`max_norm` must be positive and finite, got 0"),
+        ({"max_norm": -1.0}, ValueError, "`max_norm`.*got -1.0"),
+        ({"max_norm": math.nan}, ValueError, "`max_norm`.*got nan"),
+        ({"max_norm": None}, TypeError, "`max_norm`.*got None"),
+        ({"momentum": -0.1}, ValueError, "Invalid momentum value: -0.1"),
+        ({"dampening": math.nan}, ValueError, "Invalid dampening value: nan"),
+        ({"dampening": -math.inf}, ValueError, "Invalid dampening value: -inf"),
+        ({"nesterov": True}, ValueError, "Nesterov momentum requires a momentum and zero dampening"),
+        ({"clip": "weights"}, ValueError, "`clip` must be one of 'gradient', 'momentum', got 'weights'"),
+    ],
+)
+def test_wrong_arguments_of_clipped_sgd_are_named(options, error, message):
     with pytest.raises(error, match=message):
         ClippedSGD(parameters((2,)), **({"lr": 0.1, "max_norm": 1.0} | options))
 
@@ -638,10 +671,11 @@ def test_a_parameter_in_two_groups_is_refused():
         ClippedSGD([{"params": [p]}, {"params": [p]}], lr=0.1, max_norm=1.0)
 
 
-def test_a_wrong_group_is_refused_and_not_added():
-    opt = ClippedSGD(parameters((2,)), lr=0.1, max_norm=1.0)
-    with pytest.raises(ValueError, match="`max_norm`"):
-        opt.add_param_group({"params": parameters((3,)), "max_norm": -2.0})
+@every_optimizer
+def test_a_wrong_group_is_refused_and_not_added(make):
+    opt = make(parameters((2,)))
+    with pytest.raises(ValueError, match=r"`(max_norm|offset)`"):
+        opt.add_param_group({"params": parameters((3,)), opt.threshold: -2.0})
     with pytest.raises(ValueError, match="`norm_scope` holds for all groups"):
         opt.add_param_group({"params": parameters((3,)), "norm_scope": "tensor"})
     assert len(opt.param_groups) == 1

@@ -356,37 +356,3 @@ def test_clip_does_not_depend_on_the_default_device():
     with torch.device("meta"):
         optimizer.step()
     assert optimizer.clip_stats()["steps"] == 1
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_gradients_flow_to_a_weight_decay(momentum):
-    def after(start, weight_decay):
-        p = start.clone()
-        optimizer = ClippedSGD(
-            [p], lr=0.1, max_norm=1.0, momentum=momentum, weight_decay=weight_decay, differentiable=True
-        )
-        for scale in (2.0, 0.1):
-            p.grad = scale * start**2
-            optimizer.step()
-        return p
-
-    start, decay = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor(0.1, requires_grad=True)
-    assert torch.autograd.gradcheck(after, (start, decay))
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_gradients_flow_to_betas_and_weight_decay(amsgrad):
-    def after(start, beta1, beta2, weight_decay):
-        p = start.clone()
-        optimizer = ClippedAdamW(
-            [p], lr=0.1, max_norm=1.0, betas=(beta1, beta2), eps=0.1, weight_decay=weight_decay,
-            amsgrad=amsgrad, differentiable=True,
-        )  # fmt: skip
-        for scale in (2.0, 0.1):
-            p.grad = scale * start**2
-            optimizer.step()
-        return p
-
-    start = torch.tensor([3.0, 4.0], requires_grad=True)
-    constants = [torch.tensor(value, requires_grad=True) for value in (0.8, 0.9, 0.1)]
-    assert torch.autograd.gradcheck(after, (start, *constants))

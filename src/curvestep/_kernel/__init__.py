@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate, chain, cycle
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +34,6 @@ _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
 _DOUBLE, _SINGLE = 1, 2
-_WHOLE = (None, None)  # no units: one factor for all tensors
 _PROCESS = os.getpid()
 
 
@@ -103,7 +103,7 @@ class Kernel:
             may_be_negated: Whether to look for marks; not needed for numbers that only we make.
         """
         lists, count = (tensors, *others), len(tensors)
-        if any([len(other) != count for other in others]):
+        if len(set(map(len, lists))) > 1:
             return None
         addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
         starts = (_int64 * (count + 1))()
@@ -125,11 +125,15 @@ class Kernel:
 
     def sum_of_squares(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i \rVert^2`, right to 1e-7 for float32 norms between 1e-12 and 1e18."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), False, *_WHOLE)
+        return self._sum_of_squares(
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), False, None, None
+        )
 
     def squared_distance(self, x: View) -> float:
         r""":math:`\sum_i \lVert t_i - u_i \rVert^2` of two lists, of which nothing is stored."""
-        return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True, *_WHOLE)
+        return self._sum_of_squares(
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True, None, None
+        )
 
     def squares_of_units(self, x: View, starts: Any, which: int = 0) -> tuple[float, Array]:
         r""":math:`\sum_u \lVert u \rVert^2`, and :math:`\lVert u \rVert^2` of each unit, in list ``which``.
@@ -140,7 +144,7 @@ class Kernel:
         squares = np.empty(starts[-1])
         addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
         total = self._sum_of_squares(
-            addresses, x.sizes, x.length, x.doubles, _num_threads(), False, *_addresses(starts, squares)
+            addresses, x.sizes, x.length, x.doubles, _num_threads(), False, starts, squares.ctypes.data
         )
         return total, squares
 
@@ -159,12 +163,12 @@ class Kernel:
         """The formula of ``optim/sgd.py`` on all tensors at once.
 
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order; ``units`` are
-        factors in place of ``scale``.
+        factors beside ``scale``.
         """
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
-            *_addresses(*units or ()),
+            *_factors(units, scale),
         )  # fmt: skip
 
     def adamw(
@@ -188,7 +192,7 @@ class Kernel:
         given = (
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
-            *_addresses(*units or ()),
+            *_factors(units, scale),
         )  # fmt: skip
         if update_rms == math.inf:
             self._adamw(*given, None)
@@ -200,12 +204,11 @@ class Kernel:
         self._adamw(*given, rates.ctypes.data)
 
 
-def _addresses(*units: Any) -> tuple[Any, Any]:
-    """Where the starts of units and a number for each lie, nowhere without them."""
-    if not units:
-        return _WHOLE
-    starts, numbers = units
-    return starts, numbers.ctypes.data
+def _factors(units: Units | None, scale: float) -> tuple[Any, Any]:
+    """The starts of units and the factor on each, as C takes them; None without units."""
+    if units is None:
+        return None, None
+    return units.starts, (units.scales * scale).ctypes
 
 
 @cache
@@ -232,31 +235,27 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
 
 def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any, starts: Any) -> int:
     """Twin of ``curvestep_view_plain``, for a torch that does not let C look at its tensors."""
-    count = len(lists[0])
-    if any(type(t) not in PLAIN for listed in lists for t in listed):
+    first = lists[0]
+    if any(type(t) not in PLAIN for t in chain(*lists)):
         return -1
-    dtype = lists[0][0].dtype if count else torch.float32
-    for i, t in enumerate(lists[0]):
-        if (
-            not t.is_cpu
-            or t.layout != torch.strided
-            or t.dtype is not dtype
-            or not is_non_overlapping_and_dense(t)
-        ):
-            return -1
-        sizes[i] = t.numel()
-        starts[i + 1] = starts[i] + _units_of(t)
-        for k, listed in enumerate(lists):
-            if k and not same_layout(listed[i], t):
-                return -1
-            addresses[k * count + i] = listed[i].data_ptr()
-            if sizes[i] and not addresses[k * count + i]:
-                return -1
-    if 0 in map(_units_of, lists[0]):
-        starts[count] = -1
-    if dtype not in DTYPES:
+    dtypes = {t.dtype for t in first} or {torch.float32}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES) or not all(map(_is_in_one_piece, first)):
         return -1
-    return _DOUBLE * (dtype is torch.float64) + _SINGLE * (1 in sizes)
+    if any(not same_layout(t, p) for listed in lists for t, p in zip(listed, first, strict=True)):
+        return -1
+    sizes[:] = [t.numel() for t in first]
+    addresses[:] = [t.data_ptr() for t in chain(*lists)]
+    if any(size and not address for size, address in zip(cycle(sizes), addresses, strict=False)):
+        return -1
+    units = list(map(_units_of, first))
+    starts[:] = [0, *accumulate(units)]
+    if 0 in units:
+        starts[len(first)] = -1
+    return _DOUBLE * (torch.float64 in dtypes) + _SINGLE * (1 in sizes)
+
+
+def _is_in_one_piece(t: Tensor) -> bool:
+    return t.is_cpu and t.layout == torch.strided and is_non_overlapping_and_dense(t)
 
 
 def _units_of(t: Tensor) -> int:
@@ -301,10 +300,11 @@ def native() -> Kernel | None:
         return None
     try:
         kernel = Kernel(LIBRARY)
-    except (OSError, AttributeError):  # built for another machine, or by another version
+        with real_cpu_tensors():
+            is_right = _follows_formula(kernel)
+    except (OSError, AttributeError, AssertionError):  # built for another machine, or by another version
         return None
-    with real_cpu_tensors():
-        return kernel if _follows_formula(kernel) else None
+    return kernel if is_right else None
 
 
 @contextmanager
@@ -320,12 +320,17 @@ def _follows_formula(kernel: Kernel) -> bool:
     return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
 
 
+def _walkable(kernel: Kernel, *lists: list[Tensor]) -> View:
+    view = kernel.view(*lists)
+    assert view is not None
+    return view
+
+
 def _sums_squares(kernel: Kernel, dtype: torch.dtype) -> bool:
     p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
-    view = kernel.view([g], [p])
-    if view is None or not math.isclose(kernel.sum_of_squares(view), 280):
-        return False
-    return math.isclose(kernel.squared_distance(view), (p - 2).square().sum().item())
+    view = _walkable(kernel, [g], [p])
+    is_distance = math.isclose(kernel.squared_distance(view), (p - 2).square().sum().item())
+    return is_distance and math.isclose(kernel.sum_of_squares(view), 280)
 
 
 def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
@@ -333,9 +338,7 @@ def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
     b = torch.ones(70, dtype=dtype)
     expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
     expected_p = p - 0.125 * expected_b
-    view = kernel.view([g], [p], [b])
-    if view is None:
-        return False
+    view = _walkable(kernel, [g], [p], [b])
     kernel.update(view, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False)
     return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
 
@@ -344,9 +347,8 @@ def _scales_units(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Seven units of ten, the first times 0, the last times 6."""
     g, p = torch.full((70,), 2.0, dtype=dtype), torch.zeros(70, dtype=dtype)
     g, p = g.view(7, 10), p.view(7, 10)
-    view = kernel.view([g], [p])
-    if view is None or list(view.starts) != [0, 7]:
-        return False
+    view = _walkable(kernel, [g], [p])
+    assert list(view.starts) == [0, 7]
     units = Units(view.starts, np.arange(7.0))
     total, squares = kernel.squares_of_units(view, units.starts)
     kernel.update(
@@ -360,9 +362,7 @@ def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:
     """The first step of AdamW from zero moments is one of length lr by the sign of the gradient."""
     g = torch.full((70,), 2.0, dtype=dtype)
     p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
-    view, steps = kernel.view([g], [p], [m], [v]), kernel.view([step])
-    if view is None or steps is None:
-        return False
+    view, steps = _walkable(kernel, [g], [p], [m], [v]), _walkable(kernel, [step])
     kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
     found = [(p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)]
     return all(torch.allclose(t, torch.full_like(t, expected)) for t, expected in found)

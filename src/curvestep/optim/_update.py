@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -75,6 +76,11 @@ class Rule(ABC):
     @abstractmethod
     def buffer_names(self) -> tuple[str, ...]:
         """The entries of a parameter's state that have its shape, in the order of ``buffers``."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """All entries of a parameter's state."""
+        return (*self.buffer_names, *["step"] * self.counts_steps)
 
     @property
     @abstractmethod
@@ -149,14 +155,8 @@ class Part:
     alike: bool = True  # whether each gradient and buffer has dtype, device and strides of its parameter
     view: View | None = None
     steps_view: View | None = None
-    units: Units | None = None  # factors on pieces of the gradient, if our kernel is to multiply them
+    units: Units | None = None  # factors on pieces of the gradient, beside that on all
     path: Path = "loop"
-
-    def scaled_units(self, scale: float) -> Units | None:
-        """The factors on pieces times that on all."""
-        if self.units is None:
-            return None
-        return Units(self.units.starts, self.units.scales * scale)
 
 
 def collect(
@@ -176,13 +176,11 @@ def collect(
         rule = rule_of(group)
         if isinstance(rule.lr, Tensor) and not group["differentiable"]:
             rule.lr = rule.lr.item() if is_readable(rule.lr) else rule.lr.view(())
-        for decision in decisions_of(group, norm_scope):
-            bundle = Bundle(group, decision.params, decision.grads, index=decision.index, rule=rule)
+        for bundle in decisions_of(group, norm_scope, partial(Bundle, rule=rule)):
             _find_state(bundle, state)
             if by_kernel and bundle.has_state:
-                bundle.view, bundle.steps_view = _views(
-                    bundle.steps, bundle.grads, bundle.params, *bundle.buffers
-                )
+                lists = (bundle.grads, bundle.params, *bundle.buffers)
+                bundle.view, bundle.steps_view = _views(bundle.steps, *lists)
             if bundle.view is None:
                 _check_tensors(bundle)
             bundles.append(bundle)
@@ -199,11 +197,11 @@ def _find_state(bundle: Bundle, state: State) -> None:
     else:
         states = [state.get(p, {}) for p in params]
     try:
-        bundle.buffers = [list(map(itemgetter(name), states)) for name in names]
-        if bundle.rule.counts_steps:
-            bundle.steps = list(map(itemgetter("step"), states))
+        columns = [list(map(itemgetter(name), states)) for name in bundle.rule.state_names]
     except KeyError:
         bundle.has_state = False
+    else:
+        bundle.buffers, bundle.steps = columns[: len(names)], list(chain(*columns[len(names) :]))
 
 
 def _check_tensors(bundle: Bundle) -> None:
@@ -334,7 +332,8 @@ def _is_plain_and_large(part: Part) -> bool:
     """Whether the update is p - h*g on large tensors in the host's memory."""
     if part.buffers or part.rule.weight_decay or not part.params[0].is_cpu:
         return False
-    return sum(map(Tensor.numel, part.params)) > _LARGE * len(part.params)
+    sizes = map(Tensor.numel, part.params) if part.view is None else part.view.sizes[:]
+    return sum(sizes) > _LARGE * len(part.params)
 
 
 def _has_fused_kernels(device: torch.device) -> bool:
@@ -344,11 +343,13 @@ def _has_fused_kernels(device: torch.device) -> bool:
 def update(part: Part, scale: float) -> None:
     """Update a part with the gradient times ``scale``, by its path."""
     rule = part.rule
-    by = {"kernel": rule.by_kernel, "fused": rule.by_fused, "foreach": rule.by_foreach, "loop": rule.by_loop}
-    by[part.path](part, scale)
     if part.path == "kernel":
+        rule.by_kernel(part, scale)
         # torch must know that the values changed, or it would not notice a stale graph.
         torch.autograd.graph.increment_version(part.params)
+    else:
+        by = {"fused": rule.by_fused, "foreach": rule.by_foreach, "loop": rule.by_loop}
+        by[part.path](part, scale)
 
 
 def trusted_kernel(name: str, is_right: Callable[[FusedKernel], bool]) -> FusedKernel | None:
@@ -441,8 +442,12 @@ def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     Nor must a negative bit say that numbers in memory have the other sign, or that they are zeros without
     memory.
     """
-    if torch.compiler.is_compiling() or (p.is_cpu and p.dtype not in DTYPES):
+    if torch.compiler.is_compiling():
         return False
-    if p.is_neg() or g.is_neg() or g._is_zerotensor():
-        return False
-    return is_non_overlapping_and_dense(p) and all(same_layout(t, p) for t in (g, *buffers))
+    is_marked = p.is_neg() or g.is_neg() or g._is_zerotensor()
+    return (
+        not is_marked
+        and (p.dtype in DTYPES or not p.is_cpu)
+        and is_non_overlapping_and_dense(p)
+        and all(same_layout(t, p) for t in (g, *buffers))
+    )

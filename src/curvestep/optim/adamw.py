@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain
 from operator import itemgetter, mul
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ class AdamWRule(Rule):
         part.view.kernel.adamw(
             part.view, part.steps_view, scale=self.signed(scale), lr=float(self.lr),
             betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
-            units=part.scaled_units(self.signed(scale)), update_rms=self.update_rms,
+            units=part.units, update_rms=self.update_rms,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:
@@ -198,7 +198,8 @@ class AdamWRule(Rule):
         rates = list(map(self._rate, grads, exp_avg_sqs, roots, part.wholes))
         sizes = list(map(mul, sizes, rates))
         if self.weight_decay:
-            torch._foreach_mul_(params, [1 - self.lr * self.weight_decay * rate for rate in rates])
+            kept: list[Any] = [1 - self.lr * self.weight_decay * rate for rate in rates]
+            torch._foreach_mul_(params, kept)
         if isinstance(sizes[0], Tensor):
             torch._foreach_div_(denominators, [-size for size in sizes])
             torch._foreach_addcdiv_(params, exp_avgs, denominators)

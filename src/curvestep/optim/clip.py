@@ -35,7 +35,7 @@ from curvestep.optim.policy import (
 from curvestep.optim.record import StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
-from curvestep.vectors import global_norm, is_readable, joint
+from curvestep.vectors import global_norm, joint
 
 Norm = TypeVar("Norm", float, Tensor)
 
@@ -219,7 +219,8 @@ class Clipping(_Handle):
     @torch.no_grad()
     def _clip(self, loss: float | None = None) -> None:
         groups = _clipped_groups(self.optimizer)
-        decisions = list(chain(*(decisions_of(group, self._policy.norm_scope) for group in groups)))
+        scope = self._policy.norm_scope
+        decisions = list(chain(*(decisions_of(group, scope, Decision) for group in groups)))
         if not decisions:
             return
         # The optimizer leaves out by itself a step in which a GradScaler found an overflow.
@@ -308,26 +309,23 @@ class UpdateClipping(_Handle):
             norms.append(norm.nan_to_num(0.0))
             factors.append(factor)
         self._kept = []
-        self._count(joint(norms), factors)
-
-    def _count(self, norm: Tensor, factors: list[Tensor]) -> None:
-        if is_readable(norm):
-            values = [factor.item() for factor in factors]
-            self._record.on_host().count(norm.item(), values, [value < 1.0 for value in values])
-        else:
-            counters, fired = self._record.on_device(norm.device), [factor < 1.0 for factor in factors]
-            counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
+        norm, fired = joint(norms), [factor < 1.0 for factor in factors]
+        counters = self._record.on_device(norm.device)
+        counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
 
 
 def _clipped_groups(optimizer: Optimizer) -> list[Group]:
     """The groups whose norm is taken: without Muon's, unless there are no others."""
-    others = [group for group in optimizer.param_groups if not is_muon_group(optimizer, group)]
-    return others or optimizer.param_groups
+    return _without_muon(optimizer) or optimizer.param_groups
+
+
+def _without_muon(optimizer: Optimizer) -> list[Group]:
+    return [group for group in optimizer.param_groups if not is_muon_group(optimizer, group)]
 
 
 def _warn_of_muon(optimizer: Optimizer) -> bool:
     """Say which groups are not clipped because Muon steps them; whether that is all."""
-    num_muon = sum(is_muon_group(optimizer, group) for group in optimizer.param_groups)
+    num_muon = len(optimizer.param_groups) - len(_without_muon(optimizer))
     if num_muon:
         warnings.warn(
             f"Muon steps {num_muon} of {len(optimizer.param_groups)} parameter groups. They are left out of "

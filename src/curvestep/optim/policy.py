@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter, gt
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from curvestep._checks import check_choice, check_positive
 from curvestep._kernel import View
 from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.optim.counters import HostCounters, Limit
+from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
 _grad, _is_cpu = attrgetter("grad"), attrgetter("is_cpu")
+
+
+Made = TypeVar("Made", bound="Decision")
 
 
 @dataclass(slots=True)
@@ -38,17 +42,17 @@ class Decision:
     index: int = 0  # of the parameter in its group, if it is clipped alone
 
 
-def decisions_of(group: Group, norm_scope: str) -> list[Decision]:
+def decisions_of(group: Group, norm_scope: str, make: Callable[..., Made]) -> list[Made]:
     """The parameters of a group that have a gradient, together or each for itself."""
     params: list[Tensor] = group["params"]
     grads: list[Any] = list(map(_grad, params))
+    at = range(len(params))
     if type(None) in set(map(type, grads)):
-        params = [p for p in params if p.grad is not None]
-        grads = list(map(_grad, params))
+        has_grad = [grad is not None for grad in grads]
+        at, params, grads = (list(compress(listed, has_grad)) for listed in (at, params, grads))
     if norm_scope == "tensor":
-        at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
-        return [Decision(group, [p], [g], index=i) for i, p, g in zip(at, params, grads, strict=True)]
-    return [Decision(group, params, grads)] if params else []
+        return [make(group, [p], [g], index=i) for i, p, g in zip(at, params, grads, strict=True)]
+    return [make(group, params, grads)] if params else []
 
 
 def rule_of(group: Group) -> ClipRule | None:
@@ -87,11 +91,12 @@ def unscale_pieces(decisions: Sequence[Decision], factor: Quantity) -> None:
 
 def measure_pieces(decisions: Sequence[Decision]) -> bool:
     """Take the norms of the pieces, where a rule clips such; whether there are any."""
+    has_pieces = False
     for decision in decisions:
         rule = rule_of(decision.group)
         if rule is not None and rule.each != "norm":
-            decision.pieces = pieces_of(decision, rule)
-    return any([decision.pieces is not None for decision in decisions])
+            decision.pieces, has_pieces = pieces_of(decision, rule), True
+    return has_pieces
 
 
 def is_on_host(decision: Decision) -> bool:
@@ -136,15 +141,13 @@ class Policy:
         """Norm of the whole gradient, from the norms of what is clipped alone."""
         return norms[0] if self.norm_scope == "global" else math.hypot(*norms)
 
-    def should_skip(
-        self, norms: list[float], loss: float | None, counters: HostCounters, groups: list[Group]
-    ) -> bool:
-        """Whether to leave out the step with these norms; raises where that is wanted."""
-        if self.nonfinite != "propagate" and not all(map(math.isfinite, norms)):
-            if self.nonfinite == "raise":
-                raise FloatingPointError(nonfinite_gradient(groups))
-            return True
-        return counters.exceeds(self.limit, self.joint_norm(norms), loss)
+    def refuses(self, norms: list[float], groups: list[Group]) -> bool:
+        """Whether to leave out a step because norms are not finite; raises where that is wanted."""
+        if self.nonfinite == "propagate" or all(map(math.isfinite, norms)):
+            return False
+        if self.nonfinite == "raise":
+            raise FloatingPointError(nonfinite_gradient(groups))
+        return True
 
 
 def _norm_on_host(decision: Decision) -> float:
@@ -165,7 +168,8 @@ def _limit(skip_above: float | str | None) -> Limit:
             '`skip_above` must be a gradient norm, "10x" the running median or "6sigma", got '
             f"{skip_above!r}. Both numbers must be above 1."
         )
-    return Limit(float(found[1]), found[2])
+    unit: Any = found[2]
+    return Limit(float(found[1]), unit)
 
 
 class HostStep:
@@ -207,8 +211,13 @@ class HostStep:
     def is_left_out(self) -> bool:
         """Whether the step is left out, and then counted so; raises where that is wanted."""
         counters = self._counters
-        if self._overflowed or self._policy.should_skip(self.norms, self._loss, counters, self._groups):
-            self._keep_spike(lambda: [0.0])
+        if (
+            self._overflowed
+            or self._policy.refuses(self.norms, self._groups)
+            or counters.exceeds(self._policy.limit, self.norm, self._loss)
+        ):
+            if self.norm > counters.spike_bound:
+                self._keep_spike(0.0)
             counters.count_skipped(self.norm)
             return True
         counters.keep_loss(self._loss)
@@ -220,20 +229,20 @@ class HostStep:
 
     def count(self, coefficients: list[float], bounds: list[float]) -> None:
         """Count the step that was taken, with the factor on each decision and its threshold."""
-        self._keep_spike(lambda: clipped_norms(self._decisions, self.norms, coefficients))
+        if self.norm > self._counters.spike_bound:
+            norms = clipped_norms(self._decisions, self.norms, coefficients)
+            self._keep_spike(self._policy.joint_norm(norms))
         if not self._is_pretended:
             fired = list(map(gt, self.norms, bounds))
             self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))
 
-    def _keep_spike(self, norms_after: Callable[[], list[float]]) -> None:
+    def _keep_spike(self, clipped_norm: float) -> None:
         """Remember a step that stands out, with the parameter that has most of its gradient."""
-        if not self.norm > self._counters.spike_bound:
-            return
         norms = layer_norms(self._groups)
         layer = max(norms, key=lambda name: norms[name])
         self._counters.keep_spike({
             "step": self._counters.steps + self._counters.skipped, "grad_norm": self.norm,
-            "clipped_norm": self._policy.joint_norm(norms_after()), "loss": self._loss, "layer": layer,
+            "clipped_norm": clipped_norm, "loss": self._loss, "layer": layer,
             "share": (norms[layer] / self.norm) ** 2,
         })  # fmt: skip
 

@@ -175,9 +175,9 @@ class ScaledOptimizer(Optimizer, ABC):
         Args:
             closure: Evaluates the model again and returns the loss.
         """
-        if torch.compiler.is_compiling() and not self._is_traceable():
-            return _eager_step(self, closure)
-        if not torch.compiler.is_compiling() and _is_observed(self):
+        if torch.compiler.is_compiling():
+            return self._traced_step(closure)
+        if _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
 
@@ -248,11 +248,18 @@ class ScaledOptimizer(Optimizer, ABC):
             )  # fmt: skip
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
-            if bundles and reads_numbers(bundles):
+            if not bundles:
+                return loss
+            if reads_numbers(bundles):
                 self._step(bundles, as_float(loss))
-            elif bundles:
+            else:
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
+
+    def _traced_step(self, closure: Callable[[], float] | None) -> float | None:
+        if self._is_traceable():
+            return self._unobserved_step(closure)
+        return _eager_step(self, closure)
 
     def _is_traceable(self) -> bool:
         """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
@@ -292,9 +299,13 @@ class ScaledOptimizer(Optimizer, ABC):
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
     """Whether every number of a step is read on the host: none has to be waited for, none has a gradient."""
-    if torch.compiler.is_compiling() or any(isinstance(bundle.rule.lr, Tensor) for bundle in bundles):
+    if torch.compiler.is_compiling() or bundles[0].group["differentiable"]:
         return False
-    return not bundles[0].group["differentiable"] and all(map(is_on_host, bundles))
+    return all(map(_is_read, bundles))
+
+
+def _is_read(bundle: Bundle) -> bool:
+    return is_on_host(bundle) and not isinstance(bundle.rule.lr, Tensor)
 
 
 def _check_rule(rule: ClipRule, group: Group) -> None:

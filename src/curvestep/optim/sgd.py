@@ -107,7 +107,7 @@ class SGDRule(Rule):
         part.view.kernel.update(
             part.view, scale=self.signed(scale), weight_decay=self.weight_decay,
             momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
-            units=part.scaled_units(self.signed(scale)),
+            units=part.units,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: float) -> None:
