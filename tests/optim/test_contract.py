@@ -452,7 +452,7 @@ def test_grad_scaler_unscales_before_the_norm_is_taken():
     [
         ("clipped", {}, {}),
         ("clipped", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"lr": 0.3}),
-        ("normalized", {"momentum": 0.9}, {"lr": 0.3}),
+        ("normalized", {}, {"lr": 0.3}),
         ("clipped", {}, {"weight_decay": 0.1}),
         ("clipped", {"momentum": 0.9}, {"weight_decay": 0.1}),
         ("adamw", {"eps": 0.1}, {"lr": 0.3}),

@@ -3,7 +3,7 @@
 Which tensors go together and which path they take is decided here, once for each step and every
 :class:`Rule`; the rules are in ``sgd.py`` and ``adamw.py``. None of the paths writes to a gradient.
 """
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownVariableType=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations

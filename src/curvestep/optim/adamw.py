@@ -1,5 +1,5 @@
 """AdamW with norm clipping."""
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownArgumentType=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ class ClippedAdamW(ScaledOptimizer):
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
-        if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
-            raise TypeError(f"`betas` must be two numbers, got {group['betas']!r}.")
-        for i, beta in enumerate(group["betas"]):
+        betas: Any = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(f"`betas` must be two numbers, got {betas!r}.")
+        for i, beta in enumerate(betas):
             check_between("betas", beta, f"beta parameter at index {i}", high=1.0)
         check_between("eps", group["eps"], "epsilon value")
         check_threshold("update_rms", group["update_rms"])

@@ -4,12 +4,13 @@ So are the numbers of a step that torch.compile traces and of one through which 
 decides by an ``if`` is decided here by a device scalar that is 1 or 0.
 """
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-# torch names its functions for lists of tensors with an underscore.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch names its functions for lists of tensors with an underscore, and gives vector_norm and tolist no type.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -326,7 +327,7 @@ def _averaged_(step: DeviceStep, parts: list[Part], group: Group) -> list[Part]:
 
 
 @contextmanager
-def _unless_skipped(step: DeviceStep, tensors: list[Tensor]) -> Iterator[None]:
+def _unless_skipped(step: DeviceStep, tensors: list[Tensor]) -> Generator[None]:
     """A block after which the tensors are as before if the step is left out; nothing is read."""
     before = list(map(torch.clone, tensors)) if step.is_guarded else []
     yield

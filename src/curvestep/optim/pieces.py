@@ -3,6 +3,8 @@
 Where our kernel walks the gradients, it measures and scales the pieces while it does. Elsewhere the scaled
 gradients are a copy while the step lasts.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch gives vector_norm and tolist no type.
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
 """Whose norm is clipped and which steps are left out: one answer for every optimizer and for ``clip``."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch gives vector_norm and tolist no type.
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -48,8 +49,8 @@ def decisions_of(group: Group, norm_scope: str, make: Callable[..., Made]) -> li
     grads: list[Any] = list(map(_grad, params))
     at = range(len(params))
     if type(None) in set(map(type, grads)):
-        has_grad = [grad is not None for grad in grads]
-        at, params, grads = (list(compress(listed, has_grad)) for listed in (at, params, grads))
+        at = [i for i in at if grads[i] is not None]
+        params, grads = list(map(params.__getitem__, at)), list(map(grads.__getitem__, at))
     if norm_scope == "tensor":
         return [make(group, [p], [g], index=i) for i, p, g in zip(at, params, grads, strict=True)]
     return [make(group, params, grads)] if params else []

@@ -2,6 +2,8 @@
 
 A checkpoint keeps both, as plain numbers.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch gives vector_norm and tolist no type.
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
 """A gradient scaled by a function of its norm, inside the step: what all optimizers of the package share."""
+# pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Hooks and the profiler of torch have an underscore.
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ class ScaledOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, with values of its own where it names them."""
-        if isinstance(param_group, dict):  # else torch says what is wrong
+        if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # else torch refuses it
             group = self.defaults | param_group
             for name in _SHARED:
                 if group.get(name) != self.defaults.get(name):
