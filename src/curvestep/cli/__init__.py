@@ -14,6 +14,7 @@ from curvestep.display.markup import visible
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 INTERRUPTED = 128 + signal.SIGINT
 
+SHORT_FOR = {"fit": ("advise", "--details")}  # as the library calls it
 # What the extra `lab` brings, by the names under which it is imported.
 LAB = (
     "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
@@ -79,17 +80,16 @@ def _run(args: list[str]) -> int:
         listed = "\n".join(f"  {command:<11}{words}" for command, (_, words) in COMMANDS.items())
         print(USAGE.format(commands=listed))
         return OK if name else WRONG_USAGE
-    if name == "fit":  # as the library calls it
-        name, rest = "advise", [*rest, "--details"]
+    name, *given = SHORT_FOR.get(name, (name,))
     if name not in COMMANDS:
         listed = ", ".join(COMMANDS)
         raise UsageError(
             f"curvestep: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
         )
     try:
-        return COMMANDS[name][0](rest)
-    except SystemExit as end:  # after --help
-        return int(end.code or OK)
+        return COMMANDS[name][0]([*rest, *given])
+    except SystemExit:  # after --help
+        return OK
 
 
 def _explain(error: BaseException) -> tuple[str, int]:

@@ -35,20 +35,14 @@ class Kind:
         """The value of a word, for argparse."""
         try:
             return self.convert(word)
-        except ValueError:
+        except (KeyError, ValueError):
             raise ArgumentTypeError(f"needs {self.needed}, got {word!r}") from None
 
 
 def one_of(*names: str) -> Kind:
     """The kind of a value with few choices."""
-    convert = partial(_member, names=names)
-    return Kind("{" + ",".join(names) + "}", f"one of {', '.join(names)}", convert)
-
-
-def _member(word: str, *, names: tuple[str, ...]) -> str:
-    if word not in names:
-        raise ValueError(word)
-    return word
+    members = dict(zip(names, names, strict=True))
+    return Kind("{" + ",".join(names) + "}", f"one of {', '.join(names)}", members.__getitem__)
 
 
 def _number_or_auto(word: str) -> float | str:
