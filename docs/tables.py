@@ -44,7 +44,7 @@ def _speeds(case: dict[str, Any], kind: str) -> dict[str, float]:
 
 def _limits(numbers: Iterable[float]) -> str:
     low, high = (f"{limit(numbers):.2f}" for limit in (min, max))
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{low}-{high}"
 
 
 def rates_table(results: Path) -> str:
