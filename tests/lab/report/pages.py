@@ -50,14 +50,14 @@ def make_run(
     return run.folder
 
 
-def made_up_claim(paper="p"):
+def made_up_claim(paper="p", verdict="reproduced"):
     """One row of the table."""
     about = {"name": "one", "kind": "paper", "source": "Figure 4", "paper": paper, "scale": "laptop"}
-    return Claim(**about, verdict="reproduced", sentence="It is 2.", numbers={"ratio": "2 [1, 3]"})
+    return Claim(**about, verdict=verdict, sentence="It is 2.", numbers={"ratio": "2 [1, 3]"})
 
 
 def make_reproduction(folder):
-    """A reproduction of two runs: their charts as its figures, and one claim."""
+    """A reproduction of two runs: their charts as its figures, and a claim of each verdict."""
     for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
         make_run(folder / "runs" / setting, lr=lr, max_norm=max_norm, steps=100)
     pictures = [
@@ -68,7 +68,9 @@ def make_reproduction(folder):
         for path in pictures
     ]
     write_json(folder / "figures.json", {"figures": entries})
-    write_claims([made_up_claim("clipping <helps>")], folder, data=["walls"], notes=["Scale: laptop."])
+    claims = [made_up_claim("clipping <helps>")]
+    claims += [made_up_claim(verdict=verdict) for verdict in ("in part", "open", "not tested here")]
+    write_claims(claims, folder, data=["walls"], notes=["Scale: laptop."])
 
 
 def _descend(*, lr, max_norm, steps, seed):

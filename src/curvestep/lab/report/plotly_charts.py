@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.display.chart import NUM_COLOURS, Axis, Chart, Grid, Series
+from curvestep.display.chart import DASHES, NUM_COLOURS, Axis, Chart, Grid, Series
 from curvestep.display.markup import plain
 
 Spec = dict[str, Any]  # an object of plotly's
 _LINE_WIDTH, _MARK_SIZE, _CROSS_SIZE = 1.6, 6, 11  # pixels
+_DASHES = {"": "solid", **dict(zip(DASHES, DASHES, strict=True))}  # without a line it does not matter
 _UNSAID = {"hoverinfo": "skip", "showlegend": False}
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
 _AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
@@ -117,7 +118,7 @@ def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
         "y": rounded(series.y),
         "mode": "+".join(mode for mode, wanted in parts.items() if wanted),
         "showlegend": series.shade is None,
-        "line": {"color": colour, "width": _LINE_WIDTH * series.weight, "dash": series.dash or None},
+        "line": {"color": colour, "width": _LINE_WIDTH * series.weight, "dash": _DASHES[series.dash]},
         "marker": _marker(series, colour),
     }
     if series.is_lost:

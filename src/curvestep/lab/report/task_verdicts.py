@@ -25,11 +25,8 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         so_far = f"Not finished, {first.step:,} steps so far. "
     missing = _missing(task)
     advice = task.advice
-    if all(view.is_lost for view in task.runs) and not (advice and advice.lr):
-        return {"title": title, "action": DIVERGED, **_lost(task), **_parted(missing)}
     if advice is None or advice.refused:
-        found = f"{so_far}{_without_advice(advice)}"
-        return {"title": title, "verdict": found, "answer": found, **_parted(missing)}
+        return {"title": title, **_without_advice(task, so_far), **_parted(missing)}
     return {
         "title": title,
         "action": advice.action,
@@ -70,18 +67,21 @@ def _missing(task: Task) -> list[str]:
     return lines
 
 
-def _lost(task: Task) -> Fields:
-    """The verdict on runs that all diverged and leave no advice."""
-    ends = [f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}" for view in task.runs]
-    answer = f"{'; '.join(ends)}. Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
-    return {"verdict": f"DIVERGED {answer}", "answer": answer}
-
-
-def _without_advice(advice: Advice | None) -> str:
+def _without_advice(task: Task, so_far: str) -> Fields:
     """The verdict where nothing can be advised."""
-    if advice is not None:
-        return advice.verdict
-    return "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
+    lost = [
+        f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}"
+        for view in task.runs
+        if view.is_lost
+    ]
+    if len(lost) == len(task.runs):
+        way_out = "Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+        answer = f"{'; '.join(lost)}. {way_out}"
+        return {"action": DIVERGED, "verdict": f"DIVERGED {answer}", "answer": answer}
+    found = "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
+    if task.advice is not None:
+        found = task.advice.verdict
+    return {"verdict": f"{so_far}{found}", "answer": f"{so_far}{found}"}
 
 
 def advice_table(advice: Advice, task: Task) -> dict[str, str]:

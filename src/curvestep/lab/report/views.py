@@ -108,9 +108,8 @@ class RunView:
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and a column: of the training metrics, sharpness of the trace; both empty without it."""
         rows = self.measured if name == "smoothness" else self.rows
-        if not rows:
-            return np.array([]), np.array([])
-        return rows["step"], rows[name]
+        none = np.array([])
+        return rows.get("step", none), rows.get(name, none)
 
     @property
     def clipped_fraction(self) -> float:
