@@ -240,7 +240,7 @@ def _why_not_training(
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / _size(replayed)
-    scaled = [_times(g, scale) for g in replayed]
+    scaled = each(lambda gradient: gradient * scale, replayed)
     if _relative_gap(scaled, trained, of=trained) <= 10 * tolerance:
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "

@@ -375,17 +375,18 @@ def _largest_eigenvalue(
     def counted(v: np.ndarray) -> np.ndarray:
         nonlocal longest, count
         if count >= max_products:
-            raise _OutOfProducts
+            raise _Stopped
         count += 1
         v = v.ravel() / np.linalg.norm(v)
         image = product(v)
         if not np.isfinite(image).all():
-            raise _NotFinite
+            longest = (np.inf, v, np.full(size, np.nan))
+            raise _Stopped
         longest = max(longest, (float(np.linalg.norm(image)), v, image), key=itemgetter(0))
         return image
 
     found = False
-    try:
+    with suppress(_Stopped, ArpackError):
         if size < 3:  # too small for ARPACK: the whole matrix
             matrix = np.stack([counted(e) for e in np.eye(size)])
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
@@ -402,12 +403,6 @@ def _largest_eigenvalue(
             found = bool(abs(v @ image) >= (1 - tol) * seen)
             if found:
                 longest = (seen, v, image)
-    except (_OutOfProducts, ArpackError):
-        pass
-    except _NotFinite:
-        return SpectralSmoothness(
-            value=np.nan, eigenvalue=np.nan, residual=np.nan, converged=False, num_products=count
-        )
     _, v, image = longest
     eigenvalue = float(v @ image)
     value = abs(eigenvalue) if found else float(np.linalg.norm(image))
@@ -421,12 +416,8 @@ def _largest_eigenvalue(
     )
 
 
-class _OutOfProducts(Exception):
-    pass
-
-
-class _NotFinite(Exception):
-    pass
+class _Stopped(Exception):
+    """No more products: they are used up, or one is not finite."""
 
 
 def _flattened(tensor: Tensor | None, like: Tensor, factor: float | Tensor) -> np.ndarray:

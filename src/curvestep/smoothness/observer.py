@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from curvestep.distributed import local
 from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness import Row
+from curvestep.smoothness.estimators import each
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
 from curvestep.vectors import global_norm
@@ -103,7 +105,7 @@ class TrainingLoss:
         self._passes = passes
         self._parameters = parameters
         self._backward = backward
-        self._total = sum(part.weight for part in passes)
+        self._total = sum(map(attrgetter("weight"), passes))
 
     def mean(self, losses: Sequence[object]) -> Tensor:
         """The weighted mean of one loss a pass."""
@@ -132,9 +134,7 @@ class TrainingLoss:
         return self.mean(losses)
 
     def _divide_gradients(self, scale: Tensor) -> None:
-        for p in self._parameters:
-            if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device))
+        each(lambda gradient: gradient.div_(scale.to(gradient.device)), gradients_of(self._parameters))
 
 
 @dataclass
@@ -268,7 +268,7 @@ class StepObserver:
         """Take note of an optimizer that is about to step: a scheduler may change its lr right after."""
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-        groups = [group for each in self.optimizers for group in each.param_groups]
+        groups = [group for stepping in self.optimizers for group in stepping.param_groups]
         self.rates = [float(group["lr"]) for group in groups if "lr" in group]
 
     @property
@@ -282,7 +282,7 @@ class StepObserver:
 
     def coefficient(self, gradients: Gradients | None, grad_norm: float) -> float | None:
         """The factor of clipping on the gradient of this norm, before the optimizer and in it."""
-        own = next((each for each in self.optimizers if isinstance(each, ClipsItself)), None)
+        own = next((optimizer for optimizer in self.optimizers if isinstance(optimizer, ClipsItself)), None)
         if own is not None:
             return self._own_coefficient(own, own.clip_stats(), gradients, grad_norm)
         if not (self.optimizers and grad_norm > 0):

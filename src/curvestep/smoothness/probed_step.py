@@ -226,10 +226,9 @@ class ProbedStep:
     def replaying(self, closure: Closure, *, most: float = math.inf) -> Iterator[Replay]:
         """A replay from the state in which training's first pass started; of its gradients ``most`` count."""
         setup, state, batches = self.setup, self.record.state, 1
-        if setup.oracle is not None and closure is setup.oracle:
-            # Its batches are its own: its gradients start from the state of now.
+        if isinstance(closure, GradientOracle):  # its batches are its own: its gradients start from now
             state = self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
-            batches = len(setup.oracle)
+            batches = len(closure)
         self._replays = True
         inputs = [(tensor, tensor.grad) for tensor in self.record.inputs.values()]
         replay = Replay(setup.model, closure, state=state, keep=setup.keep)
