@@ -11,6 +11,37 @@ from torch import nn
 import curvestep as cs
 from tests.models import Language, convnet, mlp, transformer
 
+
+def measured_sgd(model, *, lr=0.1, every=1, **options):
+    """SGD, and a probe that measures every step."""
+    return torch.optim.SGD(model.parameters(), lr=lr), cs.SmoothnessProbe(model, every=every, **options)
+
+
+def watched_sgd(model, **options):
+    """The same, with the probe watching."""
+    optimizer, probe = measured_sgd(model, **options)
+    return optimizer, probe.watch(optimizer)
+
+
+def block_steps(probe, optimizer, loss_fn, count=1, *, before=lambda: None, inside=lambda: None):
+    """Steps in blocks of the probe, with something ``before`` the loss and ``inside`` the block."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        before()
+        loss_fn().backward()
+        with probe(loss_fn):
+            inside()
+            optimizer.step()
+
+
+def recorded_steps(probe, optimizer, loss_fn, count=1):
+    """Steps that a watching probe measures."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        probe.record(loss_fn).backward()
+        optimizer.step()
+
+
 MODELS = {
     "mlp": lambda: mlp(6, 10, 3, dropout=0.5),
     "batchnorm": convnet,

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
-from curvestep.smoothness.geometry import FLOOR, geometry_of
+from curvestep.smoothness.geometry import FLOOR, AdamScale, geometry_of
 from curvestep.smoothness.probe import SmoothnessProbe
-from tests.smoothness.loops import assert_same_run, train
+from tests.smoothness.loops import assert_same_run, block_steps, train
 
 
 class Words(nn.Module):
@@ -64,6 +64,16 @@ def metric(optimizer, model):
 def gradient(model, x, y):
     with cs.Replay(model, lambda: F.cross_entropy(model(x), y)) as replay:
         return replay.gradient().gradients
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_a_coordinate_without_gradients_has_a_share_of_the_mean_and_every_one_the_ratio_of_rates(ratio):
+    square = torch.tensor([0.0, 4.0])
+    scale = AdamScale(ratio, square, correction=1.0, eps=0.0)
+    assert scale.values(square).tolist() == pytest.approx([ratio * FLOOR * 2**0.5, ratio * 2.0])
+    assert scale.inverse_root(square).square().tolist() == pytest.approx(
+        [1 / (ratio * FLOOR * 2**0.5), 0.5 / ratio]
+    )
 
 
 @pytest.mark.parametrize("fractions", [(0.5, 1.0), (0.5,)])
@@ -246,11 +256,7 @@ def test_metric_costs_no_gradient():
             count += 1
             return F.cross_entropy(model(x), y)
 
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_fn().backward()
-            with probe(loss_fn):
-                optimizer.step()
+        block_steps(probe, optimizer, loss_fn, 3)
         return count
 
     assert passes("auto") == passes("euclidean")

@@ -15,7 +15,7 @@ from curvestep.smoothness.estimators import segment_smoothness
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
 from tests.models import Mixed, classifier, mlp
-from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, train
+from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, block_steps, measured_sgd, train
 
 
 @pytest.mark.slow
@@ -86,20 +86,12 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     assert row["batch_size"] == 7
 
 
-def step_of(model, loss_fn, probe, optimizer):
-    optimizer.zero_grad()
-    loss_fn().backward()
-    with probe(loss_fn):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("fractions", [(1.0,), (0.5,), (0.5, 1.0), (0.2, 0.4, 0.6, 0.8, 1.0)])
 def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.7)
-    probe = SmoothnessProbe(model, every=1, fractions=fractions, layers=True)
+    optimizer, probe = measured_sgd(model, lr=0.7, fractions=fractions, layers=True)
     start = [p.detach().clone() for p in model.parameters()]
-    step_of(model, loss_fn, probe, optimizer)
+    block_steps(probe, optimizer, loss_fn)
     end = [p.detach().clone() for p in model.parameters()]
     with cs.Replay(model, loss_fn) as replay:
         whole = segment_smoothness(replay, start, end, fractions=fractions)
@@ -129,18 +121,16 @@ def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
 
 def test_rows_come_every_so_many_steps_from_the_first():
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=4)
+    optimizer, probe = measured_sgd(model, every=4)
     for _ in range(10):
-        step_of(model, loss_fn, probe, optimizer)
+        block_steps(probe, optimizer, loss_fn)
     assert probe.trace.column("step").tolist() == [0, 4, 8]
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
 
 
 def test_clipping_inside_the_block_is_seen_as_a_coefficient():
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     loss_fn().backward()
     raw = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     with probe(loss_fn):
@@ -156,8 +146,7 @@ def test_clipping_inside_the_block_is_seen_as_a_coefficient():
 
 def test_gradients_zeroed_inside_the_block_stay_so():
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     loss_fn().backward()
     with probe(loss_fn):
         optimizer.step()
@@ -168,8 +157,7 @@ def test_gradients_zeroed_inside_the_block_stay_so():
 
 def test_accumulated_micro_batches_with_dropout_replay_exactly():
     model, _ = classifier(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     parts = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
 
     def loss_fn():
@@ -222,7 +210,7 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
         optimizer = cs.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
         probe = SmoothnessProbe(model, every=1, estimators=("smoothness", "local_smoothness"), layers=True)
         for _ in range(4):
-            step_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer)
+            block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y))
         assert probe.trace.ok.all()
         assert probe.trace[0]["layers"]["unused"]["step_norm"] == 0
         return [torch.from_numpy(probe.trace.column(n).copy()) for n in ("smoothness", "local_smoothness")]
@@ -233,8 +221,7 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
 
 def test_noise_from_two_halves_is_that_of_the_batch_gradient():
     model = nn.Linear(1, 4, bias=False)  # f = ½‖w − b‖² for each sample b: its gradient has covariance I
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model, lr=0.01)
 
     def loss_of(b):
         return lambda: 0.5 * (model(torch.ones(1, 1)) - b).square().sum(-1).mean()
@@ -271,7 +258,7 @@ def test_oracle_measures_the_weighted_mean_over_its_batches(carry):
     x = torch.randn(5, 3)
     probe = SmoothnessProbe(model, every=1, oracle=oracle)
     start = [p.detach().clone() for p in model.parameters()]
-    step_of(model, lambda: model(x).square().mean(), probe, optimizer)
+    block_steps(probe, optimizer, lambda: model(x).square().mean())
     together = torch.cat(parts)
     end = [p.detach().clone() for p in model.parameters()]
     with cs.Replay(model, lambda: model(together).square().mean()) as replay:
@@ -286,15 +273,14 @@ def test_resumed_probe_measures_what_an_uninterrupted_one_does(tmp_path):
     def run(path, stop):
         torch.manual_seed(0)
         model, loss_fn = classifier(dropout=0.5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        probe = SmoothnessProbe(model, every=3, trace=path)
+        optimizer, probe = measured_sgd(model, every=3, trace=path)
         for step in range(11):
             if step == stop:
                 saved = probe.state_dict()
                 probe.close()
                 probe = SmoothnessProbe(model, every=3, trace=path)
                 probe.load_state_dict(saved)
-            step_of(model, loss_fn, probe, optimizer)
+            block_steps(probe, optimizer, loss_fn)
         probe.close()
         return [dict(row) for row in Trace.load(path)]
 
@@ -336,7 +322,7 @@ def test_rows_say_how_precise_their_gradients_are():
     probe = SmoothnessProbe(model, every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        step_of(model, loss_fn, probe, optimizer)
+        block_steps(probe, optimizer, loss_fn)
     assert probe.trace.column("eps").tolist() == [2.0**-52] * 2
     assert probe.trace.column("self_test").tolist() == [probe.self_test] * 2
     assert 0 < probe.self_test < 1e-12
@@ -351,10 +337,9 @@ def test_compiled_model_with_dropout_is_measured_exactly(kind):
     if kind == "in place":
         plain.compile(backend="aot_eager")
     model = plain if kind == "in place" else torch.compile(plain, backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     for _ in range(3):  # the first measurement compares the replayed masks with training's
-        step_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer)
+        block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y))
     assert probe.trace.ok.all()
 
 
@@ -369,7 +354,7 @@ def test_model_with_a_probe_can_be_copied_and_saved():
     for other in (twin, loaded):
         other(torch.randn(2, 6))
     assert probe._current.record.state is None  # neither of them is watched
-    step_of(model, loss_fn, probe, torch.optim.SGD(model.parameters(), lr=0.1))
+    block_steps(probe, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
     assert probe.trace.ok.all()
 
 
@@ -407,9 +392,8 @@ def test_model_without_parameters_is_refused():
 
 def test_step_that_does_not_move_is_marked():
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    probe = SmoothnessProbe(model, every=1)
-    step_of(model, loss_fn, probe, optimizer)
+    optimizer, probe = measured_sgd(model, lr=0.0)
+    block_steps(probe, optimizer, loss_fn)
     assert probe.trace[0]["status"] == "zero-step"
     assert probe.trace[0]["smoothness"] is None
     assert not math.isnan(probe.trace[0]["grad_norm"])

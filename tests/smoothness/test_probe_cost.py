@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import mlp
+from tests.smoothness.loops import block_steps
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "probe.py"
 
@@ -29,11 +30,7 @@ def counting_loop(steps, **options):
         calls.append(probe.step)
         return F.cross_entropy(model(x), y)
 
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_fn().backward()
-        with probe(loss_fn):
-            optimizer.step()
+    block_steps(probe, optimizer, loss_fn, steps)
     return calls
 
 

@@ -10,6 +10,7 @@ from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
 from tests.models import classifier
+from tests.smoothness.loops import block_steps, measured_sgd
 
 
 def net():
@@ -89,8 +90,7 @@ def test_first_failure_warns_and_later_ones_do_not():
 def test_failure_stops_the_run_after_the_step_if_asked():
     model, loss_fn = net()
     closure = Flaky(loss_fn, no_such_batch)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=2, on_error="raise")
+    optimizer, probe = measured_sgd(model, every=2, on_error="raise")
     for _ in range(4):  # the first two measured steps are tested before they are taken
         optimizer.zero_grad()
         closure().backward()
@@ -126,8 +126,7 @@ def test_empty_gradients_are_marked_with_the_way_out():
 
 def test_closure_that_steps_the_optimizer_is_undone_and_marked():
     model, loss_fn = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
 
     def stepping():
         loss = loss_fn()
@@ -167,11 +166,7 @@ def test_gradient_that_is_not_finite_does_not_count_as_the_self_test():
 
 def steps(probe, model, loss_fn, count=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss_fn().backward()
-        with probe(loss_fn):
-            optimizer.step()
+    block_steps(probe, optimizer, loss_fn, count)
 
 
 def test_second_run_into_a_trace_that_was_given_is_refused_before_its_first_step(tmp_path):

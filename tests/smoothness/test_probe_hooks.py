@@ -20,7 +20,7 @@ from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import mlp
 from tests.processes import run_on_processes
-from tests.smoothness.loops import assert_same_run, tensors_of
+from tests.smoothness.loops import assert_same_run, measured_sgd, recorded_steps, tensors_of, watched_sgd
 
 SGD, ADAMW, FUSED, CLIPPED = "SGD", "AdamW", "fused AdamW", "ClippedSGD"
 
@@ -157,8 +157,7 @@ def test_three_shapes_measure_the_same():
         with torch.no_grad():
             for p, value in zip(model.parameters(), state, strict=True):
                 p.copy_(value)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        probe = SmoothnessProbe(model, every=1)
+        optimizer, probe = measured_sgd(model, lr=0.3)
         parts = [slice(0, 4), slice(4, 8)] if shape == "accumulated" else [slice(0, 8)]
         if shape == "accumulated":
             probe.watch(optimizer)
@@ -184,8 +183,7 @@ def test_three_shapes_measure_the_same():
 
 def test_weights_are_the_shares_of_micro_batches():
     model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    probe = SmoothnessProbe(model, every=1, on_error="raise")
+    optimizer, probe = measured_sgd(model, lr=0.3, on_error="raise")
     for part in (slice(0, 2), slice(2, 8)):
         count = part.stop - part.start
         loss = probe.record(lambda part=part: F.cross_entropy(model(x[part]), y[part]), weight=count)
@@ -210,8 +208,7 @@ def test_coefficient_of_a_step_that_unscales_itself_is_one():
 
 def test_batch_size_given_to_record_stays():
     model, x = net(), torch.randn(8, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+    optimizer, probe = watched_sgd(model, on_error="raise")
     for step in range(4):
         optimizer.zero_grad()
         call = model.forward if step < 2 else model  # a framework may not call the module itself
@@ -244,8 +241,7 @@ def test_steps_that_a_scaler_skips_are_no_steps(order):
 
 def test_gradient_clipped_by_value_is_allowed_and_a_foreign_one_is_not():
     model, x, y = net(), torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    optimizer, probe = watched_sgd(model)
     probe.record(lambda: F.cross_entropy(model(x), y)).backward()
     largest = max(p.grad.abs().max() for p in model.parameters())
     nn.utils.clip_grad_value_(model.parameters(), largest.item() / 2)
@@ -262,8 +258,7 @@ def test_gradient_clipped_by_value_is_allowed_and_a_foreign_one_is_not():
 
 def test_step_with_a_closure_is_measured_after_it():
     model, x, y = net(), torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, on_error="raise").watch(optimizer)
+    optimizer, probe = watched_sgd(model, on_error="raise")
 
     def closure():
         optimizer.zero_grad()
@@ -296,8 +291,7 @@ def test_replays_put_back_the_objects_to_keep():
     def count(keep, probed=True):
         torch.manual_seed(0)
         model, metric = net(), Metric()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        probe = SmoothnessProbe(model, every=1, keep=[metric] if keep else []).watch(optimizer)
+        optimizer, probe = watched_sgd(model, keep=[metric] if keep else [])
         for _ in range(3):
             x, y = torch.randn(8, 6), torch.randint(3, (8,))
 
@@ -323,8 +317,7 @@ def test_replays_put_back_the_objects_to_keep():
 
 def test_failing_probe_in_the_mode_off_warns_once_and_ends_nothing():
     model, x = net(), torch.randn(8, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, on_error="off").watch(optimizer)
+    optimizer, probe = watched_sgd(model, on_error="off")
 
     def loss_fn():  # another batch in every replay
         return model(x + torch.randn(8, 6, generator=generator)).square().mean()
@@ -332,10 +325,7 @@ def test_failing_probe_in_the_mode_off_warns_once_and_ends_nothing():
     generator = torch.Generator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(4):
-            optimizer.zero_grad()
-            probe.record(loss_fn).backward()
-            optimizer.step()
+        recorded_steps(probe, optimizer, loss_fn, 4)
     messages = [str(w.message) for w in caught]
     assert len(messages) == 1
     assert "No more are taken" in messages[0]
@@ -367,10 +357,7 @@ def test_listeners_get_every_row_and_may_fail():
     probe = SmoothnessProbe(model, every=2).watch(optimizer).listen(rows.append).listen(broken)
 
     def steps():
-        for _ in range(5):
-            optimizer.zero_grad()
-            probe.record(lambda: model(x).square().mean()).backward()
-            optimizer.step()
+        recorded_steps(probe, optimizer, lambda: model(x).square().mean(), 5)
 
     with pytest.warns(UserWarning, match="A listener of the probe failed at step 0.*no server") as caught:
         steps()
@@ -381,8 +368,7 @@ def test_listeners_get_every_row_and_may_fail():
 
 def test_only_due_steps_are_recorded_and_a_missing_record_is_named():
     model, x = net(), torch.randn(8, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=3).watch(optimizer)
+    optimizer, probe = watched_sgd(model, every=3)
     due = []
     for _ in range(4):
         optimizer.zero_grad()

@@ -11,6 +11,7 @@ import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
 from tests.models import mlp
+from tests.smoothness.loops import measured_sgd, recorded_steps, watched_sgd
 
 
 def task():
@@ -121,8 +122,7 @@ def test_a_probe_that_watches_is_not_kept_alive_by_its_hooks():
     import weakref
 
     model, x, y = task()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     alive = weakref.ref(probe)
     del probe
     gc.collect()
@@ -147,8 +147,7 @@ def test_a_model_in_eval_mode_whose_layers_differ_there_is_warned_of_once(layer)
             return self.head(out[0] if isinstance(out, tuple) else out)
 
     model = Model().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    optimizer, probe = watched_sgd(model)
     for step in range(2):
         optimizer.zero_grad()
         probe.record(lambda: F.cross_entropy(model(x), y)).backward()
@@ -173,8 +172,7 @@ def test_eval_mode_of_a_model_without_such_layers_is_no_matter():
 
 def test_a_forgotten_zero_grad_is_noticed_at_the_second_row_and_in_all_after_it():
     model, _, _ = task()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=2)
+    optimizer, probe = measured_sgd(model, every=2)
 
     def train():
         for _ in range(8):
@@ -193,12 +191,8 @@ def test_a_forgotten_zero_grad_is_noticed_at_the_second_row_and_in_all_after_it(
 
 def run(path, **options):
     model, x, y = task()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, trace=path, **options).watch(optimizer)
-    for _ in range(2):
-        optimizer.zero_grad()
-        probe.record(lambda: F.cross_entropy(model(x), y)).backward()
-        optimizer.step()
+    optimizer, probe = watched_sgd(model, trace=path, **options)
+    recorded_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 2)
     probe.close()
     return probe
 

@@ -6,23 +6,16 @@ import torch.nn.functional as F
 
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import classifier
-
-
-def step_of(model, loss_fn, probe, optimizer):
-    optimizer.zero_grad()
-    loss_fn().backward()
-    with probe(loss_fn):
-        optimizer.step()
+from tests.smoothness.loops import block_steps, measured_sgd
 
 
 def test_validation_between_steps_does_not_disturb_the_masks():
     model, loss_fn = classifier(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     for _ in range(3):
         with torch.no_grad():
             model(torch.randn(9, 6))
-        step_of(model, loss_fn, probe, optimizer)  # the first one tests itself against `.grad`
+        block_steps(probe, optimizer, loss_fn)  # the first one tests itself against `.grad`
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
 
@@ -30,38 +23,34 @@ def test_validation_between_steps_does_not_disturb_the_masks():
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_stray_pass_before_training_marks_the_rows_that_it_spoils(mode):
     model, loss_fn = classifier(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
-    step_of(model, loss_fn, probe, optimizer)
+    optimizer, probe = measured_sgd(model)
+    block_steps(probe, optimizer, loss_fn)
     model.train(mode == "train")
     model(torch.randn(9, 6))  # without no_grad
     model.train()
     with pytest.warns(UserWarning, match=r"called 2 times since the last step, 1 before.*no_grad"):
-        step_of(model, loss_fn, probe, optimizer)
-    step_of(model, loss_fn, probe, optimizer)
+        block_steps(probe, optimizer, loss_fn)
+    block_steps(probe, optimizer, loss_fn)
     assert probe.trace.ok.tolist() == [True, False, True]
 
 
 def test_snapshot_after_a_stray_pass_makes_the_row_good():
     model, loss_fn = classifier(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     for _ in range(3):
         model(torch.randn(9, 6))
-        probe.snapshot()
-        step_of(model, loss_fn, probe, optimizer)
+        block_steps(probe, optimizer, loss_fn, before=probe.snapshot)
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
 
 
 def test_stray_pass_that_spoils_nothing_does_not_count_as_samples():
     model, loss_fn = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
     for step in range(4):
         if step % 2:
             model(torch.randn(9, 6))
-        step_of(model, loss_fn, probe, optimizer)
+        block_steps(probe, optimizer, loss_fn)
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5, 5]
 
@@ -94,10 +83,5 @@ def test_noise_drawn_before_the_model_needs_a_snapshot():
         return F.cross_entropy(model(x + torch.randn(5, 6)), y)
 
     probe = SmoothnessProbe(model, every=1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        probe.snapshot()
-        loss_fn().backward()
-        with probe(loss_fn):
-            optimizer.step()
+    block_steps(probe, optimizer, loss_fn, 2, before=probe.snapshot)
     assert probe.trace.ok.all()

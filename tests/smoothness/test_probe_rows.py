@@ -1,6 +1,7 @@
 """Numbers of a row that were wrong in other people's loops: eps, coefficient, lr, batch size, counts."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import labelled, mlp
+from tests.smoothness.loops import block_steps, measured_sgd, recorded_steps
 
 
 class Halved(nn.Module):
@@ -27,8 +29,7 @@ class Halved(nn.Module):
 @pytest.mark.parametrize("through", ["the model", "a part of it", "a closure that runs backward"])
 def test_precision_is_that_of_autocast_wherever_it_is_entered(through):
     model, x, y = Halved(), torch.randn(8, 6).float(), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
 
     def loss_fn():
         if through == "a part of it":  # the probe's hook on the model sees nothing
@@ -59,26 +60,12 @@ def test_precision_without_autocast_is_that_of_the_parameters():
     assert probe.trace[0]["eps"] == 2.0**-52
 
 
-def steps_of(model, loss_fn, probe, optimizer, inside=lambda: None, count=3):
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss_fn().backward()
-        with probe(loss_fn):
-            inside()
-            optimizer.step()
-
-
 def test_coefficient_is_the_product_of_all_clipping():
     model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=0.05)
     probe = SmoothnessProbe(model, every=1)
-    steps_of(
-        model,
-        lambda: F.cross_entropy(model(x), y),
-        probe,
-        optimizer,
-        inside=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-    )
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.1)
+    block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 3, inside=clip)
     for row in probe.trace:
         assert row["coefficient"] == pytest.approx(0.05 / row["grad_norm"])
         assert row["step_norm"] == pytest.approx(row["lr"] * row["coefficient"] * row["grad_norm"])
@@ -87,8 +74,7 @@ def test_coefficient_is_the_product_of_all_clipping():
 @pytest.mark.parametrize("first", ["clip", "watch"])
 def test_clipping_by_a_hook_is_counted_once(first):
     model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, on_error="raise")
+    optimizer, probe = measured_sgd(model, on_error="raise")
     for hook in ("clip", "watch") if first == "clip" else ("watch", "clip"):
         probe.watch(optimizer) if hook == "watch" else cs.clip(optimizer, 0.1, skip_above=1e3)
     for step in range(3):
@@ -107,7 +93,7 @@ def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
     model, x, y = mlp(), *labelled(8)
     optimizer = cs.ClippedSGD(model[2].parameters(), lr=0.1, max_norm=0.01)
     probe = SmoothnessProbe(model, every=1, layers=True)
-    steps_of(model, lambda: F.cross_entropy(model(x), y), probe, optimizer, count=1)
+    block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 1)
     row = probe.trace[0]
     assert row["coefficient"] == pytest.approx(0.01 / row["layers"]["2"]["grad_norm"])
 
@@ -133,8 +119,7 @@ def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():
 
 def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
     model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, on_error="raise")
+    optimizer, probe = measured_sgd(model, on_error="raise")
 
     def before(*_):  # as a framework's callback does: begin, then the framework clips, inside `step`
         probe._begin(optimizer)
@@ -142,10 +127,7 @@ def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: probe._end())
-    for _ in range(2):
-        optimizer.zero_grad()
-        probe.record(lambda: F.cross_entropy(model(x), y)).backward()
-        optimizer.step()
+    recorded_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 2)
     for row in probe.trace:
         assert row["lr"] == 0.1
         assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-4)
@@ -166,16 +148,14 @@ class Batched(nn.Module):
 def test_batch_size_of_a_nested_batch_is_the_length_of_its_first_tensor():
     model = Batched()
     batch = {"name": "mine", "inputs": (torch.randn(8, 6), torch.ones(2)), "targets": torch.randint(3, (8,))}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
-    steps_of(model, lambda: model(batch, 0), probe, optimizer)
+    optimizer, probe = measured_sgd(model)
+    block_steps(probe, optimizer, lambda: model(batch, 0), 3)
     assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
 
 
 def test_replays_of_others_do_not_count_as_samples():
     model, x = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), torch.randn(8, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1)
+    optimizer, probe = measured_sgd(model)
 
     def loss_fn():
         return model(x).square().mean()
@@ -206,15 +186,14 @@ class Count(nn.Module):
 
 def test_metric_that_is_a_module_is_put_back_too():
     model, x, metric = nn.Linear(6, 3), torch.randn(8, 6), Count()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probe = SmoothnessProbe(model, every=1, keep=[metric])
+    optimizer, probe = measured_sgd(model, keep=[metric])
 
     def loss_fn():
         loss = model(x).square().mean()
         metric(loss)
         return loss
 
-    steps_of(model, loss_fn, probe, optimizer, count=2)
+    block_steps(probe, optimizer, loss_fn, 2)
     assert metric.total == 2
     assert len(metric.values) == 2
 

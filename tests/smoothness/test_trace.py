@@ -16,6 +16,7 @@ from curvestep._files import dump_row
 from curvestep.fit.samples import History
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK, Trace
+from tests.smoothness.loops import measured_sgd
 
 
 def filled(path=None, steps=range(3), **extra):
@@ -339,8 +340,7 @@ def test_every_key_that_the_page_on_measuring_explains_is_in_the_schema():
 
 def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-    probe = SmoothnessProbe(model, every=1, estimators=ESTIMATORS, layers=True)
+    optimizer, probe = measured_sgd(model, lr=10.0, estimators=ESTIMATORS, layers=True)
     x = torch.randn(6, 3)
     parts = [lambda: model(x).square().mean(), lambda: model(x[:3]).square().mean()]
     for _ in range(2):  # the second asks its batch where the run began, for the first overshot
@@ -428,6 +428,10 @@ ROW_OF_HEADER = {
     "clip": (
         lambda p: cs.clip(torch.optim.RMSprop(p, lr=0.1), max_norm=float("inf")).optimizer,
         {"optimizer_family": "unknown", "clipping": "norm", "max_norm": float("inf")},
+    ),
+    "rule": (
+        lambda p: cs.ClippedSGD(p, lr=0.1, max_norm=cs.clip_rules.percentile(10)),
+        {"optimizer": "ClippedSGD", "clipping": "percentile", "max_norm": None, "momentum": 0.0},
     ),
     "groups": (
         lambda p: torch.optim.SGD(
