@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
+from curvestep._kernel import native
 from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
 from tests.support.strict import strict_device, waits
 
@@ -335,6 +337,58 @@ def test_kernel_gives_the_same_bits_on_two_threads_and_the_steps_of_torch(rule, 
     for a, b, c in zip(one, two, slow, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
+
+
+def ratio_by_hand(ratio: float = 0.05, eps: float = 1e-3) -> ClipRule:
+    """AGC again, of which our kernel does not know that it is."""
+
+    def bound(seen, state):
+        return ratio * np.maximum(seen.weight, eps), state
+
+    return ClipRule(ratio_by_hand, {"ratio": ratio, "eps": eps}, bound, each="unit")
+
+
+SHAPES = [(700, 100), (90, 1), (33, 2, 3, 3), (3, 2049), (3, 70_000), (70_000,), (5, 0), (1,)]
+
+
+@pytest.mark.skipif(native() is None, reason="without the kernel both go the same way")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(ClippedSGD, lr=0.1),
+        partial(ClippedSGD, lr=0.1, momentum=0.5, maximize=True, weight_decay=0.1),
+        partial(ClippedAdamW, lr=0.01),
+        partial(ClippedAdamW, lr=0.01, update_rms=0.5),
+    ],
+)
+def test_units_clipped_while_they_are_updated_go_as_those_clipped_before(make, dtype, threads):
+    def run(rule, scale):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in SHAPES]
+        params[0].data[3] = 0.0  # weights below the least norm
+        opt = make(params, max_norm=rule, fused=scale != 1)
+        for step in range(3):
+            for p in params:
+                torch.manual_seed(step)
+                p.grad = scale * torch.randn_like(p) * torch.rand(len(p), *[1] * (p.dim() - 1), dtype=dtype)
+            if scale != 1:
+                opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+            opt.step()
+        return params, opt.clip_stats()
+
+    assert native().clips_units
+    torch.set_num_threads(threads)
+    try:
+        for scale in (1.0, 1024.0):
+            (ours, stats), (by_hand, others) = run(weight_ratio(0.05), scale), run(ratio_by_hand(), scale)
+            for a, b in zip(ours, by_hand, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert 0 < stats["clipped_fraction"] < 1
+            assert stats == pytest.approx(others, rel=1e-5)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_groups_may_have_rules_of_their_own():

@@ -70,6 +70,8 @@ class ClipRule:
         window: How many norms ``Seen.history`` holds, 0 for none.
         each: What is clipped by a norm of its own: what ``norm_scope`` says (``"norm"``), every
             ``"tensor"``, or every ``"unit"``, a row of a matrix or a filter of a convolution.
+        of_weights: Ratio and least norm of the weights, if the threshold is their product and no more: then
+            our kernel follows the rule while it updates.
     """
 
     make: Callable[..., ClipRule]
@@ -78,6 +80,7 @@ class ClipRule:
     start: tuple[float, ...] = field(default=(), compare=False)
     window: int = field(default=0, compare=False)
     each: Each = field(default="norm", compare=False)
+    of_weights: tuple[float, float] | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -231,7 +234,8 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         return ratio * larger(seen.weight, eps), state
 
-    return ClipRule(weight_ratio, {"ratio": ratio, "eps": eps}, bound, each="unit")
+    parameters = {"ratio": ratio, "eps": eps}
+    return ClipRule(weight_ratio, parameters, bound, each="unit", of_weights=(ratio, eps))
 
 
 RULES = (percentile, zscore, ema, weight_ratio)

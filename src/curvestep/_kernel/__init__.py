@@ -28,7 +28,7 @@ LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" el
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
-_RULE, _ADAM_RULE = Struct("dddddq"), Struct("dddddd")  # as in kernel.c
+_RULE, _ADAM_RULE, _BOUND = Struct("dddddq"), Struct("dddddd"), Struct("dd")  # as in kernel.c
 Array: TypeAlias = np.ndarray[Any, Any]
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
@@ -57,6 +57,8 @@ class Units(NamedTuple):
 
     starts: Any  # ctypes' int64: the number of each tensor's first unit, and at last the number of all
     scales: Array  # float64
+    # Ratio and least norm of weights by which the kernel finds the factors, and puts them into `scales`.
+    bound: tuple[float, float] | None = None
 
 
 class Kernel:
@@ -69,6 +71,7 @@ class Kernel:
     def __init__(self, library: Path) -> None:
         with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         flag = ctypes.c_int
+        self.clips_units = False  # whether it was built since it can
         self._describe = _describe()
         self._take_threads_from = loaded.curvestep_take_threads_from
         self._take_threads_from.argtypes = [_pointer]
@@ -82,10 +85,11 @@ class Kernel:
         self._sum_of_squares.restype = ctypes.c_double
         self._update = loaded.curvestep_update
         lists_and_rule = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
-        self._update.argtypes = [*lists_and_rule, _pointer, _pointer]
+        units = [_pointer, _pointer, ctypes.c_char_p]
+        self._update.argtypes = [*lists_and_rule, *units]
         self._update.restype = None
         self._adamw = loaded.curvestep_adamw
-        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, _pointer, _pointer, _pointer]
+        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, *units, _pointer]
         self._adamw.restype = None
         self._rms_of_ratios = loaded.curvestep_rms_of_ratios
         self._rms_of_ratios.argtypes = self._adamw.argtypes
@@ -163,7 +167,7 @@ class Kernel:
         """The formula of ``optim/sgd.py`` on all tensors at once.
 
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order; ``units`` are
-        factors beside ``scale``.
+        factors beside ``scale``; those with a bound are found and put there.
         """
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
@@ -204,11 +208,13 @@ class Kernel:
         self._adamw(*given, rates.ctypes.data)
 
 
-def _factors(units: Units | None, scale: float) -> tuple[Any, Any]:
-    """The starts of units and the factor on each, as C takes them; None without units."""
+def _factors(units: Units | None, scale: float) -> tuple[Any, Any, bytes | None]:
+    """The starts of units, the factor on each and the bound that finds it, as C takes them; None without."""
     if units is None:
-        return None, None
-    return units.starts, (units.scales * scale).ctypes
+        return None, None, None
+    if units.bound is None:
+        return units.starts, (units.scales * scale).ctypes, None
+    return units.starts, units.scales.ctypes, _BOUND.pack(*units.bound)
 
 
 @cache
@@ -317,6 +323,7 @@ def real_cpu_tensors() -> Iterator[None]:
 def _follows_formula(kernel: Kernel) -> bool:
     """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
     trials = (_sums_squares, _updates, _scales_units, _takes_adamw_step)
+    kernel.clips_units = all(_clips_units(kernel, dtype) for dtype in DTYPES)
     return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
 
 
@@ -356,6 +363,21 @@ def _scales_units(kernel: Kernel, dtype: torch.dtype) -> bool:
     )
     is_scaled = torch.allclose(p.T, -torch.arange(7, dtype=dtype))
     return is_scaled and np.allclose(squares, 40.0) and math.isclose(total, 280)
+
+
+def _clips_units(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """Two units of norm 10, by weights of norm 5 and of less than the least, 1; and half of that is taken."""
+    g, p = torch.full((2, 25), 2.0, dtype=dtype), torch.ones((2, 25), dtype=dtype)
+    p[1] = 0.01
+    view, factors = kernel.view([g], [p]), np.ones(2)
+    if view is None:
+        return False
+    kernel.update(
+        view, scale=0.5, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False,
+        units=Units(view.starts, factors, (0.5, 1.0)),
+    )  # fmt: skip
+    expected = torch.tensor([[0.5], [-0.09]], dtype=dtype).expand(2, 25)
+    return np.allclose(factors, [0.5, 0.1]) and torch.allclose(p, expected)
 
 
 def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:

@@ -28,8 +28,10 @@ __asm__(".symver pow, pow@GLIBC_2.17");
 /* The same function compiled for several kinds of processor, chosen when the library is loaded. */
 #if defined(CLONES)
 #define FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define FOR_EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_CPU
+#define FOR_EACH_WIDTH
 #endif
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -39,6 +41,8 @@ enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the 
 enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: eight lines of each of its four arrays */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { SHORT = 8 * ROW };  /* elements of a unit whose squares are added in one go */
+enum { NEAR = 1 << 9 };    /* elements of short units that are measured together before they are updated */
+enum { MOST = 256 };       /* such units at most */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
 /* In both rules the factor on the gradient comes first: see update_range. */
@@ -50,6 +54,11 @@ typedef struct {
 typedef struct {
     double scale, lr, beta1, beta2, eps, weight_decay;
 } AdamRule;
+
+/* Each unit of the gradient is clipped at `ratio` times the norm of its weights, which is at least `least_weight`. */
+typedef struct {
+    double ratio, least_weight;
+} WeightBound;
 
 typedef struct {
     double step, size, root; /* after so many steps: lr/(1 - beta1^k), and the root of 1 - beta2^k */
@@ -159,12 +168,6 @@ static int64_t sum_of(const int64_t *sizes, int64_t count)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Of a short unit the rest after the rows would take most of the time. */
-static double squares_of_unit(const void *x, int64_t at, int64_t n, int doubles)
-{
-    return doubles ? squares_short_double((const double *)x + at, n) : squares_short_float((const float *)x + at, n);
-}
-
 static double squares_of_block(const void *x, const void *y, int64_t at, int64_t n, int doubles)
 {
     if (doubles)
@@ -190,6 +193,21 @@ typedef struct {
     double *sums; /* one for each block, which ends with its unit */
 } Squares;
 
+/* Those of units [from, to) of a tensor, of at most SHORT elements each. */
+static void squares_of_units(const void *x, int64_t unit, int64_t from, int64_t to, int doubles, double *sums)
+{
+    if (doubles)
+        squares_short_double(x, unit, from, to, sums);
+    else
+        squares_short_float(x, unit, from, to, sums);
+}
+
+/* How many units begin before an element, which may lie before the tensor or behind it. */
+static int64_t units_before(int64_t at, int64_t unit, int64_t size)
+{
+    return at <= 0 ? 0 : (least(at, size) + unit - 1) / unit;
+}
+
 /* The blocks whose first element lies in these parts. */
 static void squares_of_parts(int64_t begin, int64_t end, void *context)
 {
@@ -198,15 +216,17 @@ static void squares_of_parts(int64_t begin, int64_t end, void *context)
     int64_t number = 0, tensor_begin = 0;
     for (int64_t i = 0; i < job->count; tensor_begin += job->sizes[i++]) {
         const void *x = job->x[i], *y = job->apart ? job->x[job->count + i] : 0;
-        const int64_t unit = unit_size(job->starts, job->sizes, i);
-        for (int64_t unit_begin = 0; unit_begin < job->sizes[i]; unit_begin += unit)
-            for (int64_t at = unit_begin; at < unit_begin + unit; at += BLOCK, number++) {
-                const int64_t n = least(unit_begin + unit - at, BLOCK);
-                if (tensor_begin + at < first || last <= tensor_begin + at)
-                    continue;
-                job->sums[number] = job->starts && n <= SHORT ? squares_of_unit(x, at, n, job->doubles)
-                                                              : squares_of_block(x, y, at, n, job->doubles);
-            }
+        const int64_t size = job->sizes[i], unit = unit_size(job->starts, job->sizes, i);
+        if (job->starts && size && unit <= SHORT) {
+            squares_of_units(x, unit, units_before(first - tensor_begin, unit, size),
+                             units_before(last - tensor_begin, unit, size), job->doubles, job->sums + number);
+            number += size / unit;
+            continue;
+        }
+        for (int64_t unit_begin = 0; unit_begin < size; unit_begin += unit)
+            for (int64_t at = unit_begin; at < unit_begin + unit; at += BLOCK, number++)
+                if (first <= tensor_begin + at && tensor_begin + at < last)
+                    job->sums[number] = squares_of_block(x, y, at, least(unit_begin + unit - at, BLOCK), job->doubles);
     }
 }
 
@@ -218,18 +238,22 @@ double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t co
 {
     const int64_t all = sum_of(sizes, count);
     int64_t blocks = 0, number = 0;
+    int are_blocks = of_units != 0; /* whether each unit is one block, and needs no other memory */
     for (int64_t i = 0; i < count; i++) {
         const int64_t unit = unit_size(starts, sizes, i);
+        are_blocks &= 0 < unit && unit <= BLOCK;
         if (sizes[i])
             blocks += sizes[i] / unit * ((unit + BLOCK - 1) / BLOCK);
     }
-    double sum = 0, *sums = malloc((blocks + 1) * sizeof(double));
+    double sum = 0, *sums = are_blocks ? of_units : malloc((blocks + 1) * sizeof(double));
     if (!sums)
         return INFINITY;
     Squares job = {x, sizes, starts, count, all, num_parts(all, threads), doubles, apart, sums};
     on_threads(job.parts, squares_of_parts, &job);
     for (int64_t k = 0; k < blocks; k++)
         sum += sums[k];
+    if (are_blocks)
+        return sum;
     for (int64_t i = 0; of_units && i < count; i++) {
         const int64_t unit = unit_size(starts, sizes, i);
         for (int64_t k = starts[i]; k < starts[i + 1]; k++) {
@@ -251,8 +275,9 @@ struct Job {
     int64_t count, all, parts;
     int doubles, num_lists;
     const void *rule;
-    const int64_t *starts; /* of the units, if each has a factor of its own */
-    const double *scales;  /* these factors, in place of that of the rule, or 0 */
+    const int64_t *starts;     /* of the units, if each has a factor of its own */
+    double *scales;            /* these factors, in place of that of the rule, or 0 */
+    const WeightBound *bound;  /* by which factors beside that of the rule are found, each before its unit is updated */
     void (*block)(const Job *job, int64_t i, int64_t at, int64_t n, double scale);
     const double *rates; /* factors on the learning rate, one for each tensor, or 0 */
     double *sum;         /* where a reduction adds up its block */
@@ -269,6 +294,8 @@ static int64_t cut(const Job *job, int64_t i, int64_t reach)
     if (reach <= 0 || reach >= size)
         return reach <= 0 ? 0 : size;
     const int64_t begin = reach / unit * unit;
+    if (job->bound && reach > begin) /* a unit is measured before any of it changes */
+        return begin + unit;
     return begin + least((reach - begin + 63) / 64 * 64, unit);
 }
 
@@ -301,17 +328,63 @@ static int is_shared(const Job *job)
     return i < num_spans;
 }
 
-/* Elements [from, to) of tensor i, all of them with one factor, or each unit with its own. */
-static void update_range(const Job *job, int64_t i, int64_t from, int64_t to)
+/* Where element `at` of tensor i of a list lies, 0 if there is no such list. */
+static void *element(const Job *job, int list, int64_t i, int64_t at)
 {
-    if (!job->scales) {
-        job->block(job, i, from, to - from, *(const double *)job->rule);
+    if (list >= job->num_lists)
+        return 0;
+    return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
+}
+
+/* The squares of units [from, from + count) of tensor i of a list. */
+static void measure_units(const Job *job, int list, int64_t i, int64_t unit, int64_t from, int64_t count, double *squares)
+{
+    const void *x = element(job, list, i, from * unit);
+    if (unit <= SHORT) {
+        squares_of_units(x, unit, 0, count, job->doubles, squares);
         return;
     }
-    const int64_t unit = unit_size(job->starts, job->sizes, i);
+    for (int64_t k = 0; k < count; k++) {
+        squares[k] = 0;
+        for (int64_t at = 0; at < unit; at += BLOCK)
+            squares[k] += squares_of_block(x, 0, k * unit + at, least(unit - at, BLOCK), job->doubles);
+    }
+}
+
+/* The factors that clip units [from, from + count) of tensor i: the gradient, times that of the rule, by the norm of the
+   weights. */
+static void find_factors(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count)
+{
+    const double scale = fabs(*(const double *)job->rule); /* negative for ascent */
+    double squares[MOST], weights[MOST], *factors = job->scales + job->starts[i] + from;
+    measure_units(job, 0, i, unit, from, count, squares);
+    measure_units(job, 1, i, unit, from, count, weights);
+    for (int64_t k = 0; k < count; k++) {
+        const double norm = scale * sqrt(squares[k]), weight = sqrt(weights[k]);
+        const double bound = job->bound->ratio * (weight > job->bound->least_weight ? weight : job->bound->least_weight);
+        factors[k] = norm > bound ? bound / norm : 1;
+    }
+}
+
+/* Elements [from, to) of tensor i, all of them with one factor, or each unit with its own. Where factors are found, so few
+   units are measured at a time that they are in a near cache when they are updated. */
+static void update_range(const Job *job, int64_t i, int64_t from, int64_t to)
+{
+    const double scale = *(const double *)job->rule, beside = job->bound ? scale : 1;
+    if (!job->scales) {
+        job->block(job, i, from, to - from, scale);
+        return;
+    }
+    const int64_t unit = unit_size(job->starts, job->sizes, i), together = NEAR / unit < MOST ? NEAR / unit + 1 : MOST;
+    int64_t found = from / unit;
     for (int64_t at = from, n; at < to; at += n) {
-        n = least(unit - at % unit, to - at);
-        job->block(job, i, at, n, job->scales[job->starts[i] + at / unit]);
+        const int64_t k = at / unit;
+        n = least((k + 1) * unit, to) - at;
+        if (job->bound && k == found) {
+            found = least(k + together, (to + unit - 1) / unit);
+            find_factors(job, i, unit, k, found - k);
+        }
+        job->block(job, i, at, n, beside * job->scales[job->starts[i] + k]);
     }
 }
 
@@ -343,14 +416,6 @@ static void update_all(Job *job, int threads)
     on_threads(job->parts, update_parts, job);
 }
 
-/* Where element `at` of tensor i of a list lies, 0 if there is no such list. */
-static void *element(const Job *job, int list, int64_t i, int64_t at)
-{
-    if (list >= job->num_lists)
-        return 0;
-    return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
-}
-
 static void update_block(const Job *job, int64_t i, int64_t at, int64_t n, double scale)
 {
     Rule rule = *(const Rule *)job->rule;
@@ -364,10 +429,10 @@ static void update_block(const Job *job, int64_t i, int64_t at, int64_t n, doubl
 
 /* Gradients, parameters and, with momentum, buffers. */
 void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                     const Rule *rule, const int64_t *starts, const double *scales)
+                     const Rule *rule, const int64_t *starts, double *scales, const WeightBound *bound)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .block = update_block};
+               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .block = update_block};
     update_all(&job, threads);
 }
 
@@ -407,11 +472,11 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n, double
    steps that each parameter has made, which is one more afterwards. */
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
                     const AdamRule *rule, void *const *steps, int steps_are_doubles, const int64_t *starts,
-                    const double *scales, const double *rates)
+                    double *scales, const WeightBound *bound, const double *rates)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .rates = rates, .block = adamw_block, .steps = steps,
-               .steps_are_doubles = steps_are_doubles};
+               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .rates = rates, .block = adamw_block,
+               .steps = steps, .steps_are_doubles = steps_are_doubles};
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
     update_all(&job, threads);
@@ -448,7 +513,7 @@ static void ratios_of_parts(int64_t begin, int64_t end, void *context)
    AdamW that would follow. 1 if there is no memory for the sums. */
 int curvestep_rms_of_ratios(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads,
                             int num_lists, const AdamRule *rule, void *const *steps, int steps_are_doubles,
-                            const int64_t *starts, const double *scales, double *rms)
+                            const int64_t *starts, double *scales, const WeightBound *bound, double *rms)
 {
     int64_t blocks = 0, number = 0;
     for (int64_t i = 0; i < count; i++)
@@ -457,7 +522,7 @@ int curvestep_rms_of_ratios(void *const *lists, const int64_t *sizes, int64_t co
     if (!sums)
         return 1;
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .block = ratios_block, .steps = steps,
+               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .block = ratios_block, .steps = steps,
                .steps_are_doubles = steps_are_doubles, .sum = sums, .all = sum_of(sizes, count)};
     job.parts = num_parts(job.all, threads);
     if (count)
@@ -585,6 +650,7 @@ int curvestep_view_plain(Describe describe, void *const *types, void *const *lis
 
 typedef REAL NAMED(Lanes) __attribute__((vector_size(16 * sizeof(REAL)), aligned(sizeof(REAL))));
 typedef double NAMED(Sums) __attribute__((vector_size(16 * sizeof(double))));
+typedef __typeof__((NAMED(Lanes)){0} < 0) NAMED(Bits);
 
 /* Sums of the squares of x, or of x - y where y is not 0: the compiler makes two functions of each. */
 ALWAYS_INLINE double NAMED(squares_in_double)(const REAL *x, const REAL *y, int64_t n)
@@ -626,28 +692,51 @@ ALWAYS_INLINE double NAMED(squares_of)(const REAL *x, const REAL *y, int64_t n)
     return total;
 }
 
+/* The last elements of x from `from` on, at most sixteen, and zeros: read together with those before them, if there are
+   as many, because one after the other they would take as long as hundreds. */
+ALWAYS_INLINE NAMED(Lanes) NAMED(last_lanes)(const REAL *x, int64_t from, int64_t n)
+{
+    const NAMED(Lanes) number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NAMED(Lanes) last = {0};
+    if (n >= 16)
+        return (NAMED(Lanes))((NAMED(Bits)) * (const NAMED(Lanes) *)(x + n - 16) & (number >= (REAL)(16 - (n - from))));
+    for (int64_t i = from; i < n; i++)
+        last[i - from] = x[i];
+    return last;
+}
+
 /* The squares of at most SHORT elements, added as REAL in sixteen sums: as many in each as of a row above. */
-FOR_EACH_CPU
-static double NAMED(squares_short)(const REAL *x, int64_t n)
+ALWAYS_INLINE double NAMED(squares_of_unit)(const REAL *x, int64_t n)
 {
     NAMED(Lanes) a = {0}, b = {0};
-    REAL sums[16], rest = 0;
     int64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
+    for (; i + 32 < n; i += 32) {
         const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i), w = *(const NAMED(Lanes) *)(x + i + 16);
         a += v * v;
         b += w * w;
     }
-    for (; i < n; i++)
-        rest += x[i] * x[i];
+    if (i + 16 < n) {
+        const NAMED(Lanes) v = *(const NAMED(Lanes) *)(x + i);
+        a += v * v;
+        i += 16;
+    }
+    const NAMED(Lanes) last = NAMED(last_lanes)(x, i, n);
+    b += last * last;
     a += b;
+    REAL sums[16];
     __builtin_memcpy(sums, &a, sizeof sums);
     for (int k = 0; k < 8; k++)
         sums[k] += sums[k + 8];
     for (int k = 0; k < 4; k++)
         sums[k] += sums[k + 4];
-    rest += (sums[0] + sums[2]) + (sums[1] + sums[3]);
-    return rest;
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+FOR_EACH_WIDTH
+static void NAMED(squares_short)(const REAL *x, int64_t unit, int64_t from, int64_t to, double *sums)
+{
+    for (int64_t k = from; k < to; k++)
+        sums[k] = NAMED(squares_of_unit)(x + k * unit, unit);
 }
 
 FOR_EACH_CPU

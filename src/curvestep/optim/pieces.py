@@ -44,7 +44,6 @@ class HostPieces:
         if rule.each == "unit":
             self.weights = [np.sqrt(view.kernel.squares_of_units(view, starts, which=1)[1])]
         self._starts = starts
-        self._num_fired = 0
         self._factors = np.ones(0)
 
     def unscale(self, factor: float) -> None:
@@ -55,7 +54,6 @@ class HostPieces:
         """Fix the factors, by a threshold for each norm."""
         (norms,), (bound,) = self.norms, bounds
         fired = norms > bound
-        self._num_fired = np.count_nonzero(fired)
         self._factors = np.divide(bound, norms, out=np.ones_like(norms), where=fired)
 
     def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
@@ -66,7 +64,7 @@ class HostPieces:
 
     def counted(self) -> tuple[float, float]:
         """The smallest factor, and the share of pieces that are clipped."""
-        return self._factors.min().item(), self._num_fired / len(self._factors)
+        return self._factors.min().item(), np.count_nonzero(self._factors < 1) / len(self._factors)
 
     def clipped_norm(self) -> float:
         """The norm of all pieces after clipping."""
@@ -81,6 +79,39 @@ class HostPieces:
         """Factor of each gradient: one number, or one for each of its units."""
         factors = np.split(self._factors, list(self._starts)[1:-1])
         return [_along_rows(torch.from_numpy(f), g) for f, g in zip(factors, grads, strict=True)]
+
+
+class WeightPieces(HostPieces):
+    """Units that our kernel measures, clips by their weights and updates one after the other.
+
+    A unit is still in the cache when it is updated, so that clipping costs no pass over memory.
+
+    Args:
+        rule: The rule that clips them.
+        view: Where gradients and parameters lie.
+        bound: Its ratio and the least norm of weights.
+    """
+
+    def __init__(self, rule: ClipRule, view: View, bound: tuple[float, float]) -> None:
+        self.rule = rule
+        self.norm = math.sqrt(view.kernel.sum_of_squares(view))
+        self.norms: list[Quantity] = []  # the update takes them, with the scale of a GradScaler
+        self.weights: list[Quantity] = []
+        self._view, self._bound = view, bound
+        self._factors = np.ones(view.starts[view.length])
+
+    def clip(self, bounds: Sequence[Quantity]) -> None:
+        """Leave the factors to the update."""
+
+    def clipped_norm(self) -> float:
+        """The norm of all units after clipping, once they are updated."""
+        squares = self._view.kernel.squares_of_units(self._view, self._view.starts)[1]
+        return float(np.linalg.norm(self._factors * np.sqrt(squares)))
+
+    @property
+    def units(self) -> Units:
+        """Where our kernel puts the factors."""
+        return Units(self._view.starts, self._factors, self._bound)
 
 
 class TensorPieces:
@@ -144,7 +175,7 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     view = decision.view or view_of(decision.grads, decision.params)
     starts = None if view is None else _starts(view, rule)
     if view is not None and starts is not None:
-        pieces = HostPieces(rule, view, starts)
+        pieces = _host_pieces(decision, rule, view, starts)
         # A piece whose squares vanish is too small to be clipped: only large ones need another way.
         if pieces.norm < safe_norms(torch.float32)[1]:
             return pieces
@@ -157,6 +188,13 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
             "layer with sparse=False, or use another rule."
         )
     return TensorPieces(rule, list(map(_unit_norms, decision.grads)), list(map(_unit_norms, decision.params)))
+
+
+def _host_pieces(decision: Decision, rule: ClipRule, view: View, starts: Quantity) -> Pieces:
+    """Measured while they are updated, if the kernel does that too and knows the rule."""
+    if decision.view is not None and rule.of_weights and view.kernel.clips_units:
+        return WeightPieces(rule, view, rule.of_weights)
+    return HostPieces(rule, view, starts)
 
 
 def scaled(grads: list[Tensor], pieces: Pieces) -> list[Tensor]:

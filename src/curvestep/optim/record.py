@@ -67,6 +67,9 @@ class HostMemory:
         """A threshold for each of several norms, which are remembered."""
         is_usual = (norms > 0) & (norms < math.inf)
         thresholds, state = self.rule.bound(Seen(norms, total), self._state)
+        if is_usual.all():
+            self._state = state
+            return thresholds
         self._state = tuple(np.where(is_usual, new, old) for new, old in zip(state, self._state, strict=True))
         return np.where(is_usual, thresholds, math.inf)
 
