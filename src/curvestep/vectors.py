@@ -73,8 +73,8 @@ def global_norm(tensors: Iterable[Tensor | None]) -> Tensor:
         return _host_scalar(cpu_norm(given, view))
     kinds: dict[_Kind, list[Tensor]] = {}
     for t in given:
-        entries = _entries(t.detach())
-        kinds.setdefault(_kind(entries), []).append(entries)
+        kind, entries = _entries(t.detach())
+        kinds.setdefault(kind, []).append(entries)
     in_order = sorted(kinds.items(), key=lambda item: item[0][0] is _sharded_norm)
     return joint([norm_of(of_kind) for (norm_of, *_), of_kind in in_order])
 
@@ -121,23 +121,17 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return _WIDEST_DTYPE.get(device.type, torch.float64)
 
 
-def _kind(entries: Tensor) -> _Kind:
-    if is_sharded(entries):
-        return _sharded_norm, entries.device_mesh, entries.placements
-    if is_readable(entries):
-        return _norm_on_host, entries.dtype, entries.device
-    return device_norm, entries.dtype, entries.device
-
-
-def _entries(t: Tensor) -> Tensor:
-    """The entries of ``t`` as real numbers in a strided tensor, each once; a DTensor as it is."""
+def _entries(t: Tensor) -> tuple[_Kind, Tensor]:
+    """The entries of ``t`` as real numbers in a strided tensor, each once, and their kind."""
     if is_sharded(t):
-        return t
+        return (_sharded_norm, t.device_mesh, t.placements), t
     if t.layout == torch.sparse_coo:
         t = t.coalesce()
     if t.layout != torch.strided:
         t = t.values()
-    return _real(t)
+    t = _real(t)
+    norm_of = _norm_on_host if is_readable(t) else device_norm
+    return (norm_of, t.dtype, t.device), t
 
 
 def _real(t: Tensor) -> Tensor:
@@ -193,7 +187,7 @@ def check_memory(name: str, tensors: Sequence[Any]) -> None:
         RuntimeError: The storage of a gradient, shape (3,), was resized to 0...
     """
     try:
-        freed = [t for t in tensors if _is_in_memory(t) and _is_freed(t)]
+        freed = list(filter(_is_freed, filter(_is_in_memory, tensors)))
     except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell
         return
     if freed:
@@ -342,8 +336,9 @@ def _pieces(tensors: list[Tensor], size: int) -> Iterable[Sequence[Tensor]]:
 def _are_contiguous_alike(tensors: list[Tensor]) -> bool:
     """Whether they are real numbers in the host's memory in one order."""
     first = tensors[0]
-    return first.is_floating_point() and all(
-        _is_in_memory(t) and same_layout(t, first) and t.is_contiguous() for t in tensors
+    return all(
+        _is_in_memory(t) and t.is_floating_point() and t.is_contiguous() and same_layout(t, first)
+        for t in tensors
     )
 
 

@@ -122,8 +122,8 @@ class Kernel:
         # A mark on a tensor can say that its numbers lie in memory with the wrong sign. torch sets it for the
         # imaginary part of a conjugate, every second number in memory, which only a tensor of one element
         # walks through without gaps. A gradient, the first list, can have got it in other ways.
-        looked_at = (lists if kind & _SINGLE else lists[:1]) if may_be_negated else ()
-        if kind < 0 or any([True in map(Tensor.is_neg, listed) for listed in looked_at]):
+        looked_at = lists if kind & _SINGLE else lists[:1]
+        if kind < 0 or (may_be_negated and True in map(Tensor.is_neg, chain(*looked_at))):
             return None
         return View(addresses, sizes, starts, count, len(lists), kind & _DOUBLE, self)
 
