@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,8 @@ def heat_map(runs: Sequence[SweptRun]) -> Chart:
     for place, cell in cells.items():
         means[place] = np.mean([run.loss for run in cell])
         text[place] = _cell_text(means[place], cell)
-    names = [list(map(short_value, axis)) for axis in (across, down)]
-    grid = Grid(*names, means, "final training loss", text=text.tolist(), reverse=True)
+    names, others = (list(map(short_value, axis)) for axis in (across, down))
+    grid = Grid(names, others, means, "final training loss", text=text.tolist(), reverse=True)
     axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
     return Chart("heat", "Final training loss", *axes, words=_words(grid, rows, columns), grid=grid)
 
@@ -74,7 +75,7 @@ def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
     """The values that each field has, numbers in their order."""
     values: dict[str, list[Hashable]] = {}
     for name in runs[0].fields:
-        found = dict.fromkeys(field_value(run.fields, name) for run in runs)
+        found: Any = dict.fromkeys(field_value(run.fields, name) for run in runs)
         if all(isinstance(value, (int, float)) for value in found):
             found = sorted(found)
         values[name] = list(found)
