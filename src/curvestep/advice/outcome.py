@@ -151,11 +151,9 @@ def _start_factor(history: History, kappa: np.ndarray, efficiency: np.ndarray, s
 
 
 def _kappa_along(history: History, row: int, whole: float) -> tuple[list[float], list[float]]:
-    """Fractions of a step, by its row or the header, and κ there; the whole step where none is known."""
+    """Fractions of a step and κ there; the whole step where none is known."""
     rows, secants = history.columns, history.columns["secants"][row]
     fractions = rows["fractions"][row]
-    if not np.isfinite(fractions).any() and isinstance(history.header.get("fractions"), (list, tuple)):
-        fractions = np.array([_number(value, math.nan) for value in history.header["fractions"]])
     if len(fractions) == len(secants):
         along = secants * fractions * rows["step_norm"][row] / rows["grad_norm"][row]
         known = np.isfinite(along) & (along > 0)
