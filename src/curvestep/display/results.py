@@ -161,7 +161,7 @@ def within(fit: SmoothnessFit) -> Chart | None:
     elasticity = fit.within.elasticity
     series = (
         Series("single steps", x, y, dash="", mark="circle", shade=step, extra={"step": step}),
-        Series(f"elasticity {elasticity:.2f}", ends, elasticity * ends, colour=1),
+        Series(f"slope {elasticity:.2f}", ends, elasticity * ends, colour=1),
         level(ends, 0.0, "constant Hessian"),
     )
     axes = Axis("change of log gradient norm"), Axis("change of log sharpness")
