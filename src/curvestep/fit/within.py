@@ -181,7 +181,7 @@ def within_steps(
     for values, missing in needed:
         if _unknown(values):
             return Within(level=level, missing=missing())
-    if np.shape(fractions)[-1] < 2:
+    if np.asarray(fractions).shape[-1] < 2:
         return Within(level=level, missing=words.one_fraction())
     if _unknown(kappa):
         return Within(level=level, missing=words.no_kappa())
