@@ -480,7 +480,7 @@ def test_the_command_line_of_lightning_takes_the_arguments(tmp_path):
     cli = LightningCLI(Module, Data, args=arguments, save_config_callback=None)
     (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, SmoothnessCallback)]
     assert [row["step"] for row in callback.probe.trace] == [0, 6]
-    assert callback.probe.fractions == (0.25, 1.0)
+    assert callback.probe.trace.fractions == (0.25, 1.0)
 
 
 def test_an_old_version_is_refused_in_one_line(monkeypatch):
