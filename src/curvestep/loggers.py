@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class Logger:
 
     def _clipped_fraction(self) -> float:
         names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
-        columns: dict[str, Any] = {name: _column(self._rows, name) for name in names}
+        columns = _columns(self._rows, names)
         columns["optimizer"] = [row.get("optimizer") for row in self._rows]
         norms = clip_norms(columns)
         known = norms[~np.isnan(norms)]
@@ -100,13 +100,12 @@ class Logger:
             return math.nan
         rows = [row for row in self._rows if _num_secants(row) == count]
         names = ("secants", "grad_norm", "grad_norms", "fractions", "kappa", "eps")
-        columns: dict[str, Any] = {name: _column(rows, name) for name in names}
-        return within_steps(**columns).elasticity
+        return within_steps(**_columns(rows, names)).elasticity
 
 
-def _column(rows: Iterable[Row], name: str) -> np.ndarray:
-    """A column of these rows; float turns None into NaN."""
-    return np.array([row.get(name) for row in rows], dtype=float)
+def _columns(rows: Collection[Row], names: Iterable[str]) -> dict[str, Any]:
+    """Columns of these rows; float turns None into NaN."""
+    return {name: np.array([row.get(name) for row in rows], dtype=float) for name in names}
 
 
 def _num_secants(row: Row) -> int:

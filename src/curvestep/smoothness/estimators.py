@@ -343,7 +343,7 @@ def _moved(x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> list[Tensor]:
 
 def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
     """The Hessian is symmetric, so that a product from the left is one from the right."""
-    product: Any = getattr(gradient, "hessian_product", None)
+    product = getattr(gradient, "hessian_product", None)
     if product is not None:
         return product(listed(direction), origin=listed(point))
     x = [a.detach().requires_grad_() for a in listed(point)]

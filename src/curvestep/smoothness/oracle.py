@@ -42,7 +42,7 @@ class GradientOracle:
     def __init__(
         self,
         loss_of_batch: Callable[..., Any],
-        batches: Iterable[Any],
+        batches: Iterable[object],
         *,
         sizes: Sequence[float] | None = None,
         carry_state: bool = False,
