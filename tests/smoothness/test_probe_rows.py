@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
+from curvestep.smoothness.observer import StepObserver
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import labelled, mlp
 from tests.smoothness.loops import block_steps, measured_sgd, recorded_steps
@@ -131,6 +132,17 @@ def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
     for row in probe.trace:
         assert row["lr"] == 0.1
         assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-4)
+
+
+def test_gradient_that_the_optimizer_itself_unscales_counts_unscaled():
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.full((4,), 8.0)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    optimizer.grad_scale = torch.tensor(8.0)  # as a GradScaler leaves it to a fused step
+    steps = StepObserver([p])
+    steps.stop()
+    steps(optimizer)
+    assert steps.coefficient(None, 2.0) == 1.0
 
 
 class Batched(nn.Module):
