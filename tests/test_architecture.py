@@ -20,7 +20,7 @@ MOST_TERNARIES = 475
 MOST_ANY = 170
 MOST_CONSTANTS = 121  # outside the lab
 MOST_BRANCHES_PER_100 = 24
-DENSER_FOLDERS = {"calibration": 26, "optim": 27, "smoothness": 27}
+DENSER_FOLDERS = {"calibration": 26, "smoothness": 27}
 MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the

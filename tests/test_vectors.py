@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep import vectors
-from curvestep.vectors import PIECE, cpu_norm, difference, distance, dot_of_changes, global_norm, host_norm
+from curvestep.vectors import PIECE, difference, distance, dot_of_changes, global_norm, host_norm
 from tests.reference import reference_norm
 
 
@@ -47,21 +47,21 @@ def test_norm_of_25_million_fp32_elements_is_right_to_1e_6(constant):
     assert abs(float(torch.linalg.vector_norm(t)) / reference_norm([t]) - 1) > 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e19, 1e-20, 1e-38, 3e38])
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e19, 1e-20, 3e-22, 1e-38, 3e38])
 def test_norm_neither_overflows_nor_vanishes_in_fp32(scale):
     t = torch.full((1000,), scale, dtype=torch.float32)
     norm = float(global_norm([t, torch.zeros(3, dtype=torch.float32)]))
     assert norm == pytest.approx(float(t[0]) * math.sqrt(1000), rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e300, 1e-300])
+@pytest.mark.parametrize("scale", [1e300, 3e-161, 1e-300])
 def test_norm_neither_overflows_nor_vanishes_in_fp64(scale):
-    assert cpu_norm([torch.full((4,), scale)]) == pytest.approx(2 * scale, rel=1e-14)
+    assert float(global_norm([torch.full((4,), scale)])) == pytest.approx(2 * scale, rel=1e-14)
 
 
 def test_large_and_tiny_entries_together():
     t = torch.tensor([3e30, 1e-30, 4e30], dtype=torch.float32)
-    assert cpu_norm([t]) == pytest.approx(5e30, rel=1e-6)
+    assert float(global_norm([t])) == pytest.approx(5e30, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -56,8 +56,8 @@ def local(tensor: Tensor) -> Tensor:
 def in_zero_redundancy_optimizer() -> bool:
     """Whether a ZeroRedundancyOptimizer makes the caller, for this rank's part of the parameters."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    kind: Any = getattr(module, "ZeroRedundancyOptimizer", ())
-    callers: Iterator[Any] = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
+    kind = getattr(module, "ZeroRedundancyOptimizer", ())
+    callers: Iterator[object] = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
     return any(isinstance(caller, kind) and getattr(caller, "world_size", 1) > 1 for caller in callers)
 
 

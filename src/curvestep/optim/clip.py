@@ -293,7 +293,7 @@ class UpdateClipping(_Handle):
         self._kept: list[tuple[Group, Tensor, Tensor]] = []
         self._attach()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, *_: object) -> None:
         groups = self.optimizer.param_groups
         self._kept = [(group, p, p.detach().clone()) for group in groups for p in group["params"]]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 # Steps that `recent_clipped_fraction` and the running median look back on.
 RECENT_STEPS = 100
@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     """Limit of a step that is taken: a norm, a multiple of the running median, deviations from the mean."""
 
     number: float
-    unit: Literal["norm", "x", "sigma"]
+    unit: str  # "norm", "x" or "sigma"
 
 
 class Spike(TypedDict):

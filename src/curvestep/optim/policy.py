@@ -169,8 +169,7 @@ def _limit(skip_above: float | str | None) -> Limit:
             '`skip_above` must be a gradient norm, "10x" the running median or "6sigma", got '
             f"{skip_above!r}. Both numbers must be above 1."
         )
-    unit: Any = found[2]
-    return Limit(float(found[1]), unit)
+    return Limit(float(found[1]), found[2])
 
 
 class HostStep:
