@@ -1,5 +1,6 @@
 """AdamW with norm clipping."""
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 # torch names its functions for lists of tensors with an underscore.
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class _Handle:
             vars(self.optimizer).pop(name, None)
         self._hooks, self._methods = [], {}
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
         """Look at the optimizer before a step."""
 
     def _after(self, *_: object) -> None:
@@ -190,7 +190,7 @@ class Clipping(_Handle):
                 group.pop("max_norm", None)
         super().remove()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
         self._after()  # a step that raised never got there
         step = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = step.arguments.get("closure")
