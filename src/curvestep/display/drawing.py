@@ -64,12 +64,14 @@ def _draw_legend(panel: Axes, chart: Chart) -> None:
     """The legend: between panel and title over a cloud of points, under it if long, where it hides none."""
     num_names = sum(series.name != "" for series in chart.series)
     outside = {"ncols": 2, "frameon": False, "handlelength": 1.6}
+    if num_names == 0:
+        return
     if any(series.shade is not None for series in chart.series):
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2, **outside)
         panel.set_title(panel.get_title(), pad=8 + 12 * -(-num_names // 2))
     elif num_names > 4:
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **outside)
-    elif num_names:
+    else:
         panel.legend(loc="best")
 
 

@@ -338,7 +338,7 @@ def _step_sizes(lrs: Array, values: Array, best_lr: float) -> tuple[Series, ...]
         line = np.where((line > 0) & (line < 1e3 * line[0]), line, np.nan)
         said = f"step size {lrs[index]:.3g}" + ", best" * (index == best)
         said += ", diverges" * bool(np.isnan(line[-1]))
-        look = {"colour": order % NUM_COLOURS, "thin": index != best}
+        look = {"colour": order % NUM_COLOURS, "weight": 1.0 if index == best else THIN}
         series.append(Series(said, np.arange(len(line)), line, **look))
     return tuple(series)
 
