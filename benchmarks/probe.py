@@ -367,11 +367,12 @@ def page(known, path):
     memory = known.get("extra memory in parameters", {})
     return f"""# Cost of a measurement
 
-A measurement costs about one forward-backward pass of training for each fraction of the step; a run that measures every tenth
-step by one fraction is a tenth longer.
+A measurement costs about one forward-backward pass of training for each fraction of the step; a run that
+measures every tenth step by one fraction is a tenth longer.
 
-CPU time of one thread, torch {torch.__version__}, variants in turn, medians of several calls; repetitions differ by 0.1 in the costs and by
-0.03 in the lengths of runs. The steady allocator keeps freed memory. Numbers: `{path.name}`.
+CPU time of one thread, torch {torch.__version__}, variants in turn, medians of several calls; repetitions
+differ by 0.1 in the costs and by 0.03 in the lengths of runs. The steady allocator keeps freed memory.
+Numbers: `{path.name}`.
 
 ```
 python benchmarks/probe.py --json docs/results/probe.json

@@ -204,9 +204,10 @@ def table(title, medians, bytes_of, num_params):
 
 PAGE = """# Speed of the optimizer phase
 
-How many times faster than `clip_grad_norm_` and torch's optimizer with its default each variant is: `ClippedSGD` and `ClippedAdamW` are
-faster than all of torch's. The optimizer phase alone, fp32, torch {torch}, two shared cores, medians; a range is that of several
-calls. Numbers: `{json}`, to which each call adds:
+How many times faster than `clip_grad_norm_` and torch's optimizer with its default each variant is:
+`ClippedSGD` and `ClippedAdamW` are faster than all of torch's. The optimizer phase alone, fp32,
+torch {torch}, two shared cores, medians; a range is that of several calls.
+Numbers: `{json}`, to which each call adds:
 
 ```
 python benchmarks/step.py --rounds 30 --json docs/results/{json}

@@ -82,9 +82,9 @@ def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = Non
     colour = _PALETTE[series.colour]
     if series.band is not None:
         panel.fill_between(series.x, *series.band, color=colour, alpha=0.18, linewidth=0)
-    look = {"color": colour, "linestyle": _LINES[series.dash], "marker": _MARKS[series.symbol]}
-    sizes = {"linewidth": 1.4 * series.weight, "markersize": 4.5 * series.weight}
-    panel.plot(series.x, series.y, label=_literal(series.name), **look, **sizes)
+    (line,) = panel.plot(series.x, series.y, label=_literal(series.name))
+    line.set(color=colour, linestyle=_LINES[series.dash], marker=_MARKS[series.symbol])
+    line.set(linewidth=1.4 * series.weight, markersize=4.5 * series.weight)
     if series.is_lost:
         panel.plot(*series.last, "x", color=colour, markersize=8)
 

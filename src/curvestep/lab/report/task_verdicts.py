@@ -92,9 +92,9 @@ def advice_table(advice: Advice, task: Task) -> dict[str, str]:
     table = {"rate": rate, "lr": lr, "max_norm": f"{advice.max_norm:.3g}".replace("inf", "none")}
     if advice.next_lr is not None:
         table["next"] = f"{rate} {advice.next_lr:.3g}"
-    if len(task.runs) > 1:
+    view, *others = task.runs
+    if others:
         return table
-    view = task.runs[0]
     taken = f"{finite(view.measured['lr']).max(initial=0.0):.3g}"
     share = f"{view.clipped_fraction:.0%} of steps clipped".replace("nan% of steps clipped", "")
     return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
@@ -102,9 +102,9 @@ def advice_table(advice: Advice, task: Task) -> dict[str, str]:
 
 def how_sure(task: Task) -> str:
     """What the verdict rests on, in a line."""
-    if len(task.runs) > 1:
+    view, *others = task.runs
+    if others:
         return f"{len(task.runs)} runs on record, by their final training loss."
-    view = task.runs[0]
     return f"one run, {len(view.measured['step']):,} measurements; it cannot rank lr within a factor of 3."
 
 
