@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from curvestep.fit.fit import fit_smoothness
 from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
-from curvestep.lab.paper.fig4_curves import gather
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, gather
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
 from curvestep.smoothness.trace import Trace
@@ -285,3 +285,10 @@ def test_figures_are_drawn_from_a_training_run(tmp_path):
     assert "pydoc_data.topics" in words
     panel = curves([run]).axes[1]
     np.testing.assert_array_equal(panel.lines[0].get_xdata(), [20, 40])
+
+
+def test_a_curve_of_one_point_has_an_axis_of_some_length():
+    curve = Curve(label="lr 30", steps=np.array([1.0]), values=np.array([[5.7]]))
+    chart = curve_chart([curve], "loss", title="")
+    low, high = chart.y.range
+    assert low < 5.7 < high

@@ -172,7 +172,8 @@ def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
         return None
     low = min(values.min() for values in calm)
     high = max(np.median([values.max() for values in calm]), *(values[-1] for values in calm))
-    return low - 0.05 * (high - low), high + 0.15 * (high - low)
+    span = max(high - low, 0.01 * abs(high))  # of one point, too
+    return low - 0.05 * span, high + 0.15 * span
 
 
 # The runs and the pictures
