@@ -376,7 +376,7 @@ def inside_steps(results: Results) -> Finding:
     found = spread(runs, elasticity_beyond_zero)
     return Finding(
         verdict=_of_addition(found),
-        sentence=f"Inside single steps the elasticity is {found.mean:.2f} above its shuffled zero.",
+        sentence=f"Inside single steps the slope of logs is {found.mean:.2f} above its shuffled zero.",
         numbers={"elasticity beyond its zero": str(found)},
     )
 
