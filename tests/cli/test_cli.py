@@ -281,7 +281,7 @@ def test_report_and_advise_find_the_same_runs_in_a_folder(capsys, tmp_path):
     assert len(page["runs"]) == 5
     assert [v["verdict"] for v in page["verdicts"]] == [entry["advice"]["verdict"] for entry in tasks]
     code, out, _ = run(capsys, "advise", str(tmp_path / "all"))
-    assert "batch 20 (2 runs)\n" in out
+    assert "batch 20 (runs: 2)\n" in out
     code, out, err = run(capsys, "advise", str(tmp_path / "all" / "bare"))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "nothing was measured. Train with a probe." in err

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -133,8 +133,8 @@ class Bundle(Decision):
     """
 
     rule: Rule = field(kw_only=True)
-    buffers: list[list[Tensor]] = field(default_factory=list[list[Tensor]])  # a list for each name
-    steps: list[Tensor] = field(default_factory=list[Tensor])  # of each parameter, if the rule counts them
+    buffers: list[list[Tensor]] = field(default_factory=list)  # a list for each name
+    steps: list[Tensor] = field(default_factory=list)  # of each parameter, if the rule counts them
     has_state: bool = True  # whether every parameter has its buffers
     steps_view: View | None = None
 
@@ -197,7 +197,7 @@ def _find_state(bundle: Bundle, state: State) -> None:
     else:
         states = [state.get(p, {}) for p in params]
     try:
-        columns = [list(map(itemgetter(name), states)) for name in bundle.rule.state_names]
+        columns = [list(map(getitem, states, repeat(name))) for name in bundle.rule.state_names]
     except KeyError:
         bundle.has_state = False
     else:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain
-from operator import itemgetter, mul
+from operator import mul
 from typing import Any, Unpack
 
 import torch
@@ -107,7 +107,7 @@ class ClippedAdamW(ScaledOptimizer):
 
     def rule(self, group: Group) -> AdamWRule:
         """Moments, weight decay and ascent of a group."""
-        return AdamWRule(*_constants_of(group))
+        return AdamWRule(*map(group.__getitem__, _CONSTANTS))
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
@@ -254,7 +254,7 @@ class AdamWRule(Rule):
         return size.to(dtype), root.to(dtype)
 
 
-_constants_of = itemgetter(*[f.name for f in fields(AdamWRule)])
+_CONSTANTS = [f.name for f in fields(AdamWRule)]
 
 
 def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:

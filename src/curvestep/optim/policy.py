@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, gt
+from itertools import repeat
+from operator import gt
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
-_grad, _is_cpu = attrgetter("grad"), attrgetter("is_cpu")
-
-
 Made = TypeVar("Made", bound="Decision")
 
 
@@ -46,7 +44,7 @@ class Decision:
 def decisions_of(group: Group, norm_scope: str, make: Callable[..., Made]) -> list[Made]:
     """The parameters of a group that have a gradient, together or each for itself."""
     params: list[Tensor] = group["params"]
-    grads: list[Any] = list(map(_grad, params))
+    grads: list[Any] = list(map(getattr, params, repeat("grad")))
     at = range(len(params))
     if type(None) in set(map(type, grads)):
         at = [i for i in at if grads[i] is not None]
@@ -102,7 +100,7 @@ def measure_pieces(decisions: Sequence[Decision]) -> bool:
 
 def is_on_host(decision: Decision) -> bool:
     """Whether the gradients are in the host's memory."""
-    return decision.view is not None or all(map(_is_cpu, decision.grads))
+    return decision.view is not None or all(map(getattr, decision.grads, repeat("is_cpu")))
 
 
 class Policy:

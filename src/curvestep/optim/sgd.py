@@ -18,7 +18,6 @@ import sys
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import chain
-from operator import itemgetter
 from typing import Any, Unpack
 
 import torch
@@ -68,7 +67,7 @@ class ScaledSGD(ScaledOptimizer):
 
     def rule(self, group: Group) -> SGDRule:
         """Momentum, weight decay and ascent of a group."""
-        return SGDRule(*_constants_of(group))
+        return SGDRule(*map(group.__getitem__, _CONSTANTS))
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""
@@ -192,7 +191,7 @@ class SGDRule(Rule):
         return replace(self, momentum=0.0, dampening=0.0, nesterov=False), directions
 
 
-_constants_of = itemgetter(*[f.name for f in fields(SGDRule)])
+_CONSTANTS = [f.name for f in fields(SGDRule)]
 
 
 def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tensor | None = None) -> None:

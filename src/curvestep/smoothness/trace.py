@@ -86,7 +86,7 @@ class Trace:
         self._read_columns: dict[str, np.ndarray] = {}  # by `column`, since the last row
         self._cached: dict[Hashable, Any] = {}  # by `cached`, likewise
         self._length = 0
-        self._steps: set[float] = set()
+        self._last_step = -math.inf
         self._file: RowFile | None = None
         self._unwritten: list[bytes] = []
         self._closed = False
@@ -139,7 +139,7 @@ class Trace:
         rows = list(map(self._row, range(len(self))))
         kept = [row for row in rows if not _step_of(row) >= step]
         if len(kept) < len(rows):
-            self._columns, self._length, self._steps, self._unwritten = {}, 0, set(), []
+            self._columns, self._length, self._last_step, self._unwritten = {}, 0, -math.inf, []
             for row in kept:
                 self._add(row)
             self._rewrite([self.header, *kept])
@@ -313,10 +313,10 @@ class Trace:
     def _add(self, row: Mapping[str, object]) -> bool:
         """Append a row in memory; False if its step is there already."""
         step = _step_of(row)
-        if step in self._steps:
+        # The usual row comes after all others; only one that steps back is looked up.
+        if step <= self._last_step and step in self._values("step"):
             return False
-        if not math.isnan(step):
-            self._steps.add(step)
+        self._last_step = max(self._last_step, step)  # stays where the step is NaN
         for path, value in _cells(row):
             values = self._columns.setdefault(path, [])
             values += [None] * (self._length - len(values))
