@@ -102,11 +102,16 @@ CHANGED = {
 def changes_table(claims: Iterable[Claim]) -> str:
     """Every claim whose verdict changed: from what, to what, and why."""
     rows = [
-        [claim.source, claim.paper, CHANGED[claim.name][0], claim.verdict, CHANGED[claim.name][1]]
+        [
+            f"[{claim.source}](claims.md#{claim.name})",
+            CHANGED[claim.name][0],
+            claim.verdict,
+            CHANGED[claim.name][1],
+        ]
         for claim in claims
         if claim.name in CHANGED
     ]
-    head = ["where", "claim", "before: laptop, longer", "now", "why"]
+    head = ["claim", "before: laptop, longer", "now", "why"]
     return table([head, ["---"] * len(head), *rows])
 
 
