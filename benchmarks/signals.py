@@ -117,7 +117,9 @@ def struck(name, number, delay):
         getattr(subject, name)()
         over.set()
         sender.join()
-    except (KeyboardInterrupt, Stop) as error:
+    except (KeyboardInterrupt, Stop, RuntimeError) as error:
+        # RuntimeError: Python dropped the signal's exception (in the callback of a weak reference, say), all
+        # was put back, and what went on noticed that.
         where = traceback.extract_tb(error.__traceback__)
         over.set()
         sender.join()
