@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -199,8 +199,7 @@ def check_memory(name: str, tensors: Sequence[Any]) -> None:
 
 
 def _is_freed(t: Tensor) -> bool:
-    # An empty tensor also has the address 0, and so have torch's tensors of zeros, with a size.
-    return t.data_ptr() == 0 < t.numel() and t.untyped_storage().nbytes() == 0
+    return t.untyped_storage().nbytes() == 0 < t.numel()
 
 
 def _is_in_memory(t: Any) -> bool:
@@ -220,7 +219,7 @@ def difference(
     return [_minus(a, b, overwrite=overwrite) for a, b in zip(new, old, strict=True)]
 
 
-def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor:
+def distance(new: Tensor, old: Tensor, *, overwrite: bool = False) -> Tensor:
     r"""Norm of ``new - old``; of a large difference no more than a piece is ever held.
 
     A piece is still in the cache when its norm is taken, and asks for no memory that has to be fetched from
@@ -230,8 +229,6 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
         >>> distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0])).item()
         5.0
     """
-    if new is None or old is None:
-        return global_norm([new, old])
     a, b = new.detach(), old.detach()
     view = view_of([a], [b])
     if view is not None:
@@ -243,13 +240,12 @@ def distance(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False)
 
 
 def change(new: Tensor | None, old: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
-    """A tensor with the norm of ``new - old``: the difference if it is small, else its norm alone.
+    """A tensor with the norm of ``new - old``: of two large ones their distance, else the difference itself.
 
     The joint norm of several such tensors is that of the joint difference, and one call for many small
     tensors is much cheaper than a call for each. ``overwrite`` may reuse the memory of ``new``.
     """
-    sizes = [t.numel() for t in (new, old) if t is not None]
-    if max(sizes, default=0) <= SMALL:
+    if new is None or old is None or new.numel() <= SMALL:
         return _minus(new, old, overwrite=overwrite)
     return distance(new, old, overwrite=overwrite)
 
@@ -312,18 +308,21 @@ def _minus(new: Tensor | None, old: Tensor | None = None, *, overwrite: bool = F
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
     dtype, none = _DTYPE_OF_NORM.get(tensors[0].dtype), tensors[0].new_empty(0)
-    others = [t for t in tensors if not _is_tiny(t)]
-    others.append(torch.cat([none, *filter(_is_tiny, tensors)]))
-    middle = [t for t in others if t.numel() <= MIDDLE]
-    matrices = chain(*[_rows(_as_vector(t), t.numel()) for t in others if t.numel() > MIDDLE])
+    joined = torch.cat([none, *filter(_is_tiny, tensors)])
+    others = [*filterfalse(_is_tiny, tensors), joined]
+    matrices = chain(*map(_rows, filter(_is_large, others)))
     rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
-    norms = [*torch._foreach_norm([*middle, none], 2, dtype=dtype)]
+    norms = [*torch._foreach_norm([*filterfalse(_is_large, others), none], 2, dtype=dtype)]
     norms.append(torch.linalg.vector_norm(torch.cat([none, *rows]).double()))
-    return math.hypot(*[norm.item() for norm in norms])  # neither overflows nor loses digits
+    return math.hypot(*map(Tensor.item, norms))  # neither overflows nor loses digits
 
 
 def _is_tiny(t: Tensor) -> bool:
     return t.dim() == 1 and t.numel() <= JOINED_SIZE
+
+
+def _is_large(t: Tensor) -> bool:
+    return t.numel() > MIDDLE
 
 
 def _pieces(tensors: list[Tensor], size: int) -> Iterable[Sequence[Tensor]]:
@@ -342,32 +341,29 @@ def _are_contiguous_alike(tensors: list[Tensor]) -> bool:
     )
 
 
-def _rows(vector: Tensor, size: int) -> list[Tensor]:
-    """``vector`` in rows; what is left over is a shorter row, unless its size has a divisor that suits."""
-    length = _row_length(size)
-    if length:
-        return [vector.view(-1, length)]
-    full = size // ROW * ROW
-    return [vector[:full].view(-1, ROW), vector[full:].view(1, -1)]
+def _rows(t: Tensor) -> list[Tensor]:
+    """The entries of ``t`` in rows; what is left over is a shorter row, unless a divisor suits."""
+    length = _row_length(t.numel())
+    full = t.numel() // length * length
+    return [part.view(-1, min(length, part.numel())) for part in _as_vector(t).split(full)]
 
 
 @cache
 def _row_length(size: int) -> int:
-    """Largest divisor of ``size`` between `ROW`/2 and `ROW`, or zero."""
-    return next((n for n in range(ROW, ROW // 2 - 1, -1) if size % n == 0), 0)
+    """Largest divisor of ``size`` between `ROW`/2 and `ROW`; `ROW` if it has none."""
+    return next((n for n in range(ROW, ROW // 2 - 1, -1) if size % n == 0), ROW)
 
 
 def _as_vector(t: Tensor) -> Tensor:
-    """A one-dimensional view of ``t``, in the order of memory where that spares a copy."""
+    """The entries of ``t`` in the order of memory; a copy only where there are gaps or overlaps."""
     order = sorted(range(t.dim()), key=t.stride, reverse=True)
-    permuted = t.permute(order)
-    return permuted.view(-1) if permuted.is_contiguous() else t.reshape(-1)
+    return t.permute(order).reshape(-1)
 
 
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
-    peaks = [t.abs().max().item() for t in tensors if t.numel()]
-    largest = torch.tensor([0.0, *peaks], dtype=torch.float64, device="cpu").max().item()  # NaN if one is
+    filled = [tensors[0].new_zeros(1), *filter(torch.numel, tensors)]
+    largest = torch.stack(torch._foreach_norm(filled, math.inf)).max().item()  # NaN if one is
     if not 0.0 < largest < math.inf:
         return largest
     return largest * math.hypot(*(torch.linalg.vector_norm(t.double() / largest).item() for t in tensors))
