@@ -6,7 +6,8 @@ A thread sends SIGINT, or SIGUSR1 to a handler that raises, to the main thread a
 usual time. Then parameters, buffers, gradients, the optimizer's state, the random states of torch, Python
 and numpy, the loader's generator, gradient mode, training modes and signal handlers are compared bit for bit
 with those from before, or, for a measured step, from after the step. A signal that falls into
-``optimizer.step()`` itself is not one of the measurement: it is counted apart.
+``optimizer.step()`` itself is not one of the measurement: it is counted apart. So are exceptions that Python
+drops, in the callback of a weak reference, say: the block must raise them later.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvestep as cs
 from curvestep.smoothness.replay import Replay
 
-HANDLERS = ("stop", "_handle")  # functions between the place of a signal and its exception
+HANDLERS = ("stop", "_or_undo_all")  # functions between the place of a signal and its exception
 
 
 class Stop(Exception):
@@ -107,23 +108,21 @@ def send(number, delay, over):
 
 
 def struck(name, number, delay):
-    """Act and be interrupted: what was held before, what is held now, and where the signal came."""
+    """Act and be interrupted: what was held before, what is held now, and the exception."""
     subject = Subject()
     before, over = subject.held(), threading.Event()
     sender = threading.Thread(target=send, args=(number, delay, over))
-    where = []
+    stopped = None
     try:
         sender.start()
         getattr(subject, name)()
         over.set()
         sender.join()
-    except (KeyboardInterrupt, Stop, RuntimeError) as error:
-        # RuntimeError: Python dropped the signal's exception (in the callback of a weak reference, say), all
-        # was put back, and what went on noticed that.
-        where = traceback.extract_tb(error.__traceback__)
+    except (KeyboardInterrupt, Exception) as error:
+        stopped = error
         over.set()
         sender.join()
-    return before, subject.held(), where
+    return before, subject.held(), stopped
 
 
 def undisturbed(name):
@@ -142,21 +141,25 @@ def differences(name, count, seed):
     after, seconds = undisturbed(name)
     draw, found = random.Random(seed), collections.Counter()
     signals = collections.Counter()
-    places = set()
+    places, dropped = set(), []
+    sys.unraisablehook = dropped.append
     while sum(signals.values()) < count:
         number = draw.choice([signal.SIGINT, signal.SIGUSR1])
-        before, now, where = struck(name, number, draw.uniform(0, 1.1 * seconds))
+        before, now, stopped = struck(name, number, draw.uniform(0, 1.1 * seconds))
+        where = traceback.extract_tb(stopped and stopped.__traceback__)
         if name == "measure" and now != before:  # then the step was taken
             before = after
         if name == "measure" and any("/optim/" in frame.filename for frame in where):
             found["in optimizer.step()"] += 1
             continue
         found.update(f"{part} differ" for part in now if now[part] != before[part])
+        if not isinstance(stopped, (KeyboardInterrupt, Stop, type(None))):
+            found[f"the exception differs: {stopped}"] += 1
         if any("curvestep" in frame.filename for frame in where):  # else it came before or after
             signals[number.name] += 1
             *_, place = (frame for frame in where if frame.name not in HANDLERS)
             places.add((place.filename, place.lineno))
-    return {"signals": dict(signals), "places": len(places), "found": dict(found)}
+    return {"signals": dict(signals), "places": len(places), "dropped": len(dropped), "found": dict(found)}
 
 
 def main():

@@ -3,6 +3,8 @@
 import random
 import signal
 import sys
+import threading
+import weakref
 
 import pytest
 import torch
@@ -156,3 +158,188 @@ def test_hooks_that_an_interrupt_leaves_behind_take_no_gradient_of_training(monk
     model(x).sum().backward()
     assert model.weight.grad.tolist() == [[3.0, 3.0]]
     assert model.bias.grad.tolist() == [3.0]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(*_):
+    raise Stop
+
+
+@pytest.fixture
+def handlers():
+    """Two handlers that raise: what they are, as a function."""
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield lambda: [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_interrupts_while_handlers_are_handed_back_leave_none_of_ours(monkeypatch, handlers, times):
+    before, real, left = handlers(), signal.signal, [None] * times
+
+    def interrupted(number, handler):
+        if left and signal.getsignal(signal.SIGINT) is before[0] and handler is stop:
+            left.pop()
+            signal.raise_signal(signal.SIGINT)
+        return real(number, handler)
+
+    model = nn.Linear(1, 1)
+
+    def measure():
+        with Replay(model, lambda: model.weight.sum()) as replay:
+            replay.gradient()
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    monkeypatch.undo()
+    assert not left
+    assert handlers() == before
+    measure()
+
+
+def test_an_interrupt_while_handlers_are_taken_over_leaves_none_of_ours(monkeypatch, handlers):
+    before, real, seen = handlers(), signal.signal, []
+
+    def interrupted(number, handler):
+        if number == signal.SIGUSR1 and signal.getsignal(signal.SIGINT) is not before[0] and not seen:
+            seen.append(number)
+            signal.raise_signal(number)
+        return real(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    model = nn.Linear(1, 1)
+    with pytest.raises(Stop), Replay(model, lambda: model.weight.sum()):
+        pytest.fail("the block began")
+    assert seen
+    assert handlers() == before
+
+
+def test_a_handler_that_wraps_ours_inside_a_block_is_called_once_in_the_next(handlers):
+    calls, model = [], nn.Linear(1, 1)
+    signal.signal(signal.SIGUSR1, lambda *_: calls.append("first"))
+
+    def wrap():
+        inner = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda *arguments: (calls.append("outer"), inner(*arguments)))
+
+    for act in (wrap, lambda: signal.raise_signal(signal.SIGUSR1)):
+        with Replay(model, lambda: model.weight.sum()):
+            act()
+    assert calls == ["outer", "first"]
+
+
+def test_blocks_in_other_threads_leave_handlers_alone(handlers):
+    before, model, seen = handlers(), nn.Linear(1, 1), []
+
+    def measure():
+        with Replay(model, lambda: model.weight.sum()):
+            seen.append(handlers())
+
+    thread = threading.Thread(target=measure)
+    with Replay(model, lambda: model.weight.sum()):
+        ours = handlers()
+        thread.start()
+        thread.join()
+        assert seen == [handlers()] == [ours] != [before]
+    assert handlers() == before
+
+
+@pytest.fixture
+def dropping(monkeypatch):
+    """A function that gets a Ctrl-C whose exception Python drops, once; and how many were dropped."""
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+
+    def drop():
+        thing = nn.Identity()
+        watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+        if not dropped:
+            del thing
+            assert watched() is None
+
+    drop.dropped = dropped
+    return drop
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_dropped_interrupt_is_raised_at_the_next_pass_or_at_the_end(dropping, passes):
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    handler, done = signal.getsignal(signal.SIGINT), []
+
+    def loss_fn():
+        loss = model.weight.square().sum()
+        if len(done) == 0:
+            dropping()
+        done.append(1)
+        return loss
+
+    def measure():
+        with Replay(model, loss_fn) as replay:
+            replay.move([torch.ones(1, 2)], 1.0)
+            for _ in range(passes):
+                replay.loss()
+            replay.move([torch.ones(1, 2)], 2.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    assert len(dropping.dropped) == len(done) == 1
+    assert torch.equal(model.weight, before)
+    assert signal.getsignal(signal.SIGINT) is handler
+    measure()  # and that is all
+
+
+def test_a_dropped_interrupt_is_the_reason_that_a_measured_step_and_a_calibration_give(dropping):
+    model, x = mlp(4, 6, 1, batchnorm=True), torch.randn(8, 4)
+    optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=1.0)
+    probe = cs.SmoothnessProbe(model, every=1, fractions=(0.25, 0.5, 1.0)).watch(optimizer)
+    passes = []
+
+    def loss_fn(x=x):
+        passes.append(1)
+        if len(passes) == 4:
+            dropping()
+        return model(x).square().mean()
+
+    probe.record(loss_fn).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert len(passes) == 4
+    passes.clear()
+    dropping.dropped.clear()
+    start = held(model)
+    with pytest.raises(KeyboardInterrupt):
+        cs.calibrate(model, loss_fn, [x] * 24, optimizer=optimizer, progress=False)
+    assert len(passes) == 4
+    assert all(map(torch.equal, held(model), start))
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_dropped_interrupt_in_the_middle_of_a_move_leaves_the_parameters(dropping, place):
+    model = nn.Linear(3, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    class Drop(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            if len(calls) == place:
+                dropping()
+            return func(*args, **(kwargs or {}))
+
+    def moved():
+        with Replay(model, lambda: model.weight.square().sum()) as replay, Drop():
+            for _ in replay.along([torch.ones(1, 3), torch.ones(1)], (0.25, 0.5)):
+                pass
+
+    if place:
+        with pytest.raises(KeyboardInterrupt):
+            moved()
+    else:
+        moved()
+        assert any("lerp" in call for call in calls)
+    assert all(map(torch.equal, model.parameters(), before))

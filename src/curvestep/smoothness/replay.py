@@ -28,7 +28,7 @@ from curvestep.distributed import (
     spans_ranks,
 )
 from curvestep.smoothness.estimators import check_fractions, each
-from curvestep.smoothness.snapshot import PassState, UndoOnSignal
+from curvestep.smoothness.snapshot import PassState, undone
 from curvestep.vectors import PIECE, change, difference, global_norm
 
 Gradients = Sequence["Tensor | None"]
@@ -135,21 +135,22 @@ class Replay:
         self._saved = gradients_of(self.parameters)
         self._values = [(g, g.clone()) for g in self._saved if g is not None and self._aliased]
         self._is_open = True
-        UndoOnSignal.enter(self._put_back)
+        self._block = undone(self._put_back)
+        self._block.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
-        UndoOnSignal.leave(self._put_back)
-        self._is_open = False
-        del self._end, self._saved, self._values
+        try:
+            self._block.__exit__()
+        finally:
+            self._is_open = False
+            self._home = self._swapped = None
+            del self._end, self._saved, self._values, self._block
 
     def _put_back(self) -> None:
         """Leave everything as the block found it."""
-        if not self._is_open:
-            return
         Replay.running.discard(self)
-        self.return_home()
+        self._go_home()
         with torch.no_grad():
             for p, gradient in zip(self.parameters, self._saved, strict=True):
                 p.grad = gradient
@@ -260,13 +261,14 @@ class Replay:
 
     def return_home(self) -> None:
         """Put the parameters back where the block began."""
-        if self._home is None:
-            return
+        self._go_home()
+        self._home = self._swapped = None
+
+    def _go_home(self) -> None:
         with torch.no_grad():
-            pairs = itertools.chain.from_iterable(map(_pairs, self.parameters, self._home))
+            pairs = itertools.chain.from_iterable(map(_pairs, self.parameters, self._home or ()))
             for piece, home in itertools.islice(pairs, self._swapped):
                 piece.copy_(home)
-        self._home = self._swapped = None
 
     def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
         r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
@@ -315,6 +317,7 @@ class Replay:
         return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
 
     def _prepare(self) -> None:
+        self._block.check()
         (self._start or self._end).restore()
         self._drop_gradients()
         torch.clear_autocast_cache()  # it may hold casts of parameters from before the move

@@ -8,8 +8,7 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curvestep.vectors import PIECE
 
 T = TypeVar("T", bound=Tensor | None)
+Handler = Callable[[int, FrameType | None], object]
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -150,70 +150,75 @@ def _form(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.dtype, t.device, t.stride()
 
 
-class UndoOnSignal:
-    """Blocks that are undone before the exception of a signal, such as Ctrl-C's, leaves its handler.
+class undone:
+    """A block at whose end ``undo`` runs, also where the exception of a signal, such as Ctrl-C's, ends it.
 
     A ``with`` statement alone cannot promise that: the signal may come while it puts things back, or before
     its first line. So while a block is open, each handler of the process is called from here, and if it
-    raises, open blocks are undone at once, the innermost first. Handlers run in the main thread only, and so
-    do exceptions of theirs: blocks in other threads need no such care.
+    raises, open blocks are undone at once, the innermost first. Python drops an exception that is raised in
+    the callback of a weak reference or in ``__del__``: then the block raises it when it is checked or ends.
+    Handlers run in the main thread only, and so do exceptions of theirs: other threads need no such care.
+
+    Args:
+        undo: Puts everything back. It must bear being called several times, and while it runs.
     """
 
-    _open: ClassVar[list[Callable[[], object]]] = []
-    _handlers: ClassVar[dict[int, Callable[[int, FrameType | None], object]]] = {}
+    _open: ClassVar[list[undone]] = []
+    _handlers: ClassVar[dict[int, tuple[Handler, Handler]]] = {}  # ours, and the one that it calls
 
-    @classmethod
-    def enter(cls, undo: Callable[[], object]) -> None:
-        """Open a block; ``undo`` must bear being called twice, and while it runs."""
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+        self._interrupt: BaseException | None = None
+
+    def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if not cls._open:
-            cls._take_over()
-        cls._open.append(undo)
+        if not self._open:
+            self._or_undo_all(self._take_over)
+        self._open.append(self)
 
-    @classmethod
-    def leave(cls, undo: Callable[[], object]) -> None:
-        """Close a block that was undone."""
-        if undo in cls._open:
-            cls._open.remove(undo)
-            if not cls._open:
-                cls._hand_back()
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._undo()
+        finally:
+            if self in self._open:
+                self._open.remove(self)
+                if not self._open:
+                    self._or_undo_all(self._hand_back)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the exception of the signal that undid this block, if one did."""
+        if self._interrupt is not None:
+            raise self._interrupt
 
     @classmethod
     def _take_over(cls) -> None:
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
-            if callable(handler) and handler != cls._handle:
-                cls._handlers[number] = handler
-                signal.signal(number, cls._handle)
+            if callable(handler):
+                ours = partial(cls._or_undo_all, handler)
+                cls._handlers[number] = ours, handler
+                signal.signal(number, ours)
 
     @classmethod
     def _hand_back(cls) -> None:
-        for number, handler in cls._handlers.items():
-            if signal.getsignal(number) == cls._handle:
+        for number, (ours, handler) in cls._handlers.items():
+            if signal.getsignal(number) is ours:
                 signal.signal(number, handler)
 
     @classmethod
-    def _handle(cls, number: int, frame: FrameType | None) -> None:
+    def _or_undo_all(cls, act: Callable[..., object], *args: object) -> None:
+        """Act; if that raises, all blocks are undone and all handlers handed back before anybody sees it."""
         try:
-            cls._handlers[number](number, frame)
-        except BaseException:
-            while cls._open:
-                cls._open[-1]()
-                cls._open.pop()
-            cls._hand_back()
+            act(*args)
+        except BaseException as error:
+            for block in reversed(cls._open):
+                block._undo()
+                block._interrupt = error
+            cls._open.clear()
+            cls._or_undo_all(cls._hand_back)
             raise
-
-
-@contextmanager
-def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """A block at whose end ``undo`` runs, once or twice, also where a signal ends it."""
-    UndoOnSignal.enter(undo)
-    try:
-        yield
-    finally:
-        undo()
-        UndoOnSignal.leave(undo)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
