@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvestep as cs
-from curvestep.optimizer_family import Family, family_of, has_decoupled_decay, known_name, torch_name
+from curvestep.optimizer_family import Family, family_of, known_name, torch_name
 
 
 def parameters():
@@ -99,6 +99,3 @@ def test_only_adam_and_its_variants_divide_by_the_size_of_the_gradient():
 def test_names_are_those_of_the_nearest_known_class():
     assert known_name(Mine) == known_name(Mine(parameters(), lr=0.1, max_norm=1.0)) == "ClippedAdamW"
     assert torch_name("ClippedSGD") == "SGD"
-    assert [has_decoupled_decay(name) for name in ("AdamW", "ClippedAdamW", "Adam", "SGD")] == [
-        True, True, False, False,
-    ]  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import itertools
 import json
 import math
 import os
@@ -26,7 +25,6 @@ Row = dict[str, Any]  # what JSON knows, by name
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NAMES = {str(value): name for name, value in _FLOATS.items()}
-_CHUNK = 4096  # lines parsed at once
 _KEY = "crc32"
 _DAMAGED = f"it does not match its checksum: damaged, or edited without removing `{_KEY}`"
 _TAIL = f', "{_KEY}": "'.encode()
@@ -168,7 +166,7 @@ def read_rows(
     ``ValueError``. Rows without a checksum are read, with one warning for all of them.
     """
     number, unsummed = first_line, 0
-    while lines := list(itertools.islice(file, _CHUNK)):
+    while lines := file.readlines(1 << 20):  # a megabyte at a time
         rows = _load_chunk(lines)
         if not rows:
             rows, without = _load_lines(lines, path, number, skip_damaged=skip_damaged)

@@ -113,11 +113,6 @@ def torch_name(name: str) -> str:
     return name.removeprefix("Clipped")
 
 
-def has_decoupled_decay(name: str) -> bool:
-    """Whether weight decay shrinks the parameters instead of adding to the gradient."""
-    return torch_name(name) == "AdamW"
-
-
 def _has_hooks(optimizer: Any) -> bool:
     """Whether torch made it: only its own optimizers call hooks around a step."""
     return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)

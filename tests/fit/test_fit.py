@@ -221,7 +221,6 @@ def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
     assert fit.within.elasticity == pytest.approx(0.8, abs=0.01)
     assert fit.within.grows
     assert fit.grows
-    assert fit.supports_slope
     assert "within steps" in fit.details()
     assert f"{fit.within.elasticity:.2f}" in str(fit)
     flat = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell, elasticity=0.0)))

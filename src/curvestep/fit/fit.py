@@ -20,7 +20,7 @@ from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
 from curvestep.fit.correlation import Correlations, correlations_of, slope
-from curvestep.fit.diagnostics import fit_warnings, hardly_varies
+from curvestep.fit.diagnostics import fit_warnings
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.laws import LawComparison, check_law, compare_laws
@@ -108,11 +108,6 @@ class SmoothnessFit(Correlations):
         if self.within.missing:
             return not self.explained
         return self.within.grows
-
-    @property
-    def supports_slope(self) -> bool:
-        """Whether L1 may be used to take larger steps than were taken where the gradient is small."""
-        return self.grows and not hardly_varies(self.samples)
 
     def frontier(self, L1: float) -> float:
         r"""Smallest L0 with every measured point below: :math:`\max_i(\ell_i - L_1 g_i)_+`."""

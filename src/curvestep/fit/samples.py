@@ -14,9 +14,10 @@ from numpy.typing import ArrayLike
 from curvestep._checks import check_choice, check_positive
 from curvestep.notes import Note
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.schedule import FIRST_ROWS
 from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
 
-LEAST_ROWS = 10
+LEAST_ROWS = FIRST_ROWS  # that the probe measures whatever they cost
 MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control
 _LARGEST = 1e50
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
