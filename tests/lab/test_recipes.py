@@ -26,7 +26,7 @@ def test_a_scale_that_a_recipe_lacks_is_named_with_those_it_has():
 
 
 def test_a_kept_recipe_with_a_dropped_field_is_read_if_it_has_its_default():
-    kept = to_dict(get_recipe("ptb-lstm")) | {"start_from": ""}
+    kept = to_dict(get_recipe("ptb-lstm")) | {"start_from": "", "averaging": "never", "patience": 5}
     assert from_dict(kept) == get_recipe("ptb-lstm")
     with pytest.raises(ValueError, match="no field `start_from`"):
         from_dict(kept | {"start_from": "runs/first"})

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -61,7 +62,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "fractions": partial(_check_range, low=_ABOVE_0, high=1, words="numbers in (0, 1]"),
     "lr_drops": partial(_check_range, low=_ABOVE_0, high=_BELOW_1, words="shares of the run in (0, 1)"),
     "authors_at": partial(_check_range, low=0, high=_BELOW_1, words="shares of the run in [0, 1)"),
-    "vocabulary": _check_vocabulary, "pooling": _check_pooling, "patience": check_count,
+    "vocabulary": _check_vocabulary, "pooling": _check_pooling,
     **dict.fromkeys(("batch_size", "log_every", "embedding", "hidden", "layers", "bptt"), check_count),
     **dict.fromkeys(("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every"), _check_size),
     **dict.fromkeys(("eval_every", "eval_size", "num_words", "probe_pieces", "num_images"), _check_size),
@@ -192,9 +193,6 @@ class LanguageRecipe(Recipe):
             ``probe_data``.
         authors_at: Shares of the run at which the authors' own estimate of smoothness is taken, too.
         variable_bptt: Draw the length of each piece as Merity et al. do, and scale ``lr`` by it.
-        averaging: Evaluate the average of the iterates: ``never``; or ``triggered``, from the moment when the
-            validation loss has not improved on the best of all but the last ``patience`` evaluations.
-        patience: Evaluations that the trigger looks back on.
     """
 
     model: Literal["lstm", "awd-lstm"] = "lstm"
@@ -215,8 +213,6 @@ class LanguageRecipe(Recipe):
     probe_pieces: int = 0
     authors_at: tuple[float, ...] = ()
     variable_bptt: bool = False
-    averaging: Literal["never", "triggered"] = "never"
-    patience: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,7 +277,7 @@ _PTB_LSTM_LONGER = replace(
     fractions=(0.1, 0.5, 1.0),
     eval_every=332,
 )
-# Merity et al. (2018): the public recipe that the paper follows.
+# Merity et al. (2018): the public recipe that the paper follows, but for its average of the last iterates.
 _AWD_LSTM_PAPER = LanguageRecipe(
     name="ptb-awd-lstm",
     figures=("fig1", "fig2", "fig4", "fig5", "fig6"),
@@ -299,7 +295,6 @@ _AWD_LSTM_PAPER = LanguageRecipe(
     temporal_penalty=1.0,
     bptt=70,
     variable_bptt=True,
-    averaging="triggered",
     lr=30.0,
     max_norm=0.25,
     weight_decay=1.2e-6,
@@ -309,7 +304,7 @@ _AWD_LSTM_PAPER = LanguageRecipe(
 )
 # Its first epoch, measured on five short pieces instead of a tenth of the text.
 _AWD_LSTM_EPOCH = replace(
-    _AWD_LSTM_PAPER, scale="epoch", epochs=1, averaging="never", probe_every=5, probe_pieces=5,
+    _AWD_LSTM_PAPER, scale="epoch", epochs=1, probe_every=5, probe_pieces=5,
     fractions=(0.05, 0.15, 0.5, 1.0), eval_every=0,
 )  # fmt: skip
 _AWD_LSTM = replace(
@@ -414,16 +409,15 @@ def from_dict(values: Fields) -> Recipe:
         >>> from_dict(to_dict(recipe)) == recipe
         True
     """
-    values = dict(values)
+    values = dict(item for item in values.items() if item not in _RETIRED.items())
     task = values.pop("task", None)
     kinds = {name: kind for kind, name in _TASKS.items()}
     if task not in kinds:
         raise ValueError(f"`task` must be one of {', '.join(kinds)}, got {task!r}.")
-    if values.get("start_from") == "":  # a field of earlier versions, with the default that kept runs have
-        del values["start_from"]
     return with_fields(kinds[task](name=str(values.get("name")), steps=1), **values)
 
 
+_RETIRED = {"start_from": "", "averaging": "never", "patience": 5}  # fields that kept runs have, not in use
 _TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "images"}
 
 
@@ -485,27 +479,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
         >>> nearest("max_nrom", ["lr", "max_norm"])
         ' Did you mean max_norm?'
     """
-    typed = name.lower().strip("-")
-    distances = {one: edit_distance(typed, one.strip("-")) for one in names}
-    closest = min(distances, key=distances.__getitem__, default="")
-    if distances.get(closest, len(typed)) > len(typed) // 2:
-        return ""
-    return f" Did you mean {closest}?"
-
-
-def edit_distance(one: str, other: str) -> int:
-    """The fewest letters to insert, delete or replace that make one word the other.
-
-    Example:
-        >>> edit_distance("--flder", "--folder"), edit_distance("lr", "max_norm")
-        (1, 7)
-    """
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row = row, [i]
-        for j, counterpart in enumerate(other, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != counterpart)))
-    return row[-1]
+    plain = {one.strip("-"): one for one in names}
+    close = get_close_matches(name.lower().strip("-"), plain, n=1)
+    return "".join(f" Did you mean {plain[one]}?" for one in close)
 
 
 def recipe_names() -> tuple[str, ...]:

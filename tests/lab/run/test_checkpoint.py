@@ -25,7 +25,7 @@ def state_of(**fields):
         "data": "text",
         "probe": None,
     }
-    return {**empty, "averaging": None, "first_loss": None, "lengths": {}, **fields}
+    return {**empty, "first_loss": None, "lengths": {}, **fields}
 
 
 def test_what_is_saved_comes_back(tmp_path):

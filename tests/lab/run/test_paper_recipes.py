@@ -72,18 +72,3 @@ def test_mixed_precision_is_measured_and_trained_as_without_a_probe(tmp_path, sh
     train(with_fields(recipe, probe_every=0), tmp_path / "plain", progress=False)
     probed, plain = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "plain"))
     assert probed == plain
-
-
-@pytest.mark.slow
-def test_awd_lstm_switches_to_the_average(tmp_path):
-    small = {"model": "awd-lstm", "layers": 3, "dropout": 0.2, "weight_drop": 0.3, "activation_penalty": 2.0}
-    recipe = small_language(
-        tmp_path, **small, averaging="triggered", patience=1, eval_every=5, steps=40, lr=20.0, max_norm=5.0
-    )
-    result = train(recipe, tmp_path / "run", progress=False)
-    from curvestep.lab.run.session import load_checkpoint
-
-    saved = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
-    assert saved["averaging"]["average"] is not None  # at lr 20 validation gets worse
-    train(with_fields(recipe, averaging="never"), tmp_path / "last", progress=False)
-    assert result.metrics["valid"]["loss"] < Run.load(tmp_path / "last").result.metrics["valid"]["loss"]

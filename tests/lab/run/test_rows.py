@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from torch import nn
 
 from curvestep.lab.recipes import with_fields
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
-from curvestep.lab.run.session import NonMonotoneAveraging
 from tests.lab.small import interrupt_at, small_language
 
 
@@ -48,15 +46,7 @@ def test_a_run_stopped_between_two_rows_evaluates_at_the_same_steps(tmp_path, st
 
 
 def test_a_run_killed_between_its_last_checkpoint_and_its_status_ends_as_it_did(tmp_path):
-    rising = {
-        "lr": 20.0,
-        "max_norm": 5.0,
-        "averaging": "triggered",
-        "patience": 1,
-        "eval_every": 5,
-        "steps": 30,
-    }
-    recipe = small_language(tmp_path, **rising)
+    recipe = small_language(tmp_path, lr=20.0, max_norm=5.0, eval_every=5, steps=30)
     result = train(recipe, tmp_path / "run", progress=False)
     assert rows_of(tmp_path / "run")["test"] == [result.step]
     assert result.metrics.keys() == {"valid", "test"}
@@ -67,15 +57,3 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_status_ends_as_it_did(
     assert (again.status, again.message, again.step) == (result.status, result.message, result.step)
     assert (again.metrics, again.train_loss) == (result.metrics, result.train_loss)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
-
-
-def test_averaging_begins_once_and_counts_every_later_step():
-    model = nn.Linear(1, 1, bias=False)
-    averaging = NonMonotoneAveraging(model, window=1)
-    begun = [averaging.after_validation(loss) for loss in (2.0, 3.0, 3.0, 4.0)]
-    assert begun == [False, False, True, False]
-    for weight in (1.0, 3.0):
-        nn.init.constant_(model.weight, weight)
-        averaging.after_step()
-        averaging.after_validation(5.0)
-    assert averaging.mean.weight.item() == 2.0

@@ -35,8 +35,7 @@ EPOCH = (0, 1, 2)
 # At the paper's scale figures 1, 2, 5(a) and 6 are one epoch, measured as the authors did; figure 4 is long.
 LONG_PREFIX = "long-"
 PAPER_MEASURED: dict[str, Any] = {
-    "epochs": 1, "averaging": "never", "eval_every": 0, "probe_every": 5, "probe_data": 0.1,
-    "fractions": (0.5,),
+    "epochs": 1, "eval_every": 0, "probe_every": 5, "probe_data": 0.1, "fractions": (0.5,),
 }  # fmt: skip
 # On the first also the operator norm at every twentieth row, and the authors' estimate at four points.
 EPOCH_FIRST: dict[str, Any] = {"spectral_every": 20, "authors_at": (0.02, 0.3, 0.6, 0.9)}

@@ -180,8 +180,6 @@ def _loop(
         with measured_beside(session, total), measuring:
             optimizer.step()
         optimizer.zero_grad()
-        if session.averaging:
-            session.averaging.after_step()
         session.step += 1
         loss_sum += loss.detach()
         steps_summed += 1
@@ -244,17 +242,11 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
 
 
 def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
-    """Write a row for each split, of the average where there is one."""
-    task, averaging = session.task, session.averaging
-    model = session.model
-    if averaging and averaging.mean:
-        model = averaging.mean
-    model.eval()
+    """Write a row for each split."""
+    session.model.eval()
     for split in splits:
-        values = task.evaluate(model, split, session.fabric.device)
+        values = session.task.evaluate(session.model, split, session.fabric.device)
         session.write({"step": session.step, "split": split, **values})
-        if averaging and split == task.splits[0]:
-            averaging.after_validation(values["loss"])
     session.model.train()
 
 

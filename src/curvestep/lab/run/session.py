@@ -10,7 +10,6 @@ before.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import pickle
 import zipfile
@@ -22,11 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
-from curvestep._checks import check_count
 from curvestep._files import replace_atomically
-from curvestep.lab.recipes import Fields, LanguageRecipe, Recipe
+from curvestep.lab.recipes import Fields, Recipe
 from curvestep.lab.run.devices import all_gather
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import LanguageTask, Task, seed_of
@@ -50,14 +47,13 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "random": dict,
     "state": object,
     "probe": (dict, type(None)),
-    "averaging": (dict, type(None)),
     "first_loss": (float, type(None)),
     "lengths": dict,
 }
 
 
 class Session:
-    """Model, optimizer, probe, recurrent state, average and row files of one process of a run."""
+    """Model, optimizer, probe, recurrent state and row files of one process of a run."""
 
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
@@ -70,9 +66,6 @@ class Session:
         self.model = fabric.setup_module(module)
         self.raw_optimizer = make_optimizer(recipe, module)
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
-        self.averaging = None
-        if isinstance(recipe, LanguageRecipe) and recipe.averaging != "never":
-            self.averaging = NonMonotoneAveraging(module, window=recipe.patience)
         self.step = 0
         self.state: Any = None
         self.first_loss: float | None = None
@@ -112,7 +105,6 @@ class Session:
             "step": self.step,
             "data": self.task.data_name,
             "probe": self.probe and self.probe.state_dict(),
-            "averaging": self.averaging and self.averaging.state_dict(),
             "first_loss": self.first_loss,
             "lengths": {name: synced_length(self.run.folder / name) for name in (METRICS, TRACE)},
         }
@@ -135,8 +127,6 @@ class Session:
         self.raw_optimizer.load_state_dict(saved["optimizer"])
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
-        if self.averaging:
-            self.averaging.load_state_dict(saved["averaging"])
         self.step, self.first_loss = saved["step"], saved["first_loss"]
         mine, device = self.task.mine, self.fabric.device
         self.state = map_tensors(lambda t: t[:, mine].contiguous().to(device), saved["state"])
@@ -259,64 +249,3 @@ def truncate_rows(path: Path, length: int) -> None:
         raise ValueError(f"{path} has {size} bytes, its checkpoint was written at {length}: rows were lost.")
     if size > length:
         os.truncate(path, length)
-
-
-class NonMonotoneAveraging:
-    """Keeps the mean of the iterates from the moment that validation no longer improves (NT-ASGD).
-
-    Training goes on as before; only what is evaluated and kept at the end changes from the last iterate to
-    the mean. This is averaged SGD with a constant step, for any optimizer: ``torch.optim.ASGD`` with
-    ``lambd=0, t0=0`` gives the same mean for plain SGD.
-
-    Args:
-        model: The model in training, not wrapped.
-        window: Number of latest validation losses that do not count as the best so far.
-
-    Example:
-        >>> from torch import nn
-        >>> averaging = NonMonotoneAveraging(nn.Linear(2, 1), window=2)
-        >>> [averaging.after_validation(loss) for loss in (4.0, 3.9, 3.8, 4.1)]
-        [False, False, False, True]
-    """
-
-    def __init__(self, model: nn.Module, *, window: int = 5) -> None:
-        self._model = model
-        self.window = check_count("window", window)
-        self.losses: list[float] = []
-        self.average: AveragedModel | None = None
-
-    def after_step(self) -> None:
-        """Count the model's parameters into the mean, if averaging has begun."""
-        if self.average is not None:
-            self.average.update_parameters(self._model)
-
-    def after_validation(self, loss: float) -> bool:
-        """Take note of a validation loss; True where averaging begins now."""
-        before, self.losses = self.losses, [*self.losses, float(loss)]
-        # Worse than the best of all that are more than ``window`` checks older.
-        older = before[: -self.window]
-        if self.average is not None or loss <= min(older, default=math.inf):
-            return False
-        self.average = AveragedModel(self._model)
-        # As published, the losses of the averaged model are compared among themselves and with the past.
-        return True
-
-    @property
-    def mean(self) -> nn.Module | None:
-        """The model to validate and keep once there is one."""
-        if self.average is None or int(self.average.n_averaged) == 0:
-            return None
-        return self.average.module
-
-    def state_dict(self) -> Fields:
-        """All that a resumed run needs."""
-        average = self.average and self.average.state_dict()
-        return {"losses": list(self.losses), "average": average}
-
-    def load_state_dict(self, state: Fields) -> None:
-        """Continue from `state_dict`."""
-        self.losses = list(state["losses"])
-        self.average = None
-        if state["average"] is not None:
-            self.average = AveragedModel(self._model)
-            self.average.load_state_dict(state["average"])
