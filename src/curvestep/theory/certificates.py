@@ -17,8 +17,6 @@ from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair
 from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee
 
-# Rounding that the comparisons forgive, relative to the numbers compared.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
@@ -110,20 +108,20 @@ def _run(
     assert guarantee.rule is not None
     batch = starts.shape[: starts.ndim - len(problem.event_shape)]
     hits, excess, steepest, num_steps = np.full(batch, math.inf), -math.inf, 0.0, 0
-    level = guarantee.gap * (1 + TOLERANCE)
+    level, enough, many = guarantee.gap * (1 + TOLERANCE), 1 - 1e-9, "in all of them"
+    if guarantee.tau is not None:  # noisy runs leave the sublevel set; only a global M says anything then
+        level, enough, many = math.inf, 0.75, "in most runs"
     floor = max(1e-4 * (guarantee.gap + abs(problem.minimum)), np.finfo(float).tiny)  # where rounding rules
-    last: Array | None = None
+    last = starts[None, ...][:0]
     reasons: list[Note] = []
     for start, block in walk(problem, guarantee.rule, starts, limit, noise=noise, seed=seed):
         with np.errstate(over="ignore", invalid="ignore"):
-            joined = block if last is None else np.concatenate([last, block])
+            joined = np.concatenate([last, block])
             norms, gaps = problem.grad_norm(joined), problem.gap(joined)
-            if guarantee.decrease is not None and len(gaps) > 1:
-                promised = guarantee.decrease(norms[:-1])
-                excess = max(excess, float(np.max((np.diff(gaps, axis=0) + promised) / (gaps[:-1] + floor))))
-        # With noise the runs leave the sublevel set; only a global M says anything then.
-        inside = norms[gaps <= level] if guarantee.tau is None else norms
-        steepest = max(steepest, float(np.max(inside, initial=0.0)))
+            if guarantee.decrease is not None:
+                short = (np.diff(gaps, axis=0) + guarantee.decrease(norms[:-1])) / (gaps[:-1] + floor)
+                excess = max(excess, float(np.max(short, initial=-math.inf)))
+        steepest = max(steepest, float(np.max(norms[gaps <= level], initial=0.0)))
         hits = np.minimum(hits, start + first_hit(norms[len(joined) - len(block) :], guarantee.eps))
         last, num_steps = block[-1:].copy(), start + len(block) - 1
         reasons = []
@@ -133,7 +131,7 @@ def _run(
         if excess > TOLERANCE:
             text = f"a step fell short of the promised decrease by {excess:.2g} of f − f*"
             reasons.append(Note("decrease", text))
-        if reasons or np.isfinite(hits).mean() > (1 - 1e-9 if guarantee.tau is None else 0.75):
+        if reasons or np.isfinite(hits).mean() > enough:
             break
     measured, late = float(np.max(hits)), float(np.max(hits))
     if guarantee.tau is not None:
@@ -141,7 +139,6 @@ def _run(
         measured, late = time.median, time.low
     undecided = math.isinf(late) and num_steps <= guarantee.bound
     if late > guarantee.bound and num_steps > guarantee.bound:
-        many = "in all of them" if guarantee.tau is None else "in most runs"
         text = f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
         reasons.append(Note("slower", text))
     descent = None

@@ -174,26 +174,26 @@ def descend(
         raise ValueError("`until_hit` needs `eps`: without it nothing can be hit.")
     hits, best = np.full(batch, math.inf), np.full(batch, math.inf)
     kept: list[Array] = []
-    kept_steps: list[int] = []
+    kept_steps: list[Array] = []
     for start, block in walk(problem, rule, starts, num_steps, noise=noise, seed=seed):
         with np.errstate(over="ignore", invalid="ignore"):
             norms = problem.grad_norm(block)
         best = np.fmin(best, np.fmin.reduce(norms, axis=0))
         if eps is not None:
             hits = np.minimum(hits, start + first_hit(norms, eps))
-        wanted = list(range(-start % every, len(block), every))
+        wanted = np.arange(-start % every, len(block), every)
         finished = until_hit and bool(np.isfinite(hits).all())
-        if (finished or start + len(block) > num_steps) and len(block) - 1 not in wanted:
-            wanted.append(len(block) - 1)
+        if finished or start + len(block) > num_steps:
+            wanted = np.union1d(wanted, len(block) - 1)
         kept.append(block[wanted])
-        kept_steps += [start + i for i in wanted]
+        kept_steps.append(start + wanted)
         if finished:
             break
     points = np.concatenate(kept)
     with np.errstate(over="ignore", invalid="ignore"):
         values, grad_norms = problem.value(points), problem.grad_norm(points)
     return Descent(
-        steps=np.array(kept_steps),
+        steps=np.concatenate(kept_steps),
         points=points,
         values=values,
         grad_norms=grad_norms,

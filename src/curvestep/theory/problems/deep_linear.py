@@ -68,19 +68,13 @@ class DeepLinear(Problem):
             raise ValueError(f"`widths` must have an input and an output width at least, got {widths!r}.")
         rng = np.random.default_rng(seed)
         n = check_count("num_examples", num_examples)
-        self.inputs = _matrix("inputs", rng.normal(size=(self.widths[0], n)) if inputs is None else inputs)
+        drawn = rng.normal(size=(self.widths[0], n)) if inputs is None else inputs
+        self.inputs = _matrix("inputs", drawn, self.widths[0])
         n = self.inputs.shape[1]
-        self.targets = _matrix(
-            "targets", rng.normal(size=(self.widths[-1], n)) if targets is None else targets
-        )
-        for name, matrix, rows in (
-            ("inputs", self.inputs, self.widths[0]),
-            ("targets", self.targets, self.widths[-1]),
-        ):
-            if matrix.shape != (rows, n):
-                raise ValueError(f"`{name}` must have shape {(rows, n)}, got {matrix.shape}.")
+        drawn = rng.normal(size=(self.widths[-1], n)) if targets is None else targets
+        self.targets = _matrix("targets", drawn, self.widths[-1], n)
         self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
-        ends = [int(end) for end in np.cumsum([0, *(rows * columns for rows, columns in self._shapes)])]
+        ends = np.cumsum([0, *map(math.prod, self._shapes)]).tolist()
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # of a point: one a layer
         self.event_shape = (ends[-1],)
         self.name = "deep linear network " + "-".join(map(str, self.widths))
@@ -174,8 +168,12 @@ def _T(matrix: Array) -> Array:
     return np.swapaxes(matrix, -1, -2)
 
 
-def _matrix(name: str, values: ArrayLike) -> Array:
+def _matrix(name: str, values: ArrayLike, rows: int, columns: int | None = None) -> Array:
+    """``values`` as a matrix of this shape, of any number of columns if none is given."""
     matrix = np.array(values, dtype=np.float64)
-    if matrix.ndim != 2 or not np.isfinite(matrix).all():
+    shape = (rows, columns or matrix.shape[-1])
+    if matrix.shape != shape:
+        raise ValueError(f"`{name}` must have shape {shape}, got {matrix.shape}.")
+    if not np.isfinite(matrix).all():
         raise ValueError(f"`{name}` must be a matrix of finite numbers, got {values!r}.")
     return matrix

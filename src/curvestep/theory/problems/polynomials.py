@@ -48,10 +48,10 @@ class Polynomial(ScalarProblem):
                 f"`coefficients` must end in a leading coefficient that is not zero, got {coefficients!r}. "
                 "Drop the trailing zeros."
             )
-        self.coefficients = tuple(float(c) for c in a)
+        self.coefficients = tuple(a.tolist())
         self.degree = a.size - 1
         self._f = Series(a)
-        self._df, self._d2f, self._d3f = (self._f.deriv(k) for k in (1, 2, 3))
+        self._df, self._d2f, self._d3f = map(self._f.deriv, (1, 2, 3))
         right = a[-1] > 0 or math.isfinite(self.domain[1])
         left = (a[-1] > 0) == (self.degree % 2 == 0) or math.isfinite(self.domain[0])
         bounded = self.degree == 0 or (left and right)
@@ -81,20 +81,14 @@ class Polynomial(ScalarProblem):
         return max(0.0, float((np.abs(self._d2f(x)) - L1 * np.abs(self._df(x))).max()))
 
     def _candidates(self, q: Series) -> Array:
-        """Where q vanishes inside the domain, and the finite ends.
+        """Where q vanishes inside the domain, the finite ends, and the point that is nearest to zero.
 
-        Real parts of complex roots are kept: an extra point can only be less than the maximum, and a
-        multiple root that rounding has pushed off the real line is not lost.
+        An extra point can only be less than the maximum. So real parts of complex roots are kept: a multiple
+        root that rounding has pushed off the real line is not lost.
         """
-        roots = q.trim().roots().real if q.trim().degree() > 0 else np.zeros(1)
         low, high = self.domain
-        ends = [end for end in self.domain if math.isfinite(end)]
-        inside = roots[(roots >= low) & (roots <= high)]
-        return (
-            np.concatenate([inside, ends])
-            if len(inside) + len(ends)
-            else np.array([max(low, min(0.0, high))])
-        )
+        points = np.concatenate([q.trim().roots().real, self.domain, [np.clip(0.0, low, high)]])
+        return points[(points >= low) & (points <= high) & np.isfinite(points)]
 
 
 class Quartic(Polynomial):
