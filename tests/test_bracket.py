@@ -11,7 +11,6 @@ from curvestep.bracket import (
     SMALLEST,
     Bracket,
     NoBracket,
-    OutOfBudget,
     Point,
     crossing,
     find_bracket,
@@ -36,7 +35,7 @@ inside = st.integers(SMALLEST + 1, LARGEST - 1)
 @given(end=inside, start=inside, stride=st.integers(1, 8))
 def test_bracket_is_the_end_of_the_safe_steps_wherever_the_search_begins(end, start, stride):
     measure, measured = ends_at(end)
-    bracket = find_bracket(measure, start=start, stride=stride, budget=100)
+    bracket = find_bracket(measure, start=start, stride=stride)
     assert bracket.index == end
     assert bracket.low.safe
     assert not bracket.high.safe
@@ -47,14 +46,14 @@ def test_bracket_is_the_end_of_the_safe_steps_wherever_the_search_begins(end, st
 @given(end=st.integers(SMALLEST + 1, 10 * PER_OCTAVE))
 def test_first_search_takes_at_most_thirteen_points(end):
     measure, measured = ends_at(end)
-    find_bracket(measure, start=-5 * PER_OCTAVE, stride=8, budget=13)
+    find_bracket(measure, start=-5 * PER_OCTAVE, stride=8)
     assert len(measured) <= 13
 
 
 @given(end=st.integers(SMALLEST + 4, LARGEST - 4), shift=st.integers(-1, 2))
 def test_a_neighbour_costs_three_points(end, shift):
     measure, measured = ends_at(end)
-    find_bracket(measure, start=end + shift, stride=2, budget=3)
+    find_bracket(measure, start=end + shift, stride=2)
     assert len(measured) <= 3
 
 
@@ -62,15 +61,8 @@ def test_a_neighbour_costs_three_points(end, shift):
 def test_lattice_without_an_end_is_reported(end, safe):
     measure, _ = ends_at(end)
     with pytest.raises(NoBracket) as caught:
-        find_bracket(measure, start=0, stride=8, budget=100)
+        find_bracket(measure, start=0, stride=8)
     assert caught.value.point.safe is safe
-
-
-def test_budget_is_kept():
-    measure, measured = ends_at(30)
-    with pytest.raises(OutOfBudget):
-        find_bracket(measure, start=0, stride=8, budget=4)
-    assert len(measured) == 4
 
 
 def point(step, kappa, loss, safe):

@@ -50,10 +50,6 @@ class Bracket:
     high: Point
 
 
-class OutOfBudget(Exception):
-    """The search needs more evaluations than it may use."""
-
-
 class NoBracket(Exception):
     """Every step of the lattice is safe, or none is; ``safe`` says which, ``point`` is the last one."""
 
@@ -62,7 +58,7 @@ class NoBracket(Exception):
         self.point = point
 
 
-def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, budget: int) -> Bracket:
+def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int) -> Bracket:
     """The neighbours on the lattice between which steps stop being safe.
 
     From ``start`` the search walks up while steps are safe, or down until one is, with strides that double
@@ -72,25 +68,21 @@ def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int, bu
         measure: The point with a given lattice index.
         start: Lattice index to begin at.
         stride: First stride, in lattice points.
-        budget: Largest number of points to measure.
 
     Returns:
         The bracket. The answer is the same for every ``start`` if the safe steps are those below one end.
 
     Raises:
         NoBracket: the walk reached the end of the lattice.
-        OutOfBudget: ``budget`` is used up.
 
     Example:
         >>> point = lambda k: Point(step=2.0 ** (k / 4), kappa=2.0 ** (k / 4), loss=0.0, safe=k <= 13)
-        >>> [find_bracket(point, start=k, stride=8, budget=20).index for k in (-40, 13, 14, 30)]
+        >>> [find_bracket(point, start=k, stride=8).index for k in (-40, 13, 14, 30)]
         [13, 13, 13, 13]
     """
     points: dict[int, Point] = {}
 
     def at(index: int) -> Point:
-        if len(points) >= budget:
-            raise OutOfBudget
         points[index] = measure(index)
         return points[index]
 
@@ -158,7 +150,6 @@ def longest_step(
     max_kappa: float,
     loss: Callable[[float], float],
     guess: float | None = None,
-    budget: int = LARGEST,
 ) -> float:
     r"""The longest safe step on the lattice of ``unit``.
 
@@ -168,11 +159,9 @@ def longest_step(
         max_kappa: Largest safe :math:`\kappa`.
         loss: Largest safe loss, by the step.
         guess: A step near the answer, to begin at.
-        budget: Largest number of points to measure.
 
     Raises:
         NoBracket: every step is safe, or none is.
-        OutOfBudget: ``budget`` is used up.
 
     Example:
         >>> at = lambda step: Point(step=step, kappa=step / 3, loss=0.0, safe=step <= 3)
@@ -183,7 +172,7 @@ def longest_step(
     if guess is not None:
         start, stride = round(PER_OCTAVE * math.log2(guess / unit)), PER_OCTAVE // 2
     bracket = find_bracket(
-        lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)), start=start, stride=stride, budget=budget
+        lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)), start=start, stride=stride
     )
     return crossing(bracket, max_kappa=max_kappa, loss=loss)
 
