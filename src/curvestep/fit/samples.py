@@ -216,8 +216,6 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
         (nan, nan)
     """
     step, loss = np.asarray(steps, dtype=float), np.asarray(losses, dtype=float)
-    if step.shape != loss.shape or step.ndim != 1:
-        raise ValueError(f"`steps` and `losses` must be of equal length, got {step.shape} and {loss.shape}.")
     if len(step) == 0:
         return math.nan
     last = step.max()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -54,9 +55,6 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
                 [1, 4],
                 [2, 5]])
     """
-    check_count("batch_size", batch_size)
-    if len(tokens) < batch_size:
-        raise ValueError(f"`tokens` must be at least `batch_size` = {batch_size}, got {len(tokens)} tokens.")
     rows = len(tokens) // batch_size
     return tokens[: rows * batch_size].view(batch_size, rows).t().contiguous()
 
@@ -115,13 +113,13 @@ def encode(
     name: str, splits: Mapping[str, Sequence[Sequence[str]]], *, source: str, max_vocabulary: int
 ) -> Corpus:
     """A corpus from lines of words; ids go by frequency in the training split, ties by first appearance."""
-    words = {split: [word for line in splits[split] if line for word in (*line, EOS)] for split in SPLITS}
+    words = {split: _words_of(splits[split]) for split in SPLITS}
     for split, found in words.items():
         if not found:
             raise DataError(f"The {split} split of {name} is empty.")
-    counted = [word for word, _ in Counter(words["train"]).most_common()]
-    too_many = len(counted) > max_vocabulary
-    if UNKNOWN not in counted and (too_many or {*words["valid"], *words["test"]} - set(counted)):
+    counted = list(dict(Counter(words["train"]).most_common()))
+    unseen = {*words["valid"], *words["test"]}.difference(counted)
+    if unseen and UNKNOWN not in counted:
         counted.insert(0, UNKNOWN)
     if len(counted) > max_vocabulary:
         kept = [word for word in counted if word not in (EOS, UNKNOWN)][: max_vocabulary - 2]
@@ -130,6 +128,11 @@ def encode(
     unknown = ids.get(UNKNOWN, -1)
     tokens = {split: torch.tensor([ids.get(word, unknown) for word in words[split]]) for split in SPLITS}
     return Corpus(name=name, **tokens, vocabulary=tuple(counted), source=source)
+
+
+def _words_of(lines: Iterable[Sequence[str]]) -> list[str]:
+    """The words of all lines, each line with its end."""
+    return list(chain.from_iterable((*line, EOS) for line in filter(None, lines)))
 
 
 def _split_files(path: Path) -> dict[str, Path]:
