@@ -156,6 +156,16 @@ def test_nothing_is_left_changed(case):
     assert all(vars(model)[name] is value for name, value in attributes.items())
 
 
+def test_a_replay_opened_again_comes_back_to_where_it_began_the_second_time():
+    model = nn.Linear(2, 1, bias=False)
+    replay = Replay(model, lambda: model.weight.sum())
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        with replay:
+            replay.move([torch.ones(1, 2)], 5.0)
+        assert model.weight.tolist() == [[value, value]]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_change_taken_part_by_part_is_that_of_whole_gradients(case):
     model, closure = case()
