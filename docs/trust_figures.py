@@ -276,7 +276,7 @@ def kappa_figure() -> tuple[Figure, Numbers]:
         numbers[f"L1_at_step_length_{length:g}"] = fit.L1
         numbers[f"kappa_at_step_length_{length:g}"] = float(np.median(trace.column("kappa")))
         if length == 0.05:
-            numbers["warning_of_kappa"] = warning(fit, "κ is saturated")
+            numbers["warning_of_kappa"] = warning(fit, "L1 is not reliable")
     axes.legend(loc="lower right")
     return figure, numbers
 

@@ -72,7 +72,7 @@ USES = {
     "vectors": {"distributed"},
     "distributed": set(),
     "optim": {"steps", "clip_rules", "vectors", "distributed"},
-    "smoothness": {"steps", "bracket", "display", "vectors", "distributed"},
+    "smoothness": {"steps", "bracket", "display", "vectors", "distributed", "lr_schedules"},
     "fit": {"steps", "display", "theory.inequalities", "smoothness"},
     "advice": {"bracket", "display", "theory.theorems", "smoothness", "fit"},
     "autopsy": {"vectors", "distributed", "smoothness"},

@@ -198,7 +198,7 @@ WENT_WRONG = [
     (forgotten_zero_grad, {"failed-rows"}, "probe.record"),
     (forgotten_zero_grad_around_the_step, {"failed-rows"}, "gradient is not the one in `.grad`"),
     (trained_in_eval_mode, {"eval-mode"}, "Call `model.train()`"),
-    (too_few_rows, {"few-rows"}, "3 rows of at least 10"),
+    (too_few_rows, {"few-rows"}, "needs 10 measured rows and has 3"),
     (labels_without_a_pattern, {"rose-far", "rose-and-stuck", "long-and-stuck", "not-finite"}, "calibrate"),
 ]
 

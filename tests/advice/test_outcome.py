@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedSGD, SmoothnessProbe
+from curvestep.advice.advice import advise
 from curvestep.advice.outcome import outcome_of
 from curvestep.fit.samples import History
 from curvestep.optimizer_family import Family
@@ -32,6 +33,13 @@ def descended(lr, *, L=4.0, steps=12, schedule=None, **options):
             optimizer.step()
         optimizer.zero_grad()
     return outcome_of(History.of(probe.trace))
+
+
+@pytest.mark.parametrize(("peak", "named"), [(0.12, 0.12), (0.3, 0.1), (0.05, 0.1), (None, 0.1)])
+def test_the_peak_that_was_set_is_named_where_measured_steps_come_near_it(peak, named):
+    trace = trace_of(falling(), header={"peak_lr": peak})
+    assert outcome_of(History.of(trace)).lr == named
+    assert advise(trace).lr == named
 
 
 @pytest.mark.parametrize("lr", [0.01, 0.1, 0.2])

@@ -38,6 +38,12 @@ def test_seeds_of_a_setting_are_one_line():
     assert "3 runs" in advice.reasons[0].text
 
 
+def test_seeds_of_one_setting_are_not_ranked():
+    advice = advise(run(0.3, 0.5, seed=1), run(0.3, 0.5, seed=2))
+    assert (advice.action, advice.lr) == ("take", 0.3)
+    assert "the only setting of 2 runs" in advice.verdict
+
+
 def test_runs_within_noise_are_ties():
     advice = advise(run(0.1, 0.502, noise=0.1), run(0.3, 0.5, noise=0.1), run(0.9, 0.7, noise=0.01))
     assert kinds(advice)[0] == "tie"

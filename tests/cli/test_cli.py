@@ -238,7 +238,7 @@ def test_a_wrong_file_gets_one_helpful_line_and_code_1_and_stays(capsys, wrong_f
 def test_a_trace_of_one_row_gets_a_page_and_what_can_be_said(capsys, wrong_files):
     code, out, err = run(capsys, "advise", "one")
     assert (code, err) == (1, "")
-    assert out.startswith("CANNOT TELL: 1 rows of at least 10.")
+    assert out.startswith("CANNOT TELL: it needs 10 measured rows and has 1.")
     code, out, err = run(capsys, "report", "one", "--output", "page.html")
     assert (code, err) == (0, "")
     assert Path("page.html").exists()
@@ -281,7 +281,8 @@ def test_report_and_advise_find_the_same_runs_in_a_folder(capsys, tmp_path):
     assert len(page["runs"]) == 5
     assert [v["verdict"] for v in page["verdicts"]] == [entry["advice"]["verdict"] for entry in tasks]
     code, out, _ = run(capsys, "advise", str(tmp_path / "all"))
-    assert "batch 20 (runs: 2)\n" in out
+    assert "batch 20, 2 runs\n" in out
+    assert ", 1 run\n" in out
     code, out, err = run(capsys, "advise", str(tmp_path / "all" / "bare"))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "nothing was measured. Train with a probe." in err

@@ -458,8 +458,21 @@ def test_the_header_names_the_optimizer_and_how_it_clips(name, tmp_path):
     for header in (probe.trace.header, written.header):
         assert {key: header.get(key) for key in expected} == expected
         assert (header["start_lr"], header["training_mode"], header["num_steps"]) == (0.1, True, 7)
+        assert header["peak_lr"] == 0.1
         assert set(header) - set(HEADER_FIELDS) == {"format", "schema", "versions"}
     assert len(written) == len(probe.trace) == 2
+
+
+def test_the_header_has_the_peak_that_a_schedule_is_set_to():
+    model, x = torch.nn.Linear(3, 2), torch.randn(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    probe.record(lambda: model(x).square().mean()).backward()
+    optimizer.step()
+    scheduler.step()
+    assert probe.trace.header["start_lr"] == pytest.approx(0.0003)
+    assert probe.trace.header["peak_lr"] == 0.003
 
 
 def test_facts_are_added_to_a_header_once_and_replace_nothing(tmp_path):

@@ -438,7 +438,7 @@ def test_the_gain_with_noise_is_the_ratio_of_the_two_leading_terms():
 def test_a_guarantee_reads_as_a_sentence():
     text = str(theorem3(L0=1.0, L1=2.0, gap=1.0, eps=0.1))
     assert text.startswith(
-        "Theorem 3 (corrected): at most 2000 iterations to gradient norm 0.1, with lr = 0.1"
+        "Theorem 3 (corrected): it takes at most 2000 iterations to gradient norm 0.1, with lr = 0.1"
     )
     assert "L0 + L1‖∇f‖ everywhere" in text
     assert "every fixed step" in str(theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1))

@@ -29,12 +29,12 @@ _VERDICTS = {
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
     "no-step": "CANNOT TELL: the parameters did not move. Does the optimizer hold them, is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
-    "few-rows": "CANNOT TELL: {run.num_rows} rows of at least {least}. Train longer, or probe more often.",
+    "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Train or probe more.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
 }
 _HOW_STEPS_WENT = {
-    "inefficient": ": too long, or gradients add up (is `zero_grad` called?)",
-    "short-steps": ": short",
+    "inefficient": ". Steps are too long, or gradients add up: is `zero_grad` called?",
+    "short-steps": ". Steps are short.",
 }
 _NEXT = {
     KEEP: "one run cannot rank lr within a factor of 3: give two runs to compare",
@@ -66,19 +66,18 @@ def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
     if run.num_losses:
         found["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
     if math.isfinite(run.kappa):
-        text = f"efficiency {run.efficiency:.0%}, gradient changes by {run.kappa:.2g} of its norm"
+        gain = f"a step gains {run.efficiency:.0%} of what its slope promises"
+        text = f"{gain} and changes the gradient by {run.kappa:.2g} of its norm"
         found["steps"] = text + _HOW_STEPS_WENT.get(decision.kind, "")
-    if run.start_factor >= 1:
+    if run.start_factor > 0:
         found["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
-    elif run.start_factor > 0:
-        found["start"] = f"the largest working step was 1/{1 / run.start_factor:.2g} of the step taken"
     if run.clipped == 0:
         found["clipping"] = "no step was clipped"
     elif run.clipped > 0:
-        effect = "Adam divides by the norm again"
+        effect = "Adam rescales them, so max_norm does little"
         if not run.family.is_adaptive:
             effect = "for these only lr x max_norm counts"
-        found["clipping"] = f"{run.clipped:.0%} of the steps, at {run.max_norm:.3g}; {effect}"
+        found["clipping"] = f"{run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
     if decision.action in _NEXT:
         found["next"] = _NEXT[decision.action]
     return tuple(Note(kind, text) for kind, text in found.items())
@@ -88,13 +87,16 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     """Doubts about the answer; of Adam none, for which a threshold does nothing."""
     if run.family.is_adaptive or not run.floor > run.max_norm / 2:
         return ()
-    held = f"Clipping at {run.max_norm:.3g} can hold the gradient norm at {run.floor:.2g}: noise is larger."
+    held = f"Clipping at {run.max_norm:.3g} can keep gradient norms at {run.floor:.2g}: noise is larger."
     return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
 
 
 def verdict_on_settings(best: TriedSetting, settings: Sequence[TriedSetting], following: float | None) -> str:
     """Which of several settings to take, and what to try before settling."""
-    verdict = f"TAKE {setting_name(best)}: best of {len(settings)} settings"
+    rank = f"best of {len(settings)} settings"
+    if len(settings) == 1:
+        rank = f"the only setting of {counted_runs(len(best.losses))}"
+    verdict = f"TAKE {setting_name(best)}: {rank}"
     if following is None:
         return f"{verdict}."
     return f"{verdict}; try {rate_name(best.scheduled)} {following:.3g} next."
@@ -110,8 +112,13 @@ def reasons_for_settings(ties: Sequence[TriedSetting], settings: Sequence[TriedS
     for setting in ranked[:MOST_LISTED]:
         found.append(Note("setting", f"{setting_name(setting)}: {_ending(setting)}"))
     if len(ranked) > MOST_LISTED:
-        found.append(Note("setting", f"{len(ranked) - MOST_LISTED} more did worse."))
+        found.append(Note("setting", f"{len(ranked) - MOST_LISTED} other settings did worse."))
     return tuple(found)
+
+
+def counted_runs(count: int) -> str:
+    """The number with its noun."""
+    return {1: "1 run"}.get(count, f"{count} runs")
 
 
 def rate_name(scheduled: bool) -> str:
@@ -132,7 +139,5 @@ def _ending(setting: TriedSetting) -> str:
     elif math.isnan(setting.loss):
         ending = "cannot be compared: it ended early, or has no loss"
     else:
-        ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}, {num_runs} runs"
-    if num_runs == 1:
-        return ending.removesuffix(" in 1 of 1 runs").removesuffix(", 1 runs")
-    return ending
+        ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}, {counted_runs(num_runs)}"
+    return ending.removesuffix(" in 1 of 1 runs").removesuffix(", 1 run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Outcome:
     """How a run went; NaN where a fact is not known."""
 
     family: Family  # how its optimizer steps
-    lr: float  # the largest
+    lr: float  # the largest, of a schedule the peak that was set
     scheduled: bool  # whether lr changed by more than a tenth
     max_norm: float  # at which steps were clipped, of NormalizedSGD the offset; inf if none was
     clipped: float  # share of the measured steps
@@ -47,6 +47,13 @@ class Outcome:
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
 
+def lr_of_run(header: Mapping[str, object], rates: np.ndarray) -> float:
+    """Its largest lr: the peak that its schedule was set to, where measured steps reach half of that."""
+    largest = _of_known(np.max, rates)
+    peak = _number(header.get("peak_lr"), largest)
+    return peak if largest < peak <= 2 * largest else largest
+
+
 def outcome_of(history: History) -> Outcome:
     """How the run with these rows went."""
     with np.errstate(all="ignore"):  # a lost run's numbers overflow
@@ -55,7 +62,7 @@ def outcome_of(history: History) -> Outcome:
 
 def _setting(history: History) -> dict[str, Any]:
     header, rows = history.header, history.columns
-    lr = _of_known(np.max, history.lr)
+    lr = lr_of_run(header, history.lr)
     word = header.get("optimizer_family")
     if word not in list(Family):  # an older trace has the name
         word = family_of(header.get("optimizer") or next(filter(None, rows["optimizer"]), ""))
@@ -171,7 +178,7 @@ def _later_half(rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return rows[steps[rows] >= (steps[rows[:1]] + steps[rows[-1:]]) / 2]
 
 
-def _number(value: Any, missing: float) -> float:
+def _number(value: object, missing: float) -> float:
     return float(value) if isinstance(value, (int, float)) else missing
 
 

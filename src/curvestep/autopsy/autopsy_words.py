@@ -57,7 +57,7 @@ def sentences(found: Explanation) -> list[str]:
         f"Before it, steps changed it by {found.usual:.3g} at most.",
     ]
     if found.is_spike:
-        lines += ["Share of the rise that one change takes away:", *_shares(found)]
+        lines += ["One change takes away this share of the rise:", *_shares(found)]
     elif found.largest != found.step:
         advice = f"Step {found.largest} raised the loss most: ask for that one."
     return [*lines, advice]
@@ -68,4 +68,4 @@ def _shares(found: Explanation) -> list[str]:
     ordered = sorted(found.shares.items(), key=lambda entry: -entry[1])
     whole = [f"{CHANGES[name]} {value:.0%}" for name, value in ordered if name in CHANGES]
     block, value = next(entry for entry in ordered if entry[0] not in CHANGES)
-    return ["  " + ", ".join(whole), f"  {block} left out {value:.0%}, and no other block more"]
+    return ["  " + ", ".join(whole), f"  {block} left out {value:.0%}; no other block takes away more"]

@@ -21,14 +21,14 @@ from curvestep.optimizer_family import Family
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
 
-# Share of a tuned grid's progress that answers missed, by docs/results/calibrate.md.
+# Share of the best progress of a tuned grid that answers missed in the median, by docs/results/calibrate.md.
 EVIDENCE = {
-    (Family.ADAM, "warmup-decay"): "9 judged tasks, 0.6 % in the median, 3.2 % at worst",
-    (Family.MOMENTUM, "warmup-decay"): "4 judged tasks, 3.0 % in the median, 11 % at worst",
-    (Family.SGD, "warmup-decay"): "4 judged tasks, 8.1 % in the median, 33 % at worst",
-    (Family.ADAM, "constant"): "19 development tasks, 1.7 % in the median, 9 % at worst",
-    (Family.MOMENTUM, "constant"): "19 development tasks, 1.6 % in the median, 23 % at worst",
-    (Family.SGD, "constant"): "13 development tasks, 0.2 % in the median, 9.6 % at worst",
+    (Family.ADAM, "warmup-decay"): "0.6 % of the best progress on 9 judged tasks, 3.2 % at worst",
+    (Family.MOMENTUM, "warmup-decay"): "3.0 % of the best progress on 4 judged tasks, 11 % at worst",
+    (Family.SGD, "warmup-decay"): "8.1 % of the best progress on 4 judged tasks, 33 % at worst",
+    (Family.ADAM, "constant"): "1.7 % of the best progress on 19 development tasks, 9 % at worst",
+    (Family.MOMENTUM, "constant"): "1.6 % of the best progress on 19 development tasks, 23 % at worst",
+    (Family.SGD, "constant"): "0.2 % of the best progress on 13 development tasks, 9.6 % at worst",
 }
 WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
 CLEAR_LINE = "\r\x1b[K"  # of a terminal
@@ -55,7 +55,7 @@ def trust(found: Calibration) -> str:
     missed = EVIDENCE.get((found.family, found.schedule))
     if missed is None:
         return f"{found.confidence}: {found.optimizer} is not part of the benchmark"
-    return f"{found.confidence}: progress missed on {missed}"
+    return f"{found.confidence}: answers missed {missed}"
 
 
 def lines(found: Calibration) -> list[str]:
@@ -132,12 +132,12 @@ def of_arms(arms: Sequence[Arm], lr: float, *, num_judges: int) -> list[Note]:
     ends = f"{arms[0].lr:.2g} to {arms[-1].lr:.2g}"
     return _that_hold(
         (choice.is_doubled(arms), "noise",
-         "Noise hid the gains of short trials, so they were doubled. Larger batches say more."),
+         "Noise hid the gains of short trials, so trials became twice as long. Larger batches say more."),
         (not choice.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
         (choice.is_flat(arms, lr), "flat",
          "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it."),
         (num_judges < NUM_JUDGES, "few-batches",
-         f"Few batches: {num_judges} judged the trials. Give {NUM_JUDGES + NUM_STEPS}."),
+         f"Only {num_judges} batches judged the trials. Give {NUM_JUDGES + NUM_STEPS} or more."),
     )  # fmt: skip
 
 

@@ -101,8 +101,8 @@ def no_bracket(point: Point, loss: float) -> ValueError:
     """The refusal of a loss on which every step works, or none."""
     if point.safe:
         return ValueError(
-            f"No step became too long, up to {point.step:.3g}: the loss falls on and on along its gradient. "
-            "Is it bounded below, and the loss to train on?"
+            f"No step up to {point.step:.3g} is too long: the loss falls without end along its gradient. "
+            "Is it bounded below, and is it the one to train on?"
         )
     return ValueError(
         f"No step works, down to {point.step:.3g}, which takes the loss from {loss:.6g} to {point.loss:.6g}. "

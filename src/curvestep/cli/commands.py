@@ -38,15 +38,15 @@ def reproduce(args: list[str]) -> int:
     """``curvestep reproduce``: runs, figures, claims, and the page about them."""
     parser = Parser(
         "curvestep reproduce",
-        "Every figure and table of the paper, and one HTML report.",
+        "Make every figure and table of the paper, and one HTML report.",
         example="fig2 fig8 --folder reproduction",
         names="[FIGURE ...]",
     )
     kind = one_of(*map("fig{}".format, range(1, 9)))
     parser.positional("FIGURE", "fig1 to fig8 (default: all)", kind=kind)
-    parser.option("--folder", "Runs, figures, claims.md and report.html", default="reproduction")
+    parser.option("--folder", "Where runs, figures, claims.md and report.html go", default="reproduction")
     add_scale(parser, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days")
-    add_engine(parser, "Runs at a time")
+    add_engine(parser, "How many runs train at a time")
     parser.flag("--offline", "Use no network; stand-ins replace missing data")
     parser.flag("--quiet", "Show no progress")
     parser.flag("--dry-run", "Only print which runs it would make, and their cost in core-hours")
@@ -63,7 +63,7 @@ def reproduce(args: list[str]) -> int:
     result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
     say(result)
     if sys.stdout.isatty() and not chosen.no_open:
-        _show(result.page)
+        webbrowser.open(result.page.resolve().as_uri())
     return _code(failed=bool(result.failures))
 
 
@@ -114,9 +114,9 @@ def sweep(args: list[str]) -> int:
         "Train one recipe at every point of a grid; give fields several values.",
         example="--lr 0.1 1 10 --max-norm inf 0.25",
     )
-    parser.option("--folder", "Folder of the sweep", shown="runs/sweep-<recipe>")
+    parser.option("--folder", "Where the sweep goes", shown="runs/sweep-<recipe>")
     add_scale(parser)
-    add_engine(parser, "Trials at a time")
+    add_engine(parser, "How many runs train at a time")
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--quiet", "Show no progress")
@@ -139,11 +139,11 @@ def report(args: list[str]) -> int:
     """``curvestep report``: runs as one page."""
     parser = Parser(
         "curvestep report",
-        "One self-contained HTML page about runs, sweeps, or traces of your own loop.",
+        "Write one HTML page about runs, sweeps, or traces of your own loop.",
         example="runs/mine runs/other -o report.html",
         names="RUN ...",
     )
-    parser.positional("RUN", "Run folders, folders of runs, trace files")
+    parser.positional("RUN", "Run folders, folders of runs, or trace files to show")
     output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
     parser.flag("--overwrite", "Replace the file whatever it is")
@@ -169,7 +169,7 @@ def report(args: list[str]) -> int:
             say(": ".join(filter(None, (group["title"], group["verdict"]))))
         say(f"report: {page.path}")
     if chosen.open:
-        _show(page.path)
+        webbrowser.open(page.path.resolve().as_uri())
     return OK
 
 
@@ -177,12 +177,12 @@ def advise(args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
     parser = Parser(
         "curvestep advise",
-        "Keep, raise or lower lr after a run, and why; of several runs the best.",
+        "Say whether to keep, raise or lower lr after a run, and why; rank several runs.",
         example="runs/mine/trace.jsonl",
         names="TRACE ...",
     )
-    parser.positional("TRACE", "Run folders, folders of runs, trace files; tasks are judged one by one")
-    parser.flag("--details", "Print all reasons, and of a single run its (L0, L1)")
+    parser.positional("TRACE", "Run folders, folders of runs, or trace files; tasks are judged one by one")
+    parser.flag("--details", "Print all reasons, and for a single run its (L0, L1)")
     parser.flag("--json", "Print JSON instead of words")
     chosen = parser.read(args)
     if not chosen.TRACE:
@@ -206,7 +206,7 @@ def calibrate(args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
     parser = Parser(
         "curvestep calibrate",
-        "lr and max_norm for a recipe, found before training by short trials.",
+        "Find lr and max_norm of a recipe by short trials before training.",
         example="--batch-size 40",
     )
     add_scale(parser)
@@ -231,7 +231,7 @@ def data(args: list[str]) -> int:
         example="ptb cifar10",
         names="[NAME ...]",
     )
-    parser.positional("NAME", "Data sets (default: all)", kind=one_of("ptb", "cifar10"))
+    parser.positional("NAME", "Data sets to fetch (default: all)", kind=one_of("ptb", "cifar10"))
     parser.flag("--offline", "Only check what is here already")
     parser.flag("--quiet", "Show no progress")
     action, rest = args[:1], args[1:]
@@ -249,12 +249,12 @@ def data(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "reproduce": (reproduce, "every figure and table of the paper, one HTML report"),
-    "train": (train, "one run of a built-in recipe, with the probe"),
-    "sweep": (sweep, "a grid of such runs: --lr 3 10 30 --max-norm inf 0.25"),
-    "report": (report, "runs or traces of any script as one HTML page"),
-    "advise": (advise, "keep, raise or lower lr after runs of any script, and why"),
-    "calibrate": (calibrate, "lr and max_norm of a built-in recipe before training"),
+    "reproduce": (reproduce, "make every figure and table of the paper, and one HTML report"),
+    "train": (train, "train one built-in recipe, with the probe"),
+    "sweep": (sweep, "train a grid of such runs: --lr 3 10 30 --max-norm inf 0.25"),
+    "report": (report, "show runs or traces of any script on one HTML page"),
+    "advise": (advise, "say whether to keep, raise or lower lr after runs of any script"),
+    "calibrate": (calibrate, "find lr and max_norm of a built-in recipe before training"),
     "data": (data, "fetch and verify the data sets"),
 }
 
@@ -296,13 +296,15 @@ def _advice_of(
     task: str, tasks: Mapping[str, Sequence[Trace]], advices: Mapping[str, Advice], *, details: bool
 ) -> str:
     """The advice for one task, under its name if there are several."""
+    from curvestep.advice.advice_words import counted_runs
+
     advice, traces = advices[task], tasks[task]
     words = advice.details() if details else str(advice)
     if details and len(traces) == 1:
         words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    return f"{task or 'other'} (runs: {len(traces)})\n{words}"
+    return f"{task or 'other'}, {counted_runs(len(traces))}\n{words}"
 
 
 def _fit_words(trace: Trace) -> str:
@@ -324,7 +326,3 @@ def _ending(result: RunResult) -> str:
         parts += [f"{split} {name} {value:.4g}" for name, value in values.items() if name != "loss"]
     message = f": {result.message}" if result.message else ""
     return f"{', '.join(parts)}{message}\ndata: {result.data}\ncurvestep report {result.folder}"
-
-
-def _show(path: Path) -> None:
-    webbrowser.open(path.resolve().as_uri())

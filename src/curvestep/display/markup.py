@@ -36,15 +36,12 @@ def html_table(title: str, rows: Iterable[Sequence[str]], notes: Iterable[str] =
         '<p>two &lt; three</p><table><tr><th>lr</th><td>0.1</td></tr></table>'
     """
     parts = [f"<p>{plain(title)}</p>"]
-    if table := "".join(_html_row(*row) for row in rows):
+    lines = [f"<tr><th>{plain(name)}</th>{_html_cells('td', cells)}</tr>" for name, *cells in rows]
+    if table := "".join(lines):
         parts.append(f"<table>{table}</table>")
     if items := _html_cells("li", notes):
         parts.append(f"<ul>{items}</ul>")
     return "".join(parts)
-
-
-def _html_row(name: str, *cells: str) -> str:
-    return f"<tr><th>{plain(name)}</th>{_html_cells('td', cells)}</tr>"
 
 
 def _html_cells(tag: str, texts: Iterable[str]) -> str:

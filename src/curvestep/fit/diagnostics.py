@@ -87,8 +87,8 @@ def few_points(samples: Samples, effective: float) -> str | None:
     if len(samples) >= 50 and effective >= 10:
         return None
     return (
-        f"Few points: {len(samples)} rows, worth about {effective:.0f} independent ones. "
-        "The intervals are wide, and may still be too narrow; probe more often or longer."
+        f"Few points: {len(samples)} rows are worth about {effective:.0f} independent ones. "
+        "Read all intervals as rough; probe more often or longer."
     )
 
 
@@ -126,9 +126,9 @@ def saturation(samples: Samples, L1: float) -> str | None:
         return None
     kappa, length = np.nanmedian(samples.kappa), np.median(samples.step_norm)
     return (
-        f"κ is saturated: nearly every step changes the gradient by {kappa:.2f} times its norm. So L1, "
+        f"L1 is not reliable: nearly every step changes the gradient by {kappa:.2f} times its norm. So L1, "
         f"{L1:.3g}, mirrors the length of your steps, {length:.3g}: that alone gives {kappa / length:.3g}. "
-        "Look at local or spectral smoothness."
+        'Add `estimators={"local_smoothness": 1}` to the probe.'
     )
 
 
@@ -205,15 +205,15 @@ def kinks(samples: Samples) -> str | None:
     )  # not those that rounding disturbs
     if short.sum() < _FEW or short.mean() < 0.5:
         return None
-    advice = "The estimate is the jump over the step length, and no curvature. Look at local smoothness."
+    advice = "So the estimate shows jumps of the gradient, not curvature. Look at local smoothness."
     if samples.secants.shape[1] > 1:
         secants = samples.secants[short]
         secants = secants[(np.isfinite(secants) & (secants > 0)).all(axis=1)]
         apart = secants.max(axis=1, initial=1e-300) >= 1.5 * secants.min(axis=1, initial=np.inf)
         if apart.sum() >= _FEW and apart.mean() >= 0.1:
             return (
-                f"Kinks: in {apart.mean():.0%} of the short steps the fractions of a step disagree by half "
-                f"or more. {advice}"
+                f"Kinks: in {apart.mean():.0%} of the short steps sharpness differs by half or more along "
+                f"the step. {advice}"
             )
     moved = short & (samples.step_norm > 0) & (samples.smoothness > 0)
     length, ell = np.log(samples.step_norm[moved])[None], np.log(samples.smoothness[moved])[None]

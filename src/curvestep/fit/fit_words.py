@@ -70,9 +70,9 @@ def overshoot(kappa: float, short: tuple[float, float]) -> Note:
     """Steps that overshoot before their second fraction."""
     return Note(
         "overshoot",
-        f"Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of that before "
-        f"the second fraction. Beyond it a steeper stretch makes a larger gradient. {WAY_OUT}, or with "
-        f"fractions=({short[0]:.2g}, {short[1]:.2g}, 1.0).",
+        f"Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of it before "
+        f"the second fraction. Beyond that point sharp stretches themselves enlarge the gradient. "
+        f"{WAY_OUT}, or with fractions=({short[0]:.2g}, {short[1]:.2g}, 1.0).",
     )
 
 

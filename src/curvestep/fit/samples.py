@@ -267,7 +267,7 @@ def unconverged_words(trace: Trace) -> tuple[Note, ...]:
     warnings = []
     for estimator, reason in (
         ("local_smoothness", "their difference step is too long or too short (see `local_error`)"),
-        ("spectral_smoothness", "they are but lower bounds"),
+        ("spectral_smoothness", "they are only lower bounds"),
     ):
         if count := int((trace.ok & _unconverged(trace, estimator)).sum()):
             measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())

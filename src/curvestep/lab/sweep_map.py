@@ -98,7 +98,7 @@ def _words(grid: Grid, rows: str, columns: str) -> str:
     """The best cell of a sweep, and how many of those that were run have no number."""
     known = np.isfinite(grid.values)
     num_run = known.size - sum(row.count(NOT_RUN) for row in grid.text)
-    words = [f"Final training loss over {f'{rows} and {columns}'.removeprefix(' and ')}."]
+    words = [f"A cell shows the final training loss over {f'{rows} and {columns}'.removeprefix(' and ')}."]
     if known.any():
         words.append(_lowest_cell(grid, rows, columns))
     if num_run > known.sum():
@@ -121,4 +121,4 @@ def _lowest_cell(grid: Grid, rows: str, columns: str) -> str:
     # Of equal cells the first by name.
     down, across = min((grid.down[i], str(grid.across[j])) for i, j in np.argwhere(grid.values == least))
     place = f"{rows} {down}, {columns} {across}".removeprefix(" , ")
-    return f"Lowest: {least:.4g} at {place}."
+    return f"The lowest is {least:.4g} at {place}."

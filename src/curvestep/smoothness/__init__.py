@@ -93,6 +93,7 @@ _HEADER_TABLE = (
     ("betas", "numbers", "1", "β₁ and β₂ of Adam; missing where groups differ."),
     ("weight_decay", "number", "", "Its weight decay; missing where groups differ."),
     ("start_lr", "number", "x²/loss", "The largest lr of its groups at the first measured step."),
+    ("peak_lr", "number", "x²/loss", "The largest lr of its schedule, as far as its groups say."),
     ("clipping", "word", "", 'In the optimizer: "norm", "normalized", "none" or a rule.'),
     ("max_norm", "number", "loss/x", "Threshold of clipping; missing where groups differ."),
     ("offset", "number", "loss/x", "β of normalized descent; missing where groups differ."),

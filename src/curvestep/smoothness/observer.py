@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.distributed import local
+from curvestep.lr_schedules import group_peak
 from curvestep.optimizer_family import Family, family_of
 from curvestep.smoothness import Row
 from curvestep.smoothness.estimators import each
@@ -251,6 +252,7 @@ class StepObserver:
         self._parameters = parameters
         self.optimizers: list[Optimizer] = []
         self.rates: list[float] = []  # lr of each group of each optimizer
+        self.peaks: list[float] = []  # of their schedules, as far as the groups say
         self._grad_norm: Tensor | None = None
         self._handle = register_optimizer_step_pre_hook(self)
 
@@ -269,7 +271,9 @@ class StepObserver:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         groups = [group for stepping in self.optimizers for group in stepping.param_groups]
-        self.rates = [float(group["lr"]) for group in groups if "lr" in group]
+        rated = [group for group in groups if "lr" in group]
+        self.rates = [float(group["lr"]) for group in rated]
+        self.peaks = list(map(group_peak, rated))
 
     @property
     def lr(self) -> float | None:

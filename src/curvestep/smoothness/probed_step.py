@@ -213,7 +213,8 @@ class ProbedStep:
         steps = self.optimizers
         if steps is None or not steps.optimizers:
             return {}
-        return {**optimizer_facts(steps.optimizers[0]), "start_lr": steps.lr}
+        rates = {"start_lr": steps.lr, "peak_lr": max(steps.peaks, default=None)}
+        return {**optimizer_facts(steps.optimizers[0]), **rates}
 
     def finished_row(self) -> Row:
         """The row, with its cost and the variance of the gradient."""

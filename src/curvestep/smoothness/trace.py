@@ -162,7 +162,7 @@ class Trace:
 
     def __getitem__(self, index: int) -> Row:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of a trace of {len(self)}")
+            raise IndexError(f"there is no row {index}: the trace has {len(self)}")
         return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
 
     def __iter__(self) -> Iterator[Row]:

@@ -172,7 +172,7 @@ def test_a_map_names_what_became_of_each_cell():
     assert drawn["data"][0]["text"] == [["2.10", ""], ["2.20", ""]]
     notes = {(note["y"], note["x"]): note["text"] for note in drawn["layout"]["annotations"]}
     assert notes == {(0, 1): "not run", (1, 1): "1 of 2 diverged"}
-    assert "Lowest: 2.1" in chart.words
+    assert "The lowest is 2.1" in chart.words
 
 
 def test_names_are_text_for_both_renderers():
@@ -298,5 +298,7 @@ def test_the_caption_of_the_edge_counts_the_steps_above_it():
     }
     view = RunView(name="run", setting="lr 1", measured={**measured, "step": np.arange(4.0)})
     words = captions.edge(view)
-    assert words.startswith("lr times sharpness over two: median 1.75, from 0.5 to 3; 75% of")
-    assert words.endswith("With the step as it was taken: median 1.75.")
+    assert words.startswith(
+        "lr times sharpness over two is 1.75 in the median and goes from 0.5 to 3; 75% of"
+    )
+    assert words.endswith("With the step as it was taken the median is 1.75.")

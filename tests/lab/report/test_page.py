@@ -103,7 +103,7 @@ def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_pat
         trace.append({"step": 50, "grad_norm": 1.0, "loss": 1.0, "spikes": []})
         trace.append({"step": 75, "spikes": [{"step": 55, "layer": "a"}, {"step": 57, "layer": HOSTILE}]})
     text = write_page([tmp_path / "t.jsonl"], tmp_path / "page.html").path.read_text()
-    assert f"Spikes: 2, the last at step 57 in layer {HOSTILE}." in html.unescape(text)
+    assert f"Of 2 spikes the last is at step 57 in layer {HOSTILE}." in html.unescape(text)
     assert HOSTILE not in text
 
 
@@ -218,7 +218,7 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     write_calibration(own, make_calibration())
     page = write_page([own], tmp_path / "page.html")
     text = html.unescape(page.path.read_text())
-    assert "Held-out loss at the end: 0.75." in text
+    assert "Held-out loss ends at 0.75." in text
     assert captions.calibration(make_calibration()) in text
     assert "SGD, momentum 0, lr 0.3, clip 0.5" in text
     assert "run-0-calibration" in packed(page.path)
@@ -444,8 +444,8 @@ def test_a_run_that_is_still_training_makes_a_page(tmp_path):
     folder = make_run(tmp_path / "run", steps=90, status="running")
     write_status(folder, **{**read_json(folder / "status.json"), "step": 0})  # it is written now and then
     page = write_page([folder], tmp_path / "page.html")
-    assert "Not finished: 90 steps so far." in page.path.read_text()
-    assert page.verdicts[0]["verdict"].startswith("Not finished, 90 steps so far. ")
+    assert "It is not finished: it has taken 90 steps." in page.path.read_text()
+    assert page.verdicts[0]["verdict"].startswith("It is not finished: it has taken 90 steps. ")
     make_run(tmp_path / "other", steps=90)
     page = write_page([tmp_path], tmp_path / "page.html", overwrite=True)
     assert "run is not finished: this is what 90 steps say." in page.verdicts[0]["warnings"]
@@ -454,7 +454,7 @@ def test_a_run_that_is_still_training_makes_a_page(tmp_path):
 def test_a_trace_that_may_still_be_written_is_not_called_ended(tmp_path):
     folder = make_run(tmp_path / "run", steps=90)
     page = write_page([folder / "trace.jsonl"], tmp_path / "page.html")
-    assert "Measured up to step 90; whether the run goes on, a trace does not say." in page.path.read_text()
+    assert "The trace ends at step 90." in page.path.read_text()
 
 
 def test_few_rows_are_told_once(tmp_path):
@@ -464,7 +464,7 @@ def test_few_rows_are_told_once(tmp_path):
                           "step_norm": 0.1, "status": "ok"})  # fmt: skip
     said = write_page([tmp_path / "few.jsonl"], tmp_path / "page.html").verdicts[0]
     told = [words for words in (said["verdict"], *said["warnings"]) if "rows" in words]
-    assert told == ["CANNOT TELL: 5 rows of at least 10. Train longer, or probe more often."]
+    assert told == ["CANNOT TELL: it needs 10 measured rows and has 5. Train or probe more."]
 
 
 def test_tasks_of_ones_own_are_named_by_model_and_size(tmp_path):

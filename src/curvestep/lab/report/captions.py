@@ -27,12 +27,11 @@ def _sentences(*said: tuple[bool, str]) -> str:
 
 def run_summary(view: RunView) -> str:
     """How the run ended, how much was clipped, and how it did on held-out data."""
-    when = "at the end" if view.status else "in the last rows"
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
     clipped, spikes = view.clipped_fraction, _spikes(view)
     return _sentences(
         (True, _ending(view)),
-        (math.isfinite(view.final_loss), f"Training loss {when} {view.final_loss:.4g}."),
+        (math.isfinite(view.final_loss), f"Training loss ends at {view.final_loss:.4g}."),
         (metrics != "", f"{metrics.capitalize()}."),
         (math.isfinite(clipped), f"{clipped:.0%} of the steps were clipped."),
         (spikes != "", spikes),
@@ -45,7 +44,7 @@ def _spikes(view: RunView) -> str:
     if not spikes:
         return ""
     step, layer = spikes[-1]["step"], visible(str(spikes[-1].get("layer")))
-    return f"Spikes: {len(spikes):,}, the last at step {step:,} in layer {layer}."
+    return f"Of {len(spikes):,} spikes the last is at step {step:,} in layer {layer}."
 
 
 def _ending(view: RunView) -> str:
@@ -56,10 +55,9 @@ def _ending(view: RunView) -> str:
         "diverged": f"Diverged at step {view.step:,}: {reason}.",
         "interrupted": f"Interrupted at step {view.step:,}; it can be resumed.",
         "failed": f"Failed at step {view.step:,}: {reason}.",
-        "running": f"Not finished: {view.step:,} steps so far.",
+        "running": f"It is not finished: it has taken {view.step:,} steps.",
     }
-    unfinished = f"Measured up to step {view.step:,}; whether the run goes on, a trace does not say."
-    return endings.get(view.status, unfinished)
+    return endings.get(view.status, f"The trace ends at step {view.step:,}.")
 
 
 def optimizer(view: RunView) -> str:
@@ -77,8 +75,8 @@ def scatter(view: RunView) -> str:
     """Range, correlation with its control, and the fitted line."""
     rows = usable(view.measured, "grad_norm", "smoothness")
     words = (
-        f"Sharpness against gradient norm at {len(rows['grad_norm']):,} steps: the gradient norm goes "
-        f"from {_range(rows['grad_norm'])}, sharpness from {_range(rows['smoothness'])}."
+        f"A point is one of {len(rows['grad_norm']):,} steps. Gradient norms go from "
+        f"{_range(rows['grad_norm'])}, sharpness from {_range(rows['smoothness'])}."
     )
     if view.fit is None:
         return words
@@ -86,8 +84,9 @@ def scatter(view: RunView) -> str:
     low, high = fit.spearman_interval
     expected = f"; a constant Hessian would show {control.spearman:.2f}" if control else ""
     return (
-        f"{words} Rank correlation {fit.spearman:.2f} ({fit.level:.0%} interval {low:.2f} to {high:.2f})"
-        f"{expected}. Line with {fit.quantile:.0%} of the points below: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. "
+        f"{words} Their rank correlation is {fit.spearman:.2f} "
+        f"({fit.level:.0%} interval {low:.2f} to {high:.2f}){expected}. "
+        f"The line has {fit.quantile:.0%} of the points below it: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. "
         "The frontier lies above all points."
     )
 
@@ -97,7 +96,7 @@ def norm(view: RunView) -> str:
     norms, share = finite(view.rows["grad_norm"]), view.clipped_fraction
     clipped = "" if math.isnan(share) else f"; {share:.0%} of the steps shown were clipped"
     return _sentences(
-        (True, f"Gradient norm over the steps: from {_range(norms)}, median {np.median(norms):.3g}."),
+        (True, f"Gradient norms go from {_range(norms)}; their median is {np.median(norms):.3g}."),
         (math.isfinite(view.max_norm), f"Clipping starts at {view.max_norm:.4g}{clipped}."),
     )
 
@@ -108,10 +107,10 @@ def loss(view: RunView) -> str:
     end = f"{values[-1]:.4g} at the last step where it was finite"
     if math.isfinite(view.final_loss):
         end = f"{view.final_loss:.4g} at the end (mean over the last steps)"
-    words = f"Training loss: {values[0]:.4g} at the start, lowest {values.min():.4g}, {end}."
+    words = f"Training loss is {values[0]:.4g} at the start, {values.min():.4g} at its lowest and {end}."
     held_out = finite(view.held_out.get("loss", np.array([])))
     if len(held_out):
-        words += f" Held-out loss at the end: {held_out[-1]:.4g}."
+        words += f" Held-out loss ends at {held_out[-1]:.4g}."
     return words
 
 
@@ -121,18 +120,18 @@ def edge(view: RunView) -> str:
     edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
         return "There is no learning rate or no positive sharpness on record."
-    found = f"median {np.median(edges):.3g}, from {_range(edges)}; {np.mean(edges > 1):.0%} of the measured "
-    found += "steps are above the edge at 1."
+    found = f"{np.median(edges):.3g} in the median and goes from {_range(edges)}; {np.mean(edges > 1):.0%} "
+    found += "of the measured steps are above the edge at 1."
     if limit != 2.0:
         return (
-            f"Stability margin: lr times sharpness in the optimizer's metric, over its limit {limit:.3g}. "
+            f"The stability margin is lr times sharpness in the optimizer's metric over {limit:.3g}. "
             f"It is {found} Read it as a trend: along one step it is less than over all directions."
         )
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    words = f"lr times sharpness over two: {found}"
+    words = f"lr times sharpness over two is {found}"
     if len(taken):
-        words += f" With the step as it was taken: median {np.median(taken):.3g}."
+        words += f" With the step as it was taken the median is {np.median(taken):.3g}."
     return words
 
 
@@ -148,7 +147,7 @@ def layers(view: RunView) -> str:
     last = {name: values[-1] for name, values in view.layers.items()}
     high, low = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
     return (
-        f"Sharpness of {len(last)} layers over the steps. In the last row it is largest in {high} "
+        f"A line is the sharpness of one of {len(last)} layers. In the last row it is largest in {high} "
         f"({last[high]:.3g}) and smallest in {low} ({last[low]:.3g})."
     )
 
@@ -165,7 +164,7 @@ def calibration(found: Calibration) -> str:
     arms = found.last_arms
     best = max(arms, key=lambda arm: arm.gain)
     return (
-        f"{len(arms)} trials of {arms[0].num_steps} steps before the first step of training, "
+        f"{len(arms)} trials of {arms[0].num_steps} steps ran before training and took "
         f"{found.num_gradients} gradients in all. The loss of batches that they did not step on fell most, "
         f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
         f"{found.confidence}."
@@ -175,11 +174,11 @@ def calibration(found: Calibration) -> str:
 def comparison(views: Sequence[RunView], num_settings: int) -> str:
     """Runs by final training loss."""
     best = best_of(views)
-    lowest = f"Lowest final training loss: {best.final_loss:.4g}, {best.name} ({best.setting})."
+    lowest = f"Training loss ends lowest, at {best.final_loss:.4g}, in {best.name} ({best.setting})."
     diverged = sum(view.is_lost for view in views)
     seeds = f"{num_settings} settings: a line is the mean over seeds, a band their range."
     return _sentences(
-        (True, f"{len(views)} runs on shared axes."),
+        (True, f"{len(views)} runs share these axes."),
         (num_settings < len(views), seeds),
         (math.isfinite(best.final_loss), lowest),
         (diverged > 0, f"{diverged} diverged."),

@@ -8,7 +8,7 @@ import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
 from curvestep.advice.decision import DIVERGED
-from curvestep.display.results import finite
+from curvestep.advice.outcome import lr_of_run
 from curvestep.lab.recipes import Fields
 from curvestep.lab.report.views import DAMAGED, RunView, Task
 from curvestep.notes import Note
@@ -22,7 +22,7 @@ def verdict(task: Task, *, title: str = "") -> Fields:
     first, *others = task.runs
     so_far = ""
     if first.status == "running" and not others:
-        so_far = f"Not finished, {first.step:,} steps so far. "
+        so_far = f"It is not finished: it has taken {first.step:,} steps. "
     missing = _missing(task)
     advice = task.advice
     if advice is None or advice.refused:
@@ -95,7 +95,7 @@ def advice_table(advice: Advice, task: Task) -> dict[str, str]:
     view, *others = task.runs
     if others:
         return table
-    taken = f"{finite(view.measured['lr']).max(initial=0.0):.3g}"
+    taken = f"{lr_of_run(view.header, view.measured['lr']):.3g}"
     share = f"{view.clipped_fraction:.0%} of steps clipped".replace("nan% of steps clipped", "")
     return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
 
@@ -104,8 +104,8 @@ def how_sure(task: Task) -> str:
     """What the verdict rests on, in a line."""
     view, *others = task.runs
     if others:
-        return f"{len(task.runs)} runs on record, by their final training loss."
-    return f"one run, {len(view.measured['step']):,} measurements; it cannot rank lr within a factor of 3."
+        return f"{len(task.runs)} runs are compared by their final training loss."
+    return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 3."
 
 
 def code_for(advice: Advice, view: RunView) -> str:

@@ -17,9 +17,10 @@ import numpy as np
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
+from curvestep.advice.outcome import lr_of_run
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
-from curvestep.display.results import columns_of, common_threshold, finite, thinned
+from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import final_loss
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
@@ -261,7 +262,7 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
     lost = trace.column("status")[-1:].tolist() == [NONFINITE]
     return RunView(
         name=name,
-        setting=_setting(measured["lr"], trace.header.get("max_norm", max_norm)),
+        setting=_setting(lr_of_run(trace.header, measured["lr"]), trace.header.get("max_norm", max_norm)),
         task=task_of(trace) or name,
         status="diverged" if lost else "",
         step=int(trace.column("step").max(initial=0)),
@@ -273,13 +274,12 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
     )
 
 
-def _setting(rates: np.ndarray, max_norm: float) -> str:
+def _setting(lr: float, max_norm: float) -> str:
     """Learning rate, of a schedule its peak, and threshold, as a recipe says them."""
-    known = finite(rates)
-    if not len(known):
+    if math.isnan(lr):
         return "a trace of your own loop"
     clip = "no clip" if math.isinf(max_norm) else f"clip {max_norm:.3g}"
-    return f"lr {known.max():.3g}, {clip}"
+    return f"lr {lr:.3g}, {clip}"
 
 
 def _rows_beside(trace: Path) -> Columns:
@@ -324,18 +324,13 @@ def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[
     measured = columns_of(trace)
     names = [name for name in measured if name.startswith("layers/")]
     return {
-        "layers": {visible(_layer(name)): measured.pop(name) for name in names},
+        "layers": {visible(name.split("/", 1)[1].rsplit("/", 1)[0]): measured.pop(name) for name in names},
         "measured": measured,
         "fit": fit,
         "advice": advise(fit or trace),
         "header": trace.header,
         "trace": trace,
     }
-
-
-def _layer(column: str) -> str:
-    """The layer of a column such as ``layers/encoder/smoothness``."""
-    return column.split("/", 1)[1].rsplit("/", 1)[0]
 
 
 @contextmanager

@@ -85,8 +85,8 @@ class Guarantee:
         recipe = ", ".join(f"{k} = {v:.4g}" for k, v in self.hyperparameters.items()) or "every fixed step"
         needs = "; ".join(a.statement for a in self.assumptions)
         return (
-            f"{self.theorem} ({self.version}): {relation} {order}{self.bound:.4g} iterations to gradient "
-            f"norm {self.eps:g}, with {recipe}. Needs: {needs}."
+            f"{self.theorem} ({self.version}): it takes {relation} {order}{self.bound:.4g} iterations to "
+            f"gradient norm {self.eps:g}, with {recipe}. It needs: {needs}."
         )
 
 
