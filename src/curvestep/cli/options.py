@@ -45,14 +45,10 @@ def one_of(*names: str) -> Kind:
     return Kind("{" + ",".join(names) + "}", f"one of {', '.join(names)}", members.__getitem__)
 
 
-def _number_or_auto(word: str) -> float | str:
-    return word if word == "auto" else float(word)
-
-
 TEXT = Kind("TEXT", "text", str)
 INTEGER = Kind("INT", "a whole number", int)
 NUMBER = Kind("FLOAT", "a number", float)
-NUMBER_OR_AUTO = Kind("auto|X", "a number or auto", _number_or_auto)
+NUMBER_OR_AUTO = Kind("auto|X", "a number or auto", lambda word: word if word == "auto" else float(word))
 KINDS = {
     str: TEXT, int: INTEGER, float: NUMBER, bool: one_of("true", "false"), tuple[float, ...]: NUMBER,
 }  # fmt: skip

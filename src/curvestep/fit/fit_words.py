@@ -166,10 +166,12 @@ def _inside(within: Within) -> str:
 
 def _along(fit: SmoothnessFit) -> str:
     said = f"rank correlation {fit.spearman:.2f} {_span(fit.spearman_interval)}"
+    said += f", exponent {fit.exponent:.2f} {_span(fit.exponent_interval)}"
     if fit.control is None:
         return said
-    verdict = "no evidence" if fit.explained else "more than that"
-    return f"{said}; constant curvature shows up to {fit.control.spearman_interval[1]:.2f}: {verdict}"
+    verdict = "no evidence" if fit.explained else "both are more"
+    ranks, exponents = fit.control.spearman_interval[1], fit.control.exponent_interval[1]
+    return f"{said}; constant curvature shows up to {ranks:.2f} and {exponents:.2f}: {verdict}"
 
 
 def _law(fit: SmoothnessFit) -> str:
