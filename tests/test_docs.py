@@ -14,7 +14,7 @@ import nbformat
 import pytest
 import torch
 from docs.notebooks import FOLDER as NOTEBOOK_FOLDER, NOTEBOOKS, executed, printed
-from docs.outputs import PAGES as PAGES_WITH_OUTPUT, with_outputs
+from docs.outputs import PAGES as PAGES_WITH_OUTPUT, calibration_in, with_outputs
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,6 +90,10 @@ def test_what_a_page_shows_is_what_its_blocks_print(name):
     assert number.sub("#", shown) == number.sub("#", printed)
     ours, theirs = ([float(found) for found in number.findall(text)] for text in (shown, printed))
     assert ours == pytest.approx(theirs, rel=0.1, abs=0.1)
+
+
+def test_the_page_of_calibrate_shows_what_the_readme_script_prints():
+    assert calibration_in("calibrate.md") == calibration_in("../README.md")
 
 
 @pytest.mark.slow

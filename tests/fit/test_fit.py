@@ -200,11 +200,11 @@ def test_saturated_kappa_is_named_with_the_slope_that_the_step_length_sets():
     saturated = make_trace(g, kappa * g / 0.05, step_norm=0.05, lr=1.0, kappa=kappa)
     fit = fit_smoothness(saturated, control=False)
     assert any(
-        "mirrors the length of your steps" in warning and "alone gives 32" in warning
+        "mirrors the length of your steps" in warning and "that gives 32" in warning
         for warning in map(str, fit.warnings)
     )
     free = make_trace(g, 2 + g * rng.uniform(0, 3, 200), step_norm=0.05, lr=1.0)
-    assert not warned(free, "L1 is not reliable")
+    assert not warned(free, "κ is saturated")
 
 
 def test_edge_of_stability_is_named_only_where_steps_are_not_clipped():

@@ -126,8 +126,8 @@ def saturation(samples: Samples, L1: float) -> str | None:
         return None
     kappa, length = np.nanmedian(samples.kappa), np.median(samples.step_norm)
     return (
-        f"L1 is not reliable: nearly every step changes the gradient by {kappa:.2f} times its norm. So L1, "
-        f"{L1:.3g}, mirrors the length of your steps, {length:.3g}: that alone gives {kappa / length:.3g}. "
+        f"L1 is not reliable (κ is saturated): most steps change the gradient by {kappa:.2f} times its norm. "
+        f"So L1, {L1:.3g}, mirrors the length of your steps, {length:.3g}: that gives {kappa / length:.3g}. "
         'Add `estimators={"local_smoothness": 1}` to the probe.'
     )
 
