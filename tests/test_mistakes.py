@@ -111,7 +111,7 @@ REFUSED = [
     (calibrate_two_optimizers, ValueError, "must be one optimizer, .* got a list"),
     (calibrate_the_loss_of_another_model, ValueError, "`loss_of_batch` gives no gradient of `model`"),
     (swap_arguments, TypeError, r"The order is `calibrate\(model, loss_of_batch, batches\)`"),
-    (return_a_loss_per_sample, ValueError, r"Reduce it with `.mean\(\)`"),
+    (return_a_loss_per_sample, ValueError, r"`loss_of_batch` must return a scalar.* `.mean\(\)`"),
     (return_an_item, ValueError, r"not `.item\(\)`"),
     (freeze_everything, ValueError, "`model` has no parameter with `requires_grad`"),
     (start_from_nan, ValueError, "The loss at the start is nan"),

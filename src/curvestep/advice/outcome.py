@@ -92,9 +92,8 @@ def _loss_curve(history: History) -> dict[str, Any]:
     sound = history.step[: np.min(lost, initial=len(loss))]
     part = max(FEW_ROWS, len(known) // 10)
     start, last = loss[known[:part]], loss[_later_half(known, history.step)[-part:]]
-    noise = 1.05 * _of_known(
-        np.median, np.abs(np.diff(loss[known]))
-    )  # of a row: the standard deviation, were it normal
+    # Of a row: the standard deviation, were it normal.
+    noise = 1.05 * _of_known(np.median, np.abs(np.diff(loss[known])))
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(last)))
     num_steps = float(np.max(history.step, initial=0) - np.min(history.step, initial=math.inf))
     own_fall = _of_known(np.mean, (loss - after)[history.ok])

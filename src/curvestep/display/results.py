@@ -107,15 +107,16 @@ def norm(rows: Columns, *, max_norm: float = math.inf) -> Chart | None:
     return Chart("norm", "Gradient norm", *axes, tuple(series))
 
 
-def loss(rows: Columns, held_out: Columns | None = None, *, log: bool = False) -> Chart | None:
-    """Training loss over the steps, and the held-out loss where there is one."""
+def loss(rows: Columns, held_out: Columns | None = None, *, is_lost: bool = False) -> Chart | None:
+    """Training loss over the steps, red if the run is lost, and the held-out loss where there is one."""
     if not np.isfinite(rows.get("loss", _NONE)).any():
         return None
-    series = [Series("training loss", rows["step"], rows["loss"])]
+    colour = {True: "bad", False: 0}[is_lost]
+    series = [Series("training loss", rows["step"], rows["loss"], colour=colour, is_lost=is_lost)]
     if held_out and len(held_out["step"]):
         other = held_out["step"], held_out["loss"]
         series.append(Series("held-out loss", *other, colour=1, mark="square"))
-    axes = Axis("iteration"), Axis("loss", log=log)
+    axes = Axis("iteration"), Axis("loss", log=is_lost)
     return Chart("loss", "Loss", *axes, tuple(series), switch="y")
 
 

@@ -134,6 +134,11 @@ def desk(chromium, page_of):
     opened.close()
 
 
+TALLER_THAN_THEIR_BOX = """() => {
+    const end = (part) => part.getBoundingClientRect().bottom;
+    const plots = [...document.querySelectorAll(".js-plotly-plot")];
+    return plots.filter((plot) => end(plot.querySelector(".main-svg")) > end(plot) + 1).length;
+}"""
 SHEETS = {"twenty runs": 3, "a single run": 4, "reproduction": 8}
 
 
@@ -144,6 +149,7 @@ def test_every_panel_is_drawn_without_an_error_or_a_request_and_prints_on_a_few_
     opened = Opened(chromium, page_of(case))
     if case in SHEETS:
         opened.tab.emulate_media(media="print")
+        assert opened.tab.evaluate(TALLER_THAN_THEIR_BOX) == 0
         assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", opened.tab.pdf(format="A4"))) <= SHEETS[case]
         opened.tab.emulate_media(media="screen")
     charts = drawn_charts(opened.draw_all())

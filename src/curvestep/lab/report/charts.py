@@ -39,7 +39,7 @@ OVER_STEPS = (
 def run_charts(view: RunView) -> list[Chart]:
     """The charts of one run, as many as its records allow, with their captions."""
     own = [
-        results.loss(view.rows, view.held_out, log=view.is_lost),
+        results.loss(view.rows, view.held_out, is_lost=view.is_lost),
         results.norm(view.rows, max_norm=view.max_norm),
         results.edge(view.measured),
         results.scatter(view.measured, view.fit),
