@@ -148,9 +148,10 @@ def test_calibrate_prints_first_what_the_user_did_wrong(mistake, kind):
     assert notes[kind] in str(found)  # of several warnings only the first is printed
 
 
-def test_calibrate_takes_the_name_of_an_optimizer_in_any_case():
+@pytest.mark.parametrize("name", ["adamw", "AdamW"])
+def test_calibrate_takes_the_name_of_an_optimizer_in_any_case(name):
     model = network()
-    found = cs.calibrate(model, loss_with(model), batches(), optimizer="adamw")
+    found = cs.calibrate(model, loss_with(model), batches(), optimizer=name)
     assert found.optimizer == "AdamW"
 
 

@@ -219,12 +219,12 @@ def page_title(views: Sequence[RunView], places: Sequence[Path], *, reproduction
 
 
 def subtitle(views: Sequence[RunView]) -> str:
-    """How the runs ended, and on which data."""
+    """How the runs ended, and on which data; the setup tells where from."""
     states = Counter(view.status or "measured" for view in views)
     facts = [f"{count} {status}" for status, count in states.items()]
     if len(views) == 1:
         facts = [f"{views[0].step:,} steps"]
-    facts += dict.fromkeys(str(view.facts.get("data", "")) for view in views)
+    facts += dict.fromkeys(str(view.facts.get("data", "")).partition(" from ")[0] for view in views)
     return "; ".join(filter(None, facts))
 
 
