@@ -26,7 +26,7 @@ EXAMPLES = {
     "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
     "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 0.4 / FAR),
     "inefficient": ({"efficiency": 0.05, "last_loss": 1.5}, "lower", 1 / NEXT),
-    "long-first-steps": ({"start_factor": 0.01}, "lower", 0.1),
+    "long-first-steps": ({"start_factor": 0.01, "efficiency": 0.4}, "lower", 0.1),
     "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 40.0 / GOOD_START),
     "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
     "no-progress": ({"last_loss": 2.25, "fell": False}, "stuck", None),
@@ -99,9 +99,9 @@ def test_a_run_that_was_ended_because_of_its_last_step_diverged():
 
 
 def test_a_warm_up_may_take_the_peak_beyond_what_the_start_allowed():
-    assert decide(outcome(start_factor=0.2)).action == "lower"
-    assert decide(outcome(start_factor=0.2, scheduled=True)).action == "keep"
-    assert decide(outcome(start_factor=0.05, scheduled=True)).action == "lower"
+    assert decide(outcome(efficiency=0.4, start_factor=0.2)).action == "lower"
+    assert decide(outcome(efficiency=0.4, start_factor=0.2, scheduled=True)).action == "keep"
+    assert decide(outcome(efficiency=0.4, start_factor=0.05, scheduled=True)).action == "lower"
 
 
 @pytest.mark.parametrize("start", [1e-5, 0.3])
@@ -120,7 +120,9 @@ def test_of_adam_at_a_constant_rate_the_start_says_nothing():
     ({"failure": "the loss is random"}, "no-sign"),  # enough rows are left
     ({"highest_loss": 9.0}, "no-sign"),  # it came back all the way
     ({"highest_loss": 9.0, "last_loss": 1.1}, "no-sign"),
-    ({"start_factor": 0.7}, "no-sign"),  # rather long steps, but the loss fell
+    ({"start_factor": 0.7, "efficiency": 0.4}, "no-sign"),  # rather long steps, but the loss fell
+    ({"start_factor": 0.01, "efficiency": 0.6}, "no-sign"),  # it recovered
+    ({"start_factor": 0.01, "efficiency": 0.6, "last_loss": 1.5}, "long-first-steps"),
     ({"start_factor": 3.5, "kappa": 0.2}, "no-sign"),
     ({"start_factor": 9.0, "kappa": 0.4}, "no-sign"),
     ({"efficiency": 0.15, "last_loss": 1.5}, "no-sign"),

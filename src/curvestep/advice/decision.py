@@ -89,6 +89,11 @@ def wastes_steps(run: Outcome) -> bool:
     return run.efficiency < LEAST_FALL and rise(run, run.last_loss) > -1 / 2
 
 
+def recovered(run: Outcome) -> bool:
+    """Whether the loss fell to half, and steps lower their own batch's by half of what the slope promises."""
+    return rise(run, run.last_loss) <= -1 / 2 and run.efficiency >= 1 / 2
+
+
 def long_at_first(run: Outcome) -> bool:
     """Whether the start allowed clearly less than the step of its lr; a warm-up takes a peak beyond that."""
     if run.scheduled:
@@ -141,7 +146,7 @@ TABLE = (
     Condition("rose-and-stuck", STUCK, came_back_in_part, far_below),
     Condition("long-and-stuck", STUCK, lambda run: hardly_fell(run) and run.start_factor < 1, far_below),
     Condition("inefficient", LOWER, wastes_steps, half_way),
-    Condition("long-first-steps", LOWER, long_at_first, half_way),
+    Condition("long-first-steps", LOWER, lambda run: long_at_first(run) and not recovered(run), half_way),
     Condition("short-steps", RAISE, lambda run: change(run) < SHORT_KAPPA, as_started),
     Condition("short-first-steps", RAISE, short_at_first, lambda run: NEXT),
     Condition("no-progress", STUCK, lambda run: hardly_fell(run) and run.should_have_fallen and not run.fell),
