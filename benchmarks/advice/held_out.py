@@ -2,173 +2,190 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from benchmarks.advice.noisy import fixed, stack, task
 from benchmarks.calibrate.data import Batch, digits
 from torch import Tensor, nn
 
-# Digits: nearer to another of the same kind than to one of another kind
+# Places of numbers in their order
 
 
-class Triples(nn.Module):
-    """Places of three digits each, by one network."""
+class Sorter(nn.Module):
+    """A transformer layer over six numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = stack(64, 52, 10, act=nn.Hardswish)
+        self.embed, self.place = nn.Linear(1, 24), nn.Linear(24, 6)
+        self.layer = nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shaped (batch, 30)."""
-        return self.place(x).flatten(1)
+        """Logits of each number's place, shaped (batch, 36)."""
+        return self.place(self.layer(self.embed(x[..., None]))).flatten(1)
 
 
-def triples(generator: torch.Generator) -> Batch:
-    """A digit, another of its kind, and one of another kind."""
+def numbers(generator: torch.Generator) -> Batch:
+    """Six numbers, and the place of each in their order."""
+    x = torch.randn(32, 6, generator=generator)
+    return x, x.argsort(1).argsort(1)
+
+
+def places_of(outputs: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy, mean over the numbers."""
+    return F.cross_entropy(outputs.unflatten(1, (6, 6)).transpose(1, 2), y)
+
+
+# Which symbol a sequence repeats
+
+
+class Reader(nn.Module):
+    """A GRU and its mean over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.reader = nn.Embedding(12, 16), nn.GRU(16, 32, batch_first=True)
+        self.out = nn.Linear(32, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the symbols."""
+        return self.out(self.reader(self.embed(x))[0].mean(1))
+
+
+def repeats(generator: torch.Generator) -> Batch:
+    """Fourteen symbols, and the one that was put into four places."""
+    x = torch.randint(12, (24, 14), generator=generator)
+    y = torch.randint(12, (24,), generator=generator)
+    where = torch.rand(24, 14, generator=generator).argsort(1)[:, :4]
+    return x.scatter(1, where, y[:, None].expand(-1, 4)), y
+
+
+# Digits with labels that are smoothed
+
+
+def seen_digits(generator: torch.Generator) -> Batch:
+    """Digits with noise, and what they are."""
     x, y = digits()
-    first = torch.randint(len(x), (28,), generator=generator)
-    others = torch.randint(len(x), (28, 200), generator=generator)
-    same = (y[others] == y[first][:, None]).float()
-    one, two = others.gather(1, same.argmax(1, True)), others.gather(1, same.argmin(1, True))
-    return torch.stack([x[first], x[one[:, 0]], x[two[:, 0]]], 1), torch.zeros(28, 1)
+    chosen = torch.randint(len(x), (20,), generator=generator)
+    return (x[chosen] + 0.3 * torch.randn(20, 64, generator=generator)).view(20, 1, 8, 8), y[chosen]
 
 
-def margin(outputs: Tensor, _: Tensor) -> Tensor:
-    """By how much a digit is not nearer to its own kind, by a margin of 1."""
-    one, two, three = outputs.unflatten(1, (3, -1)).unbind(1)
-    near, far = ((one - other).square().sum(1) for other in (two, three))
-    return F.relu(near - far + 1).mean()
-
-
-# Directions
-
-
-def directions(generator: torch.Generator) -> Batch:
-    """Places, and which way a flow goes there, with noise."""
-    x = torch.randn(18, 5, generator=generator)
-    flow = (x @ fixed(5, 9, seed=61)).cos() @ fixed(9, 4, seed=62)
-    return x, F.normalize(flow + torch.randn(18, 4, generator=generator), dim=1)
-
-
-def angle(outputs: Tensor, y: Tensor) -> Tensor:
-    """One minus the cosine."""
-    return 1 - F.cosine_similarity(outputs, y).mean()
-
-
-# Levels in an order
-
-
-class Residual(nn.Module):
-    """Two layers beside a short cut."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.CELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features of the layer."""
-        return x + self.branch(x)
-
-
-def levels(generator: torch.Generator) -> Batch:
-    """Fourteen numbers, and which of five thresholds a noisy score of them passes."""
-    x = torch.randn(36, 14, generator=generator)
-    score = (x @ fixed(14, seed=71)) / 3 + x[:, 0] * x[:, 1] + 0.5 * torch.randn(36, generator=generator)
-    return x, (score[:, None] > torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])).float()
-
-
-# Waiting times
-
-
-class Waves(nn.Module):
-    """Fixed random waves, then a small network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", 1.5 * fixed(3, 40, seed=81))
-        self.layers = stack(80, 24, 1, act=nn.Tanhshrink)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logarithm of the mean, shaped (batch, 1)."""
-        waves = x @ self.get_buffer("frequencies")
-        return self.layers(torch.cat([waves.sin(), waves.cos()], 1))
-
-
-def waits(generator: torch.Generator) -> Batch:
-    """Places, and times that are gamma distributed about a mean that depends on them."""
-    x = torch.randn(64, 3, generator=generator)
-    mean = torch.exp((2 * x[:, :1]).sin() + 0.5 * x[:, 1:2])
-    uniform = torch.rand(64, 1, 3, generator=generator).clamp(min=1e-6)
-    return x, -mean * uniform.log().mean(2)
-
-
-def deviance(outputs: Tensor, y: Tensor) -> Tensor:
-    """Of gamma distributed times, from the logarithm of their mean."""
-    return (y * torch.exp(-outputs) + outputs).mean()
-
-
-# Products
-
-
-class Products(nn.Module):
-    """Sums of products of two linear functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 26), nn.Linear(8, 26)
-        self.out = nn.Linear(26, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shaped (batch, 2)."""
-        return self.out(self.one(x) * self.two(x))
-
-
-def forms(generator: torch.Generator) -> Batch:
-    """Points, and two quadratic forms of them."""
-    x = torch.randn(90, 8, generator=generator)
-    values = torch.einsum("bi,kij,bj->bk", x, fixed(2, 8, 8, seed=91) / 4, x)
-    return x, values + 0.2 * torch.randn(90, 2, generator=generator)
-
-
-def log_cosh(outputs: Tensor, y: Tensor) -> Tensor:
-    """Squares near zero, absolute values far from it."""
-    error = outputs - y
-    return (error + F.softplus(-2 * error) - math.log(2)).mean()
-
-
-# Intervals of a noisy line
-
-
-def intervals(generator: torch.Generator) -> Batch:
-    """A line of 32 points with noise, and where its bump is."""
-    start = torch.randint(4, 18, (22, 1), generator=generator)
-    length = torch.randint(5, 11, (22, 1), generator=generator)
-    places = torch.arange(32)
-    inside = ((places >= start) & (places < start + length)).float()
-    return (1.5 * inside + torch.randn(22, 32, generator=generator))[:, None], inside
-
-
-def overlap(outputs: Tensor, y: Tensor) -> Tensor:
-    """One minus Dice's overlap."""
-    found = outputs.sigmoid()
-    return 1 - (2 * (found * y).sum(1) / (found.sum(1) + y.sum(1) + 1)).mean()
-
-
-def _line() -> nn.Module:
+def _convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(1, 10, 5, padding=2), nn.InstanceNorm1d(10, affine=True), nn.SiLU(),
-        nn.Conv1d(10, 10, 5, padding=2), nn.SiLU(), nn.Conv1d(10, 1, 5, padding=2), nn.Flatten(),
+        nn.Conv2d(1, 12, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Conv2d(12, 24, 3), nn.GELU(),
+        nn.Flatten(), nn.Linear(96, 10),
     )  # fmt: skip
 
 
+def smoothed(outputs: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy with a tenth of the label on all others."""
+    return F.cross_entropy(outputs, y, label_smoothing=0.1)
+
+
+# Half of a digit from the other
+
+
+def half_digits(generator: torch.Generator) -> Batch:
+    """The upper half of a digit, and the lower."""
+    x, _ = digits()
+    chosen = x[torch.randint(len(x), (64,), generator=generator)]
+    return chosen[:, :32], chosen[:, 32:]
+
+
+# A sum of experts
+
+
+class Experts(nn.Module):
+    """Four small networks, weighed by a fifth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([stack(10, 16, 3, act=nn.Tanh) for _ in range(4)])
+        self.gate = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shaped (batch, 3)."""
+        each = torch.stack([expert(x) for expert in self.experts], 1)
+        return (self.gate(x).softmax(1)[..., None] * each).sum(1)
+
+
+def pieces(generator: torch.Generator) -> Batch:
+    """A linear map that depends on the corner, with noise."""
+    x = torch.randn(50, 10, generator=generator)
+    corner = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    y = torch.einsum("bi,bij->bj", x, fixed(4, 10, 3, seed=101)[corner]) / 3
+    return x, y + 0.3 * torch.randn(50, 3, generator=generator)
+
+
+# Tags by attention
+
+
+class Tagger(nn.Module):
+    """Words, pooled by a query that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.query = nn.Embedding(300, 24), nn.Linear(24, 1, bias=False)
+        self.out = stack(24, 24, 8, act=nn.ReLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Log-odds of eight tags."""
+        words = self.embed(x)
+        return self.out((self.query(words).softmax(1) * words).sum(1))
+
+
+def tagged(generator: torch.Generator) -> Batch:
+    """Ten words, and the tags that hidden features of them call for."""
+    x = torch.randint(300, (60, 10), generator=generator)
+    features = fixed(300, 8, seed=111)[x].mean(1) * 3
+    return x, torch.bernoulli(torch.sigmoid(2 * features), generator=generator)
+
+
+# The next state of a pendulum
+
+
+class Moved(nn.Module):
+    """A change of the state, by two layers with RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change = nn.Sequential(
+            nn.Linear(4, 40), nn.RMSNorm(40), nn.SiLU(), nn.Linear(40, 40), nn.RMSNorm(40), nn.SiLU(),
+            nn.Linear(40, 4),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state."""
+        return x + self.change(x)
+
+
+def pendulums(generator: torch.Generator) -> Batch:
+    """Angles and speeds of two coupled pendulums, and a moment later, seen with noise."""
+    x = 1.5 * torch.randn(80, 4, generator=generator)
+    angle, speed = x[:, :2], x[:, 2:]
+    for _ in range(10):
+        speed = speed - 0.1 * (angle.sin() + 0.5 * (angle - angle.flip(1)) + 0.1 * speed)
+        angle = angle + 0.1 * speed
+    return x, torch.cat([angle, speed], 1) + 0.05 * torch.randn(80, 4, generator=generator)
+
+
+# Blood values: a class that is rare
+
+
+def rare(generator: torch.Generator) -> Batch:
+    """Nine skewed numbers, and three classes, of which one is rare."""
+    x = torch.randn(30, 9, generator=generator).exp()
+    logits = x.log() @ fixed(9, 3, seed=121) / 2 - torch.tensor([0.0, 0.5, 2.5])
+    return x, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+
+
 HELD_OUT = (
-    task("triples of digits", Triples, triples, margin),
-    task("directions", lambda: stack(5, 34, 34, 4, act=nn.SELU), directions, angle),
-    task("levels in order", lambda: nn.Sequential(nn.Linear(14, 30), *[Residual(30) for _ in range(3)],
-         nn.Linear(30, 5)), levels, F.binary_cross_entropy_with_logits),
-    task("waiting times", Waves, waits, deviance),
-    task("quadratic forms", Products, forms, log_cosh),
-    task("intervals, Dice", _line, intervals, overlap),
+    task("places of numbers", Sorter, numbers, places_of),
+    task("repeated symbols", Reader, repeats, F.cross_entropy),
+    task("noisy digits, smoothed labels", _convolutions, seen_digits, smoothed),
+    task("half of a digit", lambda: stack(32, 60, 60, 32, act=nn.PReLU), half_digits, F.mse_loss),
+    task("sum of experts", Experts, pieces, F.mse_loss),
+    task("tags by attention", Tagger, tagged, F.binary_cross_entropy_with_logits),
+    task("coupled pendulums", Moved, pendulums, F.huber_loss),
+    task("rare class", lambda: nn.Sequential(nn.LayerNorm(9), *stack(9, 32, 3, act=nn.Softplus)), rare,
+         F.cross_entropy),
 )  # fmt: skip

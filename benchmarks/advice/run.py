@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from benchmarks.advice.held_out import HELD_OUT
 from benchmarks.advice.noisy import NOISY, constant_loss
+from benchmarks.advice.spent import SPENT
 from benchmarks.calibrate.data import Batch
 from benchmarks.calibrate.methods import first_norm
 from benchmarks.calibrate.run import NUM_JUDGES, judged
@@ -32,8 +33,8 @@ from torch.optim import Optimizer
 import curvestep as cs
 from curvestep.calibration.arms import SCHEDULES
 
-# By name from calibrate's benchmark. The second row judged a first rule, the third a second one; both then
-# changed: what judges now is in held_out.py.
+# By name from calibrate's benchmark. The second row judged a first rule, the third a second one,
+# noisy.py a third, spent.py a fourth; all then changed: what judges now is in held_out.py.
 DEVELOPMENT = (
     "MLP, digits", "autoencoder", "deep MLP, poor start", "regression", "logistic regression",
     "CNN, BatchNorm", "char LSTM", "char GPT, 2 layers", "word transformer",
@@ -41,10 +42,10 @@ DEVELOPMENT = (
     "tiny diffusion", "ResNet8, BatchNorm", "recommender", "CNN",
     "table, categories", "communities of graphs", "masked pixels, MADE", "halves of digits",
     "spread of a set", "denoising U-Net", "AWD-LSTM, dropout", "GRU, batches of 4",
-    "separable convolutions, GroupNorm", *(recipe.task.name for recipe in NOISY),
+    "separable convolutions, GroupNorm", *(recipe.task.name for recipe in (*NOISY, *SPENT)),
 )  # fmt: skip
 JUDGED = tuple(recipe.task.name for recipe in HELD_OUT)
-OWN = {recipe.task.name: recipe for recipe in (*NOISY, *HELD_OUT)}
+OWN = {recipe.task.name: recipe for recipe in (*NOISY, *SPENT, *HELD_OUT)}
 SEEDS = (1, 2)
 STEPS, EVERY = 150, 5
 LOWEST = {"plain": 1e-2, "clipped": 1e-2, "momentum": 1e-3, "adamw": 1e-4, "adamw, schedule": 1e-4}
