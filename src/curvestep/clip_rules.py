@@ -203,8 +203,8 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean = state
         is_warm = count + 1 < warmup
-        joint = choose(seen.total > max_norm, seen.norm * (max_norm / larger(seen.total, max_norm)), math.inf)
-        threshold = choose(is_warm, joint, ratio * mean)
+        joint = max_norm / larger(seen.total, max_norm)
+        threshold = choose(is_warm, joint * seen.norm, ratio * mean)
         clipped = smaller(seen.norm, threshold)
         average = decay * mean + (1 - decay) * clipped
         return threshold, (count + 1, choose(is_warm, smaller(mean, clipped), average))
@@ -252,7 +252,7 @@ def choose(condition: Quantity, yes: Quantity, no: Quantity) -> Quantity:
 
 def smaller(a: Quantity, b: Quantity) -> Quantity:
     """The smaller of two numbers, or of each pair."""
-    return choose(a < b, a, b)
+    return np.minimum(a, b) if isinstance(b, np.ndarray) else choose(a < b, a, b)
 
 
 def larger(a: Quantity, b: Quantity) -> Quantity:

@@ -28,7 +28,7 @@ LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" el
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
-_RULE, _ADAM_RULE, _BOUND = Struct("dddddq"), Struct("dddddd"), Struct("dd")  # as in kernel.c
+_RULE, _ADAM_RULE, _BOUND = Struct("dddddq"), Struct("dddddd"), Struct("ddP")  # as in kernel.c
 Array: TypeAlias = np.ndarray[Any, Any]
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
@@ -59,6 +59,7 @@ class Units(NamedTuple):
     scales: Array  # float64
     # Ratio and least norm of weights by which the kernel finds the factors, and puts them into `scales`.
     bound: tuple[float, float] | None = None
+    norms: Array = np.empty(0)  # of the gradients, for a bound
 
 
 class Kernel:
@@ -71,7 +72,6 @@ class Kernel:
     def __init__(self, library: Path) -> None:
         with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         flag = ctypes.c_int
-        self.clips_units = False  # whether it was built since it can
         self._describe = _describe()
         self._take_threads_from = loaded.curvestep_take_threads_from
         self._take_threads_from.argtypes = [_pointer]
@@ -213,8 +213,8 @@ def _factors(units: Units | None, scale: float) -> tuple[Any, Any, bytes | None]
     if units is None:
         return None, None, None
     if units.bound is None:
-        return units.starts, (units.scales * scale).ctypes, None
-    return units.starts, units.scales.ctypes, _BOUND.pack(*units.bound)
+        return units.starts, (units.scales * scale).tobytes(), None
+    return units.starts, units.scales.ctypes.data, _BOUND.pack(*units.bound, units.norms.ctypes.data)
 
 
 @cache
@@ -322,8 +322,7 @@ def real_cpu_tensors() -> Iterator[None]:
 
 def _follows_formula(kernel: Kernel) -> bool:
     """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
-    trials = (_sums_squares, _updates, _scales_units, _takes_adamw_step)
-    kernel.clips_units = all(_clips_units(kernel, dtype) for dtype in DTYPES)
+    trials = (_sums_squares, _updates, _scales_units, _clips_units, _takes_adamw_step)
     return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
 
 
@@ -369,12 +368,10 @@ def _clips_units(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Two units of norm 10, by weights of norm 5 and of less than the least, 1; and half of that is taken."""
     g, p = torch.full((2, 25), 2.0, dtype=dtype), torch.ones((2, 25), dtype=dtype)
     p[1] = 0.01
-    view, factors = kernel.view([g], [p]), np.ones(2)
-    if view is None:
-        return False
+    view, factors = _walkable(kernel, [g], [p]), np.ones(2)
     kernel.update(
         view, scale=0.5, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False,
-        units=Units(view.starts, factors, (0.5, 1.0)),
+        units=Units(view.starts, factors, (0.5, 1.0), np.full(2, 5.0)),
     )  # fmt: skip
     expected = torch.tensor([[0.5], [-0.09]], dtype=dtype).expand(2, 25)
     return np.allclose(factors, [0.5, 0.1]) and torch.allclose(p, expected)

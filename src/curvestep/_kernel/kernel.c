@@ -27,8 +27,8 @@ __asm__(".symver pow, pow@GLIBC_2.17");
 
 /* The same function compiled for several kinds of processor, chosen when the library is loaded. */
 #if defined(CLONES)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#define FOR_EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
+#define FOR_EACH_CPU __attribute__((target_clones("avx2", "default")))
+#define FOR_EACH_WIDTH __attribute__((target_clones("avx512f", "default"))) /* avx2 takes sixteen lanes apart */
 #else
 #define FOR_EACH_CPU
 #define FOR_EACH_WIDTH
@@ -58,6 +58,7 @@ typedef struct {
 /* Each unit of the gradient is clipped at `ratio` times the norm of its weights, which is at least `least_weight`. */
 typedef struct {
     double ratio, least_weight;
+    const double *norms; /* of the gradient's units */
 } WeightBound;
 
 typedef struct {
@@ -336,10 +337,10 @@ static void *element(const Job *job, int list, int64_t i, int64_t at)
     return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
 }
 
-/* The squares of units [from, from + count) of tensor i of a list. */
-static void measure_units(const Job *job, int list, int64_t i, int64_t unit, int64_t from, int64_t count, double *squares)
+/* The squares of the weights in units [from, from + count) of tensor i. */
+static void measure_weights(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count, double *squares)
 {
-    const void *x = element(job, list, i, from * unit);
+    const void *x = element(job, 1, i, from * unit);
     if (unit <= SHORT) {
         squares_of_units(x, unit, 0, count, job->doubles, squares);
         return;
@@ -351,18 +352,16 @@ static void measure_units(const Job *job, int list, int64_t i, int64_t unit, int
     }
 }
 
-/* The factors that clip units [from, from + count) of tensor i: the gradient, times that of the rule, by the norm of the
-   weights. */
+/* The factors that clip units [from, from + count) of tensor i by the norm of their weights. */
 static void find_factors(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count)
 {
-    const double scale = fabs(*(const double *)job->rule); /* negative for ascent */
-    double squares[MOST], weights[MOST], *factors = job->scales + job->starts[i] + from;
-    measure_units(job, 0, i, unit, from, count, squares);
-    measure_units(job, 1, i, unit, from, count, weights);
+    const double *norms = job->bound->norms + job->starts[i] + from;
+    double squares[MOST], *factors = job->scales + job->starts[i] + from;
+    measure_weights(job, i, unit, from, count, squares);
     for (int64_t k = 0; k < count; k++) {
-        const double norm = scale * sqrt(squares[k]), weight = sqrt(weights[k]);
+        const double weight = sqrt(squares[k]);
         const double bound = job->bound->ratio * (weight > job->bound->least_weight ? weight : job->bound->least_weight);
-        factors[k] = norm > bound ? bound / norm : 1;
+        factors[k] = norms[k] > bound ? bound / norms[k] : 1;
     }
 }
 
@@ -739,10 +738,10 @@ static void NAMED(squares_short)(const REAL *x, int64_t unit, int64_t from, int6
         sums[k] = NAMED(squares_of_unit)(x + k * unit, unit);
 }
 
-FOR_EACH_CPU
+FOR_EACH_WIDTH
 static double NAMED(squares)(const REAL *x, int64_t n) { return NAMED(squares_of)(x, 0, n); }
 
-FOR_EACH_CPU
+FOR_EACH_WIDTH
 static double NAMED(squares_apart)(const REAL *x, const REAL *y, int64_t n) { return NAMED(squares_of)(x, y, n); }
 
 /* d = c g + w p,  b <- mu b + k d,  p <- p - lr (b, or d + mu b), of which the common cases skip what is zero. */

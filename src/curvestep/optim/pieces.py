@@ -40,11 +40,13 @@ class HostPieces:
         self.rule = rule
         self.norm = math.sqrt(total)
         self.norms: list[Quantity] = [np.sqrt(squares)]
-        self.weights: list[Quantity] = [0.0]
-        if rule.each == "unit":
-            self.weights = [np.sqrt(view.kernel.squares_of_units(view, starts, which=1)[1])]
-        self._starts = starts
-        self._factors = np.ones(0)
+        self._view, self._starts = view, starts
+        self._factors = np.ones(len(squares))
+
+    @property
+    def weights(self) -> list[Quantity]:
+        """The norms of the parameters, for a rule that clips units by them."""
+        return [np.sqrt(self._view.kernel.squares_of_units(self._view, self._starts, which=1)[1])]
 
     def unscale(self, factor: float) -> None:
         """Take the scale of a GradScaler out of the norms."""
@@ -53,8 +55,7 @@ class HostPieces:
     def clip(self, bounds: Sequence[Quantity]) -> None:
         """Fix the factors, by a threshold for each norm."""
         (norms,), (bound,) = self.norms, bounds
-        fired = norms > bound
-        self._factors = np.divide(bound, norms, out=np.ones_like(norms), where=fired)
+        np.divide(bound, norms, out=self._factors, where=norms > bound)
 
     def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
         """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
@@ -64,7 +65,8 @@ class HostPieces:
 
     def counted(self) -> tuple[float, float]:
         """The smallest factor, and the share of pieces that are clipped."""
-        return self._factors.min().item(), np.count_nonzero(self._factors < 1) / len(self._factors)
+        share = np.count_nonzero(self._factors < 1) / len(self._factors)
+        return float(np.minimum.reduce(self._factors)), share
 
     def clipped_norm(self) -> float:
         """The norm of all pieces after clipping."""
@@ -82,36 +84,23 @@ class HostPieces:
 
 
 class WeightPieces(HostPieces):
-    """Units that our kernel measures, clips by their weights and updates one after the other.
+    """Units that our kernel clips by their weights while it updates them.
 
     A unit is still in the cache when it is updated, so that clipping costs no pass over memory.
-
-    Args:
-        rule: The rule that clips them.
-        view: Where gradients and parameters lie.
-        bound: Its ratio and the least norm of weights.
     """
-
-    def __init__(self, rule: ClipRule, view: View, bound: tuple[float, float]) -> None:
-        self.rule = rule
-        self.norm = math.sqrt(view.kernel.sum_of_squares(view))
-        self.norms: list[Quantity] = []  # the update takes them, with the scale of a GradScaler
-        self.weights: list[Quantity] = []
-        self._view, self._bound = view, bound
-        self._factors = np.ones(view.starts[view.length])
 
     def clip(self, bounds: Sequence[Quantity]) -> None:
         """Leave the factors to the update."""
 
-    def clipped_norm(self) -> float:
-        """The norm of all units after clipping, once they are updated."""
-        squares = self._view.kernel.squares_of_units(self._view, self._view.starts)[1]
-        return float(np.linalg.norm(self._factors * np.sqrt(squares)))
+    @property
+    def weights(self) -> list[Quantity]:
+        """Norms that the update takes."""
+        return [0.0]
 
     @property
     def units(self) -> Units:
         """Where our kernel puts the factors."""
-        return Units(self._view.starts, self._factors, self._bound)
+        return Units(self._starts, self._factors, self.rule.of_weights, self.norms[0])
 
 
 class TensorPieces:
@@ -175,7 +164,8 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     view = decision.view or view_of(decision.grads, decision.params)
     starts = None if view is None else _starts(view, rule)
     if view is not None and starts is not None:
-        pieces = _host_pieces(decision, rule, view, starts)
+        is_known = decision.view is not None and rule.of_weights is not None
+        pieces = (WeightPieces if is_known else HostPieces)(rule, view, starts)
         # A piece whose squares vanish is too small to be clipped: only large ones need another way.
         if pieces.norm < safe_norms(torch.float32)[1]:
             return pieces
@@ -188,13 +178,6 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
             "layer with sparse=False, or use another rule."
         )
     return TensorPieces(rule, list(map(_unit_norms, decision.grads)), list(map(_unit_norms, decision.params)))
-
-
-def _host_pieces(decision: Decision, rule: ClipRule, view: View, starts: Quantity) -> Pieces:
-    """Measured while they are updated, if the kernel does that too and knows the rule."""
-    if decision.view is not None and rule.of_weights and view.kernel.clips_units:
-        return WeightPieces(rule, view, rule.of_weights)
-    return HostPieces(rule, view, starts)
 
 
 def scaled(grads: list[Tensor], pieces: Pieces) -> list[Tensor]:

@@ -65,11 +65,11 @@ class HostMemory:
 
     def bounds(self, norms: Array, total: float) -> Array:
         """A threshold for each of several norms, which are remembered."""
-        is_usual = (norms > 0) & (norms < math.inf)
         thresholds, state = self.rule.bound(Seen(norms, total), self._state)
-        if is_usual.all():
+        if total < math.inf and np.count_nonzero(norms) == len(norms):
             self._state = state
             return thresholds
+        is_usual = (norms > 0) & (norms < math.inf)
         self._state = tuple(np.where(is_usual, new, old) for new, old in zip(state, self._state, strict=True))
         return np.where(is_usual, thresholds, math.inf)
 
