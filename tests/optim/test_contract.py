@@ -453,6 +453,8 @@ def test_grad_scaler_unscales_before_the_norm_is_taken():
         ("clipped", {}, {}),
         ("clipped", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"lr": 0.3}),
         ("normalized", {}, {"lr": 0.3}),
+        ("clipped", {"momentum": 0.9}, {"lr": 0.3}),
+        ("clipped", {"momentum": 0.9, "dampening": 0.5}, {"lr": 0.3, "weight_decay": 0.1}),
         ("clipped", {}, {"weight_decay": 0.1}),
         ("clipped", {"momentum": 0.9}, {"weight_decay": 0.1}),
         ("adamw", {"eps": 0.1}, {"lr": 0.3}),

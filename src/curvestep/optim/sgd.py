@@ -205,7 +205,8 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
         buffer.mul_(rule.momentum).add_(d, alpha=1 - rule.dampening)
         d = torch.add(rule.momentum * buffer, d) if rule.nesterov else buffer
     if isinstance(rule.lr, Tensor):
-        p.add_(d * -rule.lr)
+        # A copy, so that a gradient to the learning rate finds the buffer as it was.
+        p.add_(d.clone() * -rule.lr)
     else:
         p.add_(d, alpha=-rule.lr)
 
