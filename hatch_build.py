@@ -18,7 +18,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 FOLDER = Path("src/curvestep/_kernel")
 # No sum of a product in one rounding: then all processors give the same bits.
-FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fPIC", "-shared"]
 if sys.platform == "darwin":
     FLAGS += ["-undefined", "dynamic_lookup", "-mmacosx-version-min=11.0"]
 # From the best build to the plainest: for several kinds of processor in one file, or for one.

@@ -252,7 +252,9 @@ def choose(condition: Quantity, yes: Quantity, no: Quantity) -> Quantity:
 
 def smaller(a: Quantity, b: Quantity) -> Quantity:
     """The smaller of two numbers, or of each pair."""
-    return np.minimum(a, b) if isinstance(b, np.ndarray) else choose(a < b, a, b)
+    if isinstance(b, np.ndarray):
+        return np.minimum(a, b)
+    return choose(a < b, a, b)
 
 
 def larger(a: Quantity, b: Quantity) -> Quantity:

@@ -244,6 +244,17 @@ def test_a_norm_above_the_bound_leaves_the_step_out(make):
     assert (stats["steps"], stats["skipped"]) == (3, 1)
 
 
+def test_a_step_that_raises_while_it_clips_is_not_counted():
+    w = nn.Parameter(torch.ones(3))
+    handle = cs.clip(torch.optim.SGD([w], lr=0.1), max_norm=1.0)
+    w.grad = torch.full((3,), 4.0)
+    handle.optimizer.step()
+    w.grad = torch._neg_view(torch.full((3,), 4.0))
+    with pytest.raises(RuntimeError):
+        handle.optimizer.step()
+    assert handle.clip_stats()["steps"] == 1
+
+
 def test_a_differentiable_step_can_be_left_out():
     w = torch.tensor([3.0, 4.0])
     opt = cs.ClippedSGD([w], lr=0.1, max_norm=1.0, differentiable=True, skip_above=4.0)

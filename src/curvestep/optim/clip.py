@@ -241,9 +241,10 @@ class Clipping(_Handle):
             return
         bounds = list(map(self._bound, step.bounded()))
         coefficients = list(map(_coefficient, step.norms, bounds))
-        step.count(list(coefficients), bounds)  # while the gradients are as they came
+        step.look_for_spike(coefficients)
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             _clip_(decision, coefficient)
+        step.count(coefficients, bounds)
 
     def _clip_on_device(self, decisions: list[Decision]) -> None:
         """Clip by norms that are device scalars, of which none is read."""

@@ -165,7 +165,8 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     starts = None if view is None else _starts(view, rule)
     if view is not None and starts is not None:
         is_known = decision.view is not None and rule.of_weights is not None
-        pieces = (WeightPieces if is_known else HostPieces)(rule, view, starts)
+        kind = WeightPieces if is_known else HostPieces
+        pieces = kind(rule, view, starts)
         # A piece whose squares vanish is too small to be clipped: only large ones need another way.
         if pieces.norm < safe_norms(torch.float32)[1]:
             return pieces

@@ -225,11 +225,14 @@ class HostStep:
         """The group of each decision, with a number in place of its rule."""
         return self._rules.bounded(self._decisions, self.norms, self.norm, self._groups)
 
-    def count(self, coefficients: list[float], bounds: list[float]) -> None:
-        """Count the step that was taken, with the factor on each decision and its threshold."""
+    def look_for_spike(self, coefficients: list[float]) -> None:
+        """Remember the step if it stands out, while the gradients are as they came."""
         if self.norm > self._counters.spike_bound:
             norms = clipped_norms(self._decisions, self.norms, coefficients)
             self._keep_spike(self._policy.joint_norm(norms))
+
+    def count(self, coefficients: list[float], bounds: list[float]) -> None:
+        """Count the step that was taken, with the factor on each decision and its threshold."""
         if not self._is_pretended:
             fired = list(map(gt, self.norms, bounds))
             self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))

@@ -287,6 +287,7 @@ class ScaledOptimizer(Optimizer, ABC):
             for part in of_bundle:
                 update(part, coefficient * step.unscale)
         relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
+        step.look_for_spike(relative)
         step.count(relative, self.thresholds(groups))
 
     def _averaged_(self, bundles: list[Bundle], step: HostStep) -> list[list[Part]]:
