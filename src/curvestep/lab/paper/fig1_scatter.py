@@ -128,7 +128,7 @@ FIG2 = PaperFigure(
         Picture(
             name="fig2",
             title="Figure 2: smoothness against gradient norm, language model",
-            caption="The paper's three settings. A point is a measurement; later ones are lighter.",
+            caption="A panel is one of the paper's settings, a point a measurement; later ones are lighter.",
             draw=_shown(BY_HAND, SMALL_LR, SMALL_LR_CLIPPED),
         ),
     ),
@@ -140,7 +140,7 @@ FIG3 = PaperFigure(
         Picture(
             name="fig3",
             title="Figure 3: smoothness against gradient norm, ResNet20",
-            caption="The paper's settings (a) to (c), those that this scale has, past the start of training. "
+            caption="Panels show the settings (a) to (c) that this scale has, past the start of training. "
             "Correlations are within stretches of constant learning rate.",
             draw=_shown(*IMAGES),
         ),
@@ -157,7 +157,7 @@ FIG5 = PaperFigure(
         Picture(
             name="fig5",
             title="Figure 5: figure 1 on linear axes, and more iterations",
-            caption="(a) Figure 1 on linear axes. (b) The same setting for more iterations, if run.",
+            caption="(a) is figure 1 on linear axes. (b) is the same setting for more iterations, if run.",
             draw=_draw_linear_and_long,
         ),
     ),

@@ -201,8 +201,8 @@ FIG4 = PaperFigure(
         Picture(
             name="fig4",
             title="Figure 4: training with and without clipping",
-            caption="Training and held-out loss, and accuracy, with and without clipping. Training losses "
-            "are without the weight penalty, which the paper's include.",
+            caption="Curves show training and held-out loss, and accuracy. Training losses leave out the "
+            "weight penalty, which the paper's include.",
             draw=_draw_curves,
         ),
     ),
@@ -237,7 +237,7 @@ EQUIVALENCE = PaperFigure(
         Picture(
             name="equivalence",
             title="Clipped and normalized descent from the same start",
-            caption="Training losses on the same batches. The paper shows no such run.",
+            caption="Both train on the same batches. The paper shows no such run.",
             draw=_draw_equivalence,
         ),
     ),

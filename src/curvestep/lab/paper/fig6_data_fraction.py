@@ -132,7 +132,7 @@ FIG6 = PaperFigure(
         Picture(
             name="fig6",
             title="Figure 6: a tenth of the data against all of it",
-            caption="Gradient norm and smoothness of one run, from a tenth of its text and from all of it.",
+            caption="A point is measured twice in one run: on a tenth of its text and on all of it.",
             draw=lambda results, title: data_fraction(
                 *(results.shown(name)[0] for name in DATA_SHARES), title=title
             ),

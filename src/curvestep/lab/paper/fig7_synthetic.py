@@ -419,17 +419,17 @@ _DRAW: dict[str, tuple[Draw, str, str]] = {
     "fig7": (
         draw_trajectories,
         "Figure 7: gradient descent and clipped gradient descent on x⁴",
-        "Distance to the minimum, value and gradient from x = 30, a line a step size.",
+        "A line is one step size from x = 30: its distance to the minimum, value or gradient.",
     ),
     "fig7_jittered": (
         draw_jittered,
         "Figure 7 from many starting points",
-        "The last gradient of both methods from starts around 30, and how much smaller clipping makes it.",
+        "Both methods start near 30. The charts show their last gradients, and the ratio of these.",
     ),
     "fig7_growth": (
         draw_growth,
         "Theorems 3, 4 and 6: iterations against the largest gradient norm",
-        "Iterations on the pair of functions behind Theorem 4, and the ratio of a fixed step to clipping.",
+        "The charts count iterations on the functions behind Theorem 4, with fixed steps and with clipping.",
     ),
 }
 

@@ -113,7 +113,7 @@ FIG8 = PaperFigure(
         Picture(
             name="fig8",
             title="Figure 8: GD against clipped GD on the 2-layer LSTM",
-            caption="Gradient descent against clipped gradient descent on the two-layer LSTM. Gradient norms "
+            caption="Plain and clipped gradient descent train the two-layer LSTM. Charts show gradient norms "
             "on the oracle, training losses, and smoothness against gradient norm.",
             draw=lambda results, title: lstm_gd(
                 *map(results.shown, two_layer_settings(results.plan.scale)), title=title
