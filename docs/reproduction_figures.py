@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from curvestep.fit.samples import final_loss
-from curvestep.lab.paper.kept_runs import KEPT, KEPT_CLAIMS, load_kept, pack_runs
-from curvestep.lab.paper.plan import Results
+from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, Results, load_kept, pack_runs
 from curvestep.lab.paper.reproduction import draw_all, make_plan
 from curvestep.lab.paper.style import length_words, missing_words
 from curvestep.lab.paper.verdicts.claims import (

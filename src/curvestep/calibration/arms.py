@@ -23,6 +23,7 @@ from curvestep.calibration.method import Method
 from curvestep.calibration.passes import Passes
 from curvestep.calibration.refusals import check_enough
 from curvestep.loaders import Batch
+from curvestep.smoothness.estimators import each
 from curvestep.vectors import global_norm
 
 NUM_JUDGES = NUM_STEPS // 2  # batches that an arm is judged by
@@ -126,11 +127,10 @@ class Pilots:
 
     def _step(self, optimizer: Optimizer, lr: float, gradients: Sequence[Tensor | None], norm: float) -> None:
         """A step by these gradients, clipped here where the optimizer does not clip by itself."""
-        is_clipped = norm > self.max_norm and not self.method.clips_itself
+        if norm > self.max_norm and not self.method.clips_itself:
+            each(lambda gradient: gradient.mul_(self.max_norm / norm), gradients)
         for p, g in zip(self.passes.parameters, gradients, strict=True):
             p.grad = g
-            if g is not None and is_clipped:
-                g.mul_(self.max_norm / norm)
         for group, share in zip(optimizer.param_groups, self.method.shares, strict=True):
             group["lr"] = lr * share
         optimizer.step()

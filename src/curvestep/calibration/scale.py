@@ -29,6 +29,7 @@ from curvestep.calibration.refusals import check_representable, check_start, no_
 from curvestep.loaders import Batch
 from curvestep.lr_schedules import peak_lr
 from curvestep.optimizer_family import Family
+from curvestep.smoothness.estimators import each
 from curvestep.vectors import difference, dot, global_norm, precision
 
 CLIP_AT = (0.6, 1.75)  # thresholds by the first gradient norm: of batches with nothing, with all in common
@@ -136,7 +137,7 @@ class Line:
 
     def _gradient(self) -> tuple[float, Gradients]:
         loss, gradients = self.passes.gradient_of(self.batch)
-        return loss, [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        return loss, each(Tensor.to_dense, gradients)
 
     def _weighted(self, gradients: Gradients) -> Gradients:
         """The way that a step goes by a gradient."""

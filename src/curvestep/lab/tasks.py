@@ -320,11 +320,8 @@ Task = LanguageTask | ImageTask  # the training loop asks the same of both
 
 def make_task(recipe: Recipe, *, rank: int = 0, world_size: int = 1, offline: bool = False) -> Task:
     """The task of ``recipe``, with its data."""
-    data: Any = load_data(recipe, offline=offline)
-    if isinstance(recipe, LanguageRecipe):
-        return LanguageTask(recipe, data, rank=rank, world_size=world_size)
-    assert isinstance(recipe, ImageRecipe)
-    return ImageTask(recipe, data, rank=rank, world_size=world_size)
+    make: Any = {LanguageRecipe: LanguageTask, ImageRecipe: ImageTask}[type(recipe)]
+    return make(recipe, load_data(recipe, offline=offline), rank=rank, world_size=world_size)
 
 
 class _Epochs:

@@ -15,7 +15,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -83,8 +83,7 @@ class Trace:
         self.header = _plain({"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **header})
         # A value a row, None where it is missing and nothing after the last; in the order of first sight.
         self._columns: dict[KeyPath, list[object]] = {}
-        self._read_columns: dict[str, np.ndarray] = {}  # by `column`, since the last row
-        self._cached: dict[Hashable, Any] = {}  # by `cached`, likewise
+        self._cached: dict[Hashable, Any] = {}  # by `cached`, since the last row
         self._length = 0
         self._last_step = -math.inf
         self._file: RowFile | None = None
@@ -140,6 +139,7 @@ class Trace:
         kept = [row for row in rows if not _step_of(row) >= step]
         if len(kept) < len(rows):
             self._columns, self._length, self._last_step, self._unwritten = {}, 0, -math.inf, []
+            self._cached.clear()
             for row in kept:
                 self._add(row)
             self._rewrite([self.header, *kept])
@@ -229,14 +229,12 @@ class Trace:
         A list (``secants``) has two dimensions, a layer's key as ``column("layers/encoder/smoothness")``,
         words (``status``) and logs (``spikes``) as objects, None where missing.
         """
-        if name not in self._read_columns:
-            column = self._make_column(name)
-            column.flags.writeable = False
-            self._read_columns[name] = column
-        return self._read_columns[name]
+        column = self.cached(("column", name), partial(self._make_column, name))
+        column.flags.writeable = False
+        return column
 
     def _make_column(self, name: str) -> np.ndarray:
-        if name not in FIELDS and name not in self.names:
+        if name not in {*FIELDS, *self.names}:
             known = ", ".join(self.names) or "none yet"
             raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
         values = self._values(name)
@@ -322,7 +320,6 @@ class Trace:
             values += [None] * (self._length - len(values))
             values.append(value)
         self._length += 1
-        self._read_columns.clear()
         self._cached.clear()
         return True
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from curvestep.lab.paper import reproduction
-from curvestep.lab.paper.kept_runs import KEPT, PAPER_SIZE, load_kept, pack_runs
 from curvestep.lab.paper.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM
+from curvestep.lab.paper.plan import KEPT, PAPER_SIZE, load_kept, pack_runs
 from curvestep.lab.paper.reproduction import draw_kept, make_plan
 from curvestep.lab.paper.style import length_words
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
