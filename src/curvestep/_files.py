@@ -291,7 +291,7 @@ def _to_strict(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _to_strict(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_strict(v) for v in value]
+        return list(map(_to_strict, value))
     if dataclasses.is_dataclass(value):
         shown = [item.name for item in dataclasses.fields(value) if item.repr]  # the result, not its source
         return {name: _to_strict(getattr(value, name)) for name in shown}
@@ -303,7 +303,7 @@ def _from_strict(value: object) -> object:
         for key, v in value.items():
             value[key] = _from_strict(v)
     elif isinstance(value, list):
-        return [_from_strict(v) for v in value]
+        return list(map(_from_strict, value))
     elif isinstance(value, str):
         return _FLOATS.get(value, value)
     return value

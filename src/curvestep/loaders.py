@@ -68,7 +68,7 @@ def representative_batches(
     found = [_counted(labels(batch)) for batch in batches]
     if check_count("count", count) > len(found):
         raise ValueError(f"`count` must be at most {len(found)}, the number of batches, got {count}.")
-    sizes = torch.tensor([float(len(y)) for y in found], dtype=torch.float64)
+    sizes = torch.tensor(list(map(len, found)), dtype=torch.float64)
     if not sizes.all():
         raise ValueError("`labels` must give at least one label that is not negative for each batch.")
     # Σ(t + n)² = Σt² + 2 Σtn + Σn²: sums over the labels that a batch has, not over all that there are.

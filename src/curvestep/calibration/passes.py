@@ -28,7 +28,7 @@ class Passes(Replay):
         super().__init__(model, lambda: None)  # each pass sets the closure of its batch
         self._loss_of_batch = loss_of_batch
         self._needs_graph = False  # a loss that differentiates inside fails without
-        self._known = {id(p) for p in model.parameters()}
+        self._known = set(map(id, model.parameters()))
         self._is_sharded = any(map(is_sharded, self.parameters))  # computes with tensors of its own
         self._outside: list[tuple[Tensor, Tensor | None]] = []
         self.num_gradients = 0
@@ -57,7 +57,7 @@ class Passes(Replay):
 
     def losses_of(self, batches: Sequence[Batch]) -> np.ndarray:
         """Losses where the parameters are."""
-        return np.array([self.loss_of(batch) for batch in batches])
+        return np.array(list(map(self.loss_of, batches)))
 
     def loss_of(self, batch: Batch) -> float:
         """Loss where the parameters are, by a forward pass if the loss allows it."""

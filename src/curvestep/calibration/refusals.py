@@ -18,7 +18,7 @@ def check_arguments(model: object, loss_of_batch: object, batches: object) -> No
     """Refuse what is not a model, a function and a sequence, in this order."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got a {type(model).__name__}.")
-    if any(is_lazy(p) for p in model.parameters()):
+    if any(map(is_lazy, model.parameters())):
         raise ValueError("`model` has a lazy layer, not initialised yet. Run one forward pass first.")
     if not callable(loss_of_batch):
         raise TypeError(

@@ -133,9 +133,7 @@ class _Family:
         shares = _CONSTANT_SHARES[:, None, None]
         self.residual = log_ell - np.log(np.maximum(shares + (1 - shares) * relative, 1e-300))
         self.squares = self.num * self.residual.var(axis=-1)  # shape (shares, exponents)
-        self.errors = np.array(
-            [self._held_out(rows) for rows in np.array_split(np.arange(self.num), HELD_OUT)]
-        )
+        self.errors = np.array(list(map(self._held_out, np.array_split(np.arange(self.num), HELD_OUT))))
 
     def _held_out(self, rows: np.ndarray) -> float:
         """Mean square error on ``rows`` of the fit to all others."""

@@ -111,26 +111,25 @@ def sweep(
     folder = Path(folder)
     points = _points(recipe, grid)
     recipes = {name: with_fields(recipe, **fields) for name, fields in points.items()}
-    folders = {name: folder / name for name in points}
     common = {"resume": True, "progress": False, "checkpoint_seconds": checkpoint_seconds, "offline": offline}
     jobs = []
     for name, point in recipes.items():
-        if not has_ended(folders[name], point):
-            arguments = {"recipe": point, "folder": folders[name], **common}
-            jobs.append(Job(name=name, folder=folders[name], function=train, arguments=arguments))
+        if not has_ended(folder / name, point):
+            arguments = {"recipe": point, "folder": folder / name, **common}
+            jobs.append(Job(name=name, folder=folder / name, function=train, arguments=arguments))
     folder.mkdir(parents=True, exist_ok=True)
 
     errors: dict[str, str] = {}
 
     def trials() -> tuple[Trial, ...]:
-        return tuple(trial_in(fields, folders[name], errors.get(name, "")) for name, fields in points.items())
+        return tuple(trial_in(fields, folder / name, errors.get(name, "")) for name, fields in points.items())
 
     outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
     with show_live(lambda: _table(trials()), shown=progress) as watch:
         for number, outcome in enumerate(outcomes(watch=watch), 1):
             stop_if_interrupted(outcome)
             errors[outcome.name] = outcome.error
-            trial = trial_in(points[outcome.name], folders[outcome.name], outcome.error)
+            trial = trial_in(points[outcome.name], folder / outcome.name, outcome.error)
             if progress and not Console(stderr=True).is_terminal:
                 print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
     from curvestep.display.drawing import save

@@ -460,7 +460,7 @@ def _to_float(value: Any) -> float:
 
 def _to_tuple(kind: Callable[[Any], object], value: Any) -> tuple[object, ...]:
     items = [value] if isinstance(value, (str, float, int)) else value
-    return tuple(kind(item) for item in items)
+    return tuple(map(kind, items))
 
 
 def short(value: object) -> str:

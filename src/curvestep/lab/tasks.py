@@ -136,7 +136,7 @@ class LanguageTask:
 
     def num_steps(self) -> int:
         """Steps of the whole run: given, or the pieces of all epochs."""
-        return self.recipe.steps or sum(len(self._pieces(epoch)) for epoch in range(self.recipe.epochs))
+        return self.recipe.steps or sum(map(len, map(self._pieces, range(self.recipe.epochs))))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This process's words of step ``step``, and those that follow them, shaped (time, streams)."""

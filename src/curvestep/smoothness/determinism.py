@@ -309,7 +309,7 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
 
 def untracked_error(tensors: Sequence[Tensor]) -> UntrackedParametersError:
     """The error for tensors that training moves and a replay does not."""
-    numbers = sum(tensor.numel() for tensor in tensors)
+    numbers = sum(map(torch.numel, tensors))
     return UntrackedParametersError(
         f"The loss also trains {len(tensors)} tensors outside `model` ({numbers} numbers, the first of shape "
         f"{tuple(tensors[0].shape)}). Give one module that holds all that is trained, such as "
@@ -330,7 +330,7 @@ def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[f
     """
     parameters = list(parameters)
     sharded = any(isinstance(p, DTensor) for p in parameters)  # FSDP2 computes with tensors of its own
-    known = {id(p) for p in parameters}
+    known = set(map(id, parameters))
     backward = Tensor.backward
     precisions: list[float] = []
 

@@ -388,7 +388,7 @@ def _largest_eigenvalue(
     found = False
     with suppress(_Stopped, ArpackError):
         if size < 3:  # too small for ARPACK: the whole matrix
-            matrix = np.stack([counted(e) for e in np.eye(size)])
+            matrix = np.stack(list(map(counted, np.eye(size))))
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
             v = vectors[:, np.argmax(np.abs(values))]
             longest, found = (np.inf, v, matrix @ v), True

@@ -359,7 +359,7 @@ def _plain_option(value: Any) -> float | list[float]:
 
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer has any of the parameters."""
-    ids = {id(p) for p in parameters}
+    ids = set(map(id, parameters))
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,7 +87,7 @@ class Setup:
         batches = f"{len(self.oracle)} fixed batches" if self.oracle else "training batch"
         return {
             "model": type(self.model).__name__,
-            "num_parameters": sum(p.numel() for p in self.parameters),
+            "num_parameters": sum(map(torch.numel, self.parameters)),
             "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
             "measured_on": batches,
             "fractions": self.fractions,

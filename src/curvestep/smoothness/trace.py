@@ -435,7 +435,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(v) for key, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return list(map(_plain, value))
     return value.item() if hasattr(value, "item") else value
 
 

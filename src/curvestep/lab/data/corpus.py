@@ -82,7 +82,7 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
     if splits:
         lines = {split: list(map(str.split, _read(file).splitlines())) for split, file in splits.items()}
         return encode(path.name, lines, source=source, max_vocabulary=max_vocabulary)
-    text = "\n".join(_read(file) for file in _text_files(path))
+    text = "\n".join(map(_read, _text_files(path)))
     return from_text(path.name, text, source=source, max_vocabulary=max_vocabulary)
 
 
@@ -148,7 +148,7 @@ def _text_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"The corpus {path} does not exist. Give a text file or a folder of text files.")
-    files = [file for file in sorted(path.rglob("[!.]*")) if file.is_file()]
+    files = list(filter(Path.is_file, sorted(path.rglob("[!.]*"))))
     if not files:
         raise DataError(f"The corpus folder {path} holds no files. Give a text file or a folder of them.")
     return files

@@ -107,7 +107,7 @@ def check_hash(file: str | Path, data: bytes, expected: str) -> bytes:
 def read_verified(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
     """The files in ``folder`` by name, all of them and all verified; None where one is not there."""
     paths = {name: folder / name for name in hashes}
-    if not all(path.is_file() for path in paths.values()):
+    if not all(map(Path.is_file, paths.values())):
         return None
     return {name: check_hash(path, read(path), hashes[name]) for name, path in paths.items()}
 

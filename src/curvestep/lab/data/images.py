@@ -115,6 +115,6 @@ def load_digits() -> Images:
         test_y=y[1437:],
         mean=mean,
         std=std,
-        classes=tuple(str(i) for i in range(10)),
+        classes=tuple(map(str, range(10))),
         source="stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
     )

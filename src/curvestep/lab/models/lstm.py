@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class RecurrentModel(nn.Module):
         super().__init__()
         widths = [embedding, *[hidden] * (layers - 1), embedding]
         self.embedding = nn.Embedding(vocab_size, embedding)
-        self.lstms = nn.ModuleList(nn.LSTM(a, b) for a, b in pairwise(widths))
+        self.lstms = nn.ModuleList(starmap(nn.LSTM, pairwise(widths)))
         self.decoder = nn.Linear(widths[-1], vocab_size)
         self.decoder.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)

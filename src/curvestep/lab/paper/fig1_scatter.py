@@ -63,9 +63,7 @@ def scatter(
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
     """The seeds of one setting: their points, and above them the correlation."""
-    steps, norms, smoothness = (
-        np.concatenate(values) for values in zip(*(measured(run) for run in runs), strict=True)
-    )
+    steps, norms, smoothness = map(np.concatenate, zip(*map(measured, runs), strict=True))
     axes = Axis(GRADIENT, log=log), Axis(SMOOTHNESS, log=log)
     if len(steps) == 0:
         return Chart("scatter", setting(runs[0]), *axes, words="nothing was measured")

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -170,8 +171,8 @@ def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
     calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
     if not calm:
         return None
-    low = min(values.min() for values in calm)
-    high = max(np.median([values.max() for values in calm]), *(values[-1] for values in calm))
+    low = min(map(np.min, calm))
+    high = max(np.median(list(map(np.max, calm))), *(values[-1] for values in calm))
     span = max(high - low, 0.01 * abs(high))  # of one point, too
     return low - 0.05 * span, high + 0.15 * span
 
@@ -191,7 +192,7 @@ def _all_runs(scale: str) -> list[Planned]:
 def _draw_curves(results: Results, title: str) -> Figure:
     language = [trained_name(results.plan.scale, name) for name in (*LANGUAGE, *UNCLIPPED_EPOCH)]
     settings = results.there((*language, *IMAGES, *IMAGES_WITH_DROPS))
-    return curves([run for setting in settings for run in results.shown(setting)], title=title)
+    return curves(list(chain.from_iterable(map(results.shown, settings))), title=title)
 
 
 FIG4 = PaperFigure(
@@ -226,7 +227,7 @@ def equivalence_runs(scale: str) -> list[Planned]:
 
 def _draw_equivalence(results: Results, title: str) -> Figure:
     """Training losses of clipped descent at two learning rates and of normalized descent."""
-    runs = [run for name in (BY_HAND, TUNED, NORMALIZED) for run in results.shown(name)]
+    runs = list(chain.from_iterable(map(results.shown, (BY_HAND, TUNED, NORMALIZED))))
     return described([loss_chart(runs)], runs, title=title)
 
 

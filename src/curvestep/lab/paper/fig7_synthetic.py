@@ -460,6 +460,6 @@ def summary_of(results: Results) -> SyntheticResult:
 FIG7 = PaperFigure(
     name="fig7",
     runs=lambda scale: (),
-    pictures=tuple(_picture(name) for name in _DRAW),
+    pictures=tuple(map(_picture, _DRAW)),
     experiment=run_once,
 )

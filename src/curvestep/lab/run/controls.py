@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from curvestep.distributed import copies
 from curvestep.lab.models.lstm import random_bptt_length
 from curvestep.lab.run.session import Session
 from curvestep.lab.tasks import LanguageTask, generator, seed_of
@@ -111,8 +112,8 @@ def authors_smoothness(
     """
     model.zero_grad()
     first, num_pieces = summed(model)
-    first = [g.clone() for g in first]
-    start = [p.detach().clone() for p in model.parameters()]
+    first = copies(first)
+    start = copies(model.parameters())
     model.zero_grad()
     with torch.no_grad():
         for p, x in zip(model.parameters(), end, strict=True):

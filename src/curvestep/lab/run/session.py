@@ -50,7 +50,7 @@ class Session:
         if fabric.world_size > 1 and fabric.device.type != "cpu":
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = module
-        self.num_parameters = sum(p.numel() for p in module.parameters())
+        self.num_parameters = sum(map(torch.numel, module.parameters()))
         self.model = fabric.setup_module(module)
         self.raw_optimizer = make_optimizer(recipe, module)
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
@@ -173,7 +173,7 @@ def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) ->
         return GradientOracle(partial(task.loss_of_pieces, model), [pieces])
     if recipe.probe_data == 0:
         return None
-    batches = [fabric.to_device(batch) for batch in task.oracle_batches(recipe.probe_data)]
+    batches = list(map(fabric.to_device, task.oracle_batches(recipe.probe_data)))
     sizes = [float(target.numel()) for _, target in batches]
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 

@@ -89,7 +89,7 @@ def task_of(source: Run | Trace) -> str:
     if isinstance(source, Run):
         recipe = source.recipe
         return f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}"
-    model, size, where = (source.header.get(key) for key in ("model", "num_parameters", "measured_on"))
+    model, size, where = map(source.header.get, ("model", "num_parameters", "measured_on"))
     facts = [str(model or "")]
     if isinstance(size, int):
         facts.append(f"{size:,} parameters")
@@ -114,6 +114,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         >>> short_names([Path("runs/a/x"), Path("runs/b/x")]), short_names([Path("runs/mine")])
         (['a/x', 'b/x'], ['mine'])
     """
-    absolute = [folder.resolve() for folder in folders]
+    absolute = list(map(Path.resolve, folders))
     shared = os.path.commonpath([folder.parent for folder in absolute])
     return [visible(folder.relative_to(shared).as_posix()) for folder in absolute]

@@ -75,7 +75,7 @@ class DeepLinear(Problem):
         self.targets = _matrix("targets", drawn, self.widths[-1], n)
         self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
         ends = np.cumsum([0, *map(math.prod, self._shapes)]).tolist()
-        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]  # of a point: one a layer
+        self._parts = list(itertools.starmap(slice, itertools.pairwise(ends)))  # of a point: one a layer
         self.event_shape = (ends[-1],)
         self.name = "deep linear network " + "-".join(map(str, self.widths))
         # The loss of the best product of that rank: reduced-rank regression.
@@ -130,7 +130,7 @@ class DeepLinear(Problem):
         pseudo_inverse = np.linalg.pinv(self.inputs)
         u, s, vt = np.linalg.svd(self.targets @ pseudo_inverse @ self.inputs, full_matrices=False)
         rank = min(*self.widths, len(s))
-        weights = [np.eye(*shape) for shape in self._shapes]
+        weights = list(itertools.starmap(np.eye, self._shapes))
         if self.depth == 1:
             return self.flatten([self.targets @ pseudo_inverse])
         weights[0] = np.zeros(self._shapes[0])

@@ -75,9 +75,8 @@ class Polynomial(ScalarProblem):
         check_nonnegative("L1", L1)
         if math.inf in map(abs, self.domain) and L1 == 0 and self.degree > 2:
             return math.inf
-        x = np.concatenate(
-            [self._candidates(q) for q in (self._df, self._d3f - L1 * self._d2f, self._d3f + L1 * self._d2f)]
-        )
+        equations = (self._df, self._d3f - L1 * self._d2f, self._d3f + L1 * self._d2f)
+        x = np.concatenate(list(map(self._candidates, equations)))
         return max(0.0, float((np.abs(self._d2f(x)) - L1 * np.abs(self._df(x))).max()))
 
     def _candidates(self, q: Series) -> Array:

@@ -216,7 +216,7 @@ def write_claims(
     claims: Sequence[Claim], folder: Path, *, data: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> None:
     """Write ``claims.json`` and ``claims.md`` into ``folder``."""
-    rows = [asdict(claim) for claim in claims]
+    rows = list(map(asdict, claims))
     about = {"found": tally(claims), "data": list(data), "notes": list(notes)}
     write_json(folder / CLAIMS_JSON, {**about, "claims": rows})
     text = as_markdown(claims, data=data, notes=notes)

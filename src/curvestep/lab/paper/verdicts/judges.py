@@ -193,7 +193,7 @@ def accelerates(results: Results) -> Finding:
 
 def _log_speed_ups(results: Results, plain: str, clipped: str) -> tuple[float, ...]:
     """Logarithms of how many times fewer steps clipping needs, seed by seed."""
-    return tuple(math.log(factor) for factor in map(speed_up, *results.paired(plain, clipped)))
+    return tuple(map(math.log, map(speed_up, *results.paired(plain, clipped))))
 
 
 def best_validation(results: Results) -> Finding:

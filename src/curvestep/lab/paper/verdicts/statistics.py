@@ -26,7 +26,7 @@ def measured(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis."""
     if not run.trace_path.exists():
         return np.array([]), np.array([]), np.array([])
-    rows = np.array([run.trace.column(name) for name in ("step", "grad_norm", "smoothness")])
+    rows = np.array(list(map(run.trace.column, ("step", "grad_norm", "smoothness"))))
     usable = run.trace.ok & np.isfinite(rows).all(axis=0) & (rows[1:] > 0).all(axis=0)
     steps, norms, smoothness = rows[:, usable]
     return steps, norms, smoothness
@@ -106,7 +106,7 @@ def elasticity_beyond_zero(run: Run) -> float:
 
 def spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
     """A statistic over the seeds."""
-    return Spread(values=tuple(statistic(run) for run in runs))
+    return Spread(values=tuple(map(statistic, runs)))
 
 
 def log_spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
@@ -148,4 +148,4 @@ def speed_up(plain: Run, clipped: Run) -> float:
 def best_of(results: Results, settings: Sequence[str], score: Callable[[Run], float] = final_loss) -> str:
     """The setting with the lowest mean score among those of the plan that no seed lost."""
     planned = [setting for setting in settings if results.plan.of(setting)]
-    return best_setting({setting: [score(run) for run in results.of(setting)] for setting in planned})
+    return best_setting({setting: list(map(score, results.of(setting))) for setting in planned})
