@@ -83,6 +83,8 @@ class Activations(NamedTuple):
 
 def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Dropout with one mask for all times, for ``x`` shaped (time, batch, width)."""
+    if p == 0 or not training:
+        return x
     return x * F.dropout(torch.ones_like(x[:1]), p, training)
 
 
@@ -137,9 +139,10 @@ class AWDLSTM(RecurrentModel):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded = self.embedding(tokens)
+        if self.dropout_embedding == 0 or not self.training:
+            return embedded
         # One decision a word, whichever places it stands at; the same as masking rows of the matrix.
-        words = embedded.new_ones(self.embedding.num_embeddings)
-        mask = F.dropout(words, self.dropout_embedding, self.training)
+        mask = F.dropout(embedded.new_ones(self.embedding.num_embeddings), self.dropout_embedding, True)
         return embedded * mask[tokens][..., None]
 
     def _run(
