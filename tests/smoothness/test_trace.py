@@ -607,7 +607,9 @@ def test_cut_drops_the_rows_from_a_step_on_in_memory_and_on_disk(tmp_path):
     assert [row["loss"] for row in read] == [0.0, 5.0, 10.0, None, -1.0]
     memory = Trace()
     memory.append({"step": 3})
+    assert len(memory.column("step")) == 1
     assert memory.cut(0) == 1
+    assert len(memory.column("step")) == 0  # not what was read before
     assert len(memory) == 0
 
 
