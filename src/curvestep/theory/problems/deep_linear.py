@@ -171,7 +171,7 @@ def _T(matrix: Array) -> Array:
 def _matrix(name: str, values: ArrayLike, rows: int, columns: int | None = None) -> Array:
     """``values`` as a matrix of this shape, of any number of columns if none is given."""
     matrix = np.array(values, dtype=np.float64)
-    shape = (rows, columns or matrix.shape[-1])
+    shape = (rows, columns or matrix.size // rows)
     if matrix.shape != shape:
         raise ValueError(f"`{name}` must have shape {shape}, got {matrix.shape}.")
     if not np.isfinite(matrix).all():
