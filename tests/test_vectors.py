@@ -77,6 +77,11 @@ def test_half_precision_is_added_up_in_single(dtype, value):
     assert relative_error([t]) < 1e-6
 
 
+@pytest.mark.parametrize("size", [65_537, 100_003])  # primes: no length of a row divides them
+def test_what_rows_leave_over_counts(size):
+    assert relative_error([torch.full((size,), 0.1, dtype=torch.bfloat16)]) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("entry", "expected"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)]
 )
