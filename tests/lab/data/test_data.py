@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from curvestep.lab import data
 from curvestep.lab.data import cifar10, download as fetch, ptb
-from curvestep.lab.data.corpus import batchify, load_corpus
+from curvestep.lab.data.corpus import batchify, encode, load_corpus
 from curvestep.lab.data.download import DataError, Unreachable
 from curvestep.lab.data.images import augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.progress import print_notice_once
@@ -49,6 +49,22 @@ def folder(tmp_path, monkeypatch):
     path.mkdir()
     monkeypatch.setenv("CURVESTEP_DATA", str(path))
     return path
+
+
+@pytest.mark.parametrize(
+    ("held_out", "most", "expected"),
+    [
+        ("a", 9, ("a", "b", "<eos>")),  # every word is known
+        ("c", 9, ("<unk>", "a", "b", "<eos>")),
+        ("c", 3, ("<unk>", "<eos>", "a")),
+        ("a", 3, ("a", "b", "<eos>")),
+    ],
+)
+def test_unknown_is_a_word_only_where_there_is_one(held_out, most, expected):
+    lines = {"train": [["a", "a", "b"], []], "valid": [[held_out]], "test": [["b"]]}
+    corpus = encode("tiny", lines, source="here", max_vocabulary=most)
+    assert corpus.vocabulary == expected
+    assert corpus.vocabulary[corpus.valid[0]] == {"c": "<unk>"}.get(held_out, held_out)
 
 
 # Streams
