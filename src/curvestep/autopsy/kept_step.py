@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -150,10 +149,7 @@ def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    entries = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    nested = [entry for entry in entries if not isinstance(entry, Tensor)]
-    # A walk is slow, and few are inside others.
-    return [*(entry for entry in entries if isinstance(entry, Tensor)), *tensors_in(nested)]
+    return list(tensors_in(list(optimizer.state.values())))
 
 
 def _copy_of(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> Optimizer:
