@@ -80,9 +80,10 @@ class SmoothnessOptions(TypedDict, total=False):
 def watch(trainer: Trainer, **options: Unpack[SmoothnessOptions]) -> SmoothnessCallback:
     """Measure smoothness along ``trainer.train()``; training stays bit for bit. One line before it.
 
+    The options are those of :class:`SmoothnessCallback`.
+
     Args:
         trainer: A ``Trainer``, or one of TRL's.
-        options: Those of :class:`SmoothnessCallback`.
 
     Returns:
         The callback; ``callback.probe.trace`` has the rows once training has begun.
