@@ -226,7 +226,7 @@ def walk(
     step, rng = rule.stepper(batch), np.random.default_rng(seed)
     buffer = np.empty((min(LARGEST_BLOCK, num_steps + 1), *starts.shape))
     # Views made once: indexing costs as much as arithmetic on few points.
-    rows = [buffer[i] for i in range(len(buffer))]
+    rows = [buffer[i, ...] for i in range(len(buffer))]
     gradient, subtract = problem.gradient, np.subtract
     norm, scale = (problem.norm, problem.scale) if event else (np.absolute, np.multiply)
     x, begin, done, size = rows[0], 1, 0, FIRST_BLOCK
