@@ -13,9 +13,9 @@ from tests.density import Density, numeric_constants
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
-MOST_LINES = 30_254
+MOST_LINES = 30_260
 MOST_LINES_A_FILE = 600
-MOST_BRANCHES = 3_449
+MOST_BRANCHES = 3_450
 MOST_TERNARIES = 263
 MOST_ANY = 165
 MOST_CONSTANTS = 90  # outside the lab

@@ -20,7 +20,7 @@ def test_the_first_line_has_the_old_and_the_new_value():
     assert str(advise(trace_of(falling(), kappa=0.01))).splitlines()[0] == "RAISE lr 0.1 -> 3"
     assert advise(trace_of(falling())).verdict.startswith("KEEP lr 0.1:")
     peaks = trace_of([])
-    for k, loss in enumerate(falling()):
+    for k, loss in enumerate(falling(last=1.2)):
         peaks.append({**trace_of([loss])[0], "step": k, "lr": 0.2 if k < 15 else 0.1, "kappa": 40.0})
     assert advise(peaks).verdict == "LOWER peak lr 0.2 -> 0.0316"
 
@@ -49,7 +49,7 @@ def test_a_floor_of_clipping_is_warned_of():
     assert warnings_about(outcome(clipped=1.0, max_norm=0.5, floor=0.1)) == ()
 
 
-@pytest.mark.parametrize(("family", "word"), [(Family.SGD, "lr x max_norm"), (Family.ADAM, "divides")])
+@pytest.mark.parametrize(("family", "word"), [(Family.SGD, "lr x max_norm"), (Family.ADAM, "rescales")])
 def test_what_clipping_does_depends_on_the_optimizer(family, word):
     run = outcome(family=family, clipped=0.98, max_norm=1.0)
     clipping = next(note for note in reasons_for(decide(run), run) if note.kind == "clipping")

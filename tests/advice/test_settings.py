@@ -92,7 +92,7 @@ def test_runs_are_compared_where_most_of_them_ended():
 def test_twenty_settings_are_ten_lines():
     advice = advise(*(run(0.01 * 1.3**k, 0.5 + 0.02 * k, noise=1e-4) for k in range(20)))
     assert kinds(advice).count("setting") == 11
-    assert advice.reasons[-1].text.startswith("10 more")
+    assert advice.reasons[-1].text.startswith("10 other")
     assert len(str(advice).splitlines()) == 8
 
 

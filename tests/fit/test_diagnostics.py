@@ -134,7 +134,7 @@ def network_trace(activation, *, lr, rows=100):
 def test_kinks_of_a_relu_network_are_named_and_a_smooth_one_has_none():
     kinked = diagnostics.kinks(usable_samples(network_trace(nn.ReLU, lr=1e-3)))
     assert kinked is not None
-    assert "disagree by half or more" in kinked
+    assert "differs by half or more" in kinked
     assert diagnostics.kinks(usable_samples(network_trace(nn.GELU, lr=1e-3))) is None
 
 

@@ -177,7 +177,7 @@ class undone:
             self._or_undo_all(self._take_over)
         self._open.append(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         try:
             self._undo()
         finally:
@@ -185,7 +185,8 @@ class undone:
                 self._open.remove(self)
                 if not self._open:
                     self._or_undo_all(self._hand_back)
-        self.check()
+        if kind is not GeneratorExit:  # of a block that the signal ended before its caller entered it
+            self.check()
 
     def check(self) -> None:
         """Raise the exception of the signal that undid this block, if one did."""
