@@ -30,11 +30,12 @@ def main(folder: Path) -> None:
             middle = statistics.median(losses)
             panel.plot(losses, [place] * len(losses), "o", color=colour, alpha=0.6)
             panel.plot([middle, middle], [place - 0.25, place + 0.25], color=colour, linewidth=3)
-            panel.text(middle, place - 0.33, f"{middle:.2f}", fontsize=9, ha="center")
+            panel.text(middle, place - 0.42, f"{middle:.2f}", fontsize=9, ha="center", va="center")
         panel.set_yticks(range(len(COLOURS)), ["AdamW's default 1e-3", "lr_find", "calibrate"])
-        panel.set(title=task, xlabel="held-out loss of five seeds, and their median")
+        panel.set_title(task)
         panel.set_ylim(len(COLOURS) - 0.4, -0.7)
         panel.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("held-out loss of five seeds, and their median", fontsize=10)
     figure.savefig(folder / "readme-rates.png", dpi=120)
 
 
