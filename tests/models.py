@@ -1,5 +1,6 @@
 """Tiny networks, batches and losses that tests share; seed before the call."""
 
+import io
 from itertools import pairwise
 
 import torch
@@ -79,6 +80,14 @@ class Mixed(nn.Module):
 
     def forward(self, x):
         return self.decoder(torch.tanh(self.frozen(self.embedding(x) * self.rows(x))))
+
+
+def reloaded(state):
+    """What a checkpoint of the state gives back to a careful reader."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def labelled(size=5, inputs=6, classes=3):

@@ -1,7 +1,6 @@
 """ClippedAdamW against clip_grad_norm_ + torch.optim.AdamW, and against the formula."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -11,10 +10,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from curvestep import ClippedAdamW
 from curvestep._kernel import native
-from curvestep.optim import adamw
+from tests.models import reloaded
 from tests.reference import ReferenceAdamW, reference_norm
 
-STEPS = 50
+STEPS = 16
 # So large that the 1e-6 that clip_grad_norm_ adds to a norm is lost, and Adam does not see the scale.
 LARGE = 1e7
 SHAPES = [(6, 5), (7,), (), (0,), (1,), (2, 3, 4)]
@@ -79,7 +78,7 @@ def lr_for(path):
 @every_dtype
 @every_path
 @every_option
-def test_fifty_steps_equal_clip_grad_norm_and_adamw(options, path, dtype, kernel):
+def test_steps_equal_clip_grad_norm_and_adamw(options, path, dtype, kernel):
     ours, theirs = twins(SHAPES, dtype)
     max_norm = 50 * LARGE
     opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=max_norm, **options, **PATHS[path])
@@ -104,7 +103,7 @@ def test_fifty_steps_equal_clip_grad_norm_and_adamw(options, path, dtype, kernel
 @every_dtype
 @every_path
 @every_option
-def test_fifty_steps_equal_the_formula(options, path, dtype, kernel):
+def test_steps_equal_the_formula(options, path, dtype, kernel):
     ours, theirs = twins(SHAPES, dtype)
     opt = ClippedAdamW(ours, lr=lr_for(path), max_norm=30.0, **options, **PATHS[path])
     reference = ReferenceAdamW(theirs, 0.02, 30.0, **options)
@@ -160,22 +159,16 @@ def test_norm_scopes_and_groups_with_values_of_their_own(scope, path, kernel):
     assert 0 < opt.clip_stats()["clipped_fraction"] < 1
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @every_dtype
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_tensors_of_several_blocks(amsgrad, dtype, threads, paths):
     ours, theirs = twins([(3, 50_001), (17,), (131_072,), (65_537,)], dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        opt = ClippedAdamW(ours, lr=0.02, max_norm=1.0, amsgrad=amsgrad)
-        reference = ReferenceAdamW(theirs, 0.02, 1.0, amsgrad=amsgrad)
-        for k in range(5):
-            set_gradients(k, ours, theirs)
-            opt.step()
-            reference.step()
-    finally:
-        torch.set_num_threads(before)
+    opt = ClippedAdamW(ours, lr=0.02, max_norm=1.0, amsgrad=amsgrad)
+    reference = ReferenceAdamW(theirs, 0.02, 1.0, amsgrad=amsgrad)
+    for k in range(5):
+        set_gradients(k, ours, theirs)
+        opt.step()
+        reference.step()
     assert_close(ours, theirs, TOLERANCE[dtype])
     assert set(paths) == {"kernel" if native() else "fused"}
 
@@ -241,21 +234,17 @@ def test_half_precision_follows_torch(dtype):
     assert_close(ours, theirs, 4 * torch.finfo(dtype).eps)
 
 
-def test_float32_steps_are_counted_as_well_as_float64_ones(paths):
-    before = torch.get_default_dtype()
-    for default in (torch.float32, torch.float64):
-        torch.set_default_dtype(default)
-        try:
-            ours, theirs = twins([(5,), (2, 3)], torch.float64)
-            opt, reference = ClippedAdamW(ours, lr=0.02, max_norm=1.0), ReferenceAdamW(theirs, 0.02, 1.0)
-            for k in range(4):
-                set_gradients(k, ours, theirs)
-                opt.step()
-                reference.step()
-        finally:
-            torch.set_default_dtype(before)
-        assert_close(ours, theirs, 1e-12)
-        assert {opt.state[p]["step"].dtype for p in ours} == {default}
+@every_dtype
+def test_float32_steps_are_counted_as_well_as_float64_ones(dtype, paths):
+    torch.set_default_dtype(dtype)
+    ours, theirs = twins([(5,), (2, 3)], torch.float64)
+    opt, reference = ClippedAdamW(ours, lr=0.02, max_norm=1.0), ReferenceAdamW(theirs, 0.02, 1.0)
+    for k in range(4):
+        set_gradients(k, ours, theirs)
+        opt.step()
+        reference.step()
+    assert_close(ours, theirs, 1e-12)
+    assert {opt.state[p]["step"].dtype for p in ours} == {dtype}
     assert set(paths) == {"kernel" if native() else "fused"}
 
 
@@ -278,7 +267,7 @@ def test_options_choose_the_path(path, with_kernel, without, kernel, paths):
 
 
 @every_option
-@pytest.mark.parametrize("world", ["without_native", "without_fused", "on_device"])
+@pytest.mark.parametrize("world", ["without_native", "without_fused"])
 @pytest.mark.parametrize("path", ["default", "foreach", "loop"])
 def test_every_world_gives_the_same_steps(world, path, options, request):
     ours, theirs = twins(SHAPES)
@@ -294,40 +283,6 @@ def test_every_world_gives_the_same_steps(world, path, options, request):
         opt.step()
     assert_close(ours, theirs, 1e-9)
     assert opt.clip_stats() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("policy", ["skip", "propagate"])
-@pytest.mark.parametrize("path", ["default", "foreach", "loop"])
-@pytest.mark.parametrize("lr", [0.1, torch.tensor([0.1])], ids=["number", "tensor"])
-def test_no_path_reads_a_number_where_tensors_have_none(lr, path, policy):
-    # On the meta device every read of a value raises.
-    params = [nn.Parameter(torch.empty(s, device="meta")) for s in ((2, 2), ())]
-    for p in params:
-        p.grad = torch.empty_like(p)
-    opt = ClippedAdamW(params, lr=lr, max_norm=1.0, nonfinite=policy, amsgrad=True, **PATHS[path])
-    opt.step()
-    opt.step()
-    kept = {name: value.device.type for name, value in opt.state[params[1]].items()}
-    assert kept == dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "meta")
-
-
-@every_option
-@pytest.mark.parametrize("path", ["foreach", "loop"])
-def test_corrections_that_stay_on_a_device_give_the_same_steps(path, options, monkeypatch):
-    plain = adamw.AdamWRule._corrected
-
-    def on_device(*args, **kwargs):
-        return tuple(map(torch.as_tensor, plain(*args, **kwargs)))
-
-    monkeypatch.setattr(adamw.AdamWRule, "_corrected", on_device)
-    ours, theirs = twins(SHAPES)
-    opt = ClippedAdamW(ours, lr=0.02, max_norm=30.0, **options, **PATHS[path])
-    reference = ReferenceAdamW(theirs, 0.02, 30.0, **options)
-    for k in range(6):
-        set_gradients(k, ours, theirs)
-        opt.step()
-        reference.step()
-    assert_close(ours, theirs, 1e-12)
 
 
 # --- gradients that are not finite ------------------------------------------------------------------
@@ -352,13 +307,6 @@ def test_propagate_does_what_torch_does(bad, path, amsgrad, kernel):
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("direction", ["from torch", "to torch"])
@@ -375,7 +323,7 @@ def test_state_dicts_are_exchanged_with_torch(direction, amsgrad, path):
     a, b = make_a(first), make_b(second)
     for k in range(10):
         if k == 5:
-            b.load_state_dict(saved_and_loaded(a.state_dict()))
+            b.load_state_dict(reloaded(a.state_dict()))
             for p, q in zip(first, second, strict=True):
                 q.data.copy_(p.data)
         set_gradients(k, first, second)
@@ -392,7 +340,7 @@ def test_steps_that_an_old_checkpoint_has_as_numbers_are_taken():
     for k in range(6):
         set_gradients(k, ours, theirs)
         if k == 3:
-            state = saved_and_loaded(opt.state_dict())
+            state = reloaded(opt.state_dict())
             state["state"][0]["step"] = 3.0
             opt.load_state_dict(state)
         opt.step()
@@ -448,6 +396,7 @@ def test_sparse_gradients_are_refused_before_anything_changes():
         ({"eps": math.nan}, ValueError, "Invalid epsilon value: nan"),
         ({"momentum": 0.9}, TypeError, "ClippedAdamW has no option `momentum`"),
         ({"clip": "momentum"}, TypeError, "ClippedAdamW has no option `clip`"),
+        ({"update_rms": 0.0}, ValueError, "`update_rms` must be positive"),
     ],
 )
 def test_wrong_arguments_are_named(options, error, message):
@@ -478,16 +427,12 @@ class StableAdamW:
 @pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("cap", [1.0, 0.4])
 def test_capped_updates_are_those_of_stable_adamw(path, cap):
-    def parameters():
-        torch.manual_seed(1)
-        return [nn.Parameter(torch.randn(s)) for s in [(40, 30), (7,), (1,), (70_001,)]]
-
-    ours, theirs = parameters(), parameters()
+    ours, theirs = twins([(40, 30), (7,), (1,), (70_001,)])
     opt = ClippedAdamW(
         ours, lr=0.1, max_norm=math.inf, betas=(0.9, 0.99), weight_decay=0.1, update_rms=cap, **path
     )
     reference = StableAdamW(theirs, 0.1, (0.9, 0.99), 1e-8, 0.1, cap)
-    for step in range(30):
+    for step in range(20):
         torch.manual_seed(step)
         for p, q in zip(ours, theirs, strict=True):
             p.grad = (1 + 20 * (step % 10 == 9)) * torch.randn_like(p)
@@ -496,8 +441,3 @@ def test_capped_updates_are_those_of_stable_adamw(path, cap):
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
-
-
-def test_cap_of_the_update_must_be_positive():
-    with pytest.raises(ValueError, match="`update_rms` must be positive"):
-        ClippedAdamW([nn.Parameter(torch.ones(2))], lr=0.1, max_norm=1.0, update_rms=0.0)

@@ -120,6 +120,8 @@ def test_steps_are_those_of_the_cpu_and_waits_as_documented(make, options, polic
     with waits(1):
         stats = ours.clip_stats()
     assert stats == pytest.approx(theirs.clip_stats(), rel=1e-6)
+    with waits(1):
+        ours.state_dict()
 
 
 @pytest.mark.parametrize(("make", "options"), CASES)
