@@ -28,9 +28,9 @@ LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" el
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
-_RULE, _ADAM_RULE, _BOUND = Struct("dddddq"), Struct("dddddd"), Struct("ddP")  # as in kernel.c
+_RULE, _ADAM_RULE, _UNITS = Struct("dddddq"), Struct("dddddd"), Struct("PPdd")  # as in kernel.c
 Array: TypeAlias = np.ndarray[Any, Any]
-_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+_int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
 _DOUBLE, _SINGLE = 1, 2
@@ -52,14 +52,36 @@ class View(NamedTuple):
     kernel: Kernel  # that can walk through them
 
 
-class Units(NamedTuple):
-    """Factors on gradients, one for each unit: a tensor, or a row of it."""
+class Units:
+    """Units of gradients, tensors or rows of them, each clipped at a bound of its own while it is updated.
 
-    starts: Any  # ctypes' int64: the number of each tensor's first unit, and at last the number of all
-    scales: Array  # float64
-    # Ratio and least norm of weights by which the kernel finds the factors, and puts them into `scales`.
-    bound: tuple[float, float] | None = None
-    norms: Array = np.empty(0)  # of the gradients, for a bound
+    Args:
+        starts: The number of each tensor's first unit, and at last the number of all.
+        of_weights: Ratio to the norm of a unit's weights and least such norm, which make its bound; else the
+            bounds are given.
+
+    Attributes:
+        norms: Of the gradients.
+        bounds: Largest norms, where these are given.
+        factors: What clips each, known after the update.
+    """
+
+    def __init__(self, starts: Any, of_weights: tuple[float, float] | None = None) -> None:
+        self.starts, count = starts, starts[-1]
+        self._numbers = (_double * (3 * count + 2))()
+        every = np.frombuffer(self._numbers)
+        self.norms, self.bounds, self.factors = every[:count], every[count : 2 * count], every[2 * count : -2]
+        self._of_weights = of_weights or (0.0, 0.0)
+
+    @property
+    def clipped(self) -> tuple[float, float]:
+        """The smallest factor, and the share of units that were clipped."""
+        lowest, share = self._numbers[-2:]
+        return lowest, share
+
+    def as_c(self) -> bytes:
+        """The struct of C, which holds for as long as this object."""
+        return _UNITS.pack(ctypes.addressof(self.starts), ctypes.addressof(self._numbers), *self._of_weights)
 
 
 class Kernel:
@@ -82,14 +104,14 @@ class Kernel:
         self._view.restype = flag
         self._sum_of_squares = loaded.curvestep_sum_of_squares
         self._sum_of_squares.argtypes = [_pointer, _pointer, _int64, flag, flag, flag, _pointer, _pointer]
-        self._sum_of_squares.restype = ctypes.c_double
+        self._sum_of_squares.restype = _double
         self._update = loaded.curvestep_update
         lists_and_rule = [_pointer, _pointer, _int64, flag, flag, flag, ctypes.c_char_p]
-        units = [_pointer, _pointer, ctypes.c_char_p]
-        self._update.argtypes = [*lists_and_rule, *units]
+        units = ctypes.c_char_p
+        self._update.argtypes = [*lists_and_rule, units]
         self._update.restype = None
         self._adamw = loaded.curvestep_adamw
-        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, *units, _pointer]
+        self._adamw.argtypes = [*lists_and_rule, _pointer, flag, units, _pointer]
         self._adamw.restype = None
         self._rms_of_ratios = loaded.curvestep_rms_of_ratios
         self._rms_of_ratios.argtypes = self._adamw.argtypes
@@ -139,18 +161,17 @@ class Kernel:
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), True, None, None
         )
 
-    def squares_of_units(self, x: View, starts: Any, which: int = 0) -> tuple[float, Array]:
-        r""":math:`\sum_u \lVert u \rVert^2`, and :math:`\lVert u \rVert^2` of each unit, in list ``which``.
+    def norms_of_units(self, x: View, starts: Any, norms: Array, which: int = 0) -> float:
+        r""":math:`\sum_u \lVert u \rVert^2` of list ``which``, and :math:`\lVert u \rVert` of each unit.
 
         ``starts`` has the number of the first unit of each tensor, and at last their count; a unit is as many
-        elements in a row as the others of its tensor.
+        elements in a row as the others of its tensor. ``norms`` is where their norms are put.
         """
-        squares = np.empty(starts[-1])
         addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
-        total = self._sum_of_squares(
-            addresses, x.sizes, x.length, x.doubles, _num_threads(), False, starts, squares.ctypes.data
-        )
-        return total, squares
+        return self._sum_of_squares(
+            addresses, x.sizes, x.length, x.doubles, _num_threads(), False, starts,
+            ctypes.byref(_double.from_buffer(norms)),
+        )  # fmt: skip
 
     def update(
         self,
@@ -167,12 +188,12 @@ class Kernel:
         """The formula of ``optim/sgd.py`` on all tensors at once.
 
         ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order; ``units`` are
-        factors beside ``scale``; those with a bound are found and put there.
+        clipped beside ``scale``.
         """
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
-            *_factors(units, scale),
+            _as_c(units),
         )  # fmt: skip
 
     def adamw(
@@ -196,7 +217,7 @@ class Kernel:
         given = (
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
-            *_factors(units, scale),
+            _as_c(units),
         )  # fmt: skip
         if update_rms == math.inf:
             self._adamw(*given, None)
@@ -208,13 +229,8 @@ class Kernel:
         self._adamw(*given, rates.ctypes.data)
 
 
-def _factors(units: Units | None, scale: float) -> tuple[Any, Any, bytes | None]:
-    """The starts of units, the factor on each and the bound that finds it, as C takes them; None without."""
-    if units is None:
-        return None, None, None
-    if units.bound is None:
-        return units.starts, (units.scales * scale).tobytes(), None
-    return units.starts, units.scales.ctypes.data, _BOUND.pack(*units.bound, units.norms.ctypes.data)
+def _as_c(units: Units | None) -> bytes | None:
+    return None if units is None else units.as_c()
 
 
 @cache
@@ -322,7 +338,7 @@ def real_cpu_tensors() -> Iterator[None]:
 
 def _follows_formula(kernel: Kernel) -> bool:
     """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
-    trials = (_sums_squares, _updates, _scales_units, _clips_units, _takes_adamw_step)
+    trials = (_sums_squares, _updates, _clips_units, _clips_by_weights, _takes_adamw_step)
     return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
 
 
@@ -349,32 +365,36 @@ def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
     return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
 
 
-def _scales_units(kernel: Kernel, dtype: torch.dtype) -> bool:
-    """Seven units of ten, the first times 0, the last times 6."""
-    g, p = torch.full((70,), 2.0, dtype=dtype), torch.zeros(70, dtype=dtype)
-    g, p = g.view(7, 10), p.view(7, 10)
+def _clips_units(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """Seven units of norm 6, the first clipped at 0 and the last at 6: not at all."""
+    g, p = torch.full((7, 9), 2.0, dtype=dtype), torch.zeros((7, 9), dtype=dtype)
     view = _walkable(kernel, [g], [p])
     assert list(view.starts) == [0, 7]
-    units = Units(view.starts, np.arange(7.0))
-    total, squares = kernel.squares_of_units(view, units.starts)
-    kernel.update(
-        view, scale=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=0.5, nesterov=False, units=units
-    )
-    is_scaled = torch.allclose(p.T, -torch.arange(7, dtype=dtype))
-    return is_scaled and np.allclose(squares, 40.0) and math.isclose(total, 280)
+    units = Units(view.starts)
+    total = kernel.norms_of_units(view, units.starts, units.norms)
+    units.bounds[:] = np.arange(7.0)
+    _plain_step(kernel, view, units)
+    is_clipped = torch.allclose(p.T, -torch.arange(7, dtype=dtype) / 6)
+    are_norms = np.allclose(units.norms, 6.0) and math.isclose(total, 252)
+    return is_clipped and are_norms and np.allclose(units.clipped, (0, 6 / 7))
 
 
-def _clips_units(kernel: Kernel, dtype: torch.dtype) -> bool:
+def _clips_by_weights(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Two units of norm 10, by weights of norm 5 and of less than the least, 1; and half of that is taken."""
     g, p = torch.full((2, 25), 2.0, dtype=dtype), torch.ones((2, 25), dtype=dtype)
     p[1] = 0.01
-    view, factors = _walkable(kernel, [g], [p]), np.ones(2)
-    kernel.update(
-        view, scale=0.5, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False,
-        units=Units(view.starts, factors, (0.5, 1.0), np.full(2, 5.0)),
-    )  # fmt: skip
+    view = _walkable(kernel, [g], [p])
+    units = Units(view.starts, (0.5, 1.0))
+    units.norms[:] = 5.0
+    _plain_step(kernel, view, units)
     expected = torch.tensor([[0.5], [-0.09]], dtype=dtype).expand(2, 25)
-    return np.allclose(factors, [0.5, 0.1]) and torch.allclose(p, expected)
+    return np.allclose(units.factors, [0.5, 0.1]) and torch.allclose(p, expected)
+
+
+def _plain_step(kernel: Kernel, view: View, units: Units) -> None:
+    kernel.update(
+        view, scale=0.5, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False, units=units
+    )
 
 
 def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:

@@ -41,7 +41,7 @@ enum { STRETCH = 1 << 20 }; /* elements that a thread updates at a time: at the 
 enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: eight lines of each of its four arrays */
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { SHORT = 8 * ROW };  /* elements of a unit whose squares are added in one go */
-enum { NEAR = 1 << 9 };    /* elements of short units that are measured together before they are updated */
+enum { NEAR = 1 << 11 };   /* elements of short units that are measured together before they are updated */
 enum { MOST = 256 };       /* such units at most */
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
@@ -55,11 +55,14 @@ typedef struct {
     double scale, lr, beta1, beta2, eps, weight_decay;
 } AdamRule;
 
-/* Each unit of the gradient is clipped at `ratio` times the norm of its weights, which is at least `least_weight`. */
+/* Units of the gradient, each clipped at a bound of its own: a tensor, or as many elements in a row as the others of its
+   tensor. They are numbered through all tensors. A bound is given, or found while the update is at its unit: `ratio` times
+   the norm of the weights, which is at least `least_weight`. */
 typedef struct {
-    double ratio, least_weight;
-    const double *norms; /* of the gradient's units */
-} WeightBound;
+    const int64_t *starts;      /* the number of each tensor's first unit, and at last of all, n */
+    double *numbers;            /* n norms, n bounds, n factors; the smallest factor, and the share of those below 1 */
+    double ratio, least_weight; /* 0 where bounds are given */
+} Units;
 
 typedef struct {
     double step, size, root; /* after so many steps: lr/(1 - beta1^k), and the root of 1 - beta2^k */
@@ -231,39 +234,39 @@ static void squares_of_parts(int64_t begin, int64_t end, void *context)
     }
 }
 
-/* Blocks are added in their order, whoever took them: the sum does not depend on the number of threads. Where `of_units`
-   is not 0, it gets the sum of each unit. Without memory for a number for each block, infinity: then the caller takes
+/* Blocks are added in their order, whoever took them: the sum does not depend on the number of threads. Where `norms`
+   is not 0, it gets the norm of each unit. Without memory for a number for each block, infinity: then the caller takes
    another way. */
 double curvestep_sum_of_squares(void *const *x, const int64_t *sizes, int64_t count, int doubles, int threads, int apart,
-                                const int64_t *starts, double *of_units)
+                                const int64_t *starts, double *norms)
 {
     const int64_t all = sum_of(sizes, count);
     int64_t blocks = 0, number = 0;
-    int are_blocks = of_units != 0; /* whether each unit is one block, and needs no other memory */
+    int are_blocks = norms != 0; /* whether each unit is one block, and needs no other memory */
     for (int64_t i = 0; i < count; i++) {
         const int64_t unit = unit_size(starts, sizes, i);
         are_blocks &= 0 < unit && unit <= BLOCK;
         if (sizes[i])
             blocks += sizes[i] / unit * ((unit + BLOCK - 1) / BLOCK);
     }
-    double sum = 0, *sums = are_blocks ? of_units : malloc((blocks + 1) * sizeof(double));
+    double sum = 0, *sums = are_blocks ? norms : malloc((blocks + 1) * sizeof(double));
     if (!sums)
         return INFINITY;
     Squares job = {x, sizes, starts, count, all, num_parts(all, threads), doubles, apart, sums};
     on_threads(job.parts, squares_of_parts, &job);
     for (int64_t k = 0; k < blocks; k++)
         sum += sums[k];
-    if (are_blocks)
-        return sum;
-    for (int64_t i = 0; of_units && i < count; i++) {
+    for (int64_t i = 0; norms && i < count; i++) {
         const int64_t unit = unit_size(starts, sizes, i);
         for (int64_t k = starts[i]; k < starts[i + 1]; k++) {
-            of_units[k] = 0;
+            double square = 0;
             for (int64_t at = 0; at < unit; at += BLOCK)
-                of_units[k] += sums[number++];
+                square += sums[number++];
+            norms[k] = sqrt(square);
         }
     }
-    free(sums);
+    if (!are_blocks)
+        free(sums);
     return sum;
 }
 
@@ -276,9 +279,7 @@ struct Job {
     int64_t count, all, parts;
     int doubles, num_lists;
     const void *rule;
-    const int64_t *starts;     /* of the units, if each has a factor of its own */
-    double *scales;            /* these factors, in place of that of the rule, or 0 */
-    const WeightBound *bound;  /* by which factors beside that of the rule are found, each before its unit is updated */
+    const Units *units; /* whose factors are beside that of the rule, or 0 */
     void (*block)(const Job *job, int64_t i, int64_t at, int64_t n, double scale);
     const double *rates; /* factors on the learning rate, one for each tensor, or 0 */
     double *sum;         /* where a reduction adds up its block */
@@ -291,11 +292,11 @@ struct Job {
    lines of the cache, counted from the beginning of a unit if these have factors, so that no bit depends on them. */
 static int64_t cut(const Job *job, int64_t i, int64_t reach)
 {
-    const int64_t size = job->sizes[i], unit = job->scales ? unit_size(job->starts, job->sizes, i) : size;
+    const int64_t size = job->sizes[i], unit = job->units ? unit_size(job->units->starts, job->sizes, i) : size;
     if (reach <= 0 || reach >= size)
         return reach <= 0 ? 0 : size;
     const int64_t begin = reach / unit * unit;
-    if (job->bound && reach > begin) /* a unit is measured before any of it changes */
+    if (job->units && job->units->ratio && reach > begin) /* a unit is measured before any of it changes */
         return begin + unit;
     return begin + least((reach - begin + 63) / 64 * 64, unit);
 }
@@ -352,38 +353,69 @@ static void measure_weights(const Job *job, int64_t i, int64_t unit, int64_t fro
     }
 }
 
-/* The factors that clip units [from, from + count) of tensor i by the norm of their weights. */
-static void find_factors(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count)
+static double *factors_of(const Units *units, int64_t count) { return units->numbers + 2 * units->starts[count]; }
+
+static double factor(double norm, double bound) { return norm > bound ? bound / norm : 1; }
+
+/* Before an update: the factors of units whose bounds are given; of others 1, which an empty tensor keeps. */
+static void clip_by_bounds(const Job *job)
 {
-    const double *norms = job->bound->norms + job->starts[i] + from;
-    double squares[MOST], *factors = job->scales + job->starts[i] + from;
+    if (!job->units)
+        return;
+    const int64_t n = job->units->starts[job->count];
+    const double *norms = job->units->numbers, *bounds = norms + n;
+    double *factors = factors_of(job->units, job->count);
+    for (int64_t k = 0; k < n; k++)
+        factors[k] = job->units->ratio ? 1 : factor(norms[k], bounds[k]);
+}
+
+/* While it is at them: the factors of units [from, from + count) of tensor i, by the norms of their weights. */
+static void clip_by_weights(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count)
+{
+    const Units *units = job->units;
+    const double *norms = units->numbers + units->starts[i] + from;
+    double squares[MOST], *factors = factors_of(units, job->count) + units->starts[i] + from;
     measure_weights(job, i, unit, from, count, squares);
     for (int64_t k = 0; k < count; k++) {
         const double weight = sqrt(squares[k]);
-        const double bound = job->bound->ratio * (weight > job->bound->least_weight ? weight : job->bound->least_weight);
-        factors[k] = norms[k] > bound ? bound / norms[k] : 1;
+        factors[k] = factor(norms[k], units->ratio * (weight > units->least_weight ? weight : units->least_weight));
     }
+}
+
+/* After an update: how much was clipped. */
+static void count_clipped(const Job *job)
+{
+    const int64_t n = job->units->starts[job->count];
+    double *factors = factors_of(job->units, job->count), lowest = 1, num_clipped = 0;
+    for (int64_t k = 0; k < n; k++) {
+        lowest = factors[k] < lowest ? factors[k] : lowest;
+        num_clipped += factors[k] < 1;
+    }
+    factors[n] = lowest;
+    factors[n + 1] = num_clipped / n;
 }
 
 /* Elements [from, to) of tensor i, all of them with one factor, or each unit with its own. Where factors are found, so few
    units are measured at a time that they are in a near cache when they are updated. */
 static void update_range(const Job *job, int64_t i, int64_t from, int64_t to)
 {
-    const double scale = *(const double *)job->rule, beside = job->bound ? scale : 1;
-    if (!job->scales) {
+    const double scale = *(const double *)job->rule;
+    const Units *units = job->units;
+    if (!units) {
         job->block(job, i, from, to - from, scale);
         return;
     }
-    const int64_t unit = unit_size(job->starts, job->sizes, i), together = NEAR / unit < MOST ? NEAR / unit + 1 : MOST;
+    const double *factors = factors_of(units, job->count) + units->starts[i];
+    const int64_t unit = unit_size(units->starts, job->sizes, i), together = NEAR / unit < MOST ? NEAR / unit + 1 : MOST;
     int64_t found = from / unit;
     for (int64_t at = from, n; at < to; at += n) {
         const int64_t k = at / unit;
         n = least((k + 1) * unit, to) - at;
-        if (job->bound && k == found) {
+        if (units->ratio && k == found) {
             found = least(k + together, (to + unit - 1) / unit);
-            find_factors(job, i, unit, k, found - k);
+            clip_by_weights(job, i, unit, k, found - k);
         }
-        job->block(job, i, at, n, beside * job->scales[job->starts[i] + k]);
+        job->block(job, i, at, n, scale * factors[k]);
     }
 }
 
@@ -412,7 +444,10 @@ static void update_all(Job *job, int threads)
     job->parts = num_parts(job->all, threads);
     if (job->parts > 1 && is_shared(job))
         job->parts = 1;
+    clip_by_bounds(job);
     on_threads(job->parts, update_parts, job);
+    if (job->units)
+        count_clipped(job);
 }
 
 static void update_block(const Job *job, int64_t i, int64_t at, int64_t n, double scale)
@@ -428,10 +463,10 @@ static void update_block(const Job *job, int64_t i, int64_t at, int64_t n, doubl
 
 /* Gradients, parameters and, with momentum, buffers. */
 void curvestep_update(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                     const Rule *rule, const int64_t *starts, double *scales, const WeightBound *bound)
+                     const Rule *rule, const Units *units)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .block = update_block};
+               .rule = rule, .units = units, .block = update_block};
     update_all(&job, threads);
 }
 
@@ -470,11 +505,11 @@ static void adamw_block(const Job *job, int64_t i, int64_t at, int64_t n, double
 /* Gradients, parameters, first and second moments and, with amsgrad, the largest second moments; and the number of
    steps that each parameter has made, which is one more afterwards. */
 void curvestep_adamw(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads, int num_lists,
-                    const AdamRule *rule, void *const *steps, int steps_are_doubles, const int64_t *starts,
-                    double *scales, const WeightBound *bound, const double *rates)
+                    const AdamRule *rule, void *const *steps, int steps_are_doubles, const Units *units,
+                    const double *rates)
 {
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .rates = rates, .block = adamw_block,
+               .rule = rule, .units = units, .rates = rates, .block = adamw_block,
                .steps = steps, .steps_are_doubles = steps_are_doubles};
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
@@ -512,7 +547,7 @@ static void ratios_of_parts(int64_t begin, int64_t end, void *context)
    AdamW that would follow. 1 if there is no memory for the sums. */
 int curvestep_rms_of_ratios(void *const *lists, const int64_t *sizes, int64_t count, int doubles, int threads,
                             int num_lists, const AdamRule *rule, void *const *steps, int steps_are_doubles,
-                            const int64_t *starts, double *scales, const WeightBound *bound, double *rms)
+                            const Units *units, double *rms)
 {
     int64_t blocks = 0, number = 0;
     for (int64_t i = 0; i < count; i++)
@@ -521,11 +556,12 @@ int curvestep_rms_of_ratios(void *const *lists, const int64_t *sizes, int64_t co
     if (!sums)
         return 1;
     Job job = {.lists = lists, .sizes = sizes, .count = count, .doubles = doubles, .num_lists = num_lists,
-               .rule = rule, .starts = starts, .scales = scales, .bound = bound, .block = ratios_block, .steps = steps,
+               .rule = rule, .units = units, .block = ratios_block, .steps = steps,
                .steps_are_doubles = steps_are_doubles, .sum = sums, .all = sum_of(sizes, count)};
     job.parts = num_parts(job.all, threads);
     if (count)
         job.usual = correction(rule, step_of(&job, 0));
+    clip_by_bounds(&job);
     on_threads(job.parts, ratios_of_parts, &job);
     for (int64_t i = 0; i < count; i++) {
         double sum = 0;

@@ -230,9 +230,8 @@ def _factors_for_kernel(bundle: Bundle) -> Units | None:
     pieces = bundle.pieces
     if pieces is None:
         return None
-    if bundle.view is None or pieces.units is None:
+    if pieces.units is None:
         bundle.grads, bundle.view = scaled(bundle.grads, pieces), None
-        return None
     return pieces.units
 
 

@@ -1,6 +1,6 @@
 """Gradients clipped in pieces, by a rule that gives each tensor or each unit of it a threshold of its own.
 
-Where our kernel walks the gradients, it measures and scales the pieces while it does. Elsewhere the scaled
+Where our kernel walks the gradients, it measures and clips the pieces while it does. Elsewhere the scaled
 gradients are a copy while the step lasts.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostPieces:
-    """Pieces that our kernel measures and scales: their numbers are arrays.
+    """Pieces that our kernel measures: their numbers are arrays.
 
     Args:
         rule: The rule that clips them.
@@ -35,72 +35,75 @@ class HostPieces:
         starts: The number of each tensor's first piece, and at last the number of all.
     """
 
+    units: Units | None = None  # that our kernel clips while it updates
+
     def __init__(self, rule: ClipRule, view: View, starts: Quantity) -> None:
-        total, squares = view.kernel.squares_of_units(view, starts)
         self.rule = rule
-        self.norm = math.sqrt(total)
-        self.norms: list[Quantity] = [np.sqrt(squares)]
-        self._view, self._starts = view, starts
-        self._factors = np.ones(len(squares))
+        self._view, self._units = view, Units(starts, rule.of_weights)
+        self.norm = math.sqrt(view.kernel.norms_of_units(view, starts, self._units.norms))
+        self.norms: list[Quantity] = [self._units.norms]
 
     @property
     def weights(self) -> list[Quantity]:
         """The norms of the parameters, for a rule that clips units by them."""
-        return [np.sqrt(self._view.kernel.squares_of_units(self._view, self._starts, which=1)[1])]
+        weights = np.empty_like(self._units.norms)
+        self._view.kernel.norms_of_units(self._view, self._units.starts, weights, which=1)
+        return [weights]
 
     def unscale(self, factor: float) -> None:
         """Take the scale of a GradScaler out of the norms."""
-        self.norms = [norms * factor for norms in self.norms]
+        self._units.norms *= factor
 
     def clip(self, bounds: Sequence[Quantity]) -> None:
         """Fix the factors, by a threshold for each norm."""
-        (norms,), (bound,) = self.norms, bounds
-        np.divide(bound, norms, out=self._factors, where=norms > bound)
+        (bound,), norms = bounds, self._units.norms
+        self._units.factors[:] = 1.0
+        np.divide(bound, norms, out=self._units.factors, where=norms > bound)
 
     def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
         """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
         norms = np.zeros(count)
-        norms[at] = self.norms[0]
+        norms[at] = self._units.norms
         self.clip([bounds_of(norms)[at]])
 
     def counted(self) -> tuple[float, float]:
         """The smallest factor, and the share of pieces that are clipped."""
-        share = np.count_nonzero(self._factors < 1) / len(self._factors)
-        return float(np.minimum.reduce(self._factors)), share
+        factors = self._units.factors
+        return float(factors.min()), np.count_nonzero(factors < 1) / len(factors)
 
     def clipped_norm(self) -> float:
         """The norm of all pieces after clipping."""
-        return float(np.linalg.norm(self._factors * self.norms[0]))
-
-    @property
-    def units(self) -> Units:
-        """The factors for our kernel."""
-        return Units(self._starts, self._factors)
+        return float(np.linalg.norm(self._units.factors * self._units.norms))
 
     def factor_of_each(self, grads: list[Tensor]) -> list[Tensor]:
         """Factor of each gradient: one number, or one for each of its units."""
-        factors = np.split(self._factors, list(self._starts)[1:-1])
+        factors = np.split(self._units.factors, list(self._units.starts)[1:-1])
         return [_along_rows(torch.from_numpy(f), g) for f, g in zip(factors, grads, strict=True)]
 
 
-class WeightPieces(HostPieces):
-    """Units that our kernel clips by their weights while it updates them.
+class KernelPieces(HostPieces):
+    """Pieces that our kernel clips while it updates them: the factors are known after the update.
 
-    A unit is still in the cache when it is updated, so that clipping costs no pass over memory.
+    The weights of a unit are still in the cache when it is updated, so that clipping by them costs no pass
+    over memory.
     """
 
-    def clip(self, bounds: Sequence[Quantity]) -> None:
-        """Leave the factors to the update."""
+    def __init__(self, rule: ClipRule, view: View, starts: Quantity) -> None:
+        super().__init__(rule, view, starts)
+        self.units = self._units
 
     @property
     def weights(self) -> list[Quantity]:
-        """Norms that the update takes."""
-        return [0.0]
+        """Norms that the update takes, if the kernel knows the rule."""
+        return super().weights if self.rule.of_weights is None else [0.0]
 
-    @property
-    def units(self) -> Units:
-        """Where our kernel puts the factors."""
-        return Units(self._starts, self._factors, self.rule.of_weights, self.norms[0])
+    def clip(self, bounds: Sequence[Quantity]) -> None:
+        """Leave the factors to the update."""
+        self._units.bounds[:] = bounds[0]
+
+    def counted(self) -> tuple[float, float]:
+        """The smallest factor, and the share of pieces that are clipped."""
+        return self._units.clipped
 
 
 class TensorPieces:
@@ -164,8 +167,7 @@ def pieces_of(decision: Decision, rule: ClipRule) -> Pieces:
     view = decision.view or view_of(decision.grads, decision.params)
     starts = None if view is None else _starts(view, rule)
     if view is not None and starts is not None:
-        is_known = decision.view is not None and rule.of_weights is not None
-        kind = WeightPieces if is_known else HostPieces
+        kind = HostPieces if decision.view is None else KernelPieces
         pieces = kind(rule, view, starts)
         # A piece whose squares vanish is too small to be clipped: only large ones need another way.
         if pieces.norm < safe_norms(torch.float32)[1]:
