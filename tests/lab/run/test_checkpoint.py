@@ -91,6 +91,22 @@ def test_damaged_bytes_are_refused_wherever_they_are(tmp_path):
     assert load_checkpoint(path)["step"] == 1
 
 
+@pytest.mark.parametrize("fields", [{"step": "many"}, {"model": None}, {"lengths": [1, 2]}, {"probe": 3}])
+def test_a_field_of_another_kind_is_refused_in_one_line(tmp_path, fields):
+    save_checkpoint(tmp_path / "checkpoint.pt", state_of(**fields))
+    with pytest.raises(ValueError, match=r"checkpoint.pt is corrupt or is no checkpoint. Delete it"):
+        load_checkpoint(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("name", state_of())
+def test_a_checkpoint_that_lacks_a_field_is_refused_in_one_line(tmp_path, name):
+    state = state_of()
+    del state[name]
+    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is corrupt or is no checkpoint. Delete it"):
+        load_checkpoint(tmp_path / "checkpoint.pt")
+
+
 def test_a_foreign_file_is_refused(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a checkpoint of curvestep"):
@@ -108,9 +124,10 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_newer_checkpoint_is_refused(tmp_path):
-    torch.save({"format": "curvestep-checkpoint", "version": 99}, tmp_path / "new.pt")
-    with pytest.raises(ValueError, match=r"has version 99, this curvestep reads up to 1. Update curvestep"):
+@pytest.mark.parametrize("version", [99, None, "one"])
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, version):
+    torch.save({"format": "curvestep-checkpoint", "version": version}, tmp_path / "new.pt")
+    with pytest.raises(ValueError, match=rf"has version {version}, this curvestep reads up to 1. Update curvestep"):
         load_checkpoint(tmp_path / "new.pt")
 
 

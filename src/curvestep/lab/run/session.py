@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"
 _UNREADABLE = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **{"step": int, "data": str, "first_loss": (float, type(None)), "lengths": dict},
+    **{"model": dict, "optimizer": dict, "random": dict, "state": object, "probe": (dict, type(None))},
+}
 
 
 class Session:
@@ -199,17 +203,21 @@ def load_checkpoint(path: Path) -> Fields:
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, *_UNREADABLE):
-        raise ValueError(
-            f"{path} is corrupt or is no checkpoint. Delete it to start the run again."
-        ) from None
+        raise _corrupt(path) from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a checkpoint of curvestep. Delete it to start the run again.")
-    version = content["version"]
-    if version > VERSION:
+    version = content.get("version")
+    if version != VERSION:
         raise ValueError(
             f"{path} has version {version}, this curvestep reads up to {VERSION}. Update curvestep."
         )
+    if not all(name in content and isinstance(content[name], kind) for name, kind in _KINDS.items()):
+        raise _corrupt(path)
     return content
+
+
+def _corrupt(path: Path) -> ValueError:
+    return ValueError(f"{path} is corrupt or is no checkpoint. Delete it to start the run again.")
 
 
 def random_state() -> dict[str, Tensor]:
