@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "legend.fontsize": "small",
-    "legend.framealpha": 0.9,
+    "legend.framealpha": 0.6,
     "lines.linewidth": 1.4,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "curvestep",  # the same figure is the same file

@@ -292,3 +292,11 @@ def test_a_curve_of_one_point_has_an_axis_of_some_length():
     chart = curve_chart([curve], "loss", title="")
     low, high = chart.y.range
     assert low < 5.7 < high
+
+
+def test_the_axis_holds_every_point_of_curves_that_did_not_diverge():
+    peak = Curve(label="momentum", steps=np.arange(3.0), values=np.array([[30.0, 63.0, 60.0], [1, 65, 50]]))
+    low = Curve(label="lr 5", steps=np.arange(3.0), values=np.array([[20.0, 40.0, 52.0]]))
+    bottom, top = curve_chart([peak, low], "accuracy", title="").y.range
+    assert bottom < 1
+    assert top > 65

@@ -150,8 +150,7 @@ def curve_chart(
 ) -> Chart:
     """Curves over the run: the mean over the seeds, their range as a band.
 
-    The axis ends above the peak of the middle one of the curves that did not diverge, and above the end of
-    each: neither a spike nor a run that exploded decides it.
+    The axis holds every seed of the curves that did not diverge: a run that exploded does not decide it.
     """
     limits = None if log else _limits(found)
     series = []
@@ -168,11 +167,10 @@ def curve_chart(
 
 def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
     """The range of the axis; None where nothing was drawn or all diverged."""
-    calm = [curve.values.mean(0) for curve in found if not curve.diverged and curve.values.size]
+    calm = [curve.values.ravel() for curve in found if not curve.diverged and curve.values.size]
     if not calm:
         return None
-    low = min(map(np.min, calm))
-    high = max(np.median(list(map(np.max, calm))), *(values[-1] for values in calm))
+    low, high = np.min(np.concatenate(calm)), np.max(np.concatenate(calm))
     span = max(high - low, 0.01 * abs(high))  # of one point, too
     return low - 0.05 * span, high + 0.15 * span
 
