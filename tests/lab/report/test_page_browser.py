@@ -158,6 +158,20 @@ def test_every_panel_is_drawn_without_an_error_or_a_request_and_prints_on_a_few_
     opened.close()
 
 
+def test_on_paper_charts_fit_their_box_and_are_light(chromium, page_of):
+    opened = Opened(chromium, page_of("a single run")).draw_all()
+    opened.tab.emulate_media(color_scheme="dark")
+    opened.tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    widths = """[...document.querySelectorAll('.js-plotly-plot')].filter((plot) => plot.checkVisibility())
+        .map((plot) => plot.querySelector('.main-svg').getBoundingClientRect().width - plot.clientWidth)"""
+    assert max(map(abs, opened.tab.evaluate(widths))) < 1
+    ink = "getComputedStyle(document.querySelector('.js-plotly-plot .xtick text')).fill"
+    assert opened.tab.evaluate(ink) == "rgb(27, 31, 36)"
+    opened.tab.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert opened.tab.evaluate(ink) == "rgb(230, 237, 243)"
+    opened.close()
+
+
 def test_hostile_names_are_shown_as_text(chromium, tmp_path):
     name = '<img src=x onerror=alert(1)><a href="javascript:alert(2)">link</a>'.replace("/", "∕")
     for seed, run in enumerate((name, "</script><script>alert(3)</script>".replace("/", "∕"))):

@@ -38,8 +38,10 @@
     if (innerWidth < 640) shape.legend = { ...template.layout.legend, font: { size: 10 } };
     for (const [axis, kind] of Object.entries(scales?.[scale] || {})) shape[axis] = { title: layout[axis].title, ...kind };
     const left = new Set([...figure.parentElement.querySelectorAll("[data-pick]:not(:checked)")].map((box) => box.dataset.pick));
+    const plot = figure.querySelector(".plot");
+    if (document.documentElement.matches(".printing")) shape.width = plot.clientWidth;
     drawn.add(figure);
-    return Plotly.react(figure.querySelector(".plot"), paint(data.filter((curve) => !left.has(curve.legendgroup))), paint(shape),
+    return Plotly.react(plot, paint(data.filter((curve) => !left.has(curve.legendgroup))), paint(shape),
       { displayModeBar: false, responsive: true });
   };
   const redraw = (test = () => true) => [...drawn].filter(test).forEach(draw);
@@ -51,7 +53,12 @@
     document.querySelectorAll("details.run").forEach((details) => { details.open = true; });
     return Promise.all(figures.map(draw));
   };
-  window.addEventListener("beforeprint", () => figures.filter((figure) => figure.checkVisibility()).forEach(draw));
+  const turnPrinting = (on) => {
+    document.documentElement.classList.toggle("printing", on);
+    figures.filter((figure) => figure.checkVisibility()).forEach(draw);
+  };
+  window.addEventListener("beforeprint", () => turnPrinting(true));
+  window.addEventListener("afterprint", () => turnPrinting(false));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
 
   // ---- controls ----
