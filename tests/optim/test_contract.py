@@ -110,9 +110,10 @@ def test_no_gradient_at_all_is_no_step(make):
 
 
 @every_optimizer
-def test_a_graph_from_before_the_step_is_stale(make):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_graph_from_before_the_step_is_stale(make, momentum):
     p = nn.Parameter(torch.ones(3))
-    opt = make([p], momentum=0.9)
+    opt = make([p], momentum=momentum)
     for _ in range(2):
         p.grad = torch.ones(3)
         loss = (p**2).sum()
