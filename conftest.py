@@ -14,6 +14,8 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Threads that wait sleep: two busy workers of pytest with two threads each would spin on two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell starts its background jobs deaf to Ctrl-C; tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

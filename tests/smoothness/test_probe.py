@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,16 +24,9 @@ from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, block_st
 @pytest.mark.parametrize("name", MODELS)
 def test_probed_and_unprobed_runs_are_bit_identical(name, optimizer):
     plain = train(name, OPTIMIZERS[optimizer])
-    probed = train(
-        name,
-        OPTIMIZERS[optimizer],
-        make_probe=lambda m: SmoothnessProbe(
-            m,
-            every=3,
-            estimators={"smoothness": 1, "local_smoothness": 4, "spectral_smoothness": 20},
-            layers=True,
-        ),
-    )
+    estimators = {"smoothness": 1, "local_smoothness": 4, "spectral_smoothness": 20}
+    make_probe = partial(SmoothnessProbe, every=3, estimators=estimators, layers=True)
+    probed = train(name, OPTIMIZERS[optimizer], make_probe=make_probe)
     assert_same_run(plain, probed)
     trace = probed[3].trace
     assert len(trace) == 17
@@ -122,8 +116,7 @@ def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
 def test_rows_come_every_so_many_steps_from_the_first():
     model, loss_fn = classifier()
     optimizer, probe = measured_sgd(model, every=4)
-    for _ in range(10):
-        block_steps(probe, optimizer, loss_fn)
+    block_steps(probe, optimizer, loss_fn, 10)
     assert probe.trace.column("step").tolist() == [0, 4, 8]
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
 
@@ -209,8 +202,7 @@ def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones()
         x, y = torch.randint(11, (9,)), torch.randint(11, (9,))
         optimizer = cs.ClippedSGD([p for p in model.parameters() if p.requires_grad], lr=0.5, max_norm=0.1)
         probe = SmoothnessProbe(model, every=1, estimators=("smoothness", "local_smoothness"), layers=True)
-        for _ in range(4):
-            block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y))
+        block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 4)
         assert probe.trace.ok.all()
         assert probe.trace[0]["layers"]["unused"]["step_norm"] == 0
         return [torch.from_numpy(probe.trace.column(n).copy()) for n in ("smoothness", "local_smoothness")]
@@ -227,7 +219,7 @@ def test_noise_from_two_halves_is_that_of_the_batch_gradient():
         return lambda: 0.5 * (model(torch.ones(1, 1)) - b).square().sum(-1).mean()
 
     signals = []
-    for _ in range(200):
+    for _ in range(100):
         b = torch.randn(16, 4)
         optimizer.zero_grad()
         loss_of(b)().backward()
@@ -235,13 +227,13 @@ def test_noise_from_two_halves_is_that_of_the_batch_gradient():
         with probe(loss_of(b), halves=(loss_of(b[:8]), loss_of(b[8:])), batch_size=16):
             optimizer.step()
     mean_square = (probe.trace.column("noise") ** 2).mean()
-    assert mean_square == pytest.approx(4 / 16, rel=0.15)  # E‖g − ∇f‖² = 4 dimensions / 16 samples
+    assert mean_square == pytest.approx(4 / 16, rel=0.2)  # E‖g − ∇f‖² = 4 dimensions / 16 samples
     assert probe.trace.ok.all()
     variance, signal = probe.trace.column("grad_variance"), probe.trace.column("grad_signal")
-    assert variance.mean() == pytest.approx(4.0, rel=0.15)  # tr Σ of one sample
-    error = (signal - np.array(signals)).std() / 200**0.5
+    assert variance.mean() == pytest.approx(4.0, rel=0.2)  # tr Σ of one sample
+    error = (signal - np.array(signals)).std() / 100**0.5
     assert signal.mean() == pytest.approx(np.mean(signals), abs=4 * error)  # ‖G‖², without the noise of 0.25
-    assert error < 0.05
+    assert error < 0.08
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -291,14 +283,13 @@ def test_autocast_and_loss_scaling_work_when_unscaled_before_the_block():
     model, _ = classifier()
     model.float()
     x, y = torch.randn(5, 6, dtype=torch.float32), torch.randint(3, (5,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, probe = measured_sgd(model)
     scaler = torch.amp.GradScaler("cpu")
 
     def loss_fn():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.cross_entropy(model(x), y)
 
-    probe = SmoothnessProbe(model, every=1)
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(loss_fn()).backward()
@@ -319,10 +310,8 @@ def test_rows_say_how_precise_their_gradients_are():
         order = torch.randperm(8, generator=generator)  # the same sum in another order
         return F.cross_entropy(model(x[order]), y[order])
 
-    probe = SmoothnessProbe(model, every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        block_steps(probe, optimizer, loss_fn)
+    optimizer, probe = measured_sgd(model)
+    block_steps(probe, optimizer, loss_fn, 2)
     assert probe.trace.column("eps").tolist() == [2.0**-52] * 2
     assert probe.trace.column("self_test").tolist() == [probe.self_test] * 2
     assert 0 < probe.self_test < 1e-12
@@ -338,8 +327,8 @@ def test_compiled_model_with_dropout_is_measured_exactly(kind):
         plain.compile(backend="aot_eager")
     model = plain if kind == "in place" else torch.compile(plain, backend="aot_eager")
     optimizer, probe = measured_sgd(model)
-    for _ in range(3):  # the first measurement compares the replayed masks with training's
-        block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y))
+    # The first measurement compares the replayed masks with training's.
+    block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 3)
     assert probe.trace.ok.all()
 
 
@@ -378,16 +367,12 @@ def test_closed_probe_leaves_no_hook_behind():
         ({"max_overhead": -0.1}, "`max_overhead`"),
         ({"on_error": "ignore"}, "`on_error`"),
         ({"layers": {"mine": [torch.zeros(1)]}}, "trainable parameters"),
+        ({"model": nn.ReLU()}, "nothing to measure"),
     ],
 )
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        SmoothnessProbe(nn.Linear(1, 1), **arguments)
-
-
-def test_model_without_parameters_is_refused():
-    with pytest.raises(ValueError, match="nothing to measure"):
-        SmoothnessProbe(nn.ReLU())
+        SmoothnessProbe(**({"model": nn.Linear(1, 1)} | arguments))
 
 
 def test_step_that_does_not_move_is_marked():

@@ -146,9 +146,7 @@ def test_three_shapes_measure_the_same():
         "curvature",
         "cosine",
     ):
-        np.testing.assert_allclose(
-            rows["watch"].column(name), rows["begin"].column(name), rtol=1e-12, err_msg=name
-        )
+        np.testing.assert_allclose(rows["watch"].column(name), rows["begin"].column(name), rtol=1e-12)
     torch.manual_seed(0)
     model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
     state = [p.detach().clone() for p in model.parameters()]
@@ -302,11 +300,9 @@ def test_replays_put_back_the_objects_to_keep():
 
             optimizer.zero_grad()
             (probe.record(loss_fn) if probed else loss_fn()).backward()
-            if probed:
-                optimizer.step()
-            else:
+            if not probed:
                 probe.close()
-                optimizer.step()
+            optimizer.step()
         return vars(metric)
 
     assert count(keep=True) == count(keep=False, probed=False)

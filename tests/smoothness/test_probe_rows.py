@@ -52,15 +52,6 @@ def test_precision_is_that_of_autocast_wherever_it_is_entered(through):
     assert probe.trace.column("eps").tolist() == [2.0**-7] * 2
 
 
-def test_precision_without_autocast_is_that_of_the_parameters():
-    model, x = nn.Linear(6, 3), torch.randn(8, 6)
-    probe = SmoothnessProbe(model, every=1)
-    model(x).square().mean().backward()
-    with probe(lambda: model(x).square().mean()):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert probe.trace[0]["eps"] == 2.0**-52
-
-
 def test_coefficient_is_the_product_of_all_clipping():
     model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
     optimizer = cs.ClippedSGD(model.parameters(), lr=0.1, max_norm=0.05)
@@ -101,9 +92,8 @@ def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
 
 def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():
     model, x = nn.Linear(6, 3), torch.randn(8, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, probe = measured_sgd(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    probe = SmoothnessProbe(model, every=1)
 
     def loss_fn():
         return model(x).square().mean()
@@ -172,13 +162,11 @@ def test_replays_of_others_do_not_count_as_samples():
     def loss_fn():
         return model(x).square().mean()
 
-    for _ in range(3):
-        optimizer.zero_grad()
+    def replayed():
         with cs.Replay(model, loss_fn) as replay:
             replay.gradient()
-        loss_fn().backward()
-        with probe(loss_fn):
-            optimizer.step()
+
+    block_steps(probe, optimizer, loss_fn, 3, before=replayed)
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
 
@@ -212,9 +200,8 @@ def test_metric_that_is_a_module_is_put_back_too():
 
 def test_step_that_a_scaler_skips_in_the_block_is_marked():
     model, x = nn.Linear(6, 3).float(), torch.randn(8, 6).float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, probe = measured_sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    probe = SmoothnessProbe(model, every=1)
     for factor in (1.0, math.inf, 1.0):
 
         def loss_fn(factor=factor):

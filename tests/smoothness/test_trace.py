@@ -65,7 +65,7 @@ def without_none(value):
     return value
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=rows_of_anything)
 def test_any_row_comes_back_from_memory_and_from_disk(rows, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
