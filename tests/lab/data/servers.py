@@ -16,7 +16,7 @@ class Server:
         self.half_sent = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=[0.02], daemon=True)
         self._thread.start()
 
     def close(self):

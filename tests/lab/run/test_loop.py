@@ -233,17 +233,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"
 
 
-def test_a_corrupt_checkpoint_is_one_line_and_stays(tmp_path):
-    recipe = small_language(tmp_path)
-    interrupt_at(8, recipe, tmp_path / "run")
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"torn")
-    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"corrupt or is no checkpoint. Delete it to start the run again"):
-        train(recipe, tmp_path / "run", resume=True, **quiet)
-    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == b"torn"
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
-
-
 def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("curvestep.lab.run.folder.PATIENCE", 0.2)
     recipe = small_language(tmp_path)
