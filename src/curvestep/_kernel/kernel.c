@@ -338,18 +338,21 @@ static void *element(const Job *job, int list, int64_t i, int64_t at)
     return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
 }
 
-/* The squares of the weights in units [from, from + count) of tensor i. */
+/* The squares of the weights in units [from, from + count) of tensor i. Long units in one stream of reads, not in four: each
+   would end before what is read in advance is of use. */
 static void measure_weights(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count, double *squares)
 {
-    const void *x = element(job, 1, i, from * unit);
     if (unit <= SHORT) {
-        squares_of_units(x, unit, 0, count, job->doubles, squares);
+        squares_of_units(element(job, 1, i, from * unit), unit, 0, count, job->doubles, squares);
         return;
     }
     for (int64_t k = 0; k < count; k++) {
         squares[k] = 0;
-        for (int64_t at = 0; at < unit; at += BLOCK)
-            squares[k] += squares_of_block(x, 0, k * unit + at, least(unit - at, BLOCK), job->doubles);
+        for (int64_t at = 0; at < unit; at += SHORT) {
+            double part;
+            squares_of_units(element(job, 1, i, (from + k) * unit + at), least(unit - at, SHORT), 0, 1, job->doubles, &part);
+            squares[k] += part;
+        }
     }
 }
 
