@@ -329,6 +329,28 @@ def test_units_clipped_while_they_are_updated_go_as_those_clipped_before(make, d
         assert stats == pytest.approx(others, rel=1e-5)
 
 
+@pytest.mark.parametrize("rule", [ema(1.0, warmup=2), weight_ratio(0.3)], ids=["ema", "weight_ratio"])
+def test_pieces_clipped_in_the_update_are_counted_as_those_clipped_before_it(rule):
+    def stats_of(make):
+        params = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0, 3))]
+        opt = make(params)
+        for size in (0.3, 0.35, 0.4):
+            for number, p in enumerate(params):
+                p.grad = torch.full_like(p, size - 0.1 * number)
+            opt.step()
+        return opt.clip_stats()
+
+    def clipped_before(params):
+        opt = torch.optim.SGD(params, lr=1e-3)
+        clip(opt, rule)
+        return opt
+
+    stats = stats_of(lambda params: ClippedSGD(params, lr=1e-3, max_norm=rule))
+    assert 0.5 < stats["coefficient"] < 1
+    assert 0 < stats["clipped_fraction"] < 1
+    assert stats == pytest.approx(stats_of(clipped_before), rel=1e-12)
+
+
 def test_groups_may_have_rules_of_their_own():
     head, body = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     opt = ClippedSGD(

@@ -43,6 +43,7 @@ enum { ROW = 256 };        /* elements of a quarter of a block whose squares are
 enum { SHORT = 8 * ROW };  /* elements of a unit whose squares are added in one go */
 enum { NEAR = 1 << 11 };   /* elements of short units that are measured together before they are updated */
 enum { MOST = 256 };       /* such units at most */
+_Static_assert(NEAR <= SHORT, "units longer than SHORT must come alone");
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
 
 /* In both rules the factor on the gradient comes first: see update_range. */
@@ -338,21 +339,19 @@ static void *element(const Job *job, int list, int64_t i, int64_t at)
     return (char *)job->lists[list * job->count + i] + at * (job->doubles ? 8 : 4);
 }
 
-/* The squares of the weights in units [from, from + count) of tensor i. Long units in one stream of reads, not in four: each
-   would end before what is read in advance is of use. */
+/* The squares of the weights in units [from, from + count) of tensor i. Of a long unit, which comes alone, in one stream of
+   reads: each of four would end before what is read in advance is of use. */
 static void measure_weights(const Job *job, int64_t i, int64_t unit, int64_t from, int64_t count, double *squares)
 {
     if (unit <= SHORT) {
         squares_of_units(element(job, 1, i, from * unit), unit, 0, count, job->doubles, squares);
         return;
     }
-    for (int64_t k = 0; k < count; k++) {
-        squares[k] = 0;
-        for (int64_t at = 0; at < unit; at += SHORT) {
-            double part;
-            squares_of_units(element(job, 1, i, (from + k) * unit + at), least(unit - at, SHORT), 0, 1, job->doubles, &part);
-            squares[k] += part;
-        }
+    *squares = 0;
+    for (int64_t at = 0; at < unit; at += SHORT) {
+        double part;
+        squares_of_units(element(job, 1, i, from * unit + at), least(unit - at, SHORT), 0, 1, job->doubles, &part);
+        *squares += part;
     }
 }
 
@@ -360,7 +359,7 @@ static double *factors_of(const Units *units, int64_t count) { return units->num
 
 static double factor(double norm, double bound) { return norm > bound ? bound / norm : 1; }
 
-/* Before an update: the factors of units whose bounds are given; of others 1, which an empty tensor keeps. */
+/* Before an update: the factors of units whose bounds are given, and of those that are empty. */
 static void clip_by_bounds(const Job *job)
 {
     if (!job->units)
@@ -369,7 +368,7 @@ static void clip_by_bounds(const Job *job)
     const double *norms = job->units->numbers, *bounds = norms + n;
     double *factors = factors_of(job->units, job->count);
     for (int64_t k = 0; k < n; k++)
-        factors[k] = job->units->ratio ? 1 : factor(norms[k], bounds[k]);
+        factors[k] = factor(norms[k], bounds[k]);
 }
 
 /* While it is at them: the factors of units [from, from + count) of tensor i, by the norms of their weights. */
