@@ -300,9 +300,6 @@ def test_lists_are_two_dimensional_columns(tmp_path):
         np.testing.assert_array_equal(each.column("grad_norms")[0], [np.inf, np.nan])
         assert [row["secants"] for row in each] == [[2.0, 1], None, [3.0]]
         assert each.names == ["step", "secants", "grad_norms"]
-        assert list(each.to_pandas().columns) == [
-            "step", "secants/0", "secants/1", "grad_norms/0", "grad_norms/1"
-        ]  # fmt: skip
 
 
 def test_a_trace_without_lists_or_fractions_has_columns_of_nan():
@@ -551,22 +548,6 @@ def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():
         trace.append({"step": 10})
     with pytest.raises(IndexError):
         trace[4]
-
-
-def test_pandas_holds_every_cell():
-    trace = filled(layers={"out": {"smoothness": 2.0}})
-    trace.append({"step": 3, "loss": math.inf, "status": "nonfinite, so stopped", "note": "a\nb"})
-    frame = trace.to_pandas()
-    assert list(frame.columns) == trace.names
-    assert frame["step"].tolist() == [0, 1, 2, 3]
-    assert frame["loss"][3] == math.inf
-    assert frame["grad_norm"].isna().tolist() == [False] * 3 + [True]
-    assert frame["status"].tolist() == ["ok"] * 3 + ["nonfinite, so stopped"]
-    trace.append({"step": 4, "note": [1.0], "secants": [2.0, 3.0]})
-    frame = trace.to_pandas()
-    assert math.isnan(frame["secants/1"][0])
-    assert frame["secants/1"][4] == 3.0
-    assert (frame["note"][0], frame["note"][3], frame["note"][4]) == (None, "a\nb", [1.0])
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ from curvestep.smoothness import (
 from curvestep.steps import clip_norms
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
@@ -245,19 +244,6 @@ class Trace:
         if kind in _OBJECTS:
             return np.fromiter(_filtered(values, _OBJECTS[kind]), object, len(values))
         return np.array(_filtered(values, _is_number), dtype=np.float64)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """The rows as a data frame; a layer's key is ``layers/<name>/<key>``, an entry ``secants/0``."""
-        import pandas as pd
-
-        frame = {}
-        for name in self.names:
-            values = self.column(name)
-            if values.ndim == 1:
-                frame[name] = values
-            else:
-                frame |= {f"{name}/{i}": values[:, i] for i in range(values.shape[1])}
-        return pd.DataFrame(frame)
 
     def _values(self, name: str) -> Sequence[object]:
         """One key's values as they came, None where they are missing."""
