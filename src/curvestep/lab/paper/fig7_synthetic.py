@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from curvestep._files import write_atomically
 from curvestep.display.chart import NUM_COLOURS, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
-from curvestep.display.results import level
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
 from curvestep.lab.paper.style import PANEL, SMALL_PANEL, lettered
 from curvestep.lab.paper.verdicts.claims import MissingRuns
@@ -343,44 +342,6 @@ def _step_sizes(lrs: Array, values: Array, best_lr: float) -> tuple[Series, ...]
     return tuple(series)
 
 
-def draw_jittered(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
-    """Final gradients from many starts, and the ratio of the two methods."""
-    starts = numbers["starts"]
-    finals = {name: numbers[f"{name}_jittered_final"] for name in METHODS}
-    best = {name: np.nanmin(values, axis=0) for name, values in finals.items()}
-    kept = [
-        finals[name][int(np.argmin(np.abs(numbers[f"{name}_lrs"] - lr)))]
-        for name, lr in (("gd", result.gd_best_lr), ("clipped", result.clipped_best_lr))
-    ]
-    left = []
-    for name, colour, mark in (("gd", GD, "circle"), ("clipped", CLIPPED, "triangle")):
-        left.append(Series(METHODS[name], starts, best[name], colour=colour, dash="", mark=mark, weight=THIN))
-        left.append(level(starts, float(np.median(best[name])), "", colour=colour))
-    right = []
-    for ratios, label, colour, dash in (
-        (best["gd"] / best["clipped"], "best of the grid, each start", 2, "solid"),
-        (kept[0] / kept[1], f"best step sizes from {result.config.x0:g}", 3, "dash"),
-    ):
-        shown = np.sort(ratios[np.isfinite(ratios)])
-        shares = np.arange(1, len(shown) + 1) / len(shown)
-        right.append(Series(label, shown, shares, colour=colour, dash=dash))
-    ratio = np.array([result.ratio, result.ratio])
-    right.append(Series("the paper's start", ratio, np.array([0.0, 1.0]), colour="soft", dash="dot"))
-    final = Axis("start x0"), Axis("final |f′|, best of the grid", log=True)
-    share = Axis("|f′| of GD over |f′| of clipped GD", log=True), Axis("share of starts below")
-    charts = [
-        Chart("starts", "Each start with its best step size", *final, tuple(left)),
-        Chart("ratios", "How much better clipping is, and how lucky", *share, tuple(right)),
-    ]
-    low, high = result.jittered_range
-    note = (
-        f"{len(starts)} starts within {result.config.jitter:g} of {result.config.x0:g}: median ratio "
-        f"{result.jittered_ratio:.2g}, range {low:.1e} to {high:.1e}; with fixed step sizes "
-        f"{result.fixed_range[0]:.1e} to {result.fixed_range[1]:.1e}"
-    )
-    return figure_of(charts, title=title, note=note, size=PANEL)
-
-
 def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
     """Iterations on the lower-bound pair against the largest gradient norm, and what fixed steps lose."""
     M, iterations = numbers["M"], numbers["iterations"]
@@ -420,11 +381,6 @@ _DRAW: dict[str, tuple[Draw, str, str]] = {
         draw_trajectories,
         "Figure 7: gradient descent and clipped gradient descent on x⁴",
         "A line is one step size from x = 30: its distance to the minimum, value or gradient.",
-    ),
-    "fig7_jittered": (
-        draw_jittered,
-        "Figure 7 from many starting points",
-        "Both methods start near 30. The charts show their last gradients, and the ratio of these.",
     ),
     "fig7_growth": (
         draw_growth,
