@@ -16,15 +16,18 @@ and the claims. A run that is missing or damaged is named, the rest is drawn.
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from curvestep._files import dump_json
 from curvestep.fit.samples import final_loss
-from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, Results, load_kept, pack_runs
+from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, ORIGIN, Results, load_kept
 from curvestep.lab.paper.reproduction import draw_all, make_plan
 from curvestep.lab.paper.style import length_words, missing_words
 from curvestep.lab.paper.verdicts.claims import (
@@ -38,11 +41,12 @@ from curvestep.lab.paper.verdicts.claims import (
 )
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, spread
-from curvestep.lab.run.folder import Run, write_json
+from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, write_json
 
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "results" / "images"
 NUMBERS, CHANGES = "results/claims.md", "results/verdicts.md"
+RUN_FILES = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,27 @@ CHANGED = {
     "normalizing-is-clipping": ("contradicted", "the paper says: up to a factor of the step size"),
     "inside-steps": ("cannot tell, supported", "steps overshoot before the second fraction"),
 }
+
+
+def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False) -> list[str]:
+    """Pack every run below ``folder`` into ``target``, an archive each; their names.
+
+    Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
+    """
+    found = sorted(path.parent for path in folder.rglob(CONFIG) if unended or has_ended(path.parent))
+    target.mkdir(parents=True, exist_ok=True)
+    for run in found:
+        # In this order: rows that are written meanwhile may be more than the status counts, not fewer.
+        contents = {name: (run / name).read_bytes() for name in RUN_FILES if (run / name).exists()}
+        for rows in contents.keys() & {METRICS, TRACE}:
+            contents[rows] = contents[rows][: contents[rows].rfind(b"\n") + 1]
+        contents[ORIGIN] = (dump_json({"commit": commit}) + "\n").encode()
+        with tarfile.open(target / f"{run.name}.tar.xz", "w:xz", preset=9) as packed:
+            for name, content in contents.items():
+                about = tarfile.TarInfo(f"{run.name}/{name}")  # no time, no owner: the same bytes each time
+                about.size = len(content)
+                packed.addfile(about, io.BytesIO(content))
+    return [run.name for run in found]
 
 
 def changes_table(claims: Iterable[Claim]) -> str:

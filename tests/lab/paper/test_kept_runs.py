@@ -10,16 +10,18 @@ import pytest
 
 from curvestep.lab.paper import reproduction
 from curvestep.lab.paper.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM
-from curvestep.lab.paper.plan import KEPT, PAPER_SIZE, load_kept, pack_runs
+from curvestep.lab.paper.plan import KEPT, PAPER_SIZE, load_kept
 from curvestep.lab.paper.reproduction import draw_kept, make_plan
 from curvestep.lab.paper.style import length_words
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, STATUS, TRACE, read_json, write_json
+from tests.lab.paper.pages import reproduction_figures
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace
 
 COMMIT = "0123456"
+pack_runs = reproduction_figures.pack_runs
 
 
 def leave_runs(folder, *names, steps=684, rows=60):

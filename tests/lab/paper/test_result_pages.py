@@ -1,11 +1,8 @@
 """The result pages of the reproduction, from runs written by hand; some of the plan are missing."""
 
-import importlib.util
 import json
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +12,9 @@ from curvestep.lab.paper.reproduction import make_plan
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED
 from curvestep.lab.paper.verdicts.statements import STATEMENTS
 from curvestep.lab.run.folder import CHECKPOINT
+from tests.lab.paper.pages import DOCS, load_script
 from tests.lab.paper.test_reproduction import fake_runs
 from tests.lab.paper.test_statements import write_trace
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 
 def marks(*names):
@@ -28,12 +24,7 @@ def marks(*names):
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """The script, writing into a folder of its own."""
-    spec = importlib.util.spec_from_file_location("reproduction_figures", DOCS / "reproduction_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "reproduction_figures", module)  # its dataclass asks for it
-    spec.loader.exec_module(module)
+    module = load_script()
     (tmp_path / "docs" / "results" / "images").mkdir(parents=True)
     for name in ("reproduction", "longer"):
         (tmp_path / "docs" / "results" / f"{name}.md").write_text(marks("found", "runs", "figures"))

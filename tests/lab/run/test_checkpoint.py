@@ -127,7 +127,9 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
 @pytest.mark.parametrize("version", [99, None, "one"])
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, version):
     torch.save({"format": "curvestep-checkpoint", "version": version}, tmp_path / "new.pt")
-    with pytest.raises(ValueError, match=rf"has version {version}, this curvestep reads up to 1. Update curvestep"):
+    with pytest.raises(
+        ValueError, match=rf"has version {version}, this curvestep reads up to 1. Update curvestep"
+    ):
         load_checkpoint(tmp_path / "new.pt")
 
 

@@ -8,7 +8,6 @@ Nothing is trained to draw a figure from them.
 from __future__ import annotations
 
 import copy
-import io
 import lzma
 import shutil
 import tarfile
@@ -16,29 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from curvestep._checks import check_choice
-from curvestep._files import dump_json
 from curvestep.lab.cost import cost_of
 from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
-from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe, with_fields
-from curvestep.lab.run.folder import (
-    CONFIG,
-    DIVERGED,
-    METRICS,
-    STATUS,
-    TRACE,
-    Run,
-    has_ended,
-    read_json,
-)
+from curvestep.lab.recipes import SCALES, Fields, Recipe, with_fields
+from curvestep.lab.run.folder import CONFIG, DIVERGED, STATUS, Run, read_json
 
 KEPT = Path(__file__).with_name("kept")
 KEPT_CLAIMS = KEPT / "claims.json"  # of the larger scales, written by docs/reproduction_figures.py
-RUN_FILES = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 ORIGIN = "origin.json"
 UNKNOWN = "an earlier commit"  # of runs that were packed before the commit was noted
 # The scale that has the paper's own model for a figure; of figure 4 that of (c) and (d).
@@ -127,19 +114,13 @@ class Plan:
         return sorted((run for run in self.runs if run.setting == setting), key=lambda run: run.recipe.seed)
 
 
-def plan_runs(
-    scale: str,
-    figures: Sequence[PaperFigure],
-    *,
-    language: dict[str, Any] | None = None,
-    images: dict[str, Any] | None = None,
-) -> Plan:
-    """The plan of these figures, with fields to change in every run of a language model or on images."""
+def plan_runs(scale: str, figures: Sequence[PaperFigure], **changes: Fields) -> Plan:
+    """The plan of these figures, with fields to change in every run of a task, ``language`` or ``images``."""
     check_choice("scale", scale, SCALES)
     runs: dict[str, Planned] = {}
     for figure in figures:
         for run in figure.runs(scale):
-            fields = dict((language if isinstance(run.recipe, LanguageRecipe) else images) or {})
+            fields = dict(changes.get(run.recipe.task, {}))
             if run.recipe.probe_every == 0:  # a run that is not to be measured stays so
                 fields.pop("probe_every", None)
             changed = replace(run, recipe=with_fields(run.recipe, **fields))
@@ -249,27 +230,6 @@ class KeptRuns:
         commits = ", ".join(sorted({self.commits[run.folder.name] for run in runs}))
         planned = len(self.results.plan.runs)
         return f"{len(runs)} of {planned} runs, made by {commits} in {hours:.1f} hours of one core."
-
-
-def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False) -> list[str]:
-    """Pack every run below ``folder`` into ``target``, an archive each; their names.
-
-    Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
-    """
-    found = sorted(path.parent for path in folder.rglob(CONFIG) if unended or has_ended(path.parent))
-    target.mkdir(parents=True, exist_ok=True)
-    for run in found:
-        # In this order: rows that are written meanwhile may be more than the status counts, not fewer.
-        contents = {name: (run / name).read_bytes() for name in RUN_FILES if (run / name).exists()}
-        for rows in contents.keys() & {METRICS, TRACE}:
-            contents[rows] = contents[rows][: contents[rows].rfind(b"\n") + 1]
-        contents[ORIGIN] = (dump_json({"commit": commit}) + "\n").encode()
-        with tarfile.open(target / f"{run.name}.tar.xz", "w:xz", preset=9) as packed:
-            for name, content in contents.items():
-                about = tarfile.TarInfo(f"{run.name}/{name}")  # no time, no owner: the same bytes each time
-                about.size = len(content)
-                packed.addfile(about, io.BytesIO(content))
-    return [run.name for run in found]
 
 
 def load_kept(plan: Plan, source: Path, folder: Path) -> KeptRuns:
