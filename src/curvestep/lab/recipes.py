@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
+from curvestep._files import dump_json, load_json
 from curvestep.steps import check_threshold
 
 Scale = Literal["laptop", "longer", "epoch", "paper"]
@@ -105,6 +106,7 @@ class Recipe(ABC):
         precision: Precision of Lightning Fabric.
     """
 
+    task: ClassVar[str]  # ``language`` or ``images``
     name: str
     figures: tuple[str, ...] = ()
     scale: Scale = "laptop"
@@ -144,6 +146,16 @@ class Recipe(ABC):
                 f"`steps` and `epochs` must not both be zero, nor both be set, got {self.steps} and "
                 f"{self.epochs}. Set one of them."
             )
+
+    @property
+    @abstractmethod
+    def data(self) -> str:
+        """The data set."""
+
+    @property
+    @abstractmethod
+    def model_words(self) -> str:
+        """The model, and what its data were cut to: ``LSTM 200/512``."""
 
     @property
     @abstractmethod
@@ -195,6 +207,7 @@ class LanguageRecipe(Recipe):
         variable_bptt: Draw the length of each piece as Merity et al. do, and scale ``lr`` by it.
     """
 
+    task: ClassVar[str] = "language"
     model: Literal["lstm", "awd-lstm"] = "lstm"
     corpus: str = "ptb"
     num_words: int = 0
@@ -223,6 +236,21 @@ class LanguageRecipe(Recipe):
             )
 
     @property
+    def data(self) -> str:
+        """The corpus."""
+        return self.corpus
+
+    @property
+    def model_words(self) -> str:
+        """The model with its sizes, and what the text was cut to."""
+        words = f"{self.model.upper()} {self.embedding}/{self.hidden}"
+        if self.vocabulary:
+            words += f", {self.vocabulary:,} different words"
+        if self.num_words:
+            words += f", {self.num_words:,} words of text"
+        return words
+
+    @property
     def problem(self) -> str:
         """The corpus, the model and its sizes; of a text only its name, so that folders do not matter."""
         corpus = Path(self.corpus).name
@@ -243,11 +271,22 @@ class ImageRecipe(Recipe):
         pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 
+    task: ClassVar[str] = "images"
     model: Literal["resnet20"] = "resnet20"
     images: Literal["cifar10", "cifar10-subset", "digits"] = "cifar10-subset"
     augmented: bool = True
     num_images: int = 0
     pooling: int = 1
+
+    @property
+    def data(self) -> str:
+        """The images."""
+        return self.images
+
+    @property
+    def model_words(self) -> str:
+        """The network, and the size of pooled images."""
+        return "ResNet20" if self.pooling == 1 else f"ResNet20, {32 // self.pooling} pixels a side"
 
     @property
     def problem(self) -> str:
@@ -394,11 +433,7 @@ def with_fields(recipe: RecipeT, **overrides: Any) -> RecipeT:
 
 def to_dict(recipe: Recipe) -> Fields:
     """The recipe as plain values, lists for tuples: what is read back from its file."""
-    values = {"task": _TASKS[type(recipe)], **dataclasses.asdict(recipe)}
-    for name, value in values.items():
-        if isinstance(value, tuple):
-            values[name] = list(value)
-    return values
+    return load_json(dump_json({"task": recipe.task, **dataclasses.asdict(recipe)}))
 
 
 def from_dict(values: Fields) -> Recipe:
@@ -411,14 +446,13 @@ def from_dict(values: Fields) -> Recipe:
     """
     values = dict(item for item in values.items() if item not in _RETIRED.items())
     task = values.pop("task", None)
-    kinds = {name: kind for kind, name in _TASKS.items()}
-    if task not in kinds:
-        raise ValueError(f"`task` must be one of {', '.join(kinds)}, got {task!r}.")
-    return with_fields(kinds[task](name=str(values.get("name")), steps=1), **values)
+    if task not in TASKS:
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
+    return with_fields(TASKS[task](name=str(values.get("name")), steps=1), **values)
 
 
 _RETIRED = {"start_from": "", "averaging": "never", "patience": 5}  # fields that kept runs have, not in use
-_TASKS: dict[type[Recipe], str] = {LanguageRecipe: "language", ImageRecipe: "images"}
+TASKS: dict[str, type[Recipe]] = {kind.task: kind for kind in (LanguageRecipe, ImageRecipe)}
 
 
 def _coerce(name: str, value: Any, hint: object) -> object:

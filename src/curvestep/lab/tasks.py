@@ -55,10 +55,11 @@ def part_of_batch(recipe: Recipe, rank: int, world_size: int) -> slice:
 
 def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -> Corpus | Images:
     """The data that a recipe names; a stand-in where they are not available, which is said once."""
-    where = {"offline": offline, "progress": progress}
-    if isinstance(recipe, LanguageRecipe):
-        return _load_corpus(recipe.corpus, recipe.vocabulary or 10_000, **where)
-    assert isinstance(recipe, ImageRecipe)
+    load: Any = {LanguageRecipe: _load_corpus, ImageRecipe: _load_images}[type(recipe)]
+    return load(recipe, offline=offline, progress=progress)
+
+
+def _load_images(recipe: ImageRecipe, **where: bool) -> Images:
     if recipe.images == "digits":
         return load_digits()
     try:
@@ -71,8 +72,8 @@ def load_data(recipe: Recipe, *, offline: bool = False, progress: bool = True) -
         return load_digits()
 
 
-def _load_corpus(name: str, size: int, **where: bool) -> Corpus:
-    """The text of this name, or at this path, with so many different words."""
+def _load_corpus(recipe: LanguageRecipe, **where: bool) -> Corpus:
+    name, size = recipe.corpus, recipe.vocabulary or 10_000
     if name not in ("ptb", "topics"):
         return load_corpus(name, max_vocabulary=size)
     if name == "ptb":

@@ -40,11 +40,11 @@ from curvestep.lab.paper.plan import (
     load_kept,
     plan_runs,
 )
-from curvestep.lab.paper.style import length_words, missing_words, model_words, seed_words
+from curvestep.lab.paper.style import length_words, missing_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration
-from curvestep.lab.recipes import SCALES, LanguageRecipe, Recipe
+from curvestep.lab.recipes import SCALES
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
 from curvestep.lab.run.folder import FINISHED, Run, RunResult, has_ended, last_step, read_json, write_json
@@ -137,7 +137,7 @@ def reproduce(
     plan = plan or make_plan(scale, tuple(figures) if figures else None)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     places, sources = prepare_data(plan, offline=offline, progress=progress)
-    plan = replace(plan, runs=tuple(replace(run, place=places[data_of(run.recipe)]) for run in plan.runs))
+    plan = replace(plan, runs=tuple(replace(run, place=places[run.recipe.data]) for run in plan.runs))
     failures = run_all(
         plan, folder / "runs", engine=engine, workers=workers, address=address, progress=progress
     )
@@ -244,7 +244,7 @@ def _trained(figure: PaperFigure, results: Results) -> list[str]:
     runs = sorted(results.of_figure(figure), key=lambda run: (not run.has_ended, -run.status["step"]))
     models: dict[str, list[Run]] = {}
     for run in runs:
-        models.setdefault(model_words(run.recipe), []).append(run)
+        models.setdefault(run.recipe.model_words, []).append(run)
     words = []
     for model, (longest, *others) in models.items():
         unended = [length_words(run) for run in others if not run.has_ended]
@@ -284,7 +284,7 @@ def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str
 
     Runs on a stand-in, or at another scale, are kept apart from the real ones.
     """
-    recipes = {data_of(run.recipe): run.recipe for run in plan.runs}
+    recipes = {run.recipe.data: run.recipe for run in plan.runs}
     suffix = f"-{plan.scale}".removesuffix("-laptop")
     places: dict[str, str] = {}
     sources = []
@@ -293,11 +293,6 @@ def prepare_data(plan: Plan, *, offline: bool, progress: bool) -> tuple[dict[str
         places[name] = f"{Path(data.name).stem}{suffix}"
         sources.append(data.source)
     return places, sources
-
-
-def data_of(recipe: Recipe) -> str:
-    """The data that a recipe names."""
-    return getattr(recipe, "corpus" if isinstance(recipe, LanguageRecipe) else "images")
 
 
 def run_all(

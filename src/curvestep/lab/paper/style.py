@@ -12,7 +12,7 @@ from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of
 from curvestep.lab.cost import steps_of
 from curvestep.lab.paper.plan import Planned
-from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.folder import DIVERGED, FINISHED, Run, last_step
 
 # One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
@@ -47,25 +47,6 @@ def lettered(charts: Sequence[Chart], letters: str = LETTERS) -> list[Chart]:
     ]
 
 
-def model_words(recipe: Recipe) -> str:
-    """The model that a recipe trains, and what its data were cut to.
-
-    Example:
-        >>> from curvestep.lab.recipes import get_recipe
-        >>> model_words(get_recipe("ptb-lstm", "longer")), model_words(get_recipe("cifar-resnet20"))
-        ('LSTM 200/512', 'ResNet20')
-    """
-    if isinstance(recipe, ImageRecipe):
-        return "ResNet20" if recipe.pooling == 1 else f"ResNet20, {32 // recipe.pooling} pixels a side"
-    assert isinstance(recipe, LanguageRecipe)
-    words = f"{recipe.model.upper()} {recipe.embedding}/{recipe.hidden}"
-    if recipe.vocabulary:
-        words += f", {recipe.vocabulary:,} different words"
-    if recipe.num_words:
-        words += f", {recipe.num_words:,} words of text"
-    return words
-
-
 def length_words(run: Run) -> str:
     """Length of a run: ``684 steps``; of one that has not ended ``20 of 200 epochs``."""
     if run.has_ended:
@@ -78,11 +59,11 @@ def length_words(run: Run) -> str:
 
 def missing_words(planned: Iterable[Planned], runs: Sequence[Run]) -> str:
     """Settings without a run, of a model that has none the model alone, in a sentence; empty without any."""
-    there = {(model_words(run.recipe), run.recipe.label) for run in runs}
+    there = {(run.recipe.model_words, run.recipe.label) for run in runs}
     models = {model for model, _ in there}
     names: dict[str, None] = {}
     for run in planned:
-        model, label = model_words(run.recipe), run.recipe.label
+        model, label = run.recipe.model_words, run.recipe.label
         if model not in models:
             names[model] = None
         elif (model, label) not in there:
@@ -119,7 +100,7 @@ def described(
     size: tuple[float, float] = PANEL,
 ) -> Figure:
     """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
-    models = dict.fromkeys(model_words(run.recipe) for run in runs)
+    models = dict.fromkeys(run.recipe.model_words for run in runs)
     data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
     words = [*models, seed_words(runs), *data]
     width = size[0] * min(columns, len(charts))

@@ -25,7 +25,6 @@ from curvestep.lab.paper.legend import (
     trained_name,
 )
 from curvestep.lab.paper.plan import Results
-from curvestep.lab.paper.style import model_words
 from curvestep.lab.paper.verdicts.claims import (
     CORRECTED,
     DOES_NOT_HOLD,
@@ -282,7 +281,7 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
         sentence=f"The median error of the {name} is {100 * middle:.1f} %; nine of ten are below "
         f"{100 * most:.1f} %.",
         numbers={
-            "model": model_words(whole.recipe),
+            "model": whole.recipe.model_words,
             "iterates": str(len(found.steps)),
             "median ratio": f"{found.ratio:.3f}",
             "correlation of logs": f"{found.correlation:.3f}",
