@@ -287,16 +287,16 @@ def is_clipped(coefficient: ArrayLike, *, optimizer: ArrayLike = "") -> np.ndarr
         >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], optimizer="NormalizedSGD")
         (array([ True, False]), array([False,  True]))
     """
-    highest = np.where(_is_normalized(optimizer), 0.5, 1 - 1e-6)
+    highest = np.where(_is_of(optimizer, Family.NORMALIZED), 0.5, 1 - 1e-6)
     return np.asarray(coefficient, dtype=float) < highest
 
 
 def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
     r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
 
-    Rows say whether a step was ``clipped``. Of rows that do not, the ``coefficient`` tells, and without it a
-    step shorter than lr·‖g‖. The threshold is coefficient times gradient norm (of normalized descent the
-    offset), or step length over lr.
+    Rows say whether a step was ``clipped``. Of rows that do not, the ``coefficient`` tells, and without it,
+    but for Adam, a step shorter than lr·‖g‖. The threshold is coefficient times gradient norm (of normalized
+    descent the offset), or step length over lr.
 
     Args:
         columns: Columns of a trace, of which any may be missing and any number NaN: ``clipped``,
@@ -314,9 +314,11 @@ def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
     numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in names]
     flag, coefficient, g, length, lr = np.broadcast_arrays(*numbers)
     optimizer = columns.get("optimizer", "")
-    has_coefficient, has_length = np.isfinite(coefficient), np.isfinite(length * lr)
+    # Adam's steps do not grow with the gradient: their length tells nothing.
+    has_length = np.isfinite(length * lr) & ~_is_of(optimizer, Family.ADAM, Family.ADAM_LIKE)
+    has_coefficient = np.isfinite(coefficient)
     with np.errstate(invalid="ignore", divide="ignore"):
-        offset = coefficient * g / np.where(_is_normalized(optimizer), 1 - coefficient, 1.0)
+        offset = coefficient * g / np.where(_is_of(optimizer, Family.NORMALIZED), 1 - coefficient, 1.0)
         threshold = np.where(has_coefficient, offset, length / lr)
         is_shorter = length < (1 - 1e-3) * (lr * g)
     inferred = np.where(has_coefficient, is_clipped(coefficient, optimizer=optimizer), is_shorter)
@@ -325,7 +327,7 @@ def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
     return np.where(known, np.where(clipped, threshold, math.inf), math.nan)
 
 
-def _is_normalized(optimizer: ArrayLike) -> np.ndarray:
+def _is_of(optimizer: ArrayLike, *families: Family) -> np.ndarray:
     names = np.asarray(optimizer, dtype=object)
-    found = [family_of(name) is Family.NORMALIZED for name in names.flat]
+    found = [family_of(name) in families for name in names.flat]
     return np.array(found, dtype=bool).reshape(names.shape)

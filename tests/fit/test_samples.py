@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.fit.samples import evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from curvestep.fit.samples import best_setting, evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from curvestep.smoothness.trace import Trace
 from curvestep.steps import clip_norms
 from tests.fit.traces import make_trace
 
@@ -60,6 +61,18 @@ def test_a_coefficient_outweighs_the_step_length():
     assert clip_norms({"coefficient": 1.0, "grad_norm": 4.0, "step_norm": 0.1, "lr": 0.1}) == math.inf
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "norm"), [("SGD", 1.0), ("", 1.0), ("AdamW", math.nan), ("RAdam", math.nan)]
+)
+def test_the_length_of_adams_steps_says_nothing_of_clipping(optimizer, norm):
+    row = {"step": 0, "grad_norm": 4.0, "step_norm": 0.1, "lr": 0.1}
+    by_header, by_row = Trace(header={"optimizer": optimizer}), Trace()
+    by_header.append(row)
+    by_row.append({**row, "optimizer": optimizer})
+    for trace in (by_header, by_row):
+        np.testing.assert_array_equal(trace.clip_norm, [norm])
+
+
 def test_samples_cut_to_some_rows_keep_all_their_columns_in_step():
     trace = make_trace(np.arange(1.0, 41.0), np.ones(40), lr=0.1, step_norm=0.1)
     samples = usable_samples(trace)
@@ -83,3 +96,8 @@ def test_evenly_spaced_rows_are_at_most_so_many(num):
     assert len(rows) <= 8
     assert len(rows) >= min(num, 4)
     assert len(set(np.diff(rows))) <= 1
+
+
+def test_no_setting_without_a_finite_score_is_best():
+    with pytest.raises(ValueError, match="no best one"):
+        best_setting({1: [math.inf], 2: [1.0, math.nan]})
