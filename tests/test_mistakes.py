@@ -257,7 +257,7 @@ def test_advise_of_a_folder_has_one_line_a_setting_whatever_its_seeds(folder, ca
     first, *settings = capsys.readouterr().out.splitlines()
     assert first.startswith("TAKE lr")
     assert [line.split(":")[0].split()[:3] for line in settings] == [
-        ["setting", "lr", "1,"], ["setting", "lr", "0.5,"], ["setting", "lr", "0.1,"],
+        ["setting", "lr", "1"], ["setting", "lr", "0.5"], ["setting", "lr", "0.1"],
     ]  # fmt: skip
     assert all(line.endswith("3 runs") for line in settings)
 

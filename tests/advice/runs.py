@@ -23,10 +23,8 @@ GOOD = {
     "failure": "",
     "first_loss": 2.3,
     "last_loss": 0.5,
-    "end_loss": 0.4,
     "highest_loss": 2.4,
-    "fell": True,
-    "should_have_fallen": True,
+    "stood_still": False,
     "noise": 0.01,
     "lost_at": None,
     "sound_until": 30,
@@ -38,9 +36,13 @@ GOOD = {
 }
 
 
-def outcome(**changes):
-    """The facts of a run that went well, but for ``changes``."""
-    return Outcome(**{**GOOD, **changes})
+def outcome(*, end_loss=0.4, **changes):
+    """The facts of a run that went well, but for ``changes``; ``end_loss`` is that after the last step."""
+    facts = {**GOOD, **changes}
+    first = facts["first_loss"]
+    losses = {"rise": facts["last_loss"], "end_rise": end_loss, "peak_rise": facts["highest_loss"]}
+    rises = {name: (loss - first) / abs(first) for name, loss in losses.items()}
+    return Outcome(**facts, **rises)
 
 
 def trace_of(losses, *, path=None, header=None, every=5, **row):

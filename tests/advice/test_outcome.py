@@ -74,7 +74,7 @@ def test_few_rows_late_in_a_run_are_its_last_loss():
     trace.append({**trace_of([0.4])[0], "step": 105})
     run = outcome_of(History.of(trace))
     assert run.last_loss == 0.4
-    assert run.fell
+    assert run.rise == pytest.approx(-0.8)
 
 
 @pytest.mark.parametrize(("row", "factor"), [
@@ -115,17 +115,18 @@ def test_the_loss_curve():
     run = outcome_of(History.of(trace_of([2.0, 5.0, *[1.0, 1.2] * 9, None, 1.1])))
     assert (run.first_loss, run.highest_loss, run.num_losses) == (2.0, 5.0, 21)
     assert run.last_loss == pytest.approx(np.mean([1.2, 1.0, 1.2, 1.1, 1.0]))
+    assert (run.peak_rise, run.end_rise) == (1.5, pytest.approx((1.1 - 0.07 - 2.0) / 2))
+    assert run.rise == pytest.approx((run.last_loss - 2.0) / 2)
     assert (run.lost_at, run.sound_until) == (101, 96)  # the rows of steps 100 and 95, counted from one
 
 
-@pytest.mark.parametrize(("losses", "fell", "should"), [
-    (falling(), True, True),
-    ([2.0, 2.1] * 15, False, True),  # each step takes 0.07 off its own batch
-    (falling()[::-1], False, True),
+@pytest.mark.parametrize(("losses", "stood_still"), [
+    (falling(), False),
+    ([2.0, 2.1] * 15, True),  # each step takes 0.07 off its own batch
+    (falling()[::-1], True),
 ])  # fmt: skip
-def test_a_fall_is_told_from_noise(losses, fell, should):
-    run = outcome_of(History.of(trace_of(losses)))
-    assert (run.fell, run.should_have_fallen) == (fell, should)
+def test_a_fall_is_told_from_noise(losses, stood_still):
+    assert outcome_of(History.of(trace_of(losses))).stood_still == stood_still
 
 
 def test_short_steps_promise_no_fall_that_could_be_seen():
@@ -135,7 +136,7 @@ def test_short_steps_promise_no_fall_that_could_be_seen():
         trace.append(
             {"step": k, "loss": loss, "loss_after": loss - 1e-4, "grad_norm": 1.0, "step_norm": 1e-4}
         )
-    assert not outcome_of(History.of(trace)).should_have_fallen
+    assert not outcome_of(History.of(trace)).stood_still
 
 
 def test_rows_without_any_loss_are_not_lost():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from textwrap import shorten
 
-from curvestep.advice.decision import DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Answer
+from curvestep.advice.decision import DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.settings import TriedSetting
 from curvestep.fit.samples import LEAST_ROWS
@@ -15,7 +14,7 @@ from curvestep.notes import Note
 MOST_LISTED = 10  # settings
 
 # By the kind of a condition, else by its action.
-_VERDICTS = {
+VERDICTS = {
     KEEP: "KEEP {setting}: no sign that it is too high or too low.",
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
@@ -31,56 +30,52 @@ _VERDICTS = {
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
     "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Train or probe more.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
+    "not-comparable": "CANNOT TELL: these runs differ in {difference}. Ask about one task and optimizer.",
 }
 _HOW_STEPS_WENT = {
     "inefficient": ". Steps are too long, or gradients add up: is `zero_grad` called?",
     "short-steps": ". Steps are short.",
 }
-_NEXT = {
-    KEEP: "one run cannot rank lr within a factor of 3: give two runs to compare",
-    RAISE: "run again and ask again, or give both runs to compare",
-    LOWER: "run again and ask again, or give both runs to compare",
-}
 
 
-def verdict_on(decision: Answer, run: Outcome) -> str:
+def verdict_on(found: Condition, run: Outcome) -> str:
     """One line to act on: the answer in capitals, the old value and the new one."""
-    rate = rate_name(run.scheduled)
-    steps = f"steps {run.sound_until + 1} to {run.lost_at}"
-    if run.lost_at == run.sound_until + 1:
-        steps = f"step {run.lost_at}"
-    template = _VERDICTS.get(decision.kind) or _VERDICTS[decision.action]
+    rate, since = rate_name(run.scheduled), run.sound_until + 1
+    template = VERDICTS.get(found.kind) or VERDICTS[found.action]
+    lr = found.next_lr(run)
     return template.format(
-        setting=setting_name(run).removesuffix(", no step clipped"),
-        change=f"{rate} {run.lr:.3g} -> {decision.lr:.3g}" if decision.lr else rate,
-        steps=steps,
+        setting=setting_name(run),
+        change=f"{rate} {run.lr:.3g} -> {lr:.3g}" if lr else rate,
+        steps=f"step {since}" if since == run.lost_at else f"steps {since} to {run.lost_at}",
         least=LEAST_ROWS,
         run=run,
         failure=shorten(run.failure, 110, placeholder=" …"),
     )
 
 
-def reasons_for(decision: Answer, run: Outcome) -> tuple[Note, ...]:
+def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
     """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
-    found = {}
+    texts = {}
     if run.num_losses:
-        found["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
+        texts["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
     if math.isfinite(run.kappa):
-        gain = f"a step gains {run.efficiency:.0%} of what its slope promises"
-        text = f"{gain} and changes the gradient by {run.kappa:.2g} of its norm"
-        found["steps"] = text + _HOW_STEPS_WENT.get(decision.kind, "")
+        gain = ""
+        if math.isfinite(run.efficiency):
+            gain = f"gains {run.efficiency:.0%} of what its slope promises and "
+        change = f"changes the gradient by {run.kappa:.2g} of its norm"
+        texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"
     if run.start_factor > 0:
-        found["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
+        texts["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
     if run.clipped == 0:
-        found["clipping"] = "no step was clipped"
+        texts["clipping"] = "no step was clipped"
     elif run.clipped > 0:
         effect = "Adam rescales them, so max_norm does little"
         if not run.family.is_adaptive:
             effect = "for these only lr x max_norm counts"
-        found["clipping"] = f"{run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
-    if decision.action in _NEXT:
-        found["next"] = _NEXT[decision.action]
-    return tuple(Note(kind, text) for kind, text in found.items())
+        texts["clipping"] = f"{run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
+    if found.action in (KEEP, RAISE, LOWER):
+        texts["next"] = "one run cannot rank lr within a factor of 3: give two runs to compare"
+    return tuple(Note(kind, text) for kind, text in texts.items())
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
@@ -91,34 +86,26 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
 
 
-def verdict_on_settings(best: TriedSetting, settings: Sequence[TriedSetting], following: float | None) -> str:
+def verdict_on_settings(best: TriedSetting, settings: list[TriedSetting], following: float | None) -> str:
     """Which of several settings to take, and what to try before settling."""
     rank = f"best of {len(settings)} settings"
     if len(settings) == 1:
-        rank = f"the only setting of {counted_runs(len(best.losses))}"
-    verdict = f"TAKE {setting_name(best)}: {rank}"
-    if following is None:
-        return f"{verdict}."
-    return f"{verdict}; try {rate_name(best.scheduled)} {following:.3g} next."
+        rank = f"the only setting of {len(best.losses)} runs"
+    further = f"; try {rate_name(best.run.scheduled)} {following:.3g} next" if following else ""
+    return f"TAKE {setting_name(best.run)}: {rank}{further}."
 
 
-def reasons_for_settings(ties: Sequence[TriedSetting], settings: Sequence[TriedSetting]) -> tuple[Note, ...]:
+def reasons_for_settings(best: TriedSetting, settings: list[TriedSetting]) -> tuple[Note, ...]:
     """The ties, and a line for each setting, the best ten of them."""
-    found = []
-    if ties:
-        names = "; ".join(map(setting_name, ties[:3]))
-        found.append(Note("tie", f"Tied within two standard errors: {names}."))
     ranked = sorted(settings, key=lambda setting: (not math.isfinite(setting.loss), setting.loss))
-    for setting in ranked[:MOST_LISTED]:
-        found.append(Note("setting", f"{setting_name(setting)}: {_ending(setting)}"))
+    lines = [f"{setting_name(setting.run)}: {_ending(setting)}" for setting in ranked[:MOST_LISTED]]
     if len(ranked) > MOST_LISTED:
-        found.append(Note("setting", f"{len(ranked) - MOST_LISTED} other settings did worse."))
+        lines.append(f"{len(ranked) - MOST_LISTED} other settings are not listed.")
+    found = [Note("setting", line) for line in lines]
+    ties = [setting_name(setting.run) for setting in settings if setting.ties_with(best)]
+    if ties:
+        found.insert(0, Note("tie", f"Tied within two standard errors: {'; '.join(ties[:3])}."))
     return tuple(found)
-
-
-def counted_runs(count: int) -> str:
-    """The number with its noun."""
-    return {1: "1 run"}.get(count, f"{count} runs")
 
 
 def rate_name(scheduled: bool) -> str:
@@ -126,18 +113,16 @@ def rate_name(scheduled: bool) -> str:
     return "peak lr" if scheduled else "lr"
 
 
-def setting_name(setting: TriedSetting | Outcome) -> str:
+def setting_name(run: Outcome) -> str:
     """The setting as a person writes it."""
-    clip = "no step clipped" if math.isinf(setting.max_norm) else f"max_norm {setting.max_norm:.3g}"
-    return f"{rate_name(setting.scheduled)} {setting.lr:.3g}, {clip}"
+    clip = "" if math.isinf(run.max_norm) else f", max_norm {run.max_norm:.3g}"
+    return f"{rate_name(run.scheduled)} {run.lr:.3g}{clip}"
 
 
 def _ending(setting: TriedSetting) -> str:
     lost, num_runs = sum(map(math.isinf, setting.losses)), len(setting.losses)
     if lost:
-        ending = f"diverged in {lost} of {num_runs} runs"
-    elif math.isnan(setting.loss):
-        ending = "cannot be compared: it ended early, or has no loss"
-    else:
-        ending = f"loss {setting.loss:.4g} ± {setting.error:.2g}, {counted_runs(num_runs)}"
-    return ending.removesuffix(" in 1 of 1 runs").removesuffix(", 1 run")
+        return f"diverged in {lost} of {num_runs} runs".removesuffix(" in 1 of 1 runs")
+    if math.isnan(setting.loss):
+        return "cannot be compared: it ended early, or has no loss"
+    return f"loss {setting.loss:.4g} ± {setting.error:.2g}, {num_runs} runs".removesuffix(", 1 runs")

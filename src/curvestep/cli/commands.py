@@ -188,6 +188,7 @@ def advise(args: list[str]) -> int:
     if not chosen.TRACE:
         parser.error("name a trace file or a run folder")
     from curvestep.advice.advice import advise as library
+    from curvestep.advice.decision import CANNOT_TELL
     from curvestep.lab.run.sources import traces_by_task
 
     tasks = traces_by_task(chosen.TRACE)
@@ -199,7 +200,7 @@ def advise(args: list[str]) -> int:
     else:
         listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
         say(dump_json({"tasks": listed}, indent=2))
-    return _code(failed=any(advice.refused for advice in advices.values()))
+    return _code(failed=any(advice.action == CANNOT_TELL for advice in advices.values()))
 
 
 def calibrate(args: list[str]) -> int:
@@ -296,15 +297,14 @@ def _advice_of(
     task: str, tasks: Mapping[str, Sequence[Trace]], advices: Mapping[str, Advice], *, details: bool
 ) -> str:
     """The advice for one task, under its name if there are several."""
-    from curvestep.advice.advice_words import counted_runs
-
     advice, traces = advices[task], tasks[task]
     words = advice.details() if details else str(advice)
     if details and len(traces) == 1:
         words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    return f"{task or 'other'}, {counted_runs(len(traces))}\n{words}"
+    num_runs = "1 run" if len(traces) == 1 else f"{len(traces)} runs"
+    return f"{task or 'other'}, {num_runs}\n{words}"
 
 
 def _fit_words(trace: Trace) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +14,16 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.notes import Note
+from curvestep.optimizer_family import Family, family_of, torch_name
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.schedule import FIRST_ROWS
-from curvestep.smoothness.trace import ESTIMATORS, FIELDS, NONFINITE, Trace
+from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, NONFINITE, Trace
 
 LEAST_ROWS = FIRST_ROWS  # that the probe measures whatever they cost
 MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control
 _LARGEST = 1e50
+Key = TypeVar("Key")
+_ALIKE = ("model", "num_parameters", "optimizer", "momentum", "batch_size")  # facts of a task
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,10 +36,20 @@ class History:
     lr: np.ndarray
     clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
     ends_finite: bool  # the last row has a finite loss and was not marked as nonfinite
-    measured: bool  # some row is ok
-    ok: np.ndarray  # which rows are
+    ok: np.ndarray  # which rows were measured without trouble
+    failed: np.ndarray  # which rows tell of a measurement that failed; they have no loss
     columns: dict[str, np.ndarray]  # every key of the schema but the layers, as ``Trace.column`` gives it
     header: dict[str, Any]
+
+    @property
+    def family(self) -> Family:
+        """How the optimizer steps; an older trace has only its name."""
+        word = self.header.get("optimizer_family")
+        if word not in list(Family):
+            return family_of(
+                self.header.get("optimizer") or next(filter(None, self.columns["optimizer"]), "")
+            )
+        return Family(word)
 
     @classmethod
     def of(cls, trace: Trace) -> History:
@@ -51,8 +65,8 @@ class History:
             lr=lr,
             clip_norm=trace.clip_norm,
             ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
-            measured=bool(trace.ok.any()),
             ok=trace.ok,
+            failed=np.array([str(word).startswith(FAILED) for word in trace.column("status")], dtype=bool),
             columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
             header=dict(trace.header),
         )
@@ -176,6 +190,19 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     )
 
 
+def lr_of_run(header: Mapping[str, object], rates: np.ndarray) -> float:
+    """Its largest lr: the peak that its schedule was set to, where measured steps reach half of that."""
+    largest = of_finite(np.max, rates)
+    peak = header_number(header, "peak_lr", missing=largest)
+    return peak if largest < peak <= 2 * largest else largest
+
+
+def header_number(header: Mapping[str, object], name: str, *, missing: float) -> float:
+    """Number in the header of a trace; ``missing`` if there is none."""
+    value = header.get(name)
+    return float(value) if isinstance(value, (int, float)) else missing
+
+
 def typical_clip_norm(clip_norm: np.ndarray) -> float:
     """Median of the norms at which steps were clipped; inf if none was."""
     return typical(clip_norm, missing=math.inf)
@@ -183,8 +210,13 @@ def typical_clip_norm(clip_norm: np.ndarray) -> float:
 
 def typical(values: np.ndarray, *, missing: float = math.nan) -> float:
     """Median of the finite values; ``missing`` if there is none."""
+    return of_finite(np.median, values, missing=missing)
+
+
+def of_finite(how: Callable[[np.ndarray], Any], values: np.ndarray, *, missing: float = math.nan) -> float:
+    """A mean, median or end of the finite values; ``missing`` if there is none."""
     known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else missing
+    return float(how(known)) if len(known) else missing
 
 
 def evenly_spaced(num: int, *, most: int) -> slice:
@@ -224,6 +256,27 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     return float(final.mean()) if np.isfinite(final).all() else math.nan
 
 
+def best_setting(scores: Mapping[Key, Sequence[float]]) -> Key:
+    """Which of several settings won: the lowest mean score among those that lost no run.
+
+    The one rule for "best" in the library: advice on several runs, sweeps and claims all use it.
+
+    Args:
+        scores: Of each setting's runs, lower is better: usually final losses; not finite for a lost run.
+
+    Raises:
+        ValueError: If every setting lost a run.
+
+    Example:
+        >>> best_setting({"lr 1": [2.0, 2.2], "lr 3": [1.5, 1.7], "lr 9": [1.0, float("inf")]})
+        'lr 3'
+    """
+    means = {key: float(np.mean(values)) for key, values in scores.items() if np.isfinite(values).all()}
+    if not means:
+        raise ValueError("No setting kept a finite score in all of its runs: there is no best one.")
+    return min(means, key=lambda key: means[key])
+
+
 def check_trace(trace: Trace | SmoothnessProbe | str | Path) -> Trace:
     """``trace`` itself, that of a probe, or the trace in a file or in the folder of a run."""
     if isinstance(trace, SmoothnessProbe):
@@ -242,6 +295,36 @@ def check_trace(trace: Trace | SmoothnessProbe | str | Path) -> Trace:
             f"`trace` must be a Trace, a probe, a path to a trace or its run folder, got {trace!r}."
         )
     return trace
+
+
+def difference_of(histories: Sequence[History]) -> str:
+    """In what runs differ that are not of one task, by their headers and rows; empty for nothing."""
+    for name in _ALIKE:
+        facts = [fact for history in histories if (fact := _typical(history, name))]
+        for other in facts:
+            if not _same(facts[0], other):
+                return f"{name.replace('_', ' ')} ({facts[0]} against {other})"
+    return ""
+
+
+def _typical(history: History, name: str) -> str:
+    """Entry of a run's header or of its middle row, a word or a number, as it is printed; empty for none."""
+    values = history.columns.get(name, ())
+    if name in history.header:
+        values = [history.header[name]]
+    known = [value for value in values if value is not None and value == value]  # NaN is not itself
+    middle = known[len(known) // 2] if known else ""
+    if isinstance(middle, (int, float)):
+        return f"{middle:g}"
+    return torch_name(str(middle))  # ours is torch's with the clip inside
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two facts agree; batches of text differ a little in length from seed to seed."""
+    try:
+        return math.isclose(float(one), float(other), rel_tol=0.1, abs_tol=1e-9)
+    except ValueError:
+        return one == other
 
 
 def check_share(name: str, value: float) -> float:

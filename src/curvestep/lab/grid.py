@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from curvestep.advice.settings import best_setting
+from curvestep.fit.samples import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Fields, Recipe, short, with_fields

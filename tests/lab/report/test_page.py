@@ -451,6 +451,14 @@ def test_a_trace_that_may_still_be_written_is_not_called_ended(tmp_path):
     assert "The trace ends at step 90." in captions.run_summary(find_views([folder / "trace.jsonl"])[0])
 
 
+def test_every_reason_on_the_page_says_what_it_is_about(single):
+    loss, *others = single[1].verdicts[0]["reasons"]
+    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+, highest [\d.]+", loss)
+    assert all(
+        re.match(r"a step|at the start|no step|\d+% of the steps|one run", reason) for reason in others
+    )
+
+
 def test_few_rows_are_told_once(tmp_path):
     with Trace(tmp_path / "few.jsonl") as trace:
         for step in range(5):

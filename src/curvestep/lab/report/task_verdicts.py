@@ -7,13 +7,14 @@ import math
 import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
-from curvestep.advice.decision import DIVERGED
-from curvestep.advice.outcome import lr_of_run
+from curvestep.advice.decision import CANNOT_TELL, DIVERGED
+from curvestep.fit.samples import lr_of_run
 from curvestep.lab.recipes import Fields
 from curvestep.lab.report.views import DAMAGED, RunView, Task
 from curvestep.notes import Note
 
 OWN_NAMES = {"NormalizedSGD": "offset"}  # of thresholds
+_SUBJECTS = {"loss": "loss ", "start": "at the start "}  # of reasons that name none
 _MOST_SHOWN = 4  # notes of a kind at the top; the others are one click away
 
 
@@ -25,7 +26,7 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         so_far = f"It is not finished: it has taken {first.step:,} steps. "
     missing = _missing(task)
     advice = task.advice
-    if advice is None or advice.refused:
+    if advice is None or advice.action == CANNOT_TELL:
         return {"title": title, **_without_advice(task, so_far), **_parted(missing)}
     return {
         "title": title,
@@ -41,10 +42,8 @@ def verdict(task: Task, *, title: str = "") -> Fields:
 
 
 def _reason(note: Note) -> str:
-    """A reason with its subject, unless it is a whole sentence about settings."""
-    if note.kind in ("tie", "setting"):
-        return note.text
-    return f"{note.kind}: {note.text}"
+    """A reason as a phrase that stands alone: of the loss and of the start with what it is about."""
+    return f"{_SUBJECTS.get(note.kind, '')}{note.text}"
 
 
 def _parted(notes: list[str]) -> Fields:

@@ -17,12 +17,11 @@ import numpy as np
 from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
-from curvestep.advice.outcome import lr_of_run
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import final_loss
+from curvestep.fit.samples import final_loss, lr_of_run
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of

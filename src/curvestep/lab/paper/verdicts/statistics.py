@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.advice.settings import best_setting
 from curvestep.display.results import running_mean
 from curvestep.fit.correlation import slope
-from curvestep.fit.samples import LEAST_ROWS
+from curvestep.fit.samples import LEAST_ROWS, best_setting
 from curvestep.lab.cost import steps_of
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.verdicts.claims import MissingRuns, Spread
