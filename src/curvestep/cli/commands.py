@@ -303,7 +303,7 @@ def _advice_of(
         words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    num_runs = "1 run" if len(traces) == 1 else f"{len(traces)} runs"
+    num_runs = {1: "1 run"}.get(len(traces), f"{len(traces)} runs")
     return f"{task or 'other'}, {num_runs}\n{words}"
 
 
