@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import curvestep as cs
-from curvestep.calibration.arms import SCHEDULES
+from curvestep.lr_schedules import SCHEDULES
 
 # By name from calibrate's benchmark. The second row judged a first rule, the third a second one,
 # noisy.py a third, spent.py a fourth; all then changed: what judges now is in held_out.py.

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, calibrate
-from curvestep.calibration.arms import SCHEDULES
+from curvestep.lr_schedules import SCHEDULES
 from curvestep.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}
+SGD_FIXED = {"SGD 0.01": 0.01, "SGD 0.1": 0.1}  # not clipped, with the momentum of the kind
 # AlgoPerf's baseline of external tuning: its first setting, a warm-up of 2 % and a cosine.
 ALGOPERF = {"lr": 0.0017486387539278373, "betas": (0.93266073836, 0.9955159689799007),
             "weight_decay": 0.08121616522670176}  # fmt: skip
@@ -87,6 +88,8 @@ def prepare(recipe: Recipe, job: dict[str, Any], model: nn.Module) -> Prepared:
         if kind != "adamw":  # the threshold of SGD has a unit
             max_norm = first_norm(recipe, job["seed"], model)
         return Prepared(make(recipe, kind, model, job["lr"], max_norm), shape, found={"max_norm": max_norm})
+    if method in SGD_FIXED:
+        return Prepared(make(recipe, kind, model, job["lr"], math.inf), shape)
     if method == "lr_find":
         lr, spent = lr_find(recipe, job["seed"])
         return Prepared(make(recipe, kind, model, lr, 1.0), shape, spent, {"lr": lr})

@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.methods import RIVALS, SCHEDULE
+from benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from benchmarks.calibrate.methods import RIVALS, SCHEDULE, SGD_FIXED
 from benchmarks.calibrate.run import Job, loss_of, read
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
@@ -73,7 +74,7 @@ def best_of(rows: list[Job]) -> Best | None:
 def table(rows: list[Job], tasks: list[str], kind: str) -> list[str]:
     """Regret of every method on every task, mean over seeds, and what is left of them below."""
     ran = {row["method"] for row in rows if row["kind"] == kind and row["task"] in tasks}
-    methods = ["calibrate", *(method for method in RIVALS if method in ran)]
+    methods = ["calibrate", *(method for method in (*RIVALS, *SGD_FIXED) if method in ran)]
     lines = [f"| task (grid's lr) | {' | '.join(methods)} | seeds | gradients | confidence |"]
     lines.append("| --- " * (len(methods) + 4) + "|")
     missed: dict[str, dict[str, float]] = {method: {} for method in methods}
@@ -165,7 +166,8 @@ def failures(rows: list[Job], tasks: list[str]) -> list[str]:
 def report(rows: list[Job]) -> str:
     """All tables: judged tasks first."""
     lines = ["# calibrate on every task", "", (__doc__ or "").strip(), ""]
-    for title, recipes in (("Judged", JUDGED), ("Development", DEVELOPMENT)):
+    parts = (("Judged", JUDGED), ("Judged, SGD's second rule", JUDGED_SGD), ("Development", DEVELOPMENT))
+    for title, recipes in parts:
         tasks = [recipe.task.name for recipe in recipes]
         if not any(row["task"] in tasks for row in rows):
             continue

@@ -1,8 +1,9 @@
 """Runs of the benchmark, each once: a line of JSON in the rows' folder, safe to kill at any time.
 
-    python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | smoke [--tasks ...] [--probe]
+    python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | judge-sgd | smoke [--tasks ...]
 
-``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones. The
+``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
+so does ``judge-sgd``, the tasks of SGD's second rule. The
 order is: for each task, grid and calibrate on the first seed, then both on the others, then the rivals. With
 ``--probe`` every run of a grid also keeps a trace of about 25 rows, for the benchmark of advise.
 """
@@ -22,7 +23,17 @@ from typing import Any
 import torch
 from benchmarks.calibrate.data import Batch
 from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.methods import FIRST_RATE, FIXED, RIVALS, NotInstalled, Prepared, prepare, step
+from benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from benchmarks.calibrate.methods import (
+    FIRST_RATE,
+    FIXED,
+    RIVALS,
+    SGD_FIXED,
+    NotInstalled,
+    Prepared,
+    prepare,
+    step,
+)
 from benchmarks.calibrate.scheduled import Recipe
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_parameters, trivial_loss
 from torch import nn
@@ -35,6 +46,7 @@ NUM_JUDGES = 12  # batches that the final loss is read from
 MOST_RATES = 9  # of a grid
 NUM_POINTS = 100  # of a loss curve that is kept
 NUM_PROBED = 25
+PARTS = {"develop": DEVELOPMENT, "judge": JUDGED, "judge-sgd": JUDGED_SGD}
 FROZEN = Path(__file__).with_name("constants.json")
 
 Job = dict[str, Any]
@@ -42,8 +54,8 @@ Job = dict[str, Any]
 
 def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
-    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR", "NOISY_FACTOR",
-             "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
+    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR",
+             "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
     known = {**vars(choice), **vars(arms), **vars(scale)}
     return {**{name: known[name] for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
 
@@ -206,6 +218,10 @@ def run_task(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list[s
                 tune(rows, task, kind, seeds[:count])
             for seed in seeds[:count] if "calibrate" in methods else ():
                 rows.run(task=task, kind=kind, method="calibrate", seed=seed)
+    for kind in set(recipe.optimizers) & {"momentum", "plain"}:
+        for method in set(SGD_FIXED) & set(methods):
+            for seed in seeds:
+                rows.run(task=task, kind=kind, method=method, seed=seed, lr=SGD_FIXED[method])
     for method in RIVALS if "adamw" in recipe.optimizers else ():
         for seed in seeds if method in methods else ():
             rate = {"lr": FIXED[method]} if method in FIXED else {}
@@ -230,21 +246,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
-    parser.add_argument("--part", choices=("develop", "judge", "smoke"), required=True)
+    parser.add_argument("--part", choices=(*PARTS, "smoke"), required=True)
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), metavar="TASK")
-    parser.add_argument("--methods", nargs="+", default=["calibrate", "grid", *RIVALS], metavar="METHOD")
+    parser.add_argument(
+        "--methods", nargs="+", default=["calibrate", "grid", *RIVALS, *SGD_FIXED], metavar="METHOD"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--probe", action="store_true", help="keep traces of the grid's runs")
     options = parser.parse_args()
-    recipes = JUDGED if options.part == "judge" else DEVELOPMENT
-    if options.part == "smoke":
-        recipes = (*DEVELOPMENT, *JUDGED)
+    recipes = PARTS.get(options.part, RECIPES.values())
     chosen = [recipe for recipe in recipes if not options.tasks or recipe.task.name in options.tasks]
     if options.part == "smoke":
         for recipe in chosen:
             print(f"{recipe.task.name}: {num_parameters(recipe):,} parameters, {smoke(recipe):.3f} s a step")
         return
-    if options.part == "judge" and json.loads(FROZEN.read_text()) != constants():
+    if options.part.startswith("judge") and json.loads(FROZEN.read_text()) != constants():
         raise SystemExit(f"The constants are {constants()}, and {FROZEN.name} has others.")
     rows = Rows(options.rows, probe=options.probe)
     for recipe in chosen:

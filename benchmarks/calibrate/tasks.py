@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from benchmarks.calibrate.data import (
     Batch,
     Task,
@@ -21,6 +22,7 @@ from benchmarks.calibrate.data import (
     samples,
 )
 from benchmarks.calibrate.judged import JUDGED, LARGE, bernoulli, matching, oscillation
+from benchmarks.calibrate.judged_sgd import JUDGED_SGD, QUANTILES, huber, pinball, pinball_of, ranked
 from benchmarks.calibrate.scheduled import BATCHES, SMALL, TRANSFORMERS, Recipe
 from benchmarks.calibrate.scripts import SCRIPTS, smoothed
 from benchmarks.calibrate.tiny import TASKS as TINY
@@ -53,7 +55,7 @@ FIRST = ("ViT", "ViT as DeiT", "recommender", "word_language_model, post-norm", 
 DEVELOPMENT = sorted(
     (*SMALL, *TRANSFORMERS, *SCRIPTS, *MORE, *BATCHES), key=lambda recipe: recipe.task.name not in FIRST
 )
-RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *JUDGED)}
+RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *JUDGED, *JUDGED_SGD)}
 FEW_PEAKS = (LARGE,)  # four peaks and one seed: it takes an hour
 
 
@@ -69,6 +71,9 @@ def trivial_loss(recipe: Recipe, judges: list[Batch]) -> float:
         reconstruct: lambda: x.var().item(),
         matching: lambda: math.log(len(judges[0][0])),
         oscillation: lambda: 1.0,  # u = 0
+        ranked: lambda: math.log(2),
+        huber: lambda: F.smooth_l1_loss(y.mean().expand_as(y), y, beta=0.5).item(),
+        pinball: lambda: pinball_of(y[:, None] - y.quantile(QUANTILES)).item(),
         bernoulli: lambda: _binary(torch.cat([batch[1] for batch in judges])),
         **dict.fromkeys((classify, next_token, next_word, smoothed), lambda: _entropy(y)),
     }

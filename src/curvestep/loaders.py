@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from curvestep._checks import check_count
 from curvestep.distributed import any_rank
 from curvestep.smoothness.snapshot import RandomState, undone
 
 Batch = Any  # whatever the caller's loss takes
+
+
+def check_batches(batches: object) -> None:
+    """Refuse one batch in place of several, and a loader that would be used up."""
+    if _is_single_batch(batches):
+        raise TypeError(
+            f"`batches` must be a sequence of batches, got one batch or none of them, a "
+            f"{type(batches).__name__}. Give a list of batches or a data loader."
+        )
+    data = getattr(batches, "dataset", None)
+    if isinstance(data, Iterator) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"`batches` is a DataLoader over a {type(data).__name__}, which has no length and is read once. "
+            "Make a list of it, or wrap what makes it in a torch.utils.data.IterableDataset."
+        )
+
+
+def _is_single_batch(batches: object) -> bool:
+    if isinstance(batches, (tuple, list)):  # inputs and targets, not two batches
+        return len({(part.dtype, part.dim()) for part in batches if isinstance(part, Tensor)}) > 1
+    is_iterable = isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")
+    return isinstance(batches, (Tensor, Mapping, str)) or not is_iterable
 
 
 def shared(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:

@@ -1,12 +1,33 @@
-"""Learning rates of an optimizer and its schedules, wherever torch keeps them."""
+"""Learning rates of an optimizer and its schedules, wherever torch keeps them; shapes of schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def constant(num_steps: int) -> list[float]:
+    """The same rate at every step."""
+    return [1.0] * num_steps
+
+
+def warmup_decay(num_steps: int) -> list[float]:
+    """A linear warm-up over a tenth of the steps, then a cosine to zero, as multiples of the peak.
+
+    Example:
+        >>> [round(share, 3) for share in warmup_decay(12)]
+        [1.0, 1.0, 0.98, 0.921, 0.827, 0.708, 0.571, 0.429, 0.292, 0.173, 0.079, 0.02]
+    """
+    warm = max(1, round(num_steps / 10))
+    decay = [0.5 * (1 + math.cos(math.pi * k / (num_steps - warm))) for k in range(num_steps - warm)]
+    return [(k + 1) / warm for k in range(warm)] + decay
+
+
+SCHEDULES: dict[str, Callable[[int], list[float]]] = {"constant": constant, "warmup-decay": warmup_decay}
 
 
 def group_peak(group: dict[str, Any]) -> float:
@@ -34,11 +55,21 @@ def flattened(schedulers: Iterable[Any]) -> list[Any]:
     return found
 
 
-def rescale(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply every learning rate of an optimizer and its schedules, wherever those stand."""
+def set_peak(optimizer: Optimizer, schedulers: Iterable[Any], lr: float) -> None:
+    """Scale all learning rates of an optimizer and its schedules to the peak ``lr``, wherever they stand."""
+    every = flattened(schedulers)
+    for scheduler in every:
+        if scheduler.optimizer is not optimizer:
+            raise ValueError(f"The {type(scheduler).__name__} belongs to another optimizer.")
+    if not every and any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            "`optimizer` has a scheduler, which would set its own lr again. Give it too: "
+            "`apply(optimizer, scheduler)`."
+        )
+    factor = lr / peak_lr(optimizer, every)
     for group in optimizer.param_groups:
         _rescale_values(group, ("lr", "initial_lr", "max_lr", "min_lr"), factor)
-    for scheduler in schedulers:
+    for scheduler in every:
         names = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min", "_last_lr")
         _rescale_values(vars(scheduler), names, factor)
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
 
@@ -37,6 +38,11 @@ class Family(StrEnum):
         """Whether steps go along gradients, or along sums of them."""
         return self in (Family.SGD, Family.MOMENTUM, Family.NORMALIZED)
 
+    @property
+    def threshold(self) -> str:
+        """Name, in the optimizer's groups, of the gradient norm at which steps stop growing."""
+        return "offset" if self is Family.NORMALIZED else "max_norm"
+
 
 _FAMILIES = {
     **dict.fromkeys(("SGD", "ClippedSGD", "ScaledSGD"), Family.SGD),
@@ -58,10 +64,20 @@ def family_of(optimizer: Any) -> Family:
         ('adam', 'normalized', 'unknown')
     """
     family = _family_by_name(known_name(optimizer))
-    groups = getattr(inner_optimizer(optimizer), "param_groups", ())
-    if family is Family.SGD and any(group.get("momentum", 0.0) > 0 for group in groups):
+    if family is Family.SGD and any(momenta(optimizer)):
         return Family.MOMENTUM
     return family
+
+
+def momenta(optimizer: object) -> list[float]:
+    """The momentum of an instance's groups: one, unless they differ."""
+    groups = getattr(inner_optimizer(optimizer), "param_groups", ())
+    return sorted({float(group.get("momentum", 0.0)) for group in groups})
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Everything that an optimizer trains."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def known_name(optimizer: Any) -> str:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from benchmarks.calibrate import methods, run
 from benchmarks.calibrate.judged import JUDGED
+from benchmarks.calibrate.judged_sgd import JUDGED_SGD
 from benchmarks.calibrate.report import best_of, confidence, failures, report, table
 from benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvestep.calibration import choice
 
@@ -29,7 +31,7 @@ def test_frozen_constants_are_those_of_the_package_and_judging_refuses_others(mo
 
 
 def test_there_are_enough_tasks_and_none_is_in_both_halves():
-    names = [recipe.task.name for recipe in (*DEVELOPMENT, *JUDGED)]
+    names = [recipe.task.name for recipe in (*DEVELOPMENT, *JUDGED, *JUDGED_SGD)]
     assert len(set(names)) == len(names) == len(RECIPES)
     assert len(DEVELOPMENT) >= 25
     assert len(JUDGED) >= 12
@@ -38,9 +40,16 @@ def test_there_are_enough_tasks_and_none_is_in_both_halves():
     assert sum("batch 8" in name or "batch 128" in name or "batch 64" in name for name in names) >= 4
     norms = [r for r in JUDGED if "momentum" in r.optimizers]
     assert len(norms) >= 3
+    assert len(JUDGED_SGD) >= 4
+    assert all(recipe.optimizers == ("momentum", "plain") for recipe in JUDGED_SGD)
+    models = [recipe.task.start(0) for recipe in JUDGED_SGD]
+    assert sum(any(isinstance(m, _BatchNorm) for m in model.modules()) for model in models) >= 2
 
 
-@pytest.mark.parametrize("name", ["recommender", "tiny diffusion", "MLP, digits", "autoencoder"])
+@pytest.mark.parametrize(
+    "name",
+    ["recommender", "tiny diffusion", "MLP, digits", "autoencoder", "colours from grey, BatchNorm"],
+)
 def test_trivial_loss_is_about_that_of_an_untrained_model(name):
     recipe = RECIPES[name]
     judges = recipe.judging(6)

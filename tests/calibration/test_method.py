@@ -57,8 +57,8 @@ def test_normalized_sgd_takes_the_same_step_at_small_gradients():
     model, loss, batches = network()
     normal = calibrate(model, loss, batches, optimizer=NormalizedSGD, budget=48)
     plain = calibrate(model, loss, batches, budget=48)
-    assert math.isclose(normal.offset, plain.max_norm, rel_tol=1e-9)
-    assert math.isclose(normal.arms[0].lr / normal.offset, plain.arms[0].lr, rel_tol=1e-9)
+    assert math.isclose(normal.max_norm, plain.max_norm, rel_tol=1e-9)
+    assert math.isclose(normal.arms[0].lr / normal.max_norm, plain.arms[0].lr, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("ratio", [0.25, 4.0])
@@ -253,9 +253,9 @@ def test_apply_sets_lr_and_nothing_else_but_a_threshold_that_is_infinite(found):
     with pytest.warns(UserWarning, match="keeps its own, 123"):
         cal.apply(own)
     assert own.param_groups[0]["max_norm"] == 123.0
-    own = NormalizedSGD(model.parameters(), lr=1.0, offset=normal.offset)
+    own = NormalizedSGD(model.parameters(), lr=1.0, offset=normal.max_norm)
     normal.apply(own)
-    assert (own.param_groups[0]["offset"], own.param_groups[0]["lr"]) == (normal.offset, normal.lr)
+    assert (own.param_groups[0]["offset"], own.param_groups[0]["lr"]) == (normal.max_norm, normal.lr)
 
 
 def test_finite_threshold_that_was_set_is_tried_and_stays():

@@ -16,7 +16,7 @@ from curvestep.calibration.calibration_words import is_proven, of_arms
 from curvestep.calibration.choice import Arm, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
-from curvestep.optimizer_family import Family
+from curvestep.optimizer_family import Family, momenta
 from tests.calibration.models import Lion, Noisy, kinds, network, targets
 from tests.models import mlp
 
@@ -37,7 +37,9 @@ def twin_arm(model, loss, make, lr, train, judges, *, max_norm, schedule):
             group["lr"] = lr * (multiple if schedule == "warmup-decay" else 1.0)
         opt.zero_grad()
         twin_loss(batch).backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in twin.parameters()))
+        for p in twin.parameters():
+            p.grad *= min(1.0, max_norm / norm)
         opt.step()
     with torch.no_grad():
         return before - np.array([twin_loss(batch).item() for batch in judges])
@@ -86,14 +88,13 @@ def test_adamw_under_a_schedule_is_the_slow_twin_of_the_rule(seed):
     assert cal.num_gradients == 2 + 16 * len(gains)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "warmup-decay"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_tried_around_the_scale_of_its_first_step(schedule, momentum):
+def test_sgd_at_a_constant_rate_is_tried_around_the_scale_of_its_first_step(momentum):
     # On a quadratic of curvature 4 the largest working step is 1/4.
     model, batches = Noisy(3.0, curvature=4.0), targets(0.1)
-    cal = calibrate(model, model, batches, optimizer="SGD", momentum=momentum, schedule=schedule)
+    cal = calibrate(model, model, batches, optimizer="SGD", momentum=momentum)
     scale = (1 - momentum) / 4
-    center = scale / 2 if schedule == "constant" else 2 * scale
+    center = scale / 2
     octaves = [math.log2(arm.lr / center) for arm in cal.arms]
     assert octaves == pytest.approx([round(octave) for octave in octaves], abs=1e-6)
     assert {-2, 0, 2} <= {round(octave) for octave in octaves}
@@ -102,14 +103,57 @@ def test_sgd_is_tried_around_the_scale_of_its_first_step(schedule, momentum):
         make = lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum)  # noqa: E731
         return twin_arm(
             model, lambda m, b: m(b), make, lr, batches[8:24], batches[:8], max_norm=cal.max_norm,
-            schedule=schedule,
+            schedule="constant",
         ).mean()  # fmt: skip
 
     gains, sufficient = twin_search(gain_of, center)
     assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-6)
-    expected = {"warmup-decay": 1.1 * sufficient, "constant": math.sqrt(scale * sufficient)}[schedule]
-    assert cal.lr == pytest.approx(expected, rel=1e-6)
+    assert cal.lr == pytest.approx(math.sqrt(scale * sufficient), rel=1e-6)
     assert cal.momentum == momentum
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=1.0),
+    lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda p: ClippedSGD(p, lr=1.0, max_norm=math.inf, momentum=0.75, weight_decay=0.1),
+])  # fmt: skip
+def test_sgd_under_a_schedule_takes_a_share_of_the_best_of_long_plain_trials(make):
+    model, loss, batches = network(count=56)
+    opt = make(model.parameters())
+    (momentum,), decay = momenta(opt), opt.param_groups[0]["weight_decay"]
+    cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
+    constant = calibrate(model, loss, batches, optimizer=opt, budget=48)
+    octaves = [math.log2(arm.lr / (4 * constant.arms[1].lr)) for arm in cal.arms]  # from twice the scale
+    assert octaves == pytest.approx(range(2 * round(octaves[0] / 2), 2 * round(octaves[-1] / 2) + 1, 2))
+    best = max(range(len(octaves)), key=lambda i: cal.arms[i].gain)
+    assert 0 < best < len(octaves) - 1 or len(octaves) == 5
+
+    def gains_of(lr):
+        plain = lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=decay)  # noqa: E731
+        of = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
+        lr /= 1 - momentum
+        return twin_arm(model, of, plain, lr, batches[8:], batches[:8], max_norm=cal.max_norm,
+                        schedule="warmup-decay")  # fmt: skip
+
+    assert {arm.num_steps for arm in cal.arms} == {48}
+    assert [arm.gain for arm in cal.arms] == pytest.approx(
+        [gains_of(a.lr).mean() for a in cal.arms], rel=1e-4
+    )
+    assert cal.lr == pytest.approx(0.7 * max(cal.arms, key=lambda arm: arm.gain).lr)
+    assert 0 < cal.num_gradients - 48 * len(cal.arms) < 30  # of the scale
+    assert cal.confidence == "medium"
+
+
+def test_budget_of_sgd_under_a_schedule_buys_arms_and_then_repetitions():
+    model, loss, batches = network(count=200)
+    options = {"optimizer": "SGD", "schedule": "warmup-decay"}
+    for budget, arms, turns in ((144, 3, 1), (200, 4, 1), (240, 5, 1), (480, 5, 2), (None, 5, 1)):
+        cal = calibrate(model, loss, batches, budget=budget, **options)
+        assert {arm.num_steps for arm in cal.arms} == {48}
+        assert len(cal.arms) <= arms
+        assert 0 < cal.num_gradients - 48 * turns * len(cal.arms) < 30
+    with pytest.raises(ValueError, match="`budget` must be at least 144 gradients, three trials, got 80"):
+        calibrate(model, loss, batches, budget=80, **options)
 
 
 # The search, from gains alone
@@ -156,6 +200,7 @@ def test_answer_by_what_the_arms_say():
     assert 1.1 * 1.0 < peak(arms_of(-math.inf, 1.0)) < 1.1 * 2.0
     gains = (0.1, 1.0, 0.9)
     assert peak(arms_of(*gains, num_steps=32)) / peak(arms_of(*gains)) == pytest.approx(0.7 / 1.1)
+    assert peak(arms_of(0.99, 0.98, 1.0, 0.2, num_steps=48)) == 0.7 * 4.0  # of long arms the best
     assert peak(arms_of(0.01, 0.015, 0.0)) == 0.5  # no gain for sure: half of the lowest
     assert answer(arms_of(-1.0, -2.0), "constant", 1.0) == 0.5
 
@@ -433,6 +478,8 @@ def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_sched
     assert clarity(arms_of(-0.1, -0.5)) == 0.0
     assert is_bracketed(arms_of(0.1, 0.97, 1.0))
     assert not is_bracketed(arms_of(0.99, 1.0, 0.5))
+    assert is_bracketed(arms_of(0.99, 1.0, 0.5, num_steps=48))
+    assert not is_bracketed(arms_of(0.99, 1.0, num_steps=48))
     clear = arms_of(0.1, 1.0, 0.5)
     assert said(clear) == "high"
     assert said(clear, Family.MOMENTUM) == said(clear, Family.SGD) == "medium"
@@ -458,6 +505,8 @@ def test_confidence_is_high_only_with_clear_short_bracketed_trials_under_a_sched
 )
 def test_doubts_that_the_arms_leave_are_said(gains, expected):
     assert {note.kind for note in of_arms(arms_of(*gains), 2.0, num_judges=8)} == expected
+    long = {note.kind for note in of_arms(arms_of(*gains, num_steps=48), 2.0, num_judges=8)}
+    assert long == expected & {"unknown"}
     doubled = of_arms(arms_of(*gains, num_steps=32), 2.0, num_judges=5)
     more = {"noise", "few-batches"} if "unknown" not in expected else set()
     assert {note.kind for note in doubled} == expected | more

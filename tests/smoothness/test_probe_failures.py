@@ -35,10 +35,10 @@ def no_such_batch(loss):
 
 FAILURES = {
     "raises": (no_such_batch, "failed: KeyError: 'no such batch"),
-    "no tensor": (lambda loss: "loss", "failed: TypeError: `closure` must return the loss"),
+    "no tensor": (lambda loss: "loss", "failed: TypeError: `closure` must return a scalar tensor, the loss"),
     "nothing": (lambda loss: None, "failed: TypeError"),
     "vector": (lambda loss: loss * torch.ones(3), "failed: ValueError: `closure` must return a scalar"),
-    "no gradient": (lambda loss: loss.detach(), "failed: ValueError: `closure` gave no gradient"),
+    "no gradient": (lambda loss: loss.detach(), "failed: ValueError: `closure` gives no gradient"),
     "nan": (lambda loss: loss * float("nan"), "nonfinite"),
     "inf": (lambda loss: loss * float("inf"), "nonfinite"),
 }

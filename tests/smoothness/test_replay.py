@@ -325,11 +325,11 @@ def test_random_state_covers_all_global_generators():
 @pytest.mark.parametrize(
     ("closure", "error", "words"),
     [
-        (lambda m: None, TypeError, "got None"),
-        (lambda m: (m.weight.sum(), 1), TypeError, "Return the loss alone"),
+        (lambda m: None, TypeError, "got a None"),
+        (lambda m: (m.weight.sum(), 1), TypeError, "the loss alone, got a tuple"),
         (lambda m: m.weight, ValueError, r"shape \(1, 2\).*`\.mean\(\)`"),
-        (lambda m: torch.zeros(()), ValueError, "gave no gradient"),
-        (lambda m: 3.0, ValueError, "gave no gradient"),
+        (lambda m: torch.zeros(()), ValueError, "gives no gradient"),
+        (lambda m: 3.0, ValueError, "gives no gradient"),
     ],
 )
 def test_closures_that_give_no_gradient_are_refused_in_words(closure, error, words):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep.optimizer_family import parameters_of
 from curvestep.smoothness.observer import Pass, tensors_in
 from curvestep.smoothness.snapshot import map_tensors
 
@@ -154,6 +155,6 @@ def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 def _copy_of(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> Optimizer:
     """A copy of the same parameters; the tensors of its state are moved."""
-    memo: dict[int, object] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo: dict[int, object] = {id(p): p for p in parameters_of(optimizer)}
     memo.update((id(tensor), move(tensor)) for tensor in _state_tensors(optimizer))
     return copy.deepcopy(optimizer, memo)

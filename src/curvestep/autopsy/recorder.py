@@ -22,7 +22,7 @@ from curvestep.autopsy.kept_step import (
     versions_of,
 )
 from curvestep.distributed import communicates
-from curvestep.optimizer_family import check_optimizer
+from curvestep.optimizer_family import check_optimizer, parameters_of
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
@@ -97,7 +97,7 @@ class Autopsy:
         if self._hooks:
             raise ValueError("`optimizer`: this recorder watches one already. Make a recorder for each.")
         known = {id(p) for p in self.model.parameters()}
-        others = sum(id(p) not in known for group in inner.param_groups for p in group["params"])
+        others = sum(id(p) not in known for p in parameters_of(inner))
         if others or not trains_any(inner, self.parameters):
             raise ValueError(
                 f"`optimizer` must train parameters of `model` alone; {others} of its parameters are others."

@@ -18,11 +18,11 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.calibration.choice import NUM_STEPS, Arm, clarity, next_octave
+from curvestep.calibration.choice import CLEAR, LONG_STEPS, NUM_STEPS, Arm, clarity, next_octave
 from curvestep.calibration.method import Method
 from curvestep.calibration.passes import Passes
-from curvestep.calibration.refusals import check_enough
 from curvestep.loaders import Batch
+from curvestep.lr_schedules import SCHEDULES
 from curvestep.smoothness.estimators import each
 from curvestep.vectors import global_norm
 
@@ -32,64 +32,58 @@ MOST_ARMS = 5
 FIRST_OCTAVES = tuple(range(-2, 3, 2))  # arms begin a factor of four apart
 
 
-def constant(num_steps: int) -> list[float]:
-    """The same rate at every step."""
-    return [1.0] * num_steps
-
-
-def warmup_decay(num_steps: int) -> list[float]:
-    """A linear warm-up over a tenth of the steps, then a cosine to zero, as multiples of the peak.
-
-    Example:
-        >>> [round(share, 3) for share in warmup_decay(12)]
-        [1.0, 1.0, 0.98, 0.921, 0.827, 0.708, 0.571, 0.429, 0.292, 0.173, 0.079, 0.02]
-    """
-    warm = max(1, round(num_steps / 10))
-    decay = [0.5 * (1 + math.cos(math.pi * k / (num_steps - warm))) for k in range(num_steps - warm)]
-    return [(k + 1) / warm for k in range(warm)] + decay
-
-
-SCHEDULES: dict[str, Callable[[int], list[float]]] = {"constant": constant, "warmup-decay": warmup_decay}
-
-
 class Supply:
     """Batches to judge by and others to step on, read only as far as needed."""
 
-    def __init__(self, stream: Iterator[Batch], repetitions: int) -> None:
-        self._stream, self._repetitions = stream, repetitions
+    def __init__(self, stream: Iterator[Batch], num_steps: int) -> None:
+        self._stream, self._num_steps = stream, num_steps
         self._known: list[Batch] = []
 
     def split(self, times: int) -> tuple[list[Batch], list[Batch]]:
         """Judges and steps of trials so many times as long; of few batches a third and the rest."""
         most = times * NUM_JUDGES
-        wanted = most + times * self._repetitions * NUM_STEPS
+        wanted = most + times * self._num_steps
         self._known.extend(islice(self._stream, wanted - len(self._known)))
-        check_enough(len(self._known))
-        num_judges = max(2, min(most, len(self._known) // 3))
+        count = len(self._known)
+        if count < 3:
+            raise ValueError(
+                "`batches` must hold at least three batches, one to step on and two others to judge by, got "
+                f"{count}. Is it a used-up iterator? Else use smaller batches; 24 are better."
+            )
+        num_judges = max(2, min(most, count // 3))
         return self._known[:num_judges], self._known[num_judges:]
 
 
 @dataclass(frozen=True)
 class Pilots:
-    """Arms from one start around ``center``; ``show`` is told the steps and the rate of each."""
+    """Arms of a ``length`` from one start around ``center``; ``show`` is told the steps and the rate of each.
+
+    Momentum builds up over about ten steps of a run, which is no part of it and half of an arm. So long arms
+    take plain steps, as long as momentum's in the end.
+    """
 
     passes: Passes
     method: Method
     schedule: str
     max_norm: float
     center: float
+    length: int = NUM_STEPS
     show: Callable[[int, float], None] = lambda num_steps, lr: None
 
+    def tried(self, supply: Supply, most: int, *, may_double: bool) -> tuple[list[Arm], int]:
+        """Every arm, and the judges of the last ones; doubled where noise hides the gains."""
+        least = CLEAR if may_double else 0.0
+        judges, steps = supply.split(1)
+        arms = self.search(steps, judges, self.length, most, least)
+        if clarity(arms) >= least:
+            return arms, len(judges)
+        judges, steps = supply.split(2)
+        return arms + self.search(steps, judges, 2 * self.length, MOST_ARMS, 0.0), len(judges)
+
     def search(
-        self,
-        steps: Sequence[Batch],
-        judges: Sequence[Batch],
-        *,
-        length: int = NUM_STEPS,
-        most: int = MOST_ARMS,
-        least_clarity: float = 0.0,
+        self, steps: Sequence[Batch], judges: Sequence[Batch], length: int, most: int, least_clarity: float
     ) -> list[Arm]:
-        """Arms, ascending in ``lr``, until the smallest sufficient one is bracketed or ``most`` were tried.
+        """Arms, ascending in ``lr``, until the one to choose is bracketed or ``most`` were tried.
 
         Several times ``length`` batches to step on are as many repetitions. The search ends after the first
         arms if the best gain is fewer standard errors than ``least_clarity``.
@@ -105,7 +99,7 @@ class Pilots:
 
         arms = {octave: arm(octave) for octave in FIRST_OCTAVES}
         while len(arms) < most and clarity(list(arms.values())) > least_clarity:
-            octave = next_octave({octave: arm.gain for octave, arm in arms.items()})
+            octave = next_octave({octave: arm.gain for octave, arm in arms.items()}, length)
             if octave is None:
                 break
             arms[octave] = arm(octave)
@@ -114,6 +108,10 @@ class Pilots:
     def losses_after(self, lr: float, steps: Sequence[Batch], judges: Sequence[Batch]) -> np.ndarray:
         """The judges' losses after training on ``steps``; infinite if it breaks. The parameters come back."""
         optimizer = self.method.copy(self.max_norm)
+        if self.length == LONG_STEPS:
+            lr /= 1.0 - self.method.momentum
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0
         try:
             for k, multiple in enumerate(SCHEDULES[self.schedule](len(steps))):
                 loss, gradients = self.passes.gradient_of(steps[k], seed=k)

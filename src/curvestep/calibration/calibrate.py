@@ -13,23 +13,15 @@ from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.calibration import calibration_words as words
-from curvestep.calibration.arms import FIRST_OCTAVES, MOST_ARMS, SCHEDULES, Pilots, Supply
-from curvestep.calibration.choice import (
-    CLEAR,
-    NUM_STEPS,
-    SUFFICIENT,
-    Arm,
-    answer,
-    clarity,
-    confidence,
-    longest,
-)
+from curvestep.calibration.arms import FIRST_OCTAVES, MOST_ARMS, Pilots, Supply
+from curvestep.calibration.choice import LONG_STEPS, NUM_STEPS, SUFFICIENT, answer, confidence, longest
 from curvestep.calibration.method import Method, method_of
-from curvestep.calibration.passes import Passes
-from curvestep.calibration.refusals import check_arguments, check_start
+from curvestep.calibration.passes import Passes, check_start
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.scale import scale_and_threshold
-from curvestep.loaders import Batch, shared, unmoved
+from curvestep.loaders import Batch, check_batches, shared, unmoved
+from curvestep.lr_schedules import SCHEDULES
+from curvestep.smoothness.replay import trainable_parameters
 from curvestep.vectors import global_norm
 
 
@@ -49,9 +41,10 @@ def calibrate(
 ) -> Calibration:
     r"""Learning rate and ``max_norm`` found by short trials where training is about to start.
 
-    Up to five trials of 16 steps run the whole schedule at learning rates a factor of two to four apart. They
-    are judged by batches that they do not step on; the smallest rate with 96 % of the best gain is taken.
-    Where noise hides the gains, the trials are repeated at twice the length.
+    Up to five trials of 16 steps run the whole schedule at learning rates a factor of two to four apart,
+    judged by batches that they do not step on. The smallest rate with 96 % of the best gain is taken. Where
+    noise hides the gains, the trials are repeated at twice the length. Those of SGD under a schedule have 48
+    steps without momentum, and 0.7 of the best rate is taken.
 
     Nothing is changed: parameters, buffers, ``.grad``, optimizer, random states and a loader's own generator
     are the same bits afterwards, after an interrupt too. Batch size, and gradient accumulation inside
@@ -62,19 +55,18 @@ def calibrate(
         model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
         loss_of_batch: Loss of a batch, a scalar; or a function that itself calls ``backward()`` for several
             micro-batches and returns the loss as a number.
-        batches: At least three batches, better 24; a data loader will do, and is read only as far as needed.
-        optimizer: The instance that will train, or its class or name. Of an instance's learning rates only
-            the ratios of the groups count, and they are kept; for optimizers other than Adam's and SGD's the
-            largest is where the trials begin.
-        momentum: Of SGD, where only its class or name is given.
-        weight_decay: Of the optimizer, where only its class or name is given.
+        batches: At least three, better 24, for SGD 56; a data loader will do, read only as far as needed.
+        optimizer: The instance that will train, or its class or name. Of an instance's learning rates the
+            ratios count; for optimizers other than Adam's and SGD's trials begin at the largest.
+        momentum: Of SGD, where only its class or name is given; so ``weight_decay``.
+        weight_decay: Of the optimizer.
         max_norm: The threshold that training clips at outside of the optimizer, as by ``clip_grad_norm_``.
         schedule: ``"constant"``, or ``"warmup-decay"``: ``lr`` is then the peak of a warm-up over about a
             tenth of the steps and a decay to zero.
         num_steps: Steps that training will take, if known.
         budget: Gradients that the trials may take, or, below one, their share of ``num_steps``. Default: a
-            twentieth of ``num_steps`` and at least 80; about 130 more where noise hides the answer. Each
-            multiple of 80 repeats the trials on other batches.
+            twentieth of ``num_steps``, at least 80, for SGD under a schedule 240; about 130 more where noise
+            hides the answer. Each multiple of that repeats the trials on other batches.
         progress: Whether to show the trials on standard error. Default: where that is a terminal.
 
     Returns:
@@ -93,27 +85,36 @@ def calibrate(
         >>> cal.max_norm, len(cal.arms), cal.num_gradients
         (1.0, 5, 82)
     """
-    check_arguments(model, loss_of_batch, batches)
+    trainable_parameters(model)  # refuses what is no model, and a lazy one
+    if not callable(loss_of_batch):
+        raise TypeError(
+            "`loss_of_batch` must be a function that takes a batch and returns its loss, got a "
+            f"{type(loss_of_batch).__name__}. The order is `calibrate(model, loss_of_batch, batches)`."
+        )
+    check_batches(batches)
     check_choice("schedule", schedule, tuple(SCHEDULES))
-    gradients, may_double = budget_of(budget, num_steps), budget is None
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
+    is_long = method.family.is_descent and schedule == "warmup-decay"
+    length = LONG_STEPS if is_long else NUM_STEPS
+    gradients, may_double = budget_of(budget, num_steps, length), budget is None and not is_long
+    most = min(MOST_ARMS, gradients // length)
     given = method.max_norm
     if max_norm is not None:  # what clips less does nothing
         given = min(given, check_positive("max_norm", max_norm))
     show = _printer(progress)
-    show(words.before(method.name, gradients, may_double=may_double))
+    show(words.before(method.name, length, gradients, may_double=may_double))
     began = perf_counter()
     try:
         with unmoved(batches):
-            supply = Supply(shared(batches, model), max(1, gradients // (MOST_ARMS * NUM_STEPS)))
+            supply = Supply(shared(batches, model), gradients // (most * length) * length)
             _, steps = supply.split(1)
             with Passes(model, loss_of_batch) as passes:
                 loss, grad_norm, num_idle = _look(passes, steps[0], method)
                 scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
                 center = scale / 2 if schedule == "constant" else scale * 2
                 tell = lambda length, lr: show(words.trial(length, lr))  # noqa: E731
-                pilots = Pilots(passes, method, schedule, threshold, center, tell)
-                tried, num_judges = _tried(pilots, supply, gradients // NUM_STEPS, may_double)
+                pilots = Pilots(passes, method, schedule, threshold, center, length, tell)
+                tried, num_judges = pilots.tried(supply, most, may_double=may_double)
     finally:
         show(words.CLEAR_LINE)
     arms = longest(tried)
@@ -132,27 +133,26 @@ def calibrate(
         num_gradients=passes.num_gradients,
         seconds=perf_counter() - began,
         warnings=(
-            *words.of_start(model, method, grad_norm),  # first: only the first warning is printed
-            *words.of_untrained(passes.num_outside, num_idle),
+            *words.of_start(model, method, grad_norm, passes.num_outside, num_idle),  # the first is printed
             *words.of_arms(arms, lr, num_judges=num_judges),
         ),
     )
 
 
-def budget_of(budget: float | None, num_steps: int | None) -> int:
-    """Gradients of one search.
+def budget_of(budget: float | None, num_steps: int | None, length: int = NUM_STEPS) -> int:
+    """Gradients of one search by arms of this length.
 
     Example:
-        >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None)
-        (200, 400, 80)
+        >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None), budget_of(None, None, 48)
+        (200, 400, 80, 240)
     """
-    length = 0 if num_steps is None else check_count("num_steps", num_steps)
+    run = 0 if num_steps is None else check_count("num_steps", num_steps)
     if budget is None:
-        return max(MOST_ARMS * NUM_STEPS, length // 20)
+        return max(MOST_ARMS * length, run // 20)
     gradients = check_positive("budget", budget)
     if gradients < 1:
-        gradients *= length
-    least = len(FIRST_OCTAVES) * NUM_STEPS
+        gradients *= run
+    least = len(FIRST_OCTAVES) * length
     if gradients < least:
         raise ValueError(
             f"`budget` must be at least {least} gradients, three trials, got {gradients:.0f}. "
@@ -180,14 +180,3 @@ def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, i
         raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")
     passes.check_repeatable(batch, gradients, tolerance=1 - SUFFICIENT)
     return loss, norm, trained.count(False)
-
-
-def _tried(pilots: Pilots, supply: Supply, most: int, may_double: bool) -> tuple[list[Arm], int]:
-    """Every arm, and the judges of the last ones; doubled where noise hides the gains."""
-    judges, steps = supply.split(1)
-    least = CLEAR if may_double else 0.0
-    arms = pilots.search(steps, judges, most=min(MOST_ARMS, most), least_clarity=least)
-    if clarity(arms) >= least:
-        return arms, len(judges)
-    judges, steps = supply.split(2)
-    return arms + pilots.search(steps, judges, length=2 * NUM_STEPS), len(judges)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from curvestep.calibration import choice
 from curvestep.calibration.arms import FIRST_OCTAVES, NUM_JUDGES
@@ -17,6 +15,8 @@ from curvestep.calibration.choice import NUM_STEPS, Arm
 from curvestep.calibration.method import Method
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
+from curvestep.smoothness.observer import differs_in_eval
+from curvestep.vectors import precision
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
@@ -44,8 +44,7 @@ def headline(found: Calibration) -> str:
     what = f"{found.optimizer} {WHEN[found.schedule]} {found.lr:.3g}"
     if math.isinf(found.max_norm):
         return what
-    name = "offset" if found.family == Family.NORMALIZED else "max_norm"
-    return f"{what}, {name} {found.max_norm:.3g}"
+    return f"{what}, {found.family.threshold} {found.max_norm:.3g}"
 
 
 def trust(found: Calibration) -> str:
@@ -61,21 +60,21 @@ def trust(found: Calibration) -> str:
 def lines(found: Calibration) -> list[str]:
     """The answer in at most eight lines."""
     arms = found.last_arms
-    columns = [_column(f"{arm.lr:.2g}", _gain(arm.gain)) for arm in arms]
-    rates, gains = map("  ".join, zip(*columns, strict=True))
-    said = [
+    pairs = [(f"{arm.lr:.2g}", _gain(arm.gain)) for arm in arms]
+    widths = [max(map(len, pair)) for pair in pairs]
+    rates, gains = ("  ".join(map(str.rjust, row, widths)) for row in zip(*pairs, strict=True))
+    others = len(found.warnings) - 1
+    more = f" (and {others} more)" if others > 0 else ""
+    cost = f"{found.num_gradients} gradients. Model and optimizer are unchanged."
+    return [
         headline(found),
         f"  tried lr  {rates}",
         f"  loss fell {gains}   on batches not stepped on, in {arms[0].num_steps} steps",
         f"  trust     {trust(found)}",
         f"  to check  lr {found.lr / 2:.2g} and {found.lr * 2:.2g}, with two runs to spare",
+        *(f"  warning   {first}{more}" for first in found.warnings[:1]),
+        f"{cost} More: print(cal.details()), cal.plot()",
     ]
-    if found.warnings:
-        first, *others = found.warnings
-        more = f" (and {len(others)} more)" if others else ""
-        said.append(f"  warning   {first}{more}")
-    cost = f"{found.num_gradients} gradients. Model and optimizer are unchanged."
-    return [*said, f"{cost} More: print(cal.details()), cal.plot()"]
 
 
 def details(found: Calibration) -> list[str]:
@@ -91,21 +90,15 @@ def details(found: Calibration) -> list[str]:
     return [headline(found), start, *trials, f"  trust     {trust(found)}", *warnings, cost]
 
 
-def _column(rate: str, gain: str) -> tuple[str, str]:
-    """Both as wide as the wider one."""
-    width = max(len(rate), len(gain))
-    return rate.rjust(width), gain.rjust(width)
-
-
 def _gain(gain: float) -> str:
     return f"{gain:.3g}" if math.isfinite(gain) else "broke"
 
 
-def before(name: str, num_gradients: int, *, may_double: bool) -> str:
+def before(name: str, num_steps: int, num_gradients: int, *, may_double: bool) -> str:
     """The coming trials, and their cost."""
     doubled = 2 * num_gradients + len(FIRST_OCTAVES) * NUM_STEPS
     more = f", up to {doubled} if noise hides the answer" if may_double else ""
-    return f"calibrate {name}: trials of {NUM_STEPS} steps, about {num_gradients} gradients{more}\n"
+    return f"calibrate {name}: trials of {num_steps} steps, about {num_gradients} gradients{more}\n"
 
 
 def trial(num_steps: int, lr: float) -> str:
@@ -134,17 +127,17 @@ def of_arms(arms: Sequence[Arm], lr: float, *, num_judges: int) -> list[Note]:
         (choice.is_doubled(arms), "noise",
          "Noise hid the gains of short trials, so trials became twice as long. Larger batches say more."),
         (not choice.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
-        (choice.is_flat(arms, lr), "flat",
+        (not choice.is_long(arms) and choice.is_flat(arms, lr), "flat",
          "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it."),
         (num_judges < NUM_JUDGES, "few-batches",
-         f"Only {num_judges} batches judged the trials. Give {NUM_JUDGES + NUM_STEPS} or more."),
+         f"Only {num_judges} batches judged the trials. Give {NUM_JUDGES + arms[0].num_steps} or more."),
     )  # fmt: skip
 
 
-def of_start(model: nn.Module, method: Method, grad_norm: float) -> list[Note]:
-    """Oddities of the model, the optimizer and the loss."""
-    still = sum(isinstance(m, (_BatchNorm, _DropoutNd)) and not m.training for m in model.modules())
-    dtypes = {p.dtype for p in model.parameters()}
+def of_start(model: nn.Module, method: Method, grad_norm: float, outside: int, idle: int) -> list[Note]:
+    """Oddities of the model, the optimizer and the loss, which may train tensors ``outside`` or ``idle``."""
+    where = "the optimizer does not train" if idle else "are not in `model`"
+    still = sum(differs_in_eval(m) and not m.training for m in model.modules())
     return _that_hold(
         ((method.family, "constant") not in EVIDENCE, "less-tested",
          f"{method.name} is less tested than Adam and SGD: try half of this lr and twice it, too."),
@@ -154,22 +147,13 @@ def of_start(model: nn.Module, method: Method, grad_norm: float) -> list[Note]:
          "The optimizer has stepped before: the trials went on from its state."),
         (still > 0, "eval-mode",
          f"{still} BatchNorm or dropout layers are in eval mode. Will they train? Call `model.train()`."),
-        (bool(dtypes & {torch.float16, torch.bfloat16}), "half-precision",
+        (precision(model.parameters()) > torch.finfo(torch.float32).eps, "half-precision",
          "In half precision small steps are lost in rounding: float32 is surer."),
+        (outside + idle > 0, "untrained",
+         f"The loss depends on {outside + idle} trainable tensors that {where}: they stood still. "
+         "If another optimizer trains them, try a tenth of this lr."),
     )  # fmt: skip
 
 
 def _that_hold(*said: tuple[bool, str, str]) -> list[Note]:
     return [Note(kind, text) for holds, kind, text in said if holds]
-
-
-def of_untrained(num_outside: int, num_idle: int) -> list[Note]:
-    """That the loss depends on trainable tensors that did not move."""
-    if not num_outside + num_idle:
-        return []
-    where = "the optimizer does not train" if num_idle else "are not in `model`"
-    text = (
-        f"The loss depends on {num_outside + num_idle} trainable tensors that {where}: they stood still. "
-        "If another optimizer trains them, try a tenth of this lr."
-    )
-    return [Note("untrained", text)]

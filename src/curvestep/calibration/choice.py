@@ -1,8 +1,9 @@
 """The choice among arms: the smallest learning rate that is nearly as good as the best, and how sure that is.
 
 In a few steps a language model reaches the frequencies of its symbols at any of several rates, and the
-largest of them destroys the long run: *sufficient* transfers to long runs where *best* does not. The
-constants were chosen on the development tasks of ``benchmarks/calibrate``.
+largest of them destroys the long run: *sufficient* transfers to long runs where *best* does not. Of SGD under
+a schedule it is far too small, and a share of the *best* of longer arms transfers. The constants were chosen
+on the development tasks of ``benchmarks/calibrate``.
 """
 
 from __future__ import annotations
@@ -15,47 +16,44 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_STEPS = 16  # of an arm; twice as many where noise hides the gains
+LONG_STEPS = 3 * NUM_STEPS  # of an arm of SGD under a schedule
 SUFFICIENT = 0.96  # of the best arm's gain
-FACTOR, NOISY_FACTOR = 1.1, 0.7  # peak of the run in units of the smallest sufficient one
+FACTOR, LONG_FACTOR = 1.1, 0.7  # peak of the run in units of the arm's: short, doubled or long
 NEARLY = 0.9  # of the best arm's gain: hardly worse
 CLEAR, BLIND = 5.0, 2.0  # standard errors of the best arm's gain: below, arms are doubled; nothing is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Gain of one trial.
+    """Gain of one trial."""
 
-    Args:
-        lr: Its learning rate; the peak, under a schedule.
-        num_steps: Steps that it took.
-        gain: Mean fall of the judges' loss; minus infinity if it broke.
-        error: Standard error of ``gain`` over the judges.
-    """
-
-    lr: float
+    lr: float  # the peak, under a schedule
     num_steps: int
-    gain: float
-    error: float
+    gain: float  # mean fall of the judges' loss; minus infinity if it broke
+    error: float  # standard error of ``gain`` over the judges
 
 
-def next_octave(gains: Mapping[int, float]) -> int | None:
+def next_octave(gains: Mapping[int, float], length: int = NUM_STEPS) -> int | None:
     """The arm to try next, until the smallest sufficient one has neighbours a factor of two away.
+
+    Of long arms: until the best has neighbours a factor of four away.
 
     Example:
         >>> next_octave({-2: 0.1, 0: 1.0, 2: 0.9}), next_octave({-2: 0.1, -1: 0.5, 0: 1.0, 2: 0.9})
         (-1, 1)
-        >>> next_octave({-1: 0.5, 0: 1.0, 1: 0.9}) is None
-        True
+        >>> next_octave({-2: 0.1, 0: 0.9, 2: 1.0}, LONG_STEPS)
+        4
     """
     best = max(gains.values())
     here = min(octave for octave, gain in gains.items() if gain >= SUFFICIENT * best)
     *_, second, top = sorted(gains)
-    is_edge = here == top and gains[second] <= NEARLY * best  # what is better lies above, not between
-    if here - 1 not in gains and not is_edge:
-        return here - 1
-    if here + 1 not in gains:
-        return here + 1
-    return None
+    sides = (here - 1, here + 1)
+    if here == top and gains[second] <= NEARLY * best:  # what is better lies above, not between
+        sides = (here + 1,)
+    if length == LONG_STEPS:
+        here = max(gains, key=lambda octave: gains[octave])
+        sides = (here - 2, here + 2)
+    return next((octave for octave in sides if octave not in gains), None)
 
 
 def smallest_sufficient(arms: Sequence[Arm]) -> float:
@@ -72,9 +70,12 @@ def clarity(arms: Sequence[Arm]) -> float:
 
 
 def is_bracketed(arms: Sequence[Arm]) -> bool:
-    """Whether the smallest sufficient of ascending arms has others on both sides."""
+    """Whether the arm that the answer comes from, of ascending ones, has others on both sides."""
     gains = _gains(arms)
-    return bool(0 < np.argmax(gains >= SUFFICIENT * gains.max()) < len(arms) - 1)
+    place = np.argmax(gains >= SUFFICIENT * gains.max())
+    if is_long(arms):
+        place = np.argmax(gains)
+    return bool(0 < place < len(arms) - 1)
 
 
 def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
@@ -83,7 +84,9 @@ def answer(arms: Sequence[Arm], schedule: str, scale: float) -> float:
         return arms[0].lr / 2
     if schedule == "constant":  # a long run at one rate: half way, in logarithms, to the scale
         return math.sqrt(smallest_sufficient(arms) * scale)
-    factor = NOISY_FACTOR if is_doubled(arms) else FACTOR
+    if is_long(arms):
+        return LONG_FACTOR * max(arms, key=lambda arm: arm.gain).lr
+    factor = LONG_FACTOR if is_doubled(arms) else FACTOR
     return factor * smallest_sufficient(arms)
 
 
@@ -110,7 +113,12 @@ def longest(arms: Sequence[Arm]) -> list[Arm]:
 
 def is_doubled(arms: Sequence[Arm]) -> bool:
     """Whether noise hid the gains of shorter arms."""
-    return arms[0].num_steps > NUM_STEPS
+    return arms[0].num_steps == 2 * NUM_STEPS
+
+
+def is_long(arms: Sequence[Arm]) -> bool:
+    """Whether they are SGD's under a schedule."""
+    return arms[0].num_steps == LONG_STEPS
 
 
 def _gains(arms: Sequence[Arm]) -> np.ndarray:

@@ -18,7 +18,7 @@ from curvestep.lr_schedules import group_peak, peak_lr
 from curvestep.optim.adamw import ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD
 from curvestep.optim.normalized import NormalizedSGD
-from curvestep.optimizer_family import Family, family_of
+from curvestep.optimizer_family import Family, family_of, momenta, parameters_of
 from curvestep.smoothness.replay import trainable_parameters
 
 NEEDED: dict[type, dict[str, float]] = {  # to make ours; neither lr nor threshold matters
@@ -31,19 +31,12 @@ OURS = tuple(NEEDED)
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, which is never stepped, and what it says of itself.
-
-    Args:
-        optimizer: The optimizer.
-        family: How it turns gradients into steps.
-        momentum: Of SGD, normalised or not; zero for the others.
-        max_norm: The threshold (or offset) that the caller gave its groups; infinite if none.
-    """
+    """An optimizer, which is never stepped, and what it says of itself."""
 
     optimizer: Optimizer
     family: Family
-    momentum: float
-    max_norm: float
+    momentum: float  # of SGD, normalised or not; zero for the others
+    max_norm: float  # the threshold (or offset) that the caller gave its groups; infinite if none
 
     @property
     def name(self) -> str:
@@ -75,23 +68,8 @@ class Method:
             # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
             group["params"] = [p for p in group["params"] if p.requires_grad]
             if sets_threshold:
-                group[threshold_name(made)] = max_norm
+                group[self.family.threshold] = max_norm
         return made
-
-
-def threshold_name(optimizer: Optimizer) -> str:
-    """Name, in the optimizer's groups, of the gradient norm at which steps stop growing."""
-    return "offset" if isinstance(optimizer, NormalizedSGD) else "max_norm"
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Everything that it trains."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def momenta(optimizer: Optimizer) -> list[float]:
-    """The momentum of the groups: one, unless they differ."""
-    return sorted({float(group.get("momentum", 0.0)) for group in optimizer.param_groups})
 
 
 def method_of(
@@ -108,13 +86,20 @@ def method_of(
         return _method(_made(_class_of(optimizer), model, settings), math.inf)
     if settings:
         raise ValueError(f"`{min(settings)}` is read from the optimizer itself: leave it out.")
-    _check_instance(optimizer, model)
-    return _method(optimizer, _threshold(optimizer))
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
+    strangers = set(parameters_of(optimizer)).difference(model.parameters())
+    if strangers:
+        raise ValueError(
+            f"`optimizer` trains {len(strangers)} parameters that are not in `model`. Make it from the "
+            "parameters of this model, after that is moved or wrapped."
+        )
+    return _method(optimizer, _smallest_threshold(optimizer))
 
 
-def _threshold(optimizer: Optimizer) -> float:
-    """The smallest threshold of the groups."""
-    bounds = [group.get(threshold_name(optimizer), math.inf) for group in optimizer.param_groups]
+def _smallest_threshold(optimizer: Optimizer) -> float:
+    name = family_of(optimizer).threshold
+    bounds = [group.get(name, math.inf) for group in optimizer.param_groups]
     for rule in bounds:
         if isinstance(rule, ClipRule):
             raise ValueError(
@@ -125,6 +110,7 @@ def _threshold(optimizer: Optimizer) -> float:
 
 
 def _method(optimizer: Optimizer, max_norm: float) -> Method:
+    peak_lr(optimizer)  # refuses one without
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
     family, (momentum, *others) = family_of(optimizer), momenta(optimizer)
@@ -152,23 +138,10 @@ def _class_of(optimizer: object) -> type[Optimizer]:
 
 def _made(kind: type[Optimizer], model: nn.Module, settings: dict[str, float]) -> Optimizer:
     """An optimizer of this class; a learning rate that it asks for does not matter to ours."""
-    family = family_of(kind)
-    if not family.is_descent and settings.pop("momentum", 0.0) > 0:
+    if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
         raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
     make = cast("Callable[..., Optimizer]", kind)
     try:
         return make(trainable_parameters(model), **NEEDED.get(kind, {}), **settings)
     except TypeError as error:
         raise ValueError(f"`optimizer`: give the {kind.__name__} that will train ({error}).") from None
-
-
-def _check_instance(optimizer: Optimizer, model: nn.Module) -> None:
-    if any(group.get("maximize") for group in optimizer.param_groups):
-        raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
-    strangers = set(parameters_of(optimizer)).difference(model.parameters())
-    if strangers:
-        raise ValueError(
-            f"`optimizer` trains {len(strangers)} parameters that are not in `model`. Make it from the "
-            "parameters of this model, after that is moved or wrapped."
-        )
-    peak_lr(optimizer)

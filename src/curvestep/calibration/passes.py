@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvestep.calibration.refusals import check_loss, no_gradient
 from curvestep.distributed import is_sharded, over_ranks
 from curvestep.loaders import Batch
 from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable, leaves
-from curvestep.smoothness.replay import Replay
+from curvestep.smoothness.replay import Replay, checked_loss
 
 Gradients = list["Tensor | None"]
 
 
 class Passes(Replay):
-    """Losses and gradients of batches; the model is put back at the end of the ``with`` block.
+    """Losses and gradients of batches; the model is put back at the end of the ``with`` block."""
 
-    Attributes:
-        num_gradients: Gradients computed so far.
-    """
+    function = "loss_of_batch"
 
     def __init__(self, model: nn.Module, loss_of_batch: Callable[[Batch], Tensor | float]) -> None:
         super().__init__(model, lambda: None)  # each pass sets the closure of its batch
@@ -31,7 +29,7 @@ class Passes(Replay):
         self._known = set(map(id, model.parameters()))
         self._is_sharded = any(map(is_sharded, self.parameters))  # computes with tensors of its own
         self._outside: list[tuple[Tensor, Tensor | None]] = []
-        self.num_gradients = 0
+        self.num_gradients = 0  # computed so far
 
     def __enter__(self) -> Passes:
         super().__enter__()
@@ -83,15 +81,11 @@ class Passes(Replay):
             said = str(error).replace("The closure", "`loss_of_batch`").replace("the closure", "it")
             raise ValueError(said) from None
 
-    def _check_any(self, found: Iterable[object]) -> None:
-        if not any(found):
-            raise no_gradient()
-
     def _look_at(self, batch: Batch, seed: int | None = None) -> None:
         def closure() -> Tensor:
             if seed is not None:  # else every step would have the same dropout masks
                 torch.manual_seed(seed)
-            loss = check_loss(self._loss_of_batch(batch))
+            loss = checked_loss(self._loss_of_batch(batch), self.function)
             if loss.requires_grad and not self._is_sharded:
                 self._keep_gradients(loss)
             return loss
@@ -105,3 +99,15 @@ class Passes(Replay):
                 self._known.add(id(leaf))
                 self._outside.append((leaf, leaf.grad))
                 leaf.grad = None
+
+
+def check_start(loss: float, grad_norm: float) -> None:
+    """Refuse a start from which nothing can be trained."""
+    if not math.isfinite(loss):
+        raise ValueError(f"The loss at the start is {loss}. Look at the initialisation and the batch.")
+    if not math.isfinite(grad_norm):
+        raise ValueError(
+            "The gradient at the start is not finite although the loss is. A square root at zero does that."
+        )
+    if grad_norm == 0:
+        raise ValueError("The gradient at the start is zero. Are all parameters zero, or all units dead?")

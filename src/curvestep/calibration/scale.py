@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from curvestep.bracket import NoBracket, Point, highest_loss, longest_step
 from curvestep.calibration.method import Method
-from curvestep.calibration.passes import Gradients, Passes
-from curvestep.calibration.refusals import check_representable, check_start, no_bracket
+from curvestep.calibration.passes import Gradients, Passes, check_start
 from curvestep.loaders import Batch
 from curvestep.lr_schedules import peak_lr
 from curvestep.optimizer_family import Family
@@ -42,8 +40,8 @@ def scale_and_threshold(
     """The lr to try around, and the threshold: ``given``, or one of our own where that is infinite."""
     scale, threshold = ADAM_SCALE, ADAM_MAX_NORM
     if method.family.is_descent:
-        found = scale_of(passes, batches, method.shares_of(passes.parameters))
-        scale, threshold = found.step * (1.0 - method.momentum), found.max_norm
+        step, threshold = step_and_threshold(passes, batches, method.shares_of(passes.parameters))
+        scale = step * (1.0 - method.momentum)
     elif method.family is not Family.ADAM:
         scale, threshold = peak_lr(method.optimizer), math.inf
     if math.isfinite(given):
@@ -53,41 +51,29 @@ def scale_and_threshold(
     return scale, threshold
 
 
-@dataclass(frozen=True)
-class StepScale:
-    """Medians over a few batches, and the mean cosine of the angles between their gradients."""
+def step_and_threshold(
+    passes: Passes, batches: Sequence[Batch], shares: Sequence[float]
+) -> tuple[float, float]:
+    r"""The median step, and the threshold :math:`c_0^{1-\rho^2} c_1^{\rho^2} \lVert g \rVert`.
 
-    step: float
-    grad_norm: float
-    agreement: float
-
-    @property
-    def max_norm(self) -> float:
-        r"""The threshold :math:`c_0^{1-\rho^2} c_1^{\rho^2} \lVert g \rVert` at an agreement :math:`\rho`.
-
-        Where batches agree, the norm at the start is that of a signal, which fades; where they do not, it is
-        that of noise, which the signal will exceed.
-        """
-        weight = min(max(self.agreement, 0.0), 1.0) ** 2
-        return CLIP_AT[0] ** (1.0 - weight) * CLIP_AT[1] ** weight * self.grad_norm
-
-
-def scale_of(passes: Passes, batches: Sequence[Batch], shares: Sequence[float]) -> StepScale:
-    """The scale by the gradients of these batches; each search begins at the last answer."""
+    :math:`\rho` is the mean cosine between the batches' gradients. Where they agree, the norm at the start is
+    that of a signal, which fades; where they do not, it is that of noise, which the signal will exceed.
+    """
     steps: list[float] = []
     norms: list[float] = []
     guess = None
     total: Gradients = [None] * len(shares)  # of the directions
     for batch in batches:
         line = Line(passes, batch, shares)
-        guess = line.largest_step(guess)
+        guess = line.largest_step(guess)  # the next search begins there
         steps.append(guess)
         norms.append(line.norm)
         total = [_plus(sum, g, line.norm) for sum, g in zip(total, line.gradients, strict=True)]
         passes.restart()
     count = len(norms)
     agreement = (global_norm(total).item() ** 2 - count) / max(1, count * (count - 1))
-    return StepScale(median(steps), median(norms), agreement)
+    weight = min(max(agreement, 0.0), 1.0) ** 2
+    return median(steps), CLIP_AT[0] ** (1.0 - weight) * CLIP_AT[1] ** weight * median(norms)
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None, norm: float) -> Tensor | None:
@@ -119,7 +105,17 @@ class Line:
         try:
             return longest_step(self.at, unit=self.unit, max_kappa=1.0, loss=self.highest_loss, guess=guess)
         except NoBracket as end:
-            raise no_bracket(end.point, self.loss) from None
+            last = end.point
+        if last.safe:
+            raise ValueError(
+                f"No step up to {last.step:.3g} is too long: the loss falls without end along its gradient. "
+                "Is it bounded below, and is it the one to train on?"
+            )
+        raise ValueError(
+            f"No step works, down to {last.step:.3g}, which takes the loss from {self.loss:.6g} to "
+            f"{last.loss:.6g}. The loss may jump, or rounding may drown its differences: calibrate in "
+            "float64."
+        )
 
     def highest_loss(self, step: float) -> float:
         """The largest loss after a working step of this length."""
@@ -127,7 +123,11 @@ class Line:
 
     def at(self, step: float) -> Point:
         """Effect of a step, measured by one gradient."""
-        check_representable(step, self.norm, self.passes.parameters)
+        if step > min(torch.finfo(p.dtype).max for p in self.passes.parameters):
+            raise ValueError(
+                f"A gradient norm of {self.norm:.2g} needs steps beyond the parameters' precision. Multiply "
+                "the loss by a constant, or calibrate in float64."
+            )
         self.passes.move(self.direction, -step)
         loss, gradients = self._gradient()
         changes = difference(gradients, self.gradients, overwrite=True)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.distributed import local
 from curvestep.lr_schedules import group_peak
-from curvestep.optimizer_family import Family, family_of
+from curvestep.optimizer_family import Family, family_of, parameters_of
 from curvestep.smoothness import Row
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
@@ -360,7 +360,7 @@ def _plain_option(value: Any) -> float | list[float]:
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer has any of the parameters."""
     ids = set(map(id, parameters))
-    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+    return any(id(p) in ids for p in parameters_of(optimizer))
 
 
 def _autocast_precision(device: str) -> float:

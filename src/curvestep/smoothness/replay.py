@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from curvestep._checks import check_finite
 from curvestep.distributed import (
@@ -104,6 +105,7 @@ class Replay:
     """
 
     running: ClassVar[set[Replay]] = set()  # those of this process that are computing a loss right now
+    function: ClassVar[str] = "closure"  # what the caller knows the closure as
 
     def __init__(
         self,
@@ -376,15 +378,15 @@ class Replay:
     def _check_any(self, found: Iterable[object]) -> None:
         if not any(found):
             raise ValueError(
-                "`closure` gave no gradient: its loss does not depend on any trainable parameter of `model`. "
-                "Compute the loss with the model itself, outside `torch.no_grad()`."
+                f"`{self.function}` gives no gradient of `model`. Compute the loss with this model, outside "
+                "`torch.no_grad()`. Return the tensor, not `.item()`, or call `backward()` inside."
             )
 
     def _run(self) -> Tensor:
         self.num_passes += 1
         Replay.running.add(self)
         try:
-            return checked_loss(self.closure())
+            return checked_loss(self.closure(), self.function)
         finally:
             Replay.running.discard(self)
 
@@ -423,6 +425,8 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that training moves, tied ones once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got a {type(model).__name__}.")
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError("`model` has a lazy layer, not initialised yet. Run one forward pass first.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             "`model` is wrapped in FullyShardedDataParallel, whose flat parameters cannot be measured. "
@@ -434,19 +438,18 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def checked_loss(loss: object) -> Tensor:
+def checked_loss(loss: object, function: str = "closure") -> Tensor:
     """The loss that a closure returned, if it is a scalar."""
     if isinstance(loss, Real):
         return torch.tensor(float(loss))
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"`closure` must return the loss as a scalar tensor, got {type(loss).__name__}. "
-            "Return the loss alone: no outputs beside it."
+            f"`{function}` must return a scalar tensor, the loss alone, got a {type(loss).__name__}."
         )
     if loss.numel() != 1:
         raise ValueError(
-            f"`closure` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
-            "Reduce it with `.mean()`."
+            f"`{function}` must return a scalar loss, got a tensor of shape {tuple(loss.shape)}. "
+            "Reduce it with `.mean()`, as in training."
         )
     return loss
 

@@ -18,6 +18,7 @@ from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task, seed_of
+from curvestep.optimizer_family import family_of
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
 
@@ -96,4 +97,4 @@ def run_calibrated(
 
 
 def _threshold(recipe: Recipe) -> str:
-    return "offset" if recipe.optimizer == "normalized" else "max_norm"
+    return family_of(OPTIMIZERS[recipe.optimizer]).threshold
