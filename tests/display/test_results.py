@@ -88,12 +88,9 @@ def test_a_plot_shows_what_the_page_shows(folder, shown):
 def test_the_edge_is_the_optimizers_own(limit, name, edges):
     with cs.Trace() as trace:
         for step in (0, 1):
-            row = {
-                "grad_norm": 1.0,
-                "smoothness": 6.0 * (step + 1),
-                "optimizer_smoothness": 380.0 * (step + 1),
-            }
-            trace.append({"step": step, "lr": 0.1, "step_norm": 0.1, "optimizer_limit": limit, **row})
+            row = {"step": step, "lr": 0.1, "step_norm": 0.1, "grad_norm": 1.0, "optimizer_limit": limit}
+            sharp = {"smoothness": 6.0 * (step + 1), "optimizer_smoothness": 380.0 * (step + 1)}
+            trace.append(row | sharp)
     chart = results.edge(results.columns_of(trace))
     assert chart.series[0].name == chart.y.label == name
     np.testing.assert_allclose(chart.series[0].y, edges)

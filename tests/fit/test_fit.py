@@ -236,19 +236,6 @@ def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
     assert "within steps" not in fit.details()
 
 
-def test_one_fraction_alone_is_named():
-    g, ell = simulated(np.random.default_rng(0), num=60)
-    single = make_trace(
-        g,
-        ell,
-        secants=[[float(s)] for s in ell],
-        grad_norms=[[float(n) / 2] for n in g],
-        header={"fractions": [1.0]},
-    )
-    assert warned(single, "the probe's own fractions")
-    assert not warned(make_trace(g, ell, **inside_steps(g, ell)), "Inside steps")
-
-
 @pytest.mark.parametrize(
     ("rank", "exponent", "upper", "expected"),
     [

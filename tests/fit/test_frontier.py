@@ -78,12 +78,8 @@ def test_frontier_is_the_maximum_over_all_points(cloud, s, t):
         )
     # f -> s·f gives (s L0, L1); x -> x/t gives (L0/t², L1/t).
     scaled = frontier_points(g * s / t, ell * s / t**2)
-    np.testing.assert_allclose(
-        sample_frontier(*scaled.T, 0.3 / t),
-        sample_frontier(*points.T, 0.3) * s / t**2,
-        rtol=1e-9,
-        atol=1e-9 * s / t**2,
-    )
+    expected = sample_frontier(*points.T, 0.3) * s / t**2
+    np.testing.assert_allclose(sample_frontier(*scaled.T, 0.3 / t), expected, rtol=1e-9, atol=1e-9 * s / t**2)
 
 
 def test_lines_of_many_samples_are_those_of_each():

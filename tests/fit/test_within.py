@@ -331,10 +331,6 @@ def test_missing_columns_are_told():
     untested("no-fractions", fractions=())
 
 
-def test_one_fraction_is_not_enough():
-    untested("one-fraction", **along(np.sinh, points(), lr=0.05, fractions=(1.0,)))
-
-
 def test_rows_without_numbers_are_left_out_and_counted():
     rows = along(np.sinh, points(100), lr=0.02)
     holes = rows["secants"].copy()

@@ -178,33 +178,19 @@ def test_many_starts_are_certified_together():
     assert certificate.measured == max(singles)
 
 
+CLASS = {"L0": 1.0, "L1": 5.0, "gap": 12.0, "eps": 0.1}
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: certify(Quartic(), theorem4(**CLASS, M=50.0), 1.0), "certify_lower_bound"),
+        (lambda: certify(Quartic(), theorem7(**CLASS, tau=0.1), [0.5, 0.6]), "`x0` must be one start"),
+        (lambda: certify_lower_bound(theorem3(**CLASS)), "what `theorem4` returns"),
+        (lambda: certify_lower_bound(remark5(**CLASS, M=2.0)), "what `theorem4` returns"),
+        (lambda: certify(Quartic(), theorem3(**CLASS), math.nan), "`x0` must be finite"),
         (
-            lambda: certify(Quartic(), theorem4(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1), 1.0),
-            "certify_lower_bound",
-        ),
-        (
-            lambda: certify(Quartic(), theorem7(L0=0.16, L1=10.0, gap=1.0, eps=0.1, tau=0.1), [0.5, 0.6]),
-            "`x0` must be one start",
-        ),
-        (lambda: certify_lower_bound(theorem3(L0=1.0, L1=1.0, gap=1.0, eps=0.1)), "what `theorem4` returns"),
-        (
-            lambda: certify_lower_bound(remark5(L0=1.0, L1=1.0, M=2.0, gap=1.0, eps=0.1)),
-            "what `theorem4` returns",
-        ),
-        (
-            lambda: certify(Quartic(), theorem3(L0=0.16, L1=10.0, gap=1.0, eps=0.1), math.nan),
-            "`x0` must be finite",
-        ),
-        (
-            lambda: certify(
-                SlowValley(0.1),
-                theorem8(L0=1.0, L1=1.0, gap=1.0, eps=0.05, M=1.0, tau=0.1),
-                1.0,
-                noise=BoundedNoise(0.2),
-            ),
+            lambda: certify(SlowValley(0.1), theorem8(**CLASS, M=1.0, tau=0.1), 1.0, noise=BoundedNoise(0.2)),
             "within the guarantee's radius",
         ),
     ],

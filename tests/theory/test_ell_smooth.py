@@ -169,12 +169,10 @@ def test_complexity_of_clipping_is_below_that_of_fixed_steps():
     wall_of_ten = ExponentialWall(L0=1.0, L1=1.0)
     family = [(wall_of_ten, 6.0), (Quadratic([0.01]), [10.0])]
     gap = float(wall_of_ten.gap(np.array(6.0)))
-    fixed = worst_case_complexity(
-        [FixedStep(lr=lr) for lr in np.geomspace(1e-3, 1, 13)], family, gap=gap, eps=0.01, max_steps=20_000
-    )
-    clipped = worst_case_complexity(
-        [ClippedStep(lr=lr, max_norm=1 / lr) for lr in (0.5, 1.0)], family, gap=gap, eps=0.01
-    )
-    assert clipped < fixed / 5
+    steps = [FixedStep(lr=lr) for lr in (0.01, 0.018, 0.03)]  # the smallest are too slow, the largest diverge
+    fixed = worst_case_complexity(steps, family, gap=gap, eps=0.01, max_steps=20_000)
+    rules = [ClippedStep(lr=lr, max_norm=1 / lr) for lr in (0.5, 1.0)]
+    clipped = worst_case_complexity(rules, family, gap=gap, eps=0.01)
+    assert 5 * clipped < fixed < math.inf
     with pytest.raises(ValueError, match="above its minimum"):
         worst_case_complexity([FixedStep(lr=1.0)], family, gap=1.0, eps=0.01)

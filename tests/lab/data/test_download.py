@@ -8,6 +8,7 @@ import random
 import tarfile
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,7 @@ def tarball(files):
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CURVESTEP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CURVESTEP_DATA", raising=False)
+    monkeypatch.setattr("pooch.core.time", SimpleNamespace(sleep=lambda seconds: None))  # before a retry
     return tmp_path / "cache"
 
 
@@ -79,10 +81,8 @@ def test_broken_transfer_is_restarted_and_leaves_nothing_behind(server, cache):
 def test_transfer_that_keeps_breaking_passes_to_the_next_source(server, cache, capsys):
     server.files["/mirror.tgz"] = server.files["/set.tgz"]
     server.broken = 2
-    both = [
-        source(f"{server.url}/set.tgz", server.md5),
-        source(f"{server.url}/mirror.tgz", server.md5, "mirror"),
-    ]
+    mirror = source(f"{server.url}/mirror.tgz", server.md5, "mirror")
+    both = [source(f"{server.url}/set.tgz", server.md5), mirror]
     files, origin = fetch("set", HASHES, both, progress=False)
     assert (files, origin) == (FILES, "from the mirror")
     said = capsys.readouterr().err.splitlines()

@@ -91,20 +91,6 @@ def test_the_title_gives_the_correlation_and_the_note_the_data(drawn, wall):
     assert "a wall of exponentials" in texts(drawn)
 
 
-def test_frontier_lies_on_or_above_every_point_and_touches_the_outermost(wall):
-    trace = Trace.load(wall.trace_path)
-    g, ell = trace.column("grad_norm"), trace.column("smoothness")
-    fit = fit_smoothness(trace, control=False)
-    bound = fit.envelope(g)
-    assert (bound >= ell * (1 - 1e-12)).all()
-    assert np.isclose(bound, ell).sum() >= 2
-    # The slow twin: the least over many pairs (L0, L1), each above all points.
-    slopes = np.linspace(0, 2 * (ell / g).max(), 4001)
-    slow = (np.maximum((ell - slopes[:, None] * g).max(1), 0)[:, None] + slopes[:, None] * g).min(0)
-    np.testing.assert_allclose(bound, slow, rtol=2e-3)
-    assert (bound <= slow + 1e-12).all()
-
-
 @pytest.mark.slow
 def test_seeds_share_a_panel_and_each_setting_has_axes_of_its_own(tmp_path):
     seeds = [write_run(tmp_path / f"{seed}", seed=seed, scale=2.0, lr=30.0, max_norm=0.25) for seed in (1, 2)]

@@ -60,7 +60,7 @@ def write_trace(path, alpha, *, seed, fractions=FRACTIONS, factor=1.0, rows=40, 
 
 
 def results_with(tmp_path, plan, alpha_of, *, noise=0.3):
-    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 400))
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
     for run in plan.runs:
         seed = run.recipe.seed
         write_trace(
