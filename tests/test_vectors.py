@@ -59,27 +59,11 @@ def test_norm_neither_overflows_nor_vanishes_in_fp64(scale):
     assert float(global_norm([torch.full((4,), scale)])) == pytest.approx(2 * scale, rel=1e-14)
 
 
-def test_large_and_tiny_entries_together():
-    t = torch.tensor([3e30, 1e-30, 4e30], dtype=torch.float32)
-    assert float(global_norm([t])) == pytest.approx(5e30, rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [0.03, 0.1, 1 / 3, 0.7])
-def test_many_tiny_vectors_of_equal_entries_are_cut_into_rows(dtype, value):
-    assert relative_error([torch.full((999,), value, dtype=dtype) for _ in range(100)]) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [0.03, 0.1, 1 / 3, 0.7])
-def test_half_precision_is_added_up_in_single(dtype, value):
-    t = torch.full((998_867,), value, dtype=dtype)
-    assert relative_error([t]) < 1e-6
-
-
-@pytest.mark.parametrize("size", [65_537, 100_003])  # primes: no length of a row divides them
-def test_what_rows_leave_over_counts(size):
-    assert relative_error([torch.full((size,), 0.1, dtype=torch.bfloat16)]) < 1e-6
+@pytest.mark.parametrize("sizes", [[999] * 100, [998_867], [65_537], [100_003]])  # no row divides the primes
+def test_half_precision_is_cut_into_rows_and_added_up_in_single(sizes, dtype, value):
+    assert relative_error([torch.full((size,), value, dtype=dtype) for size in sizes]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -122,12 +106,8 @@ def test_strides_do_not_matter(view):
 
 
 def test_mixed_dtypes_and_tensors_that_require_grad():
-    tensors = [
-        torch.randn(10, requires_grad=True),
-        torch.randn(7, dtype=torch.float32),
-        torch.randn(3).bfloat16(),
-    ]
-    assert relative_error(tensors) < 1e-6
+    single = torch.randn(7, dtype=torch.float32)
+    assert relative_error([torch.randn(10, requires_grad=True), single, torch.randn(3).bfloat16()]) < 1e-6
 
 
 def test_difference_of_sparse_gradients_equals_that_of_dense_ones():
@@ -174,8 +154,9 @@ def test_distance_of_tensors_that_cannot_be_cut_alike(pair):
 def test_distance_neither_overflows_nor_hides_what_is_not_finite():
     huge = torch.full((2 * PIECE,), 1e30, dtype=torch.float32)
     assert distance(huge, -huge).item() == pytest.approx(2e30 * math.sqrt(2 * PIECE), rel=1e-6)
-    huge[-1] = math.nan
-    assert math.isnan(distance(huge, torch.zeros_like(huge)).item())
+    for bad in (math.nan, math.inf):
+        huge[-1000] = bad
+        assert not math.isfinite(distance(torch.zeros_like(huge), huge).item())
 
 
 @given(

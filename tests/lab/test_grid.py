@@ -50,9 +50,8 @@ def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, 
     run = Run.load(trial.folder)
     assert {name: getattr(run.recipe, name) for name in GRID} == trial.fields
     train(run.recipe, tmp_path / "alone", progress=False)
-    assert (tmp_path / "alone" / "metrics.jsonl").read_bytes() == (
-        trial.folder / "metrics.jsonl"
-    ).read_bytes()
+    alone, swept = (folder / "metrics.jsonl" for folder in (tmp_path / "alone", trial.folder))
+    assert alone.read_bytes() == swept.read_bytes()
 
 
 @pytest.mark.slow
@@ -285,10 +284,7 @@ def test_the_best_trial_is_of_the_setting_that_is_best_over_its_seeds(tmp_path):
         fields = {"lr": lr, "seed": seed}
         trials.append(Trial(fields=fields, folder=tmp_path, status="finished", train_loss=loss))
     best = SweepResult(folder=tmp_path, trials=tuple(trials)).best
-    assert (best.fields, best.train_loss) == (
-        {"lr": 1.0, "seed": 0},
-        2.0,
-    )  # 3 is worse on average, 9 was lost
+    assert (best.fields, best.train_loss) == ({"lr": 1.0, "seed": 0}, 2.0)  # 3 is worse on average, 9 lost
     with pytest.raises(ValueError, match=r"No setting of .* finished: there is no best trial"):
         _ = SweepResult(folder=tmp_path, trials=tuple(trials[-2:])).best
 

@@ -1,5 +1,7 @@
 """Two processes measure what one does, agree when to measure, and one of them writes."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -31,13 +33,8 @@ def fsdp2(model):
 
 
 def probes(path=None):
-    return lambda model: SmoothnessProbe(
-        model,
-        every=5,
-        estimators={"smoothness": 1, "local_smoothness": 5, "spectral_smoothness": 10},
-        layers=True,
-        trace=path,
-    )
+    estimators = {"smoothness": 1, "local_smoothness": 5, "spectral_smoothness": 10}
+    return partial(SmoothnessProbe, every=5, estimators=estimators, layers=True, trace=path)
 
 
 def whole(tensor):
@@ -49,20 +46,13 @@ def measure(rank, folder):
     results = {}
     for kind, wrap in (("ddp", ddp), ("fsdp2", fsdp2)):
         plain = train("mlp", clipped, steps=STEPS, wrap=wrap, share=share)
-        probed = train(
-            "mlp", clipped, steps=STEPS, wrap=wrap, share=share, make_probe=probes(f"{folder}/{kind}.jsonl")
-        )
+        make_probe = probes(f"{folder}/{kind}.jsonl")
+        probed = train("mlp", clipped, steps=STEPS, wrap=wrap, share=share, make_probe=make_probe)
         for run in (plain, probed):
             run[1][:] = [whole(t) for t in run[1]]
         results[kind] = plain[:3], probed[:3], [dict(row) for row in probed[3].trace]
-    budget = train(
-        "mlp",
-        clipped,
-        steps=200,
-        wrap=ddp,
-        share=share,
-        make_probe=lambda m: SmoothnessProbe(m, every=1, fractions=(1.0,), max_overhead=0.3),
-    )[3]
+    make_probe = partial(SmoothnessProbe, every=1, fractions=(1.0,), max_overhead=0.3)
+    *_, budget = train("mlp", clipped, steps=200, wrap=ddp, share=share, make_probe=make_probe)
     return results, budget.trace.column("step").tolist()
 
 
@@ -78,9 +68,8 @@ def test_two_processes_measure_what_one_does_and_agree_when(tmp_path):
             for row, expected in zip(rows, alone, strict=True):
                 assert row["status"] == "ok"
                 assert row["batch_size"] == expected["batch_size"] == 6
-                for name in ("loss", "grad_norm", "step_norm", "smoothness", "kappa", "lr", "coefficient"):
-                    assert row[name] == pytest.approx(expected[name], rel=1e-6)
-                for name in ("secants", "grad_norms", "curvature", "cosine"):
+                for name in ("loss", "grad_norm", "step_norm", "smoothness", "kappa", "lr", "coefficient",
+                             "secants", "grad_norms", "curvature", "cosine"):  # fmt: skip
                     assert row[name] == pytest.approx(expected[name], rel=1e-6)
                 for name in ("local_smoothness", "spectral_smoothness"):
                     if expected[name] is not None:

@@ -1,6 +1,7 @@
 """When the probe measures and where on a step: counted in gradients, so that every number here is exact."""
 
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.smoothness.schedule import Schedule, short_fractions
+from tests.smoothness.loops import block_steps
 
 
 def measured(schedule, *, steps, cost=lambda row: 3):
@@ -64,11 +66,7 @@ def test_schedule_resumes_where_it_was():
 def test_short_fractions_stay_before_the_overshoot_of_the_median_step(rates):
     first, second = short_fractions(rates)
     assert first == second / 3
-    middle = (
-        sorted(rates)[len(rates) // 2]
-        if len(rates) % 2
-        else sum(sorted(rates)[len(rates) // 2 - 1 :][:2]) / 2
-    )
+    middle = statistics.median(rates)
     assert second <= 0.5
     assert second * middle <= 0.25 * (1 + 1e-12)
     assert second == 0.5 or second * middle > 0.125  # and are not shorter than they must be
@@ -122,11 +120,7 @@ def test_oracle_counts_its_batches():
     oracle = cs.GradientOracle(lambda _: model(), [0, 1, 2], sizes=[1, 1, 1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = cs.SmoothnessProbe(model, every=1, fractions=(1.0,), oracle=oracle, on_error="raise")
-    for _ in range(4):
-        optimizer.zero_grad()
-        model().backward()
-        with probe(model):
-            optimizer.step()
+    block_steps(probe, optimizer, model, 4)
     assert probe.trace.column("num_gradients")[-1] == 6  # at the start and at the end of the step
 
 
@@ -140,24 +134,17 @@ def test_fractions_follow_the_curvature_of_the_last_rows():
 
 
 def test_resumed_probe_chooses_the_same_fractions(tmp_path):
-    def run(model, probe, steps):
+    def run(probe, count):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in steps:
-            optimizer.zero_grad()
-            model.x.data.fill_(3.0)
-            model().backward()
-            with probe(model):
-                optimizer.step()
+        block_steps(probe, optimizer, model, count, before=lambda: model.x.data.fill_(3.0))
 
     model = Quadratic()
     model.scale = 3.0
-    whole = cs.SmoothnessProbe(model, every=1)
-    run(model, whole, range(8))
-    first = cs.SmoothnessProbe(model, every=1)
-    run(model, first, range(4))
-    second = cs.SmoothnessProbe(model, every=1)
+    whole, first, second = (cs.SmoothnessProbe(model, every=1) for _ in range(3))
+    run(whole, 8)
+    run(first, 4)
     second.load_state_dict(first.state_dict())
-    run(model, second, range(4, 8))
+    run(second, 4)
     assert second.trace.column("fractions").tolist() == whole.trace.column("fractions")[4:].tolist()
 
 

@@ -1,6 +1,7 @@
 """State that a model keeps in attributes is as it would be without a probe."""
 
 import collections
+import contextlib
 import random
 
 import numpy as np
@@ -108,10 +109,7 @@ def losses(kind, *, probed):
         loss = loss_fn()
         seen.append(loss.item())
         loss.backward()
-        if probed:
-            with probe(loss_fn):
-                optimizer.step()
-        else:
+        with probe(loss_fn) if probed else contextlib.nullcontext():
             optimizer.step()
         optimizer.zero_grad()
     assert not probed or (len(probe.trace) == 3 and probe.trace.ok.all())
