@@ -25,6 +25,9 @@ from curvestep.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}
 SGD_FIXED = {"SGD 0.01": 0.01, "SGD 0.1": 0.1}  # not clipped, with the momentum of the kind
+BUDGETS = {
+    f"budget {budget}": budget for budget in (80, 160, 320)
+}  # of calibrate; by default doubled if noisy
 # AlgoPerf's baseline of external tuning: its first setting, a warm-up of 2 % and a cosine.
 ALGOPERF = {"lr": 0.0017486387539278373, "betas": (0.93266073836, 0.9955159689799007),
             "weight_decay": 0.08121616522670176}  # fmt: skip
@@ -81,7 +84,7 @@ def prepare(recipe: Recipe, job: dict[str, Any], model: nn.Module) -> Prepared:
     """The optimizer of a job."""
     kind, method, steps = job["kind"], job["method"], recipe.task.steps
     shape = SCHEDULES[SCHEDULE[kind]](steps)
-    if method == "calibrate":
+    if method == "calibrate" or method in BUDGETS:
         return calibrated(recipe, job, model, shape)
     if method == "grid" or method in FIXED:
         max_norm = 1.0
@@ -102,6 +105,7 @@ def calibrated(recipe: Recipe, job: dict[str, Any], model: nn.Module, shape: lis
     found = calibrate(
         model, lambda batch: recipe.task.loss(model, batch), recipe.task.stream(job["seed"], "measuring"),
         optimizer=optimizer, schedule=SCHEDULE[job["kind"]], num_steps=recipe.task.steps,
+        budget=BUDGETS.get(job["method"]),
     )  # fmt: skip
     found.apply(optimizer)
     arms = [[arm.lr, arm.num_steps, arm.gain, arm.error] for arm in found.arms]
