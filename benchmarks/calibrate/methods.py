@@ -25,9 +25,7 @@ from curvestep.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}
 SGD_FIXED = {"SGD 0.01": 0.01, "SGD 0.1": 0.1}  # not clipped, with the momentum of the kind
-BUDGETS = {
-    f"budget {budget}": budget for budget in (80, 160, 320)
-}  # of calibrate; by default doubled if noisy
+BUDGETS = {f"budget {budget}": budget for budget in (80, 160, 320)}  # of calibrate: never doubled
 # AlgoPerf's baseline of external tuning: its first setting, a warm-up of 2 % and a cosine.
 ALGOPERF = {"lr": 0.0017486387539278373, "betas": (0.93266073836, 0.9955159689799007),
             "weight_decay": 0.08121616522670176}  # fmt: skip

@@ -17,7 +17,7 @@ from statistics import mean, median
 
 from benchmarks.calibrate.judged import JUDGED
 from benchmarks.calibrate.judged_sgd import JUDGED_SGD
-from benchmarks.calibrate.methods import RIVALS, SCHEDULE, SGD_FIXED
+from benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
 from benchmarks.calibrate.run import Job, loss_of, read
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
@@ -74,7 +74,7 @@ def best_of(rows: list[Job]) -> Best | None:
 def table(rows: list[Job], tasks: list[str], kind: str) -> list[str]:
     """Regret of every method on every task, mean over seeds, and what is left of them below."""
     ran = {row["method"] for row in rows if row["kind"] == kind and row["task"] in tasks}
-    methods = ["calibrate", *(method for method in (*RIVALS, *SGD_FIXED) if method in ran)]
+    methods = ["calibrate", *(method for method in (*RIVALS, *SGD_FIXED, *BUDGETS) if method in ran)]
     lines = [f"| task (grid's lr) | {' | '.join(methods)} | seeds | gradients | confidence |"]
     lines.append("| --- " * (len(methods) + 4) + "|")
     missed: dict[str, dict[str, float]] = {method: {} for method in methods}

@@ -3,7 +3,8 @@
     python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | judge-sgd | smoke [--tasks ...]
 
 ``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
-so does ``judge-sgd``, the tasks of SGD's second rule. The
+so does ``judge-sgd``, the tasks of SGD's second rule. ``--methods "budget 80" "budget 160" "budget 320"`` asks
+AdamW's calibrate so, on tasks that are open already; nothing follows from it but a table. The
 order is: for each task, grid and calibrate on the first seed, then both on the others, then the rivals. With
 ``--probe`` every run of a grid also keeps a trace of about 25 rows, for the benchmark of advise.
 """
@@ -25,6 +26,7 @@ from benchmarks.calibrate.data import Batch
 from benchmarks.calibrate.judged import JUDGED
 from benchmarks.calibrate.judged_sgd import JUDGED_SGD
 from benchmarks.calibrate.methods import (
+    BUDGETS,
     FIRST_RATE,
     FIXED,
     RIVALS,
@@ -222,6 +224,9 @@ def run_task(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list[s
         for method in set(SGD_FIXED) & set(methods):
             for seed in seeds:
                 rows.run(task=task, kind=kind, method=method, seed=seed, lr=SGD_FIXED[method])
+    for method in BUDGETS if "adamw" in recipe.optimizers else ():
+        for seed in seeds if method in methods else ():
+            rows.run(task=task, kind="adamw", method=method, seed=seed)
     for method in RIVALS if "adamw" in recipe.optimizers else ():
         for seed in seeds if method in methods else ():
             rate = {"lr": FIXED[method]} if method in FIXED else {}

@@ -221,7 +221,7 @@ def test_change_is_right_where_a_parameter_is_reached_more_than_once():
 def test_change_of_a_loss_without_gradient_is_refused():
     model = nn.Linear(2, 2)
     with Replay(model, lambda: torch.ones(()).requires_grad_()) as replay:
-        with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+        with pytest.raises(ValueError, match="gives no gradient of `model`"):
             replay.change([None, None])
 
 
