@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,13 +36,14 @@ class KeptBatch:
     """
 
     def __init__(self, batch: object) -> None:
-        for part in _parts(batch):
+        parts = _parts(batch)
+        for part in parts:
             if not isinstance(part, (Tensor, *_NUMBERS)):
                 raise TypeError(
                     f"`batch` holds a {type(part).__name__}, which cannot be kept: give tensors, numbers and "
                     "strings in tuples, lists and dicts."
                 )
-        tensors = list(tensors_in(batch))
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         self._devices = [tensor.device for tensor in tensors]
         self._held: object = map_tensors(on_host, batch)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -66,13 +68,11 @@ class KeptLoss:
     def __init__(self, loss_of_batch: Callable[[object], object], kept: KeptBatch, device: str) -> None:
         self._kept = kept
         self._loss_of_batch = loss_of_batch
-        self._autocast = torch.autocast(
-            device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
-        )
+        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def __call__(self) -> object:
         """The loss."""
-        with self._autocast:
+        with torch.autocast(*self._autocast):
             return self._loss_of_batch(self._kept.batch())
 
 
@@ -138,8 +138,8 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
 
 
 def _numbers_of(group: Settings) -> Settings:
-    numbers = {name: value for name, value in group.items() if isinstance(value, (Tensor, *_NUMBERS))}
-    return map_tensors(torch.clone, numbers)
+    numbers = {name: value for name, value in group.items() if isinstance(value, _NUMBERS)}
+    return numbers | {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -150,7 +150,8 @@ def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    return list(tensors_in(list(optimizer.state.values())))
+    entries = chain.from_iterable(map(dict.values, optimizer.state.values()))  # walked twice in each step
+    return list(chain.from_iterable(map(tensors_in, entries)))
 
 
 def _copy_of(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> Optimizer:
