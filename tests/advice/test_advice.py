@@ -66,6 +66,7 @@ def test_traces_that_say_little_get_one_clear_line(trace, kind):
     advice = advise(trace)
     assert advice.kind == kind
     assert "\n" not in advice.verdict
+    assert advice.action == "diverged" or str(advice) == advice.verdict
 
 
 def test_rows_of_an_older_version_are_enough():
@@ -114,6 +115,35 @@ def test_a_gain_that_is_not_known_is_not_printed():
     run = outcome(efficiency=math.nan)
     (steps,) = (note.text for note in reasons_for(decide(run), run) if note.kind == "steps")
     assert steps.startswith("a step changes the gradient by 0.5")
+
+
+@pytest.mark.parametrize(("facts", "kinds"), [
+    ({"clipped": 0.0}, {"loss", "steps", "start", "clipping", "next"}),
+    ({"clipped": math.nan}, {"loss", "steps", "start", "next"}),
+    ({"last_loss": 8.0}, {"loss", "steps", "start", "clipping"}),  # after calibrate nothing is compared
+    ({"in_eval_mode": True}, set()),
+])  # fmt: skip
+def test_reasons_are_those_that_the_run_gives(facts, kinds):
+    run = outcome(**facts)
+    assert {note.kind for note in reasons_for(decide(run), run)} == kinds
+
+
+def test_short_steps_are_called_short():
+    run, other = outcome(kappa=0.01), outcome()
+    assert reasons_for(decide(run), run)[1].text.endswith("Steps are short.")
+    assert not reasons_for(decide(other), other)[1].text.endswith(".")
+
+
+def test_an_answer_has_its_threshold_its_warnings_and_says_whether_lr_is_a_peak():
+    noisy = advise(trace_of(falling(), header={"peak_lr": 0.12}, clipped=True, coefficient=0.5, noise=2.0))
+    assert (noisy.max_norm, noisy.lr_is_peak) == (0.5, True)
+    assert [note.kind for note in noisy.warnings] == ["clipping-floor"]
+    assert advise(trace_of([*falling(15), None])).max_norm is None
+
+
+def test_the_cause_of_a_failure_is_cut_to_a_line():
+    run = outcome(num_rows=3, failure="very long words " * 40)
+    assert len(verdict_on(decide(run), run)) < 160
 
 
 def test_a_lone_setting_and_the_peak_that_was_set_are_named():

@@ -63,6 +63,8 @@ def test_what_is_not_known_holds_for_nothing():
     assert decide(outcome(**unknown)).kind == "no-sign"
     assert lr_after(outcome(start_factor=math.nan, **LOST)) == pytest.approx(0.1 / FAR**3)
     assert lr_after(outcome(start_factor=math.nan, kappa=0.01)) == pytest.approx(0.1 * NEXT)
+    wasteful = EXAMPLES["inefficient"][0]
+    assert lr_after(outcome(start_factor=math.nan, **wasteful)) == pytest.approx(0.1 / NEXT)
 
 
 @pytest.mark.parametrize(("kappa", "start", "factor"), [
@@ -120,6 +122,7 @@ def test_of_adam_at_a_constant_rate_the_start_says_nothing():
     ({"failure": "the loss is random"}, "no-sign"),  # enough rows are left
     ({"highest_loss": 9.0}, "no-sign"),  # it came back all the way
     ({"highest_loss": 9.0, "last_loss": 1.1}, "no-sign"),
+    ({"highest_loss": 5.75, "last_loss": 1.5}, "no-sign"),  # it rose to less than three times the first
     ({"start_factor": 0.7, "efficiency": 0.4}, "no-sign"),  # rather long steps, but the loss fell
     ({"start_factor": 0.01, "efficiency": 0.6}, "no-sign"),  # it recovered
     ({"start_factor": 0.01, "efficiency": 0.6, "last_loss": 1.5}, "long-first-steps"),

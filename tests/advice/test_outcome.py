@@ -139,6 +139,25 @@ def test_short_steps_promise_no_fall_that_could_be_seen():
     assert not outcome_of(History.of(trace)).stood_still
 
 
+def test_the_last_loss_of_a_long_run_is_that_of_its_last_tenth():
+    assert facts(trace_of([*[2.0] * 90, *[1.0] * 5, *[0.5] * 5])).last_loss == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("last", "scheduled"), [(0.095, False), (0.085, True)])
+def test_an_lr_that_hardly_changes_is_no_schedule(last, scheduled):
+    trace = trace_of([])
+    for k, row in enumerate(trace_of(falling())):
+        trace.append({**row, "lr": 0.1 if k < 20 else last})
+    assert facts(trace).scheduled == scheduled
+
+
+def test_rows_without_lr_count_as_those_at_its_peak():
+    trace = trace_of([])
+    for k, row in enumerate(trace_of(falling())):
+        trace.append({**row, "lr": 0.1 if k < 15 else None, "kappa": 0.3 if k < 15 else 0.9})
+    assert facts(trace).kappa == 0.9
+
+
 def test_rows_without_any_loss_are_not_lost():
     run = outcome_of(History.of(trace_of([None] * 12)))
     assert (run.num_losses, run.lost_at, run.num_rows) == (0, None, 12)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from curvestep.advice.advice import advise
-from curvestep.advice.settings import TriedSetting, next_lr
+from curvestep.advice.settings import TriedSetting, next_lr, settings_of
+from curvestep.fit.samples import History
 from tests.advice.runs import falling, outcome, trace_of
 
 
@@ -76,8 +77,8 @@ def test_a_lost_run_is_listed_and_cannot_win():
 
 def test_runs_that_were_all_lost_are_judged_by_the_smallest_lr():
     advice = advise(lost(3.0), lost(9.0))
+    assert advice == advise(lost(3.0))
     assert advice.action == "diverged"
-    assert advice.lr < 3.0
 
 
 def test_runs_are_compared_where_most_of_them_ended():
@@ -134,6 +135,27 @@ def test_of_one_run_the_noise_of_its_losses_makes_ties():
     assert "± 0.0" in quiet.reasons[-1].text
     many = [run(lr, last, seed=seed, noise=0.0) for lr, last in ((0.1, 0.5), (0.3, 0.501)) for seed in (1, 2)]
     assert "tie" not in kinds(advise(*many))
+
+
+def test_thresholds_make_settings_and_settings_ascend_in_lr():
+    clipped = [run(0.3, 0.5, clipped=True, coefficient=share) for share in (0.5, 0.25)]
+    runs = [run(0.9, 0.7), *clipped, run(0.1, 0.6)]
+    found = settings_of([History.of(trace) for trace in runs])
+    assert [(setting.run.lr, setting.run.max_norm) for setting in found][1:3] == [(0.3, 0.25), (0.3, 0.5)]
+    assert [setting.run.lr for setting in found] == [0.1, 0.3, 0.3, 0.9]
+    assert "max_norm 0.25" in advise(*runs[2:]).reasons[0].text
+
+
+def test_runs_of_one_row_are_not_ranked():
+    assert advise(trace_of([1.0]), trace_of([2.0], lr=0.3)).kind == "few-rows"
+    assert advise(trace_of([]), trace_of([])).kind == "no-rows"
+
+
+def test_a_line_counts_runs_where_there_are_several_and_names_three_ties():
+    losses = [loss + 0.05 * (-1) ** k for k, loss in enumerate(falling(40))]
+    tie, *settings = advise(*(trace_of(losses, lr=lr) for lr in (0.1, 0.2, 0.3, 0.4, 0.5))).reasons
+    assert tie.text.count("lr") == 3
+    assert not any("run" in note.text for note in settings)
 
 
 def test_batches_of_text_may_differ_a_little():

@@ -29,8 +29,7 @@ class Advice:
     the loss was not finite), ``"cannot tell"``, or ``"take"`` (one of several settings); ``kind`` is the
     condition that led to it. ``lr`` is what to run next, the peak of a schedule if ``lr_is_peak``, None where
     no number would help; ``max_norm`` goes with it, of NormalizedSGD the offset, inf for none. ``verdict`` is
-    one line to act on, ``reasons`` are what it rests on, ``warnings`` what to doubt. ``next_lr`` is, after
-    several runs, worth trying and was not tried.
+    to act on, ``reasons`` are what it rests on, ``warnings`` what to doubt, ``next_lr`` what no run tried.
     """
 
     action: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from textwrap import shorten
 
-from curvestep.advice.decision import DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
+from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.settings import TriedSetting
 from curvestep.fit.samples import LEAST_ROWS
@@ -26,7 +26,7 @@ VERDICTS = {
     "no-rows": "CANNOT TELL: no step was measured. Let the probe see each step: `probe.watch(optimizer)`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
-    "no-step": "CANNOT TELL: the parameters did not move. Does the optimizer hold them, is lr above 0?",
+    "no-step": "CANNOT TELL: no row shows a step. Does the optimizer hold the parameters, is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
     "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Train or probe more.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
@@ -55,6 +55,8 @@ def verdict_on(found: Condition, run: Outcome) -> str:
 
 def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
     """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
+    if found.action == CANNOT_TELL:
+        return ()
     texts = {}
     if run.num_losses:
         texts["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"

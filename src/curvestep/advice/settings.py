@@ -66,7 +66,7 @@ def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
 def _loss_at(history: History, run: Outcome, horizon: float) -> float:
     if decide(run).action == DIVERGED:
         return math.inf
-    if history.step[-1] < horizon:
+    if history.step[-1] < horizon or run.num_losses < 2:
         return math.nan
     kept = np.isfinite(history.loss) & (history.step <= horizon)
     return final_loss(history.step[kept], history.loss[kept])
