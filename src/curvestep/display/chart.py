@@ -29,34 +29,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve or cloud of points.
+    """One curve or cloud of points."""
 
-    Args:
-        name: In the legend.
-        x: Where, not finite where there is a gap.
-        y: Likewise.
-        colour: A number in the palette, or ``ink``, ``soft`` or ``bad``.
-        dash: ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line.
-        mark: ``circle``, ``triangle``, ``square`` or empty.
-        shade: Iterations, to colour the marks by.
-        band: Lower and upper end of a band around the curve.
-        extra: What a point says beyond its coordinates, by name.
-        weight: Factor on the width of its line and the size of its marks.
-        is_lost: Whether a cross marks its last point: the run diverged there.
-    """
-
-    name: str
-    x: np.ndarray
-    y: np.ndarray
+    name: str  # in the legend
+    x: np.ndarray  # where, not finite where there is a gap
+    y: np.ndarray  # likewise
     _: KW_ONLY
-    colour: int | str = 0
-    dash: str = "solid"
-    mark: str = ""
-    shade: np.ndarray | None = None
-    band: tuple[np.ndarray, np.ndarray] | None = None
+    colour: int | str = 0  # a number in the palette, or ``ink``, ``soft`` or ``bad``
+    dash: str = "solid"  # ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line
+    mark: str = ""  # ``circle``, ``triangle``, ``square`` or empty
+    shade: np.ndarray | None = None  # iterations, to colour the marks by
+    band: tuple[np.ndarray, np.ndarray] | None = None  # lower and upper end of a band around the curve
+    # What a point says beyond its coordinates, by name.
     extra: Mapping[str, Sequence[float | str] | np.ndarray] = field(default_factory=dict)
-    weight: float = 1.0
-    is_lost: bool = False
+    weight: float = 1.0  # factor on the width of its line and the size of its marks
+    is_lost: bool = False  # whether a cross marks its last point: the run diverged there
 
     @property
     def symbol(self) -> str:
@@ -79,49 +66,29 @@ class Series:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers over two axes, shown by colour.
+    """Numbers over two axes, shown by colour."""
 
-    Args:
-        across: Values or names to the right.
-        down: Names downwards.
-        values: Shaped (down, across); not finite where there is none.
-        label: What the numbers are.
-        text: What to write into the cells.
-        log: Colours by the logarithm.
-        reverse: Dark is large.
-    """
-
-    across: Sequence[float | str]
-    down: Sequence[str]
-    values: np.ndarray
-    label: str
+    across: Sequence[float | str]  # values or names to the right
+    down: Sequence[str]  # names downwards
+    values: np.ndarray  # shaped (down, across); not finite where there is none
+    label: str  # what the numbers are
     _: KW_ONLY
-    text: Sequence[Sequence[str]] = ()
-    log: bool = False
-    reverse: bool = False
+    text: Sequence[Sequence[str]] = ()  # what to write into the cells
+    log: bool = False  # colours by the logarithm
+    reverse: bool = False  # dark is large
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Axes, curves or a map, and the words for them.
+    """Axes, curves or a map, and the words for them."""
 
-    Args:
-        kind: ``scatter``, ``norm``, ``loss``, …: part of its name on the page and on disk.
-        title: Above it.
-        x: Horizontal axis.
-        y: Vertical axis.
-        series: Curves and points, in drawing order.
-        words: The same in a sentence or two: its caption, and all that a screen reader has of it.
-        grid: Instead of ``series``: a map.
-        switch: The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
-    """
-
-    kind: str
-    title: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...] = ()
+    kind: str  # ``scatter``, ``norm``, ``loss``, …: part of its name on the page and on disk
+    title: str  # above it
+    x: Axis  # horizontal axis
+    y: Axis  # vertical axis
+    series: tuple[Series, ...] = ()  # curves and points, in drawing order
     _: KW_ONLY
-    words: str = ""
-    grid: Grid | None = None
+    words: str = ""  # the same in a sentence or two: its caption, and all that a screen reader has of it
+    grid: Grid | None = None  # instead of ``series``: a map
+    # The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
     switch: str = ""

@@ -40,19 +40,13 @@ class Determinism(NamedTuple):
 
 @dataclass
 class SelfTest:
-    """A probe's test that its replays are training's passes again, and what it knows from it.
+    """A probe's test that its replays are training's passes again, and what it knows from it."""
 
-    Attributes:
-        error: Relative difference of one gradient replayed twice; None until one was finite.
-        eps: Relative precision of the coarsest dtype that the loss was computed in.
-        calls: How often training had called the model before the tested step.
-        confirmed: Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the
-            first step.
-    """
-
+    # Relative difference of one gradient replayed twice; None until one was finite.
     error: float | None = None
-    eps: float = 0.0
-    calls: int = 0
+    eps: float = 0.0  # relative precision of the coarsest dtype that the loss was computed in
+    calls: int = 0  # how often training had called the model before the tested step
+    # Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the first step.
     confirmed: bool = False
 
     def is_due(self, record: ObservedStep) -> bool:

@@ -88,19 +88,14 @@ class AdamScale(Scale):
 
 @dataclass(frozen=True)
 class Geometry:
-    r"""How an optimizer steps, and in which metric.
+    """How an optimizer steps, and in which metric."""
 
-    Attributes:
-        momentum: :math:`\beta`; of Adam :math:`\beta_1`.
-        limit: The edge of stability for lr times the smoothness in this metric; 2 for plain descent.
-        scales: P of each parameter; None for one that the optimizer does not move. Empty if not known.
-        missing: Why there is no metric; empty if there is one.
-    """
-
-    momentum: float | None = None
+    momentum: float | None = None  # :math:`\beta`; of Adam :math:`\beta_1`
+    # The edge of stability for lr times the smoothness in this metric; 2 for plain descent.
     limit: float | None = None
+    # P of each parameter; None for one that the optimizer does not move. Empty if not known.
     scales: Sequence[Scale | None] = field(default=(), repr=False)
-    missing: str = ""
+    missing: str = ""  # why there is no metric; empty if there is one
 
     @property
     def is_euclidean(self) -> bool:

@@ -24,23 +24,14 @@ _WORD = re.compile(r"<\w+>|\w+(?:['’-]\w+)*|[^\w\s]")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Three splits of a text as token ids.
+    """Three splits of a text as token ids."""
 
-    Args:
-        name: Short name, for file names and titles.
-        train: Token ids of the training split, 1-D int64.
-        valid: Token ids of the validation split, 1-D int64.
-        test: Token ids of the test split, 1-D int64.
-        vocabulary: The word of each id.
-        source: Where the text came from, in words for the report.
-    """
-
-    name: str
-    train: Tensor
-    valid: Tensor
-    test: Tensor
-    vocabulary: tuple[str, ...]
-    source: str
+    name: str  # short name, for file names and titles
+    train: Tensor  # token ids of the training split, 1-D int64
+    valid: Tensor  # token ids of the validation split, 1-D int64
+    test: Tensor  # token ids of the test split, 1-D int64
+    vocabulary: tuple[str, ...]  # the word of each id
+    source: str  # where the text came from, in words for the report
 
 
 def batchify(tokens: Tensor, batch_size: int) -> Tensor:

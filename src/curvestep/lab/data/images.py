@@ -11,29 +11,17 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """A set of labelled images, held in memory.
+    """A set of labelled images, held in memory."""
 
-    Args:
-        name: Short name, for file names and titles.
-        train_x: Training images, uint8, shaped (images, channels, height, width).
-        train_y: Their classes, int64.
-        test_x: Test images, uint8.
-        test_y: Their classes, int64.
-        mean: Mean of each channel over the training images, on the scale 0 to 1.
-        std: Standard deviation of each channel over the training images, on the same scale.
-        classes: The name of each class.
-        source: Where the images came from, in words for the report.
-    """
-
-    name: str
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...]
-    source: str
+    name: str  # short name, for file names and titles
+    train_x: Tensor  # training images, uint8, shaped (images, channels, height, width)
+    train_y: Tensor  # their classes, int64
+    test_x: Tensor  # test images, uint8
+    test_y: Tensor  # their classes, int64
+    mean: tuple[float, ...]  # mean of each channel over the training images, on the scale 0 to 1
+    std: tuple[float, ...]  # standard deviation of each channel over the training images, on the same scale
+    classes: tuple[str, ...]  # the name of each class
+    source: str  # where the images came from, in words for the report
 
 
 def normalise(images: Images, x: Tensor) -> Tensor:

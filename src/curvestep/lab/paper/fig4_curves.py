@@ -40,23 +40,14 @@ SMOOTHING, PARTS = 20, 200  # the running mean of the training loss: steps, or a
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One setting over several seeds.
+    """One setting over several seeds."""
 
-    Args:
-        label: The setting in words.
-        steps: Iterations that all seeds reached, ascending.
-        values: One row a seed, shaped (seeds, steps).
-        diverged: Where on the axis seeds diverged, the last first.
-        colour: Number in the palette, by learning rate and momentum.
-        dash: Solid with clipping, dashed without; dotted where the learning rate drops.
-    """
-
-    label: str
-    steps: np.ndarray
-    values: np.ndarray
-    diverged: tuple[float, ...] = ()
-    colour: int = 0
-    dash: str = "solid"
+    label: str  # the setting in words
+    steps: np.ndarray  # iterations that all seeds reached, ascending
+    values: np.ndarray  # one row a seed, shaped (seeds, steps)
+    diverged: tuple[float, ...] = ()  # where on the axis seeds diverged, the last first
+    colour: int = 0  # number in the palette, by learning rate and momentum
+    dash: str = "solid"  # solid with clipping, dashed without; dotted where the learning rate drops
 
     @property
     def name(self) -> str:

@@ -22,23 +22,14 @@ DATA_SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How well one estimate follows another over the same iterations.
+    """How well one estimate follows another over the same iterations."""
 
-    Args:
-        steps: Iterations at which both were measured.
-        part: Estimates from a part of the data.
-        whole: Estimates from all of it.
-        correlation: Pearson correlation of the logarithms.
-        ratio: Median of ``part / whole``.
-        errors: Median, and 90 % quantile, of the relative error ``|part / whole - 1|``.
-    """
-
-    steps: np.ndarray
-    part: np.ndarray
-    whole: np.ndarray
-    correlation: float
-    ratio: float
-    errors: tuple[float, float]
+    steps: np.ndarray  # iterations at which both were measured
+    part: np.ndarray  # estimates from a part of the data
+    whole: np.ndarray  # estimates from all of it
+    correlation: float  # Pearson correlation of the logarithms
+    ratio: float  # median of ``part / whole``
+    errors: tuple[float, float]  # median, and 90 % quantile, of the relative error ``|part / whole - 1|``
 
 
 def data_fraction(part: Run, whole: Run, *, title: str = "") -> Figure:

@@ -46,91 +46,53 @@ PAPERS_L0, PAPERS_L1 = 0.1, 10.0  # with which the paper compares theory and exp
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """Everything that the numbers depend on.
+    """Everything that the numbers depend on."""
 
-    Args:
-        x0: Start on x⁴.
-        num_steps: Iterations T; the paper does not give it, 2000 reproduces its numbers.
-        gd_lr: Largest step size of gradient descent, to be halved.
-        clipped_lr: Largest step size of clipped descent, to be halved.
-        max_norm: Threshold of clipped descent.
-        num_halvings: Step sizes on each grid.
-        num_starts: Starts in the jittered version.
-        jitter: They are drawn evenly within this distance of ``x0``.
-        seed: Seed of the starts.
-        L0: L0 of the lower-bound pair.
-        L1: L1 of the lower-bound pair.
-        smallest_growth: Smallest L1·M/L0.
-        num_decades: Decades of M.
-        num_M: Values of M.
-    """
-
-    x0: float = 30.0
-    num_steps: int = 2000
-    gd_lr: float = 10.0
-    clipped_lr: float = 3e4
-    max_norm: float = 0.01
-    num_halvings: int = 24
-    num_starts: int = 200
-    jitter: float = 0.5
-    seed: int = 0
-    L0: float = 1.0
-    L1: float = 1.0
-    smallest_growth: float = 2.0
-    num_decades: float = 3.0
-    num_M: int = 13
+    x0: float = 30.0  # start on x⁴
+    num_steps: int = 2000  # iterations T; the paper does not give it, 2000 reproduces its numbers
+    gd_lr: float = 10.0  # largest step size of gradient descent, to be halved
+    clipped_lr: float = 3e4  # largest step size of clipped descent, to be halved
+    max_norm: float = 0.01  # threshold of clipped descent
+    num_halvings: int = 24  # step sizes on each grid
+    num_starts: int = 200  # starts in the jittered version
+    jitter: float = 0.5  # they are drawn evenly within this distance of ``x0``
+    seed: int = 0  # seed of the starts
+    L0: float = 1.0  # L0 of the lower-bound pair
+    L1: float = 1.0  # L1 of the lower-bound pair
+    smallest_growth: float = 2.0  # smallest L1·M/L0
+    num_decades: float = 3.0  # decades of M
+    num_M: int = 13  # values of M
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of the quantitative comparison.
+    """One line of the quantitative comparison."""
 
-    Attributes:
-        quantity: What is compared.
-        printed: As the paper has it.
-        corrected: As its own formulas give it.
-        measured: As it comes out.
-    """
-
-    quantity: str
-    printed: str
-    corrected: str
-    measured: str
+    quantity: str  # what is compared
+    printed: str  # as the paper has it
+    corrected: str  # as its own formulas give it
+    measured: str  # as it comes out
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticResult:
-    """Summary of the experiment; the folder has all of its numbers.
+    """Summary of the experiment; the folder has all of its numbers."""
 
-    Attributes:
-        config: What it was made with.
-        gd_best_lr: The step size of gradient descent with the smallest final gradient.
-        gd_grad_norm: Its final gradient.
-        clipped_best_lr: The step size of clipped descent with the smallest final gradient.
-        clipped_grad_norm: Its final gradient.
-        ratio: The first gradient over the second.
-        predicted_ratio: What the corrected bounds predict for it.
-        jittered_ratio: Median over the starts of that ratio, the best of each grid taken for each start.
-        jittered_range: Smallest and largest.
-        fixed_range: Smallest and largest ratio if both keep the step sizes that were best from x0.
-        slope: Slope of iterations of the best fixed step over those of clipping, against M, on log-log axes.
-        slope_theory: What the corrected bounds predict for it.
-        table: The quantitative comparison.
-    """
-
-    config: SyntheticConfig
-    gd_best_lr: float
-    gd_grad_norm: float
-    clipped_best_lr: float
-    clipped_grad_norm: float
-    ratio: float
-    predicted_ratio: float
-    jittered_ratio: float
-    jittered_range: tuple[float, float]
+    config: SyntheticConfig  # what it was made with
+    gd_best_lr: float  # the step size of gradient descent with the smallest final gradient
+    gd_grad_norm: float  # its final gradient
+    clipped_best_lr: float  # the step size of clipped descent with the smallest final gradient
+    clipped_grad_norm: float  # its final gradient
+    ratio: float  # the first gradient over the second
+    predicted_ratio: float  # what the corrected bounds predict for it
+    jittered_ratio: float  # median over the starts of that ratio, the best of each grid taken for each start
+    jittered_range: tuple[float, float]  # smallest and largest
+    # Smallest and largest ratio if both keep the step sizes that were best from x0.
     fixed_range: tuple[float, float]
+    # Slope of iterations of the best fixed step over those of clipping, against M, on log-log axes.
     slope: float
-    slope_theory: float
-    table: tuple[ComparisonRow, ...]
+    slope_theory: float  # what the corrected bounds predict for it
+    table: tuple[ComparisonRow, ...]  # the quantitative comparison
 
 
 PAPERS_CONFIG = SyntheticConfig()

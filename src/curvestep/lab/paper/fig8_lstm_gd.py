@@ -32,20 +32,13 @@ class Comparison:
     The paper takes the largest smoothness :math:`L_0 + L_1 M` from GD's run and :math:`L_0` from the clipped
     run. It prints their ratio as the prediction; its theorems bound the gradient norm by
     :math:`\sqrt{\,\cdot\,\Delta/T}`, so the square root of the ratio is what they predict.
-
-    Args:
-        largest_smoothness: :math:`L_0 + L_1 M` of the run without clipping, M its largest gradient norm.
-        L0: :math:`L_0` of the clipped run.
-        printed: The paper's prediction, ``largest_smoothness / L0``.
-        corrected: What the theorems predict, its square root.
-        measured: Mean gradient norm without clipping over the mean with it, up to the step both reached.
     """
 
-    largest_smoothness: float
-    L0: float
-    printed: float
-    corrected: float
-    measured: float
+    largest_smoothness: float  # :math:`L_0 + L_1 M` of the run without clipping, M its largest gradient norm
+    L0: float  # :math:`L_0` of the clipped run
+    printed: float  # the paper's prediction, ``largest_smoothness / L0``
+    corrected: float  # what the theorems predict, its square root
+    measured: float  # mean gradient norm without clipping over the mean with it, up to the step both reached
 
 
 def compare(gd: Run, clipped: Run) -> Comparison:

@@ -61,30 +61,19 @@ _IMAGES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LegendLine:
-    """A line of the paper's legend, with its seeds at each scale.
+    """A line of the paper's legend, with its seeds at each scale."""
 
-    Args:
-        lr: Learning rate.
-        max_norm: Threshold; inf is no clipping.
-        momentum: Of SGD.
-        laptop: Seeds at laptop scale.
-        longer: Seeds of the longer runs.
-        epoch: Seeds of the paper's model for its first epoch.
-        paper: Seeds at the paper's scale.
-        probe_every: Steps between measurements at laptop scale, 0 measures nothing; at the scale ``epoch`` a
-            setting is measured if it is at laptop scale.
-        lr_drops: As in a recipe, at laptop scale; elsewhere the recipe's own.
-    """
-
-    lr: float
-    max_norm: float = math.inf
-    momentum: float = 0.0
-    laptop: tuple[int, ...] = THREE
-    longer: tuple[int, ...] = ()
-    epoch: tuple[int, ...] = ()
-    paper: tuple[int, ...] = (0,)
+    lr: float  # learning rate
+    max_norm: float = math.inf  # threshold; inf is no clipping
+    momentum: float = 0.0  # of SGD
+    laptop: tuple[int, ...] = THREE  # seeds at laptop scale
+    longer: tuple[int, ...] = ()  # seeds of the longer runs
+    epoch: tuple[int, ...] = ()  # seeds of the paper's model for its first epoch
+    paper: tuple[int, ...] = (0,)  # seeds at the paper's scale
+    # Steps between measurements at laptop scale, 0 measures nothing; at the scale ``epoch`` a setting is
+    # measured if it is at laptop scale.
     probe_every: int = 0
-    lr_drops: tuple[float, ...] = ()
+    lr_drops: tuple[float, ...] = ()  # as in a recipe, at laptop scale; elsewhere the recipe's own
 
 
 LANGUAGE = {

@@ -37,21 +37,14 @@ PAPER_SIZE = {
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of the plan.
+    """One run of the plan."""
 
-    Args:
-        setting: Short name of the setting, the same for all seeds.
-        recipe: What to train.
-        calibrated: Whether ``lr`` and ``max_norm`` are measured before training; those of the recipe are not
-            looked at.
-        place: Folder for runs on the same data and at the same scale.
-    """
-
-    setting: str
-    recipe: Recipe
+    setting: str  # short name of the setting, the same for all seeds
+    recipe: Recipe  # what to train
     _: KW_ONLY
+    # Whether ``lr`` and ``max_norm`` are measured before training; those of the recipe are not looked at.
     calibrated: bool = False
-    place: str = ""
+    place: str = ""  # folder for runs on the same data and at the same scale
 
     @property
     def name(self) -> str:
@@ -81,18 +74,13 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigure:
-    """A figure of the paper: its runs, its pictures with captions, its claims.
+    """A figure of the paper: its runs, its pictures with captions, its claims."""
 
-    Args:
-        name: Such as ``fig2``.
-        runs: The runs that it needs at a scale. Figures share a run by giving it the same name.
-        pictures: What is drawn from them.
-        experiment: What it computes without training: into the reproduction's folder, with progress or not.
-    """
-
-    name: str
+    name: str  # such as ``fig2``
+    # The runs that it needs at a scale. Figures share a run by giving it the same name.
     runs: Callable[[str], Iterable[Planned]]
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Picture, ...]  # what is drawn from them
+    # What it computes without training: into the reproduction's folder, with progress or not.
     experiment: Callable[[Path, bool], None] = lambda folder, progress: None
 
 
@@ -208,17 +196,11 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRuns:
-    """The kept runs of a plan.
+    """The kept runs of a plan."""
 
-    Args:
-        results: Those that can be read, with the whole plan.
-        damaged: A line for each archive or run that cannot be read.
-        commits: The commit that made each run, by the run's name.
-    """
-
-    results: Results
-    damaged: tuple[str, ...]
-    commits: Mapping[str, str]
+    results: Results  # those that can be read, with the whole plan
+    damaged: tuple[str, ...]  # a line for each archive or run that cannot be read
+    commits: Mapping[str, str]  # the commit that made each run, by the run's name
 
     @property
     def about(self) -> str:

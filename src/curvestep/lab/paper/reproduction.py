@@ -58,25 +58,15 @@ SILENCE = 30.0  # seconds without a line, after which one is due
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """Files and claims of a reproduction.
+    """Files and claims of a reproduction."""
 
-    Args:
-        folder: Holds what the module describes.
-        figures: The main image file of each figure.
-        claims: The table of claims.
-        data: Where the data came from; stand-ins are named as such.
-        failures: What went wrong, in one line each; the rest was done all the same.
-        page: The HTML page about all of it.
-        seconds: Time that this call took.
-    """
-
-    folder: Path
-    figures: dict[str, Path]
-    claims: tuple[Claim, ...]
-    data: tuple[str, ...]
-    failures: tuple[str, ...]
-    page: Path
-    seconds: float
+    folder: Path  # holds what the module describes
+    figures: dict[str, Path]  # the main image file of each figure
+    claims: tuple[Claim, ...]  # the table of claims
+    data: tuple[str, ...]  # where the data came from; stand-ins are named as such
+    failures: tuple[str, ...]  # what went wrong, in one line each; the rest was done all the same
+    page: Path  # the HTML page about all of it
+    seconds: float  # time that this call took
 
     def __str__(self) -> str:
         lines = [
@@ -91,17 +81,12 @@ class Reproduction:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Pictures that were drawn.
+    """Pictures that were drawn."""
 
-    Args:
-        main: The first image file of each figure.
-        entries: Title, caption and files of every picture, as in ``figures.json``.
-        failures: What could not be drawn, a line each.
-    """
-
-    main: dict[str, Path] = field(default_factory=dict)
+    main: dict[str, Path] = field(default_factory=dict)  # the first image file of each figure
+    # Title, caption and files of every picture, as in ``figures.json``.
     entries: list[dict[str, str]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # what could not be drawn, a line each
 
 
 def reproduce(

@@ -36,51 +36,32 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """One run as the page shows it.
+    """One run as the page shows it."""
 
-    Args:
-        name: Its folder, as short as the other runs allow.
-        setting: Learning rate and threshold in words.
-        task: What was trained on what; runs of one task can be compared.
-        status: ``finished``, ``diverged``, …; empty for a trace without a run folder.
-        step: Steps taken.
-        measured: Columns of the trace, rows that were measured without trouble only.
-        train: Columns of the training metrics.
-        held_out: Columns of the held-out loss; empty if there was no evaluation.
-        layers: Smoothness by layer, aligned with ``measured``.
-        max_norm: The clipping line; ``inf`` without one.
-        trace: The trace itself.
-        fit: The fit of the trace, or None with the reason in ``notes``.
-        advice: What follows from it; None without a trace.
-        notes: Why something is not there.
-        fields: The recipe's fields; empty for a trace alone.
-        header: The header of the trace: versions and what was measured.
-        facts: What ``status.json`` says: data, parameters, seconds, message.
-        metrics: The last evaluation: ``valid perplexity``, ``test accuracy``, ….
-        final_loss: Mean training loss at the end; NaN if it diverged or is unknown.
-        calibration: Where ``lr`` and ``max_norm`` were measured before training.
-    """
-
-    name: str
-    setting: str
-    task: str = ""
-    status: str = ""
-    step: int = 0
+    name: str  # its folder, as short as the other runs allow
+    setting: str  # learning rate and threshold in words
+    task: str = ""  # what was trained on what; runs of one task can be compared
+    status: str = ""  # ``finished``, ``diverged``, …; empty for a trace without a run folder
+    step: int = 0  # steps taken
+    # Columns of the trace, rows that were measured without trouble only.
     measured: Columns = field(default_factory=dict)
-    train: Columns = field(default_factory=dict)
+    train: Columns = field(default_factory=dict)  # columns of the training metrics
+    # Columns of the held-out loss; empty if there was no evaluation.
     held_out: Columns = field(default_factory=dict)
-    layers: Columns = field(default_factory=dict)
-    max_norm: float = math.inf
-    trace: Trace | None = None
-    fit: SmoothnessFit | None = None
-    advice: Advice | None = None
-    notes: tuple[Note, ...] = ()
-    fields: Fields = field(default_factory=dict)
-    header: Fields = field(default_factory=dict)
+    layers: Columns = field(default_factory=dict)  # smoothness by layer, aligned with ``measured``
+    max_norm: float = math.inf  # the clipping line; ``inf`` without one
+    trace: Trace | None = None  # the trace itself
+    fit: SmoothnessFit | None = None  # the fit of the trace, or None with the reason in ``notes``
+    advice: Advice | None = None  # what follows from it; None without a trace
+    notes: tuple[Note, ...] = ()  # why something is not there
+    fields: Fields = field(default_factory=dict)  # the recipe's fields; empty for a trace alone
+    header: Fields = field(default_factory=dict)  # the header of the trace: versions and what was measured
+    # What ``status.json`` says: data, parameters, seconds, message.
     facts: Fields = field(default_factory=dict)
+    # The last evaluation: ``valid perplexity``, ``test accuracy``, …
     metrics: dict[str, float] = field(default_factory=dict)
-    final_loss: float = math.nan
-    calibration: Calibration | None = None
+    final_loss: float = math.nan  # mean training loss at the end; NaN if it diverged or is unknown
+    calibration: Calibration | None = None  # where ``lr`` and ``max_norm`` were measured before training
 
     @property
     def is_lost(self) -> bool:
@@ -128,17 +109,11 @@ def best_of(views: Sequence[RunView]) -> RunView:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Runs that can be compared, and what they say together.
+    """Runs that can be compared, and what they say together."""
 
-    Args:
-        name: Recipe or model.
-        runs: At least one.
-        advice: From all of their fits; None if none of them measured anything.
-    """
-
-    name: str
-    runs: tuple[RunView, ...]
-    advice: Advice | None
+    name: str  # recipe or model
+    runs: tuple[RunView, ...]  # at least one
+    advice: Advice | None  # from all of their fits; None if none of them measured anything
 
 
 def tasks_of(views: Sequence[RunView]) -> list[Task]:

@@ -145,29 +145,19 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """How a run ended."""
 
-    Args:
-        folder: The run folder.
-        status: ``finished``, ``diverged`` or ``interrupted`` (resume it).
-        step: Steps taken.
-        train_loss: Mean training loss over the last twentieth of the steps, at most 50; NaN if it diverged.
-        metrics: Result of the last evaluation, by split: loss, and perplexity or accuracy.
-        num_parameters: Parameters of the model.
-        seconds: Time spent training, over all resumptions.
-        data: Where the data came from.
-        message: Why the run diverged, or failed.
-    """
-
-    folder: Path
-    status: str
-    step: int
+    folder: Path  # the run folder
+    status: str  # ``finished``, ``diverged`` or ``interrupted`` (resume it)
+    step: int  # steps taken
+    # Mean training loss over the last twentieth of the steps, at most 50; NaN if it diverged.
     train_loss: float
+    # Result of the last evaluation, by split: loss, and perplexity or accuracy.
     metrics: dict[str, dict[str, float]]
-    num_parameters: int
-    seconds: float
-    data: str
-    message: str = ""
+    num_parameters: int  # parameters of the model
+    seconds: float  # time spent training, over all resumptions
+    data: str  # where the data came from
+    message: str = ""  # why the run diverged, or failed
 
 
 def _check_numbers(path: Path, status: Fields) -> None:

@@ -58,53 +58,36 @@ class NotPlanned(MissingRuns):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Finding for a claim at one scale.
+    """Finding for a claim at one scale."""
 
-    Args:
-        verdict: One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.
-        sentence: The answer in one sentence, with three numbers at most and no brackets.
-        numbers: Everything behind it by name: intervals, controls, other statistics.
-    """
-
+    # One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.
     verdict: str
-    sentence: str
+    sentence: str  # the answer in one sentence, with three numbers at most and no brackets
+    # Everything behind it by name: intervals, controls, other statistics.
     numbers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Finding):
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        name: Short name, for links.
-        kind: ``paper``, ``erratum`` or ``addition``.
-        source: Figure, section or theorem.
-        paper: What the paper says; of an addition, what was asked.
-        scale: Scale of the runs that decide; empty where nothing is trained.
-        so_far: What the seeds that have ended show, where not all of them have: it decides nothing.
-        beside: Findings at other scales: verdict and sentence by scale.
-    """
-
-    name: str
-    kind: str
-    source: str
-    paper: str
-    scale: str = ""
-    so_far: str = ""
+    name: str  # short name, for links
+    kind: str  # ``paper``, ``erratum`` or ``addition``
+    source: str  # figure, section or theorem
+    paper: str  # what the paper says; of an addition, what was asked
+    scale: str = ""  # scale of the runs that decide; empty where nothing is trained
+    so_far: str = ""  # what the seeds that have ended show, where not all of them have: it decides nothing
+    # Findings at other scales: verdict and sentence by scale.
     beside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Mean over seeds with its 90 % interval (Student's t), and the values.
+    """Mean over seeds with its 90 % interval (Student's t), and the values."""
 
-    Args:
-        values: One a seed.
-        doubt: How much lower, and how much higher, all of them alike may be: the limits of a control that
-            was subtracted. More seeds do not lessen it.
-    """
-
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # one a seed
+    # How much lower, and how much higher, all of them alike may be: the limits of a control that was
+    # subtracted. More seeds do not lessen it.
     doubt: tuple[float, float] = (0.0, 0.0)
 
     @property

@@ -37,24 +37,15 @@ from curvestep.theory import theorem3, theorem6
 
 @dataclass(frozen=True)
 class Statement:
-    """One row before it is judged.
+    """One row before it is judged."""
 
-    Args:
-        name: Short name, for links.
-        source: Figure, section or theorem of the paper.
-        says: What the paper says; of an addition, what is asked.
-        judge: What the runs of one scale show.
-        figures: Figures of the plan whose runs it needs; none where nothing is trained.
-        kind: ``paper``, ``erratum`` or ``addition``.
-    """
-
-    name: str
-    source: str
-    says: str
-    judge: Callable[[Results], Finding]
-    figures: tuple[str, ...] = ()
+    name: str  # short name, for links
+    source: str  # figure, section or theorem of the paper
+    says: str  # what the paper says; of an addition, what is asked
+    judge: Callable[[Results], Finding]  # what the runs of one scale show
+    figures: tuple[str, ...] = ()  # figures of the plan whose runs it needs; none where nothing is trained
     _: KW_ONLY
-    kind: str = PAPER
+    kind: str = PAPER  # ``paper``, ``erratum`` or ``addition``
 
 
 def make_claims(results: Results) -> list[Claim]:
