@@ -123,7 +123,7 @@ WRONG = {
     "sweep ptb-lstm --lr 1 x": "--lr: needs a number, got 'x'",
     "reproduce --workers x": "--workers: needs a whole number, got 'x'",
     "train ptb-lstm --lr -1": "`lr` must be positive and finite, got -1.0",
-    "train ptb-lstm --precision 16": "needs one of 32-true, 64-true, ",
+    "train ptb-lstm --precision 16": "needs one of 32-true, 64-true, got",
     "train ptb-lstm --scale huge": "--scale: needs one of laptop, longer, epoch, paper, got 'huge'",
     "train ptb-lstm --lr": "--lr: expected one argument",
     "train ptb-lstm --scale": "--scale: expected one argument",

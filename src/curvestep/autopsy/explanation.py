@@ -84,7 +84,7 @@ def explained(
 
 def blocks_of(again: Retakes) -> dict[str, list[int]]:
     """The indices of the parameters of each module, by name."""
-    blocks = layer_groups(again.model, again.parameters, True)
+    blocks = layer_groups(again.model, again.parameters)
     return {BLOCK + name: indices for name, indices in blocks.items()}
 
 

@@ -295,26 +295,9 @@ def _largest(values: Sequence[float]) -> float:
     return float(np.max(values))
 
 
-def layer_groups(
-    model: nn.Module, parameters: Sequence[Tensor], layers: bool | Mapping[str, Iterable[Tensor]]
-) -> dict[str, list[int]]:
-    """Names of layers with the indices of their parameters: one for each module, or as given."""
-    if not layers:
-        return {}
+def layer_groups(model: nn.Module, parameters: Sequence[Tensor]) -> dict[str, list[int]]:
+    """Names of the modules that have parameters of their own, with the indices of these."""
     index = {id(p): i for i, p in enumerate(parameters)}
-    if layers is True:
-        return _groups_of_modules(model, index)
-    chosen = {name: [index.get(id(p), -1) for p in tensors] for name, tensors in layers.items()}
-    for name, indices in chosen.items():
-        if -1 in indices or not indices:
-            raise ValueError(
-                f"`layers[{name!r}]` must be trainable parameters of the model, at least one; "
-                f"{indices.count(-1)} of {len(indices)} are not."
-            )
-    return chosen
-
-
-def _groups_of_modules(model: nn.Module, index: Mapping[int, int]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for name, p in model.named_parameters():
         if id(p) in index:

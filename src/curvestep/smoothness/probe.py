@@ -81,7 +81,7 @@ class SmoothnessProbe:
             prints its name; ``"new"`` does that in any case, ``"overwrite"`` starts it again.
         max_overhead: Gradients for measuring over those for training, such as 0.05, after the first ten rows.
             Counted, not timed: rows do not depend on the machine. Never more often than ``every``.
-        layers: Also measure each layer: True for one group per module, or names with their parameters.
+        layers: Also measure each layer: the parameters of one module.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
             step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
         geometry: ``"auto"`` adds the smoothness along the step in the metric that the optimizer steps in
@@ -108,7 +108,7 @@ class SmoothnessProbe:
         trace: Trace | str | Path | None = None,
         if_exists: str = "resume",
         max_overhead: float | None = None,
-        layers: bool | Mapping[str, Iterable[Tensor]] = False,
+        layers: bool = False,
         on_error: str = "mark",
         geometry: str = "auto",
         keep: Sequence[object] = (),
@@ -133,7 +133,8 @@ class SmoothnessProbe:
             backward=backward,
         )
         self.parameters, self.oracle = self._setup.parameters, self._setup.oracle
-        self._setup.groups = layer_groups(model, self.parameters, layers)
+        if layers:
+            self._setup.groups = layer_groups(model, self.parameters)
         if not self._setup.in_metric and "optimizer_spectral" in self._setup.estimators:
             raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
         for other in keep:

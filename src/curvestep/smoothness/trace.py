@@ -160,9 +160,7 @@ class Trace:
         return self._length
 
     def __getitem__(self, index: int) -> Row:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no row {index}: the trace has {len(self)}")
-        return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
+        return {**dict.fromkeys(FIELDS), **self._row(range(len(self))[index])}
 
     def __iter__(self) -> Iterator[Row]:
         return map(self.__getitem__, range(len(self)))
@@ -410,7 +408,7 @@ def _read_header(line: bytes, path: Path) -> Row:
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} is not a curvestep trace: its first line is no trace header.")
     schema = header.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
+    if schema != SCHEMA:
         raise ValueError(
             f"{path} has schema {schema!r}, this version of curvestep reads up to {SCHEMA}. "
             "Install a newer curvestep to read it."

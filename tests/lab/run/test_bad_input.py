@@ -66,27 +66,6 @@ def test_no_flipped_bit_of_config_or_status_changes_what_is_read(name, tmp_path)
     assert refused > 2 * len(content)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("train_loss", "<script>"),
-        ("step", [3]),
-        ("seconds", None),
-        ("metrics", "low"),
-        ("metrics", {"valid": {"loss": "low"}}),
-    ],
-)
-def test_a_status_with_text_for_a_number_is_named(tmp_path, capsys, field, value):
-    folder = make_run(tmp_path / "run", steps=20)
-    write_status(folder, **{**read_json(folder / "status.json"), field: value})
-    for command in (["report", "-o", str(tmp_path / "page.html")], ["advise"]):
-        assert main([*command, str(folder)]) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert f"{folder / 'status.json'}: {field}" in said
-        assert "is no number" in said
-
-
 def test_metrics_cut_at_a_line_end_are_noticed_by_page_and_advise(tmp_path, capsys):
     folder = make_run(tmp_path / "run", steps=60)
     path = folder / "metrics.jsonl"

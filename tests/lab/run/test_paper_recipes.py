@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from curvestep.lab.cost import dry_run
-from curvestep.lab.recipes import get_recipe, with_fields
+from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
-from tests.lab.small import small_images, small_language, write_text
+from tests.lab.small import small_language, write_text
 
 PARAMETERS = {
     "ptb-lstm": 4_043_472,
@@ -56,19 +56,3 @@ def test_the_probe_on_a_share_of_the_data_measures_that_share(tmp_path):
     norm = torch.sqrt(sum(g.square().sum() for g in grads))
     torch.testing.assert_close(torch.tensor(trace.column("grad_norm")[0]), norm)
     assert abs(words / (task.streams.numel() - 4) - 0.5) < 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.2])
-def test_mixed_precision_is_measured_and_trained_as_without_a_probe(tmp_path, share):
-    recipe = small_images(precision="bf16-mixed", steps=2, probe_every=1, probe_data=share, eval_size=8)
-    train(recipe, tmp_path / "run", progress=False)
-    from curvestep.smoothness.trace import Trace
-
-    trace = Trace.load(tmp_path / "run" / "trace.jsonl")
-    assert trace.column("step").tolist() == [0, 1]
-    assert [row["status"] for row in trace] == ["ok", "ok"]
-    assert (trace.column("smoothness") > 0).all()
-    train(with_fields(recipe, probe_every=0), tmp_path / "plain", progress=False)
-    probed, plain = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "plain"))
-    assert probed == plain

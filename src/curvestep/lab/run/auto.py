@@ -29,7 +29,7 @@ def calibrate_recipe(
     """The recipe with measured ``lr`` and ``max_norm`` (or ``offset``), and the calibration.
 
     The model is the one that a run of the recipe starts from, the batches are its first ones, each with a
-    recurrent state of zeros. Mixed precision is measured in float32. Nothing is written.
+    recurrent state of zeros. Nothing is written.
 
     Args:
         recipe: What will be trained; its ``lr``, ``max_norm`` and ``offset`` are not looked at.

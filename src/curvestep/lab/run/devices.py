@@ -19,8 +19,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from lightning_fabric.plugins.precision.amp import MixedPrecision
-from lightning_fabric.plugins.precision.precision import Precision
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -43,8 +41,6 @@ def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") 
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     _check_devices(recipe, devices, accelerator)
     options: Fields = {"precision": recipe.precision}
-    if recipe.precision == "bf16-mixed":
-        options = {"plugins": UnscaledPrecision("bf16-mixed", accelerator)}
     if devices > 1:
         options["strategy"] = LocalProcesses()
     try:
@@ -118,16 +114,6 @@ class LocalProcesses(DDPStrategy):
 def _loopback() -> str:
     """Name of the loopback interface: ``lo``, ``lo0`` on macOS."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-class UnscaledPrecision(MixedPrecision):
-    """Autocast whose losses need no scaling, so that ``loss.backward()`` is as good as Fabric's own.
-
-    Fabric refuses a backward pass that it does not see where its precision has one of its own; the one of
-    mixed precision only scales, for float16. The probe runs backward passes that Fabric does not see.
-    """
-
-    backward = Precision.backward
 
 
 def _check_devices(recipe: Recipe, devices: int, accelerator: str) -> None:

@@ -46,7 +46,6 @@ LOCK = ".lock"
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"
 ENDED = (FINISHED, DIVERGED)
-NUMBERS = ("step", "train_loss", "num_parameters", "seconds", "metrics")  # of a status
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 
@@ -67,11 +66,9 @@ class Run:
             recipe = from_dict(config)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{folder / CONFIG} is not a recipe of this version: {error}") from None
-        path = folder / STATUS
         status = read_status(folder, {"status": RUNNING, "step": 0})
         if status.get("status") not in (RUNNING, INTERRUPTED, FAILED, *ENDED):
-            raise ValueError(f"{path} has no valid status: it is damaged. Delete it, then resume.")
-        _check_numbers(path, status)
+            raise ValueError(f"{folder / STATUS} has no valid status: it is damaged. Delete it, then resume.")
         return cls(folder=folder, recipe=recipe, status=status)
 
     @property
@@ -158,23 +155,6 @@ class RunResult:
     seconds: float  # time spent training, over all resumptions
     data: str  # where the data came from
     message: str = ""  # why the run diverged, or failed
-
-
-def _check_numbers(path: Path, status: Fields) -> None:
-    """An error in one line if a status has something else where a number belongs."""
-    for name in NUMBERS:
-        for leaf, value in _leaves(name, status.get(name, 0)):
-            if not isinstance(value, (int, float)):
-                raise ValueError(f"{path}: {leaf} is no number: the file is damaged. Delete it, then resume.")
-
-
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The innermost values of nested objects, with the names on the way: ``metrics.valid.loss``."""
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(f"{name}.{key}", inner)
 
 
 def find_runs(folder: str | Path) -> list[Run]:

@@ -49,8 +49,10 @@ from curvestep.lab.paper.verdicts.statistics import (
     final_loss,
     log_spread,
     measured,
+    missed_share,
     speed_up,
     spread,
+    spreads,
     typical_smoothness,
     validation_loss,
     variation,
@@ -94,7 +96,7 @@ def follows(results: Results, *, setting: str, scales: Sequence[str], past: floa
 def much_weaker(results: Results, *, large: str, small: str, scales: Sequence[str]) -> Finding:
     """Whether the correlation of one setting is at most half that of another."""
     strong, weak = results.paired(large, small)
-    one, other = spread(strong, correlation), spread(weak, correlation)
+    one, other = spreads((strong, weak), correlation)
     gain = one - other
     return Finding(
         verdict=decide(gain, one.times(MUCH) - other, at_size=at_size(results, scales)),
@@ -130,14 +132,14 @@ def varies(results: Results) -> Finding:
 
 def explanation(results: Results) -> Finding:
     """Whether clipping goes through less smooth regions, and meets more of a range of them."""
-    clipped, plain = results.paired(BY_HAND, SMALL_LR)
-    level = log_spread(clipped, typical_smoothness) - log_spread(plain, typical_smoothness)
-    width = log_spread(clipped, variation) - log_spread(plain, variation)
-    medians = [math.exp(log_spread(runs, typical_smoothness).mean) for runs in (clipped, plain)]
+    pair = results.paired(BY_HAND, SMALL_LR)
+    clipped, plain = spreads(pair, typical_smoothness, log_spread)
+    widths = spreads(pair, variation, log_spread)
+    level, width = clipped - plain, widths[0] - widths[1]
     return Finding(
         verdict=decide(level, width, at_size=at_size(results, AWD_LSTM)),
-        sentence=f"Median smoothness is {medians[0]:.2g} with clipping at the large lr, {medians[1]:.2g} "
-        "without at the small one.",
+        sentence=f"Median smoothness is {math.exp(clipped.mean):.2g} with clipping at the large lr, "
+        f"{math.exp(plain.mean):.2g} without at the small one.",
         numbers={"logarithm of the ratio of medians": str(level), "of the ratio of variations": str(width)},
     )
 
@@ -198,11 +200,11 @@ def _log_speed_ups(results: Results, plain: str, clipped: str) -> tuple[float, .
 def best_validation(results: Results) -> Finding:
     """Validation loss of the best clipped setting against that of the best unclipped one."""
     plain, clipped = _tuned(results, validation_loss)
-    ends = [spread(runs, validation_loss) for runs in results.paired(plain, clipped)]
-    gain = ends[0] - ends[1]
+    before, after = spreads(results.paired(plain, clipped), validation_loss)
+    gain = before - after
     return Finding(
         verdict=decide(gain, at_size=at_size(results, PAPER_ONLY)),
-        sentence=f"Tuned, validation loss is {ends[1].mean:.2f} with clipping, {ends[0].mean:.2f} without.",
+        sentence=f"Tuned, validation loss is {after.mean:.2f} with clipping, {before.mean:.2f} without.",
         numbers={"with": results.label(clipped), "without": results.label(plain), "difference": str(gain)},
     )
 
@@ -231,20 +233,18 @@ def language_more(results: Results) -> Finding:
 
 def fastest_on_images(results: Results) -> Finding:
     """Final training loss of clipped descent against momentum, after all of the paper's epochs."""
-    one, other = results.paired(MOMENTUM, CLIPPED_IMAGES)
-    ends = [spread(runs, final_loss) for runs in (one, other)]
-    gain = ends[0] - ends[1]
-    sentence = f"Training loss ends at {ends[1].mean:.3g} with clipping and {ends[0].mean:.3g} with momentum."
-    return _only_at_size(results, gain, sentence)
+    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), final_loss)
+    sentence = (
+        f"Training loss ends at {clipped.mean:.3g} with clipping and {momentum.mean:.3g} with momentum."
+    )
+    return _only_at_size(results, momentum - clipped, sentence)
 
 
 def images_accuracy(results: Results) -> Finding:
     """Test accuracy of clipped descent against momentum, after all of the paper's epochs."""
-    one, other = results.paired(MOMENTUM, CLIPPED_IMAGES)
-    ends = [spread(runs, _accuracy) for runs in (one, other)]
-    gain = ends[1] - ends[0]
-    sentence = f"Test accuracy is {ends[1].mean:.1f} % with clipping and {ends[0].mean:.1f} % with momentum."
-    return _only_at_size(results, gain.less(-MATCHES), sentence)
+    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), _accuracy)
+    sentence = f"Test accuracy is {clipped.mean:.1f} % with clipping and {momentum.mean:.1f} % with momentum."
+    return _only_at_size(results, (clipped - momentum).less(-MATCHES), sentence)
 
 
 def reaches_95(results: Results) -> Finding:
@@ -344,10 +344,7 @@ def _predicted(ratios: Sequence[float]) -> str:
 def same_up_to_a_factor(results: Results) -> Finding:
     """Final loss of normalized descent against the best clipped setting, as shares of the way down."""
     clipped = best_of(results, CLIPPED)
-    missed = []
-    for one, other in zip(*results.paired(clipped, NORMALIZED), strict=True):
-        first = float(one.column("loss")[1][0])
-        missed.append((final_loss(other) - final_loss(one)) / (first - final_loss(one)))
+    missed = tuple(map(missed_share, *results.paired(clipped, NORMALIZED)))
     ends = [spread(results.of(name), final_loss).mean for name in (clipped, NORMALIZED)]
     room = Spread(values=tuple(SAME - abs(value) for value in missed))
     return Finding(
@@ -355,7 +352,7 @@ def same_up_to_a_factor(results: Results) -> Finding:
         sentence=f"Tuned, clipped descent ends at a loss of {ends[0]:.2f} and normalized at {ends[1]:.2f}.",
         numbers={
             "best clipped setting": results.label(clipped),
-            "share of the way down that is missed": str(Spread(values=tuple(missed))),
+            "share of the way down that is missed": str(Spread(values=missed)),
             "steps": "the two step sizes agree within a factor of two at every gradient norm (section 3)",
         },
     )
@@ -461,7 +458,7 @@ def inside_steps(results: Results) -> Finding:
 def equal_steps_make_it(results: Results) -> Finding:
     """Correlation where nearly every step is clipped against that at the paper's threshold."""
     pair = results.paired(ALWAYS_CLIPPED, BY_HAND)
-    one, other = (spread(runs, correlation) for runs in pair)
+    one, other = spreads(pair, correlation)
     beyond = [spread(runs, exponent) - control_exponents(runs) for runs in pair]
     return Finding(
         verdict=_of_addition(beyond[1] - beyond[0]),
@@ -479,11 +476,10 @@ def calibrated_as_good(results: Results) -> Finding:
     (mine,) = results.of(CALIBRATED)
     by_hand = best_of(results, CLIPPED)
     best = next(run for run in results.of(by_hand) if run.recipe.seed == mine.recipe.seed)
-    first, ends = float(best.column("loss")[1][0]), (final_loss(mine), final_loss(best))
-    missed = (ends[0] - ends[1]) / (first - ends[1])
     return Finding(
-        verdict=HOLDS if missed <= SAME else DOES_NOT_HOLD,
-        sentence=f"The calibrated run ends at a loss of {ends[0]:.2f}, the best by hand at {ends[1]:.2f}.",
+        verdict=HOLDS if missed_share(best, mine) <= SAME else DOES_NOT_HOLD,
+        sentence=f"The calibrated run ends at a loss of {final_loss(mine):.2f}, the best by hand at "
+        f"{final_loss(best):.2f}.",
         numbers={"measured": mine.recipe.label, "best by hand": best.recipe.label, "seeds": "1"},
     )
 

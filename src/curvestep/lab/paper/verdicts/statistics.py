@@ -108,6 +108,16 @@ def spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
     return Spread(values=tuple(map(statistic, runs)))
 
 
+def spreads(
+    pair: Sequence[Sequence[Run]],
+    statistic: Callable[[Run], float],
+    kind: Callable[[Sequence[Run], Callable[[Run], float]], Spread] = spread,
+) -> tuple[Spread, Spread]:
+    """A statistic over the seeds of each of two settings."""
+    one, other = pair
+    return kind(one, statistic), kind(other, statistic)
+
+
 def log_spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
     """The logarithm of a positive statistic over the seeds."""
     return Spread(values=tuple(math.log(statistic(run)) for run in runs))
@@ -142,6 +152,12 @@ def speed_up(plain: Run, clipped: Run) -> float:
     if math.isfinite(steps):
         return plain.status["step"] / steps
     return steps_to(plain, final_loss(clipped)) / clipped.status["step"]
+
+
+def missed_share(run: Run, other: Run) -> float:
+    """How much of the way down that one run went another one missed."""
+    first = float(run.column("loss")[1][0])
+    return (final_loss(other) - final_loss(run)) / (first - final_loss(run))
 
 
 def best_of(results: Results, settings: Sequence[str], score: Callable[[Run], float] = final_loss) -> str:
