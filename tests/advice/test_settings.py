@@ -59,6 +59,12 @@ def test_at_the_edge_the_next_one_lies_beyond(losses, following):
     assert f"{following:.3g}" in advice.verdict
 
 
+@pytest.mark.parametrize(("losses", "lr"), [((0.5, 0.9), 0.01), ((0.9, 0.5), 4.0)])
+def test_in_a_wide_gap_the_next_one_lies_in_its_middle(losses, lr):
+    advice = advise(*(run(lr, last) for lr, last in zip((0.01, 4.0), losses, strict=True)))
+    assert (advice.lr, advice.next_lr) == (lr, pytest.approx(0.2))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_to_try_next_was_never_tried(seed):
     rng = np.random.default_rng(seed)
@@ -71,7 +77,7 @@ def test_what_to_try_next_was_never_tried(seed):
 
 def test_a_lost_run_is_listed_and_cannot_win():
     advice = advise(run(0.1, 0.9), run(0.3, 0.5), lost(3.0))
-    assert (advice.lr, advice.next_lr) == (0.3, None)
+    assert (advice.lr, advice.next_lr) == (0.3, pytest.approx(0.3 * math.sqrt(10)))
     assert advice.reasons[-1].text.endswith("diverged")
 
 

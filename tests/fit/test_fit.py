@@ -282,7 +282,7 @@ def test_narrow_range_few_points_and_noise_floor_are_named():
     assert warned(
         make_trace(np.full(60, 2.0) + 0.01 * rng.uniform(size=60), ell[:60]), "too narrow to estimate L1"
     )
-    assert warned(make_trace(g[:20], ell[:20]), "Few points: 20 rows are")
+    assert warned(make_trace(g[:20], ell[:20]), "Few points: 20 rows count")
     assert warned(make_trace(g, ell, kappa=1e-6, step_norm=0.1), "Noise floor")
     assert not warned(
         make_trace(g, ell, kappa=1e-6, step_norm=0.1, header={"dtype": "float64"}), "Noise floor"

@@ -3,7 +3,14 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.fit.samples import best_setting, evenly_spaced, final_loss, typical_clip_norm, usable_samples
+from curvestep.fit.samples import (
+    best_setting,
+    clipped_share,
+    evenly_spaced,
+    final_loss,
+    typical,
+    usable_samples,
+)
 from curvestep.smoothness.trace import Trace
 from curvestep.steps import clip_norms
 from tests.fit.traces import make_trace
@@ -45,8 +52,8 @@ def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():
     g = np.array([0.5, 1.0, 4.0])
     norms = clip_norms({"coefficient": np.minimum(1.0, 1.0 / g), "grad_norm": g})
     np.testing.assert_array_equal(norms, [math.inf, math.inf, 1.0])
-    assert typical_clip_norm(norms) == 1.0
-    assert typical_clip_norm(norms[:2]) == math.inf
+    assert typical(norms, missing=math.inf) == 1.0
+    assert typical(norms[:2], missing=math.inf) == math.inf
 
 
 def test_without_a_coefficient_the_step_length_says_what_was_clipped():
@@ -101,3 +108,9 @@ def test_evenly_spaced_rows_are_at_most_so_many(num):
 def test_no_setting_without_a_finite_score_is_best():
     with pytest.raises(ValueError, match="no best one"):
         best_setting({1: [math.inf], 2: [1.0, math.nan]})
+
+
+def test_a_row_counts_for_the_steps_since_the_one_before():
+    steps, norms = np.array([0.0, 1.0, 2.0, 12.0, 22.0]), np.array([1.0, 1.0, 1.0, math.inf, math.nan])
+    assert clipped_share(steps, norms) == pytest.approx(3 / 13)
+    assert math.isnan(clipped_share(steps[-1:], norms[-1:]))

@@ -45,7 +45,7 @@ class Advice:
     def __str__(self) -> str:
         lines = self.details().splitlines()
         if len(lines) > MOST_LINES:
-            lines = [*lines[: MOST_LINES - 1], "More: print(advice.details())"]
+            lines = [*lines[: MOST_LINES - 1], "More: advice.details(), or curvestep advise --details"]
         return "\n".join(lines)
 
     def details(self) -> str:

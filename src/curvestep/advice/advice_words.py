@@ -23,7 +23,7 @@ VERDICTS = {
     STUCK: "STUCK: run calibrate, or lower {change}",
     DATA: "DATA: look at the data of {steps}, and at the loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
-    "no-rows": "CANNOT TELL: no step was measured. Let the probe see each step: `probe.watch(optimizer)`.",
+    "no-rows": "CANNOT TELL: no step was measured. Use `probe.watch(optimizer)` and `probe.record(loss_fn)`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
     "no-step": "CANNOT TELL: no row shows a step. Does the optimizer hold the parameters, is lr above 0?",
@@ -66,7 +66,7 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
             gain = f"gains {run.efficiency:.0%} of what its slope promises and "
         change = f"changes the gradient by {run.kappa:.2g} of its norm"
         texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"
-    if run.start_factor > 0:
+    if run.start_factor > 0 and found.action != KEEP:
         texts["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
     if run.clipped == 0:
         texts["clipping"] = "no step was clipped"
@@ -104,7 +104,7 @@ def reasons_for_settings(best: TriedSetting, settings: list[TriedSetting]) -> tu
     if len(ranked) > MOST_LISTED:
         lines.append(f"{len(ranked) - MOST_LISTED} other settings are not listed.")
     found = [Note("setting", line) for line in lines]
-    ties = [setting_name(setting.run) for setting in settings if setting.ties_with(best)]
+    ties = [setting_name(setting.run) for setting in ranked if setting.ties_with(best)]
     if ties:
         found.insert(0, Note("tie", f"Tied within two standard errors: {'; '.join(ties[:3])}."))
     return tuple(found)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from curvestep.bracket import working_fraction
-from curvestep.fit.samples import History, header_number, lr_of_run, of_finite, typical, typical_clip_norm
+from curvestep.fit.samples import History, clipped_share, header_number, lr_of_run, of_finite, typical
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.trace import FAILED, NONFINITE
 from curvestep.theory.theorems.clipping_floor import clipping_floor
@@ -25,7 +25,7 @@ class Outcome:
     lr: float  # the largest, of a schedule the peak that was set
     scheduled: bool  # whether lr changed by more than a tenth
     max_norm: float  # at which steps were clipped, of NormalizedSGD the offset; inf if none was
-    clipped: float  # share of the measured steps
+    clipped: float  # share of the steps
     floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
     num_losses: int  # rows with a finite loss
@@ -56,7 +56,7 @@ def outcome_of(history: History) -> Outcome:
 def _setting(history: History) -> dict[str, Any]:
     header, lr = history.header, lr_of_run(history.header, history.lr)
     clip = history.clip_norm[history.ok]
-    max_norm, clipped = typical_clip_norm(clip), of_finite(np.mean, np.isfinite(clip[~np.isnan(clip)]))
+    max_norm, clipped = typical(clip, missing=math.inf), clipped_share(history.step[history.ok], clip)
     if history.family is Family.NORMALIZED:  # it shortens every step, by a rule without an edge
         max_norm, clipped = header_number(header, "offset", missing=max_norm), 0.0
     noise = typical(history.columns["noise"])

@@ -54,13 +54,13 @@ def settings_of(histories: list[History]) -> list[TriedSetting]:
 
 
 def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
-    """The lr to try next to the best: three times or a third of it; None if both sides were seen."""
-    rates = [setting.run.lr for setting in settings]
-    if best.run.lr == max(rates):
-        return best.run.lr * NEXT
-    if best.run.lr == min(rates):
-        return best.run.lr / NEXT
-    return None
+    """Middle of the wider gap beside the best, NEXT² wide where nothing was tried; None if none is wider."""
+    lr, rates = best.run.lr, [setting.run.lr for setting in settings]
+    up = min((rate / lr for rate in rates if rate > lr > 0), default=NEXT**2)
+    down = min((lr / rate for rate in rates if lr > rate > 0), default=NEXT**2)
+    if max(up, down) < NEXT**2:
+        return None
+    return lr * math.sqrt(up) if up >= down else lr / math.sqrt(down)
 
 
 def _loss_at(history: History, run: Outcome, horizon: float) -> float:

@@ -26,6 +26,7 @@ usage: curvestep COMMAND [OPTIONS]
 Know how far to step, and how hard to clip.
 
 {commands}
+  fit        advise --details: also the fit of (L0, L1)
 
 For your own training script, in Python (import curvestep as cs):
   cs.calibrate(model, loss, batches)         lr and max_norm before training
@@ -82,7 +83,7 @@ def _run(args: list[str]) -> int:
         return OK if name else WRONG_USAGE
     name, *given = SHORT_FOR.get(name, (name,))
     if name not in COMMANDS:
-        listed = ", ".join(COMMANDS)
+        listed = ", ".join([*COMMANDS, *SHORT_FOR])
         raise UsageError(
             f"curvestep: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
         )

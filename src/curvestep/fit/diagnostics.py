@@ -87,7 +87,7 @@ def few_points(samples: Samples, effective: float) -> str | None:
     if len(samples) >= 50 and effective >= 10:
         return None
     return (
-        f"Few points: {len(samples)} rows are worth about {effective:.0f} independent ones. "
+        f"Few points: {len(samples)} rows count as about {max(effective, 1):.0f} independent. "
         "Read all intervals as rough; probe more often or longer."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,9 +204,16 @@ def header_number(header: Mapping[str, object], name: str, *, missing: float) ->
     return float(value) if isinstance(value, (int, float)) else missing
 
 
-def typical_clip_norm(clip_norm: np.ndarray) -> float:
-    """Median of the norms at which steps were clipped; inf if none was."""
-    return typical(clip_norm, missing=math.inf)
+def clipped_share(step: np.ndarray, clip_norm: np.ndarray) -> float:
+    """Share of the steps that were clipped; a row stands for those since the one before. NaN: no row says so.
+
+    Example:
+        >>> clipped_share(np.array([0.0, 1.0, 8.0]), np.array([0.5, 0.5, np.inf])).__round__(2)
+        0.22
+    """
+    known = ~np.isnan(clip_norm)
+    spans = np.maximum(np.diff(step[known], prepend=step[known][:1] - 1), 1)
+    return float(np.average(np.isfinite(clip_norm[known]), weights=spans)) if len(spans) else math.nan
 
 
 def typical(values: np.ndarray, *, missing: float = math.nan) -> float:
@@ -292,7 +300,8 @@ def check_trace(trace: Trace | SmoothnessProbe | str | Path) -> Trace:
         return Trace.load(file)
     if not isinstance(trace, Trace):
         raise TypeError(
-            f"`trace` must be a Trace, a probe, a path to a trace or its run folder, got {trace!r}."
+            "`trace` must be a Trace, a probe, a path to a trace or its run folder, "
+            f"got {reprlib.repr(trace)}. Give several as advise(*runs)."
         )
     return trace
 

@@ -173,7 +173,7 @@ class PrintedStats(dict[str, Any]):
     Example:
         >>> stats = {"grad_norm": 2.0, "coefficient": 0.5, "steps": 8, "clipped_fraction": 0.25, "skipped": 1}
         >>> print(PrintedStats(stats, recent_clipped_fraction=0.25))
-        CLIPPED 25% of 8 steps; 25% of the last 100
+        CLIPPED 25% of 8 steps; 25% of the last 8
           last step  gradient norm 2, multiplied by 0.5
           skipped    1 steps: their gradient was not finite, or above skip_above
     """
@@ -181,7 +181,7 @@ class PrintedStats(dict[str, Any]):
     def __str__(self) -> str:
         lines = [
             f"CLIPPED {self['clipped_fraction']:.0%} of {self['steps']:,} steps; "
-            f"{self['recent_clipped_fraction']:.0%} of the last 100",
+            f"{self['recent_clipped_fraction']:.0%} of the last {min(self['steps'], RECENT_STEPS)}",
             f"  last step  gradient norm {self['grad_norm']:.3g}, multiplied by {self['coefficient']:.3g}",
         ]
         if self["skipped"]:

@@ -77,9 +77,9 @@ def test_words_are_explained_on_hover_once_a_text_and_in_a_list(single):
 @pytest.mark.parametrize(
     ("optimizer", "max_norm", "code"),
     [
-        ({"optimizer": "AdamW"}, 0.5, "opt = AdamW(model.parameters(), lr=0.01)\ncs.clip(opt, 0.5)"),
+        ({"optimizer": "AdamW"}, 0.5, "opt = torch.optim.AdamW(model.parameters(), lr=0.01)\ncs.clip(opt, 0.5)"),
         ({"optimizer": "SGD", "momentum": 0.9}, math.inf,
-         "opt = SGD(model.parameters(), lr=0.01, momentum=0.9)"),
+         "opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)"),
         ({"optimizer": "ClippedSGD"}, 0.5, "opt = cs.ClippedSGD(model.parameters(), lr=0.01, max_norm=0.5)"),
         ({"optimizer": "NormalizedSGD"}, 2.0,
          "opt = cs.NormalizedSGD(model.parameters(), lr=0.01, offset=2)"),
@@ -105,7 +105,7 @@ def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_pat
         trace.append({"step": 50, "grad_norm": 1.0, "loss": 1.0, "spikes": []})
         trace.append({"step": 75, "spikes": [{"step": 55, "layer": "a"}, {"step": 57, "layer": HOSTILE}]})
     text = write_page([tmp_path / "t.jsonl"], tmp_path / "page.html").path.read_text()
-    assert f"Of 2 spikes the last is at step 57 in layer {HOSTILE}." in html.unescape(text)
+    assert f"Spikes: 2; the last is at step 57 in layer {HOSTILE}." in html.unescape(text)
     assert HOSTILE not in text
 
 

@@ -44,7 +44,7 @@ def _spikes(view: RunView) -> str:
     if not spikes:
         return ""
     step, layer = spikes[-1]["step"], visible(str(spikes[-1].get("layer")))
-    return f"Of {len(spikes):,} spikes the last is at step {step:,} in layer {layer}."
+    return f"Spikes: {len(spikes):,}; the last is at step {step:,} in layer {layer}."
 
 
 def _ending(view: RunView) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
@@ -111,20 +113,29 @@ def code_for(advice: Advice, view: RunView) -> str:
     """Lines that make an optimizer as advised; empty where no number or no optimizer is known.
 
     Example:
-        >>> advice = Advice(action="keep", kind="no-sign", verdict="", lr=0.003, max_norm=0.92)
-        >>> print(code_for(advice, RunView(name="", setting="", header={"optimizer": "AdamW"})))
-        opt = AdamW(model.parameters(), lr=0.003)
+        >>> advice = Advice(
+        ...     action="keep", kind="no-sign", verdict="", lr=0.003, max_norm=0.92, lr_is_peak=True
+        ... )
+        >>> header = {"optimizer": "AdamW", "weight_decay": 0.1}
+        >>> print(code_for(advice, RunView(name="", setting="", header=header)))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.1)
         cs.clip(opt, 0.92)
+        # lr is the peak: keep your schedule
     """
     name = str(view.header.get("optimizer", ""))
     if advice.lr is None or advice.max_norm is None or not name.isidentifier():
         return ""
     settings = f"model.parameters(), lr={advice.lr:.3g}"
-    if momentum := view.header.get("momentum"):
-        settings += f", momentum={momentum:g}"
+    for option in ("momentum", "weight_decay"):
+        if value := view.header.get(option):
+            settings += f", {option}={value:g}"
     threshold = f"{advice.max_norm:.3g}".replace("inf", "float('inf')")
     if hasattr(curvestep, name):
-        return f"opt = cs.{name}({settings}, {OWN_NAMES.get(name, 'max_norm')}={threshold})"
-    if math.isinf(advice.max_norm):
-        return f"opt = {name}({settings})"
-    return f"opt = {name}({settings})\ncs.clip(opt, {threshold})"
+        lines = [f"opt = cs.{name}({settings}, {OWN_NAMES.get(name, 'max_norm')}={threshold})"]
+    else:
+        home = "torch.optim." if hasattr(torch.optim, name) else ""
+        lines = [f"opt = {home}{name}({settings})", f"cs.clip(opt, {threshold})"]
+        lines = lines[: 1 + math.isfinite(advice.max_norm)]
+    if advice.lr_is_peak:
+        lines.append("# lr is the peak: keep your schedule")
+    return "\n".join(lines)

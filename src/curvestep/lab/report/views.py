@@ -21,7 +21,7 @@ from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import final_loss, lr_of_run
+from curvestep.fit.samples import clipped_share, final_loss, lr_of_run
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
@@ -95,11 +95,7 @@ class RunView:
     @property
     def clipped_fraction(self) -> float:
         """Share of the steps that were clipped, over the rows that say so; NaN if none does."""
-        norms = self.rows.get("clip_norm", np.array([]))
-        known = norms[~np.isnan(norms)]
-        if not len(known):
-            return math.nan
-        return float(np.isfinite(known).mean())
+        return clipped_share(*self.curve("clip_norm"))
 
 
 def best_of(views: Sequence[RunView]) -> RunView:
