@@ -380,15 +380,11 @@ def trace_of(rows, *, fractions_in_rows=False, drop=(), **header):
     trace = Trace(header={"dtype": "float64", **header})
     fractions = list(rows["fractions"])
     for i, g in enumerate(rows["grad_norm"]):
+        secants, norms = rows["secants"][i], rows["grad_norms"][i]
         row = {
-            "step": i,
-            "grad_norm": g,
-            "smoothness": rows["secants"][i].max(),
-            "secants": rows["secants"][i].tolist(),
-            "grad_norms": rows["grad_norms"][i].tolist(),
-            "kappa": rows["kappa"][i],
-            "cosine": rows.get("cosine", 1.0),
-        }
+            "step": i, "grad_norm": g, "smoothness": secants.max(), "secants": secants.tolist(),
+            "grad_norms": norms.tolist(), "kappa": rows["kappa"][i], "cosine": rows.get("cosine", 1.0),
+        }  # fmt: skip
         row |= {"fractions": fractions} if fractions_in_rows else {}
         trace.append({key: value for key, value in row.items() if key not in drop})
     return trace

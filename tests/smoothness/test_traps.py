@@ -42,16 +42,9 @@ def run_on_quadratic(
         x, g = model.x.detach().clone(), model.x.grad.clone()
         if previous is not None:
             length = (x - previous[0]).norm()
-            unpaired.append(
-                {
-                    "step": step,
-                    "grad_norm": g.norm(),
-                    "step_norm": length,
-                    "smoothness": (g - previous[1]).norm() / length,
-                    "lr": lr,
-                    "coefficient": min(1.0, max_norm / g.norm().item()),
-                }
-            )
+            row = {"step": step, "grad_norm": g.norm(), "step_norm": length, "lr": lr}
+            clipped = {"coefficient": min(1.0, max_norm / g.norm().item())}
+            unpaired.append(row | clipped | {"smoothness": (g - previous[1]).norm() / length})
         previous = x, g
         with probe(lambda b=b: model(b)):
             optimizer.step()

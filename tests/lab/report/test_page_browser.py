@@ -88,13 +88,8 @@ def make_five(folder):
 
 def make_twenty(folder):
     for seed in range(20):
-        make_run(
-            folder / f"run{seed}",
-            lr=0.1 * (1 + seed % 5),
-            max_norm=(0.5, 1.0)[seed % 2],
-            steps=100,
-            seed=seed,
-        )
+        setting = {"lr": 0.1 * (1 + seed % 5), "max_norm": (0.5, 1.0)[seed % 2]}
+        make_run(folder / f"run{seed}", **setting, steps=100, seed=seed)
 
 
 CASES = {

@@ -16,16 +16,8 @@ from curvestep.lab.run.session import (
 
 def state_of(**fields):
     """A state as a run saves it, with almost nothing in it."""
-    empty = {
-        "state": None,
-        "random": {},
-        "model": {},
-        "optimizer": {},
-        "step": 1,
-        "data": "text",
-        "probe": None,
-    }
-    return {**empty, "first_loss": None, "lengths": {}, **fields}
+    empty = {"state": None, "random": {}, "model": {}, "optimizer": {}, "step": 1, "data": "text"}
+    return {**empty, "probe": None, "first_loss": None, "lengths": {}, **fields}
 
 
 def test_what_is_saved_comes_back(tmp_path):

@@ -29,17 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 def _trace(folder):
     rows = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()[1:]]
-    names = (
-        "step",
-        "loss",
-        "grad_norm",
-        "step_norm",
-        "smoothness",
-        "kappa",
-        "batch_size",
-        "lr",
-        "coefficient",
-    )
+    names = "step loss grad_norm step_norm smoothness kappa batch_size lr coefficient".split()
     return np.array([[row[name] for name in names] for row in rows])
 
 
