@@ -118,8 +118,8 @@ def test_a_gain_that_is_not_known_is_not_printed():
 
 
 @pytest.mark.parametrize(("facts", "kinds"), [
-    ({"clipped": 0.0}, {"loss", "steps", "start", "clipping", "next"}),
-    ({"clipped": math.nan}, {"loss", "steps", "start", "next"}),
+    ({"clipped": 0.0}, {"loss", "steps", "clipping", "next"}),
+    ({"clipped": math.nan}, {"loss", "steps", "next"}),
     ({"last_loss": 8.0}, {"loss", "steps", "start", "clipping"}),  # after calibrate nothing is compared
     ({"in_eval_mode": True}, set()),
 ])  # fmt: skip

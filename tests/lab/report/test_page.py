@@ -77,7 +77,8 @@ def test_words_are_explained_on_hover_once_a_text_and_in_a_list(single):
 @pytest.mark.parametrize(
     ("optimizer", "max_norm", "code"),
     [
-        ({"optimizer": "AdamW"}, 0.5, "opt = torch.optim.AdamW(model.parameters(), lr=0.01)\ncs.clip(opt, 0.5)"),
+        ({"optimizer": "AdamW"}, 0.5,
+         "opt = torch.optim.AdamW(model.parameters(), lr=0.01)\ncs.clip(opt, 0.5)"),
         ({"optimizer": "SGD", "momentum": 0.9}, math.inf,
          "opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)"),
         ({"optimizer": "ClippedSGD"}, 0.5, "opt = cs.ClippedSGD(model.parameters(), lr=0.01, max_norm=0.5)"),
@@ -92,7 +93,7 @@ def test_the_code_to_copy_makes_the_optimizer_that_is_advised(optimizer, max_nor
     advice = Advice(action="keep", kind="no-sign", verdict="", lr=0.01, max_norm=max_norm)
     assert code_for(advice, RunView(name="", setting="", header=optimizer)) == code
     if code:
-        made = {"model": nn.Linear(2, 2), "cs": cs, **vars(torch.optim)}
+        made = {"model": nn.Linear(2, 2), "cs": cs, "torch": torch}
         exec(code, made)
         assert made["opt"].param_groups[0]["lr"] == 0.01
     without_lr = dataclasses.replace(advice, lr=None)
