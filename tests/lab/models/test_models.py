@@ -18,17 +18,11 @@ from curvestep.lab.models.lstm import (
 from curvestep.lab.models.resnet import Block, ResNet20
 from curvestep.smoothness.snapshot import detach_state
 
-NO_DROPOUT = {
-    "dropout": 0.0,
-    "dropout_hidden": 0.0,
-    "dropout_input": 0.0,
-    "dropout_embedding": 0.0,
-    "weight_drop": 0.0,
-}
+DROPOUTS = ("dropout", "dropout_hidden", "dropout_input", "dropout_embedding", "weight_drop")
 
 
 def awd(**only):
-    return AWDLSTM(11, embedding=5, hidden=7, **{**NO_DROPOUT, **only})
+    return AWDLSTM(11, embedding=5, hidden=7, **(dict.fromkeys(DROPOUTS, 0.0) | only))
 
 
 def small():
@@ -265,6 +259,3 @@ def test_channels_last_gives_the_same_scores_and_gradients():
     last.square().sum().backward()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
-
-
-# Bad input

@@ -70,10 +70,9 @@ def test_the_cheapest_of_ours_that_is_as_good_is_named():
     rows = rows_of(
         [point(5.0, 1.01, 1.005, 1.001), point(5.0, 1.01, 1.04, 1.002), point(5.0, 1.03, 1.0, 1.0)]
     )
-    assert (cheapest(rows, 0), cheapest(rows, 1)) == (
-        "curvestep, oracle of 1 piece",
-        "curvestep, oracle of 2 pieces",
-    )
+    assert [cheapest(rows, n) for n in (0, 1)] == [
+        f"curvestep, oracle of {n}" for n in ("1 piece", "2 pieces")
+    ]
     words = lstm_words(rows)
     assert (
         "error, at this size and all larger ones: curvestep, oracle of 2 pieces, 1/25.0 of the passes"

@@ -107,13 +107,8 @@ def test_changed_verdicts_are_of_statements_that_there_are(script):
 
 
 def test_the_pages_have_a_place_for_every_part():
-    for name, parts in (
-        ("epoch", ("found", "runs", "figures")),
-        ("paper", ("found", "runs", "figures")),
-        ("longer", ("found", "runs", "figures")),
-        ("reproduction", ("found", "runs", "figures")),
-    ):
+    for name in ("epoch", "paper", "longer", "reproduction"):
         text = (DOCS / "results" / f"{name}.md").read_text(encoding="utf-8")
-        for part in parts:
+        for part in ("found", "runs", "figures"):
             assert f"<!-- {part} -->" in text
             assert f"<!-- /{part} -->" in text

@@ -51,7 +51,7 @@ def test_no_flipped_bit_of_config_or_status_changes_what_is_read(name, tmp_path)
     write_status(folder, status="finished", step=3, train_loss=2.5, metrics={"valid": {"loss": 0.1}})
     before, content = Run.load(folder), (folder / name).read_bytes()
     refused = 0
-    for place in range(len(content)):
+    for place in range(0, len(content), 2):
         for bit in range(place % 3, 8, 3):
             damaged = bytearray(content)
             damaged[place] ^= 1 << bit
@@ -63,7 +63,7 @@ def test_no_flipped_bit_of_config_or_status_changes_what_is_read(name, tmp_path)
                 continue
             assert after.recipe == before.recipe
             assert after.status.items() >= before.status.items()
-    assert refused > 2 * len(content)
+    assert refused > len(content)
 
 
 def test_metrics_cut_at_a_line_end_are_noticed_by_page_and_advise(tmp_path, capsys):
