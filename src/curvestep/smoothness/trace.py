@@ -203,7 +203,7 @@ class Trace:
         """The gradient norm at which each step was clipped, as :func:`curvestep.steps.clip_norms` has it."""
         columns = {name: self.column(name) for name in _CLIP_COLUMNS}
         if not any(columns["optimizer"]):  # older rows leave it to the header
-            columns["optimizer"] = str(self.header.get("optimizer", ""))
+            columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
         return self.cached("clip_norm", lambda: clip_norms(columns))
 
     @property
