@@ -201,7 +201,9 @@ def lr_of_run(header: Mapping[str, object], rates: np.ndarray) -> float:
 def header_number(header: Mapping[str, object], name: str, *, missing: float) -> float:
     """Number in the header of a trace; ``missing`` if there is none."""
     value = header.get(name)
-    return float(value) if isinstance(value, (int, float)) else missing
+    if isinstance(value, (int, float)):
+        return float(value)
+    return missing
 
 
 def clipped_share(step: np.ndarray, clip_norm: np.ndarray) -> float:
@@ -224,7 +226,9 @@ def typical(values: np.ndarray, *, missing: float = math.nan) -> float:
 def of_finite(how: Callable[[np.ndarray], Any], values: np.ndarray, *, missing: float = math.nan) -> float:
     """A mean, median or end of the finite values; ``missing`` if there is none."""
     known = values[np.isfinite(values)]
-    return float(how(known)) if len(known) else missing
+    if not len(known):
+        return missing
+    return float(how(known))
 
 
 def evenly_spaced(num: int, *, most: int) -> slice:
