@@ -429,8 +429,11 @@ def test_window_is_that_of_numpy():
 
 
 BAD = {
-    "below": (lambda: percentile(-3), "`p` must be positive"),
-    "above": (lambda: percentile(100), "`p` must be a percentage between 0 and 100, got 100"),
+    "zero": (lambda: percentile(0), "`p` must be between 0 and 100, got 0"),
+    "below": (lambda: percentile(-3), "`p` must be between 0 and 100, got -3"),
+    "above": (lambda: percentile(100), "`p` must be between 0 and 100, got 100"),
+    "no number": (lambda: percentile("10%"), "`p` must be between 0 and 100, got '10%'"),
+    "NaN": (lambda: percentile(math.nan), "`p` must be between 0 and 100, got nan"),
     "no window": (lambda: percentile(10, window=0), "`window` must be a whole number"),
     "z": (lambda: zscore(0), "`z` must be positive"),
     "decay": (lambda: ema(decay=1.0), "`decay` must be between 0 and 1, got 1.0"),

@@ -26,6 +26,11 @@ def check_finite(name: str, value: float) -> float:
     return _check_number(name, value, "a finite number", math.isfinite)
 
 
+def check_inside(name: str, value: float, low: float, high: float) -> float:
+    """``value`` if it is between two numbers, and neither of them."""
+    return _check_number(name, value, f"between {low:g} and {high:g}", lambda number: low < number < high)
+
+
 def check_count(name: str, value: int, *, least: int = 1) -> int:
     """``value`` if it is a whole number of at least ``least``."""
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep._checks import check_count, check_positive
+from curvestep._checks import check_count, check_inside, check_positive
 
 # A float, or an array or tensor with a number for each tensor or unit; on a device a tensor, not read.
 Quantity: TypeAlias = Any
@@ -129,8 +129,7 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
         p: Which percentile, between 0 and 100.
         window: How many of the last norms count. The paper keeps all of them.
     """
-    if not 0 < check_positive("p", p) < 100:
-        raise ValueError(f"`p` must be a percentage between 0 and 100, got {p!r}.")
+    check_inside("p", p, 0, 100)
 
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         return seen.history.percentile(p), state
@@ -157,7 +156,7 @@ def zscore(z: float = 2.5, *, decay: float = 0.97, warmup: int = 25) -> ClipRule
         The released code adds 1e-6 to :math:`\sigma` and clips at 1 as well; the paper does neither.
     """
     check_positive("z", z)
-    _check_decay(decay)
+    check_inside("decay", decay, 0, 1)
 
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean, variance = state
@@ -198,7 +197,7 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
     """
     check_positive("ratio", ratio)
     check_positive("max_norm", max_norm)
-    _check_decay(decay)
+    check_inside("decay", decay, 0, 1)
 
     def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
         count, mean = state
@@ -328,8 +327,3 @@ class DeviceWindow(NamedTuple):
 def placed(numbers: Quantity, like: Tensor) -> Tensor:
     """Numbers from the host where ``like`` is; the host need not wait for that."""
     return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
-
-
-def _check_decay(decay: float) -> None:
-    if not 0 < check_positive("decay", decay) < 1:
-        raise ValueError(f"`decay` must be between 0 and 1, got {decay!r}.")
