@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep.smoothness.estimators import local_smoothness
+from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.replay import Replay
 
@@ -148,3 +149,10 @@ def test_measurement_with_nothing_due_takes_no_gradient():
             torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert not calls
     assert probe.trace[3]["kappa"] is None
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_layers_are_named_as_in_the_model_inside_a_wrapper(wrapper):
+    outer = nn.Module()
+    outer.add_module(wrapper, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    assert layer_groups(outer, list(outer.parameters())) == {"0": [0, 1], "1": [2, 3]}

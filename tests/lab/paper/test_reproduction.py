@@ -49,6 +49,18 @@ def tiny_plan(folder, figures=None):
     return make_plan("laptop", figures, language=language, images=images)
 
 
+def test_fields_are_changed_task_by_task_and_unmeasured_runs_stay_so():
+    plain = {run.name: run.recipe for run in make_plan("laptop", ("fig4",)).runs}
+    changed = make_plan("laptop", ("fig4",), language={"steps": 7, "probe_every": 3}).runs
+    for run in changed:
+        before = plain[run.name]
+        if run.recipe.task == "images":
+            assert run.recipe == before
+        else:
+            assert run.recipe.steps == 7
+            assert run.recipe.probe_every == (3 if before.probe_every else 0)
+
+
 def test_the_plan_serves_every_figure_within_its_time():
     plan = make_plan()
     assert list(FIGURES) == [*(f"fig{number}" for number in range(1, 9)), "equivalence"]
