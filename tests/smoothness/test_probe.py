@@ -113,14 +113,6 @@ def test_probe_agrees_with_the_estimator_written_from_the_formula(fractions):
         assert row["layers"][name]["smoothness"] == pytest.approx(max(ratios).item(), rel=1e-9)
 
 
-def test_rows_come_every_so_many_steps_from_the_first():
-    model, loss_fn = classifier()
-    optimizer, probe = measured_sgd(model, every=4)
-    block_steps(probe, optimizer, loss_fn, 10)
-    assert probe.trace.column("step").tolist() == [0, 4, 8]
-    assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
-
-
 def test_clipping_inside_the_block_is_seen_as_a_coefficient():
     model, loss_fn = classifier()
     optimizer, probe = measured_sgd(model)

@@ -269,30 +269,3 @@ def test_full_disk_warns_once_keeps_the_rows_and_harms_nothing():
 def test_full_disk_stops_the_run_if_asked():
     with pytest.raises(OSError, match="No space left"):
         run(trace=FullDisk(), on_error="raise")
-
-
-def test_really_full_disk_harms_nothing():
-    try:
-        with open("/dev/full", "w"):  # noqa: PTH123 (a device, not a path)
-            pass
-    except OSError:
-        pytest.skip("this system has no /dev/full")
-    model, loss_fn = net()
-    trace = Trace()
-    trace._file = _Full()
-    probe = SmoothnessProbe(model, every=1, trace=trace)
-    loss_fn().backward()
-    with pytest.warns(UserWarning, match="rows stay in memory"), probe(loss_fn):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert probe.trace[0]["status"] == "ok"
-
-
-class _Full:
-    """A file on a full device."""
-
-    def write(self, line):
-        with open("/dev/full", "wb") as file:  # noqa: PTH123
-            file.write(line if isinstance(line, bytes) else line.encode())
-
-    def close(self):
-        pass

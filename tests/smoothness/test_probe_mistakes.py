@@ -207,17 +207,3 @@ def test_a_second_run_of_the_same_script_writes_beside_the_first_and_says_where(
         assert probe.trace.path == tmp_path / f"trace-{number}.jsonl"
         assert len(Trace.load(probe.trace.path)) == len(probe.trace) == 2
     assert path.read_bytes() == first
-
-
-def test_a_second_run_into_a_trace_that_was_handed_over_is_refused():
-    trace = Trace()
-    run(trace)
-    with pytest.raises(ValueError, match="already holds a run"):
-        run(trace_copy(trace))
-
-
-def trace_copy(trace):
-    copy = Trace()
-    for row in trace:
-        copy.append(row)
-    return copy
