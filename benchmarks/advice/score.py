@@ -156,6 +156,7 @@ class Case:
     task: str
     seed: int
     lr: float
+    off: float  # factor between it and the best of the grid, 1 or more
     said: str
     factor: float
     before: float
@@ -193,7 +194,8 @@ def cases(grid: Grid, adviser: Adviser, *, far: bool, default: bool) -> Iterator
         said, factor = adviser(as_default(trace) if default else trace)
         before = grid.regret(loss_of(row))
         after = before if factor == 1.0 else grid.at(row["lr"] * factor)
-        yield Case(row["kind"], row["task"], row["seed"], row["lr"], said, factor, before, after)
+        off = math.exp(abs(math.log(row["lr"] / grid.rates[grid.losses.index(grid.best)])))
+        yield Case(row["kind"], row["task"], row["seed"], row["lr"], off, said, factor, before, after)
 
 
 def regrets(found: dict[str, list[Case]]) -> list[str]:
@@ -268,6 +270,10 @@ def main() -> None:
     print("\n".join([*shares(found["six lines"], "six lines"), ""]))
     said = Counter(case.said for case in found["advise"])
     print("advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".")
+    kept = [case for case in found["advise"] if case.said == "keep"]
+    median, most = np.quantile([case.before for case in kept], [0.5, 0.9])
+    off = max(case.off for case in kept)
+    print(f"Told keep: regret {median:.1%} in the median, {most:.1%} or more in a tenth; lr off by {off:.3g}.")
     if calibrated:
         means = (f"{name} {mean(row[name] for row in calibrated):.1%}" for name in calibrated[0])
         print(f"Where calibrate was asked, {len(calibrated)} grids: {', '.join(means)}.")

@@ -66,7 +66,7 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
     """Say what to run next: the same learning rate, a larger or a smaller one, and why.
 
     From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): it shows steps that were far
-    too long or too short, but cannot rank learning rates within a factor of three. From several runs of one
+    too long or too short, but cannot rank learning rates within a factor of ten. From several runs of one
     task: the best, its ties, and the next learning rate to try.
 
     Args:

@@ -76,7 +76,7 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
             effect = "for these only lr x max_norm counts"
         texts["clipping"] = f"{run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
     if found.action in (KEEP, RAISE, LOWER):
-        texts["next"] = "one run cannot rank lr within a factor of 3: give two runs to compare"
+        texts["next"] = "one run cannot rank lr within a factor of 10: give two runs, advise(a, b)"
     return tuple(Note(kind, text) for kind, text in texts.items())
 
 

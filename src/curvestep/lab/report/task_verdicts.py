@@ -106,7 +106,7 @@ def how_sure(task: Task) -> str:
     view, *others = task.runs
     if others:
         return f"{len(task.runs)} runs are compared by their final training loss."
-    return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 3."
+    return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 10."
 
 
 def code_for(advice: Advice, view: RunView) -> str:
