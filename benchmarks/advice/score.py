@@ -273,7 +273,7 @@ def main() -> None:
     kept = [case for case in found["advise"] if case.said == "keep"]
     median, most = np.quantile([case.before for case in kept], [0.5, 0.9])
     off = max(case.off for case in kept)
-    print(f"Told keep: regret {median:.1%} in the median, {most:.1%} or more in a tenth; lr off by {off:.3g}.")
+    print(f"Told keep: regret {median:.1%} in the median, a tenth {most:.1%} or more; lr off by {off:.3g}.")
     if calibrated:
         means = (f"{name} {mean(row[name] for row in calibrated):.1%}" for name in calibrated[0])
         print(f"Where calibrate was asked, {len(calibrated)} grids: {', '.join(means)}.")
