@@ -148,8 +148,7 @@ def test_model_turned_to_another_dtype_after_a_step_goes_on_as_with_torch(path):
             optimizer.step()
             model.double()
         x = x.double()
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()], rtol=1e-6, atol=1e-6)
 
 
 # --- parameters elsewhere --------------------------------------------------------------------------

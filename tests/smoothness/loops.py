@@ -126,7 +126,6 @@ def tensors_of(value):
 
 def assert_same_run(one, two):
     assert one[0] == two[0]
-    for a, b in zip(one[1], two[1], strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
     assert torch.equal(one[2][0], two[2][0])
     assert one[2][1:] == two[2][1:]

@@ -26,8 +26,7 @@ def everything(model):
 
 
 def assert_same(one, two):
-    for a, b in zip(one[0], two[0], strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
     assert one[1] == two[1]
     assert torch.equal(one[2], two[2])
     assert one[3:] == two[3:]

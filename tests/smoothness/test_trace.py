@@ -128,7 +128,7 @@ def test_no_flipped_bit_changes_what_is_read_in_silence(tmp_path):
     filled(path, smoothness=0.25).close()
     whole, right = path.read_bytes(), list(Trace.load(path))
     for position in range(0, len(whole), 3):
-        for bit in range(8):
+        for bit in range(position // 3 % 3, 8, 3):
             damaged = bytearray(whole)
             damaged[position] ^= 1 << bit
             path.write_bytes(bytes(damaged))
