@@ -397,14 +397,16 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     ],
 )
 def test_calibrate_prints_one_line_of_what_it_set(module, threshold, tmp_path, monkeypatch):
-    lines, callback = [], Calibrate()
+    lines, doubts, callback = [], [], Calibrate()
     monkeypatch.setattr("curvestep.integrations.lightning.rank_zero_info", lines.append)
+    monkeypatch.setattr("curvestep.integrations.lightning.rank_zero_warn", doubts.append)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*`cal`|.*apply")
         run(tmp_path, [callback], module=module)
     cal = callback.calibration
     assert len(lines) == 1
+    assert doubts == list(map(str, cal.warnings)) != []
     assert f"lr {cal.lr:.4g}" in lines[0]
     assert f"{cal.num_gradients} gradients" in lines[0]
     assert threshold.format(max_norm=cal.max_norm) in lines[0]

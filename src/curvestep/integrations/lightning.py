@@ -48,7 +48,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 from lightning.pytorch.utilities.types import STEP_OUTPUT  # noqa: E402
-from lightning_utilities.core.rank_zero import rank_zero_info  # noqa: E402
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402
 
 Step = Callable[..., STEP_OUTPUT]
 
@@ -277,6 +277,8 @@ class Calibrate(Callback):
             warnings.simplefilter("ignore")
             calibration.apply(optimizer, *schedulers)
         rank_zero_info(_summary(calibration, optimizer, options["max_norm"]))
+        for doubt in calibration.warnings:
+            rank_zero_warn(str(doubt))
 
 
 def _summary(calibration: Calibration, optimizer: Optimizer, clip_norm: float | None) -> str:
