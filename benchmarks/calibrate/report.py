@@ -21,7 +21,7 @@ from benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
 from benchmarks.calibrate.run import Job, loss_of, read
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
-from curvestep.calibration import choice
+from curvestep.calibration import pilots
 from curvestep.calibration.calibration_words import is_proven
 from curvestep.optimizer_family import Family
 
@@ -126,9 +126,9 @@ FAMILIES = {"adamw": Family.ADAM, "momentum": Family.MOMENTUM, "plain": Family.S
 def said(row: Job) -> str:
     """The confidence of an answer by today's gauge, from its trials."""
     names = ("lr", "num_steps", "gain", "error")
-    arms = choice.longest([choice.Arm(**dict(zip(names, arm, strict=True))) for arm in row["found"]["arms"]])
+    arms = pilots.longest([pilots.Arm(**dict(zip(names, arm, strict=True))) for arm in row["found"]["arms"]])
     proven = is_proven(FAMILIES[row["kind"]], SCHEDULE[row["kind"]])
-    return choice.confidence(arms, row["found"]["lr"], is_proven=proven)
+    return pilots.confidence(arms, row["found"]["lr"], is_proven=proven)
 
 
 def confidence(rows: list[Job], tasks: list[str]) -> list[str]:

@@ -3,8 +3,8 @@
     python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | judge-sgd | smoke [--tasks ...]
 
 ``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
-so does ``judge-sgd``, the tasks of SGD's second rule. ``--methods "budget 80" "budget 160" "budget 320"`` asks
-AdamW's calibrate so, on tasks that are open already; nothing follows from it but a table. The
+so does ``judge-sgd``, the tasks of SGD's second rule. ``--methods "budget 80" "budget 160" "budget 320"``
+asks AdamW's calibrate so, on tasks that are open already: a table follows from it, no rule. The
 order is: for each task, grid and calibrate on the first seed, then both on the others, then the rivals. With
 ``--probe`` every run of a grid also keeps a trace of about 25 rows, for the benchmark of advise.
 """
@@ -41,7 +41,7 @@ from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_para
 from torch import nn
 
 from curvestep import SmoothnessProbe
-from curvestep.calibration import arms, choice, scale
+from curvestep.calibration import pilots, scale
 
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
@@ -58,7 +58,7 @@ def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
     names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR",
              "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
-    known = {**vars(choice), **vars(arms), **vars(scale)}
+    known = {**vars(pilots), **vars(scale)}
     return {**{name: known[name] for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
 
 

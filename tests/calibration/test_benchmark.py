@@ -12,7 +12,7 @@ from benchmarks.calibrate.report import best_of, confidence, failures, report, t
 from benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from curvestep.calibration import choice
+from curvestep.calibration import pilots
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def single_precision():
 
 def test_frozen_constants_are_those_of_the_package_and_judging_refuses_others(monkeypatch, tmp_path):
     assert json.loads(run.FROZEN.read_text()) == run.constants()
-    monkeypatch.setattr(choice, "SUFFICIENT", 0.9)
+    monkeypatch.setattr(pilots, "SUFFICIENT", 0.9)
     monkeypatch.setattr("sys.argv", ["run", "--rows", str(tmp_path), "--part", "judge"])
     with pytest.raises(SystemExit, match="has others"):
         run.main()

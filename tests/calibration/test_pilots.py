@@ -11,11 +11,10 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
-from curvestep.calibration.arms import Pilots
 from curvestep.calibration.calibration_words import is_proven, of_arms
-from curvestep.calibration.choice import Arm, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.calibration.method import method_of
 from curvestep.calibration.passes import Passes
+from curvestep.calibration.pilots import Arm, Pilots, answer, clarity, confidence, is_bracketed, next_octave
 from curvestep.optimizer_family import Family, momenta
 from tests.calibration.models import Lion, Noisy, kinds, network, targets
 from tests.models import mlp

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.calibration import calibration_words as words
-from curvestep.calibration.arms import FIRST_OCTAVES, MOST_ARMS, Pilots, Supply
-from curvestep.calibration.choice import LONG_STEPS, NUM_STEPS, SUFFICIENT, answer, confidence, longest
+from curvestep.calibration import calibration_words as words, pilots
 from curvestep.calibration.method import Method, method_of
 from curvestep.calibration.passes import Passes, check_start
+from curvestep.calibration.pilots import LONG_STEPS, MOST_ARMS, NUM_STEPS
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.scale import scale_and_threshold
 from curvestep.loaders import Batch, check_batches, shared, unmoved
@@ -106,19 +105,19 @@ def calibrate(
     began = perf_counter()
     try:
         with unmoved(batches):
-            supply = Supply(shared(batches, model), gradients // (most * length) * length)
+            supply = pilots.Supply(shared(batches, model), gradients // (most * length) * length)
             _, steps = supply.split(1)
             with Passes(model, loss_of_batch) as passes:
                 loss, grad_norm, num_idle = _look(passes, steps[0], method)
                 scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
                 center = scale / 2 if schedule == "constant" else scale * 2
                 tell = lambda length, lr: show(words.trial(length, lr))  # noqa: E731
-                pilots = Pilots(passes, method, schedule, threshold, center, length, tell)
-                tried, num_judges = pilots.tried(supply, most, may_double=may_double)
+                trials = pilots.Pilots(passes, method, schedule, threshold, center, length, tell)
+                tried, num_judges = trials.tried(supply, most, may_double=may_double)
     finally:
         show(words.CLEAR_LINE)
-    arms = longest(tried)
-    lr = answer(arms, schedule, scale)
+    arms = pilots.longest(tried)
+    lr = pilots.answer(arms, schedule, scale)
     return Calibration(
         optimizer=method.name,
         family=method.family,
@@ -126,7 +125,7 @@ def calibrate(
         lr=lr,
         max_norm=threshold,
         schedule=schedule,
-        confidence=confidence(arms, lr, is_proven=words.is_proven(method.family, schedule)),
+        confidence=pilots.confidence(arms, lr, is_proven=words.is_proven(method.family, schedule)),
         arms=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,
@@ -139,20 +138,15 @@ def calibrate(
     )
 
 
-def budget_of(budget: float | None, num_steps: int | None, length: int = NUM_STEPS) -> int:
-    """Gradients of one search by arms of this length.
-
-    Example:
-        >>> budget_of(None, 4000), budget_of(0.1, 4000), budget_of(None, None), budget_of(None, None, 48)
-        (200, 400, 80, 240)
-    """
+def budget_of(budget: float | None, num_steps: int | None, length: int) -> int:
+    """Gradients of one search by arms of this length."""
     run = 0 if num_steps is None else check_count("num_steps", num_steps)
     if budget is None:
         return max(MOST_ARMS * length, run // 20)
     gradients = check_positive("budget", budget)
     if gradients < 1:
         gradients *= run
-    least = len(FIRST_OCTAVES) * length
+    least = len(pilots.FIRST_OCTAVES) * length
     if gradients < least:
         raise ValueError(
             f"`budget` must be at least {least} gradients, three trials, got {gradients:.0f}. "
@@ -178,5 +172,5 @@ def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, i
     trained = [share > 0 for share, g in zip(shares, gradients, strict=True) if g is not None]
     if not any(trained):
         raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")
-    passes.check_repeatable(batch, gradients, tolerance=1 - SUFFICIENT)
+    passes.check_repeatable(batch, gradients, tolerance=1 - pilots.SUFFICIENT)
     return loss, norm, trained.count(False)

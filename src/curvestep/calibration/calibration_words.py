@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from curvestep.calibration import choice
-from curvestep.calibration.arms import FIRST_OCTAVES, NUM_JUDGES
-from curvestep.calibration.choice import NUM_STEPS, Arm
+from curvestep.calibration import pilots
 from curvestep.calibration.method import Method
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
@@ -96,7 +94,7 @@ def _gain(gain: float) -> str:
 
 def before(name: str, num_steps: int, num_gradients: int, *, may_double: bool) -> str:
     """The coming trials, and their cost."""
-    doubled = 2 * num_gradients + len(FIRST_OCTAVES) * NUM_STEPS
+    doubled = 2 * num_gradients + len(pilots.FIRST_OCTAVES) * pilots.NUM_STEPS
     more = f", up to {doubled} if noise hides the answer" if may_double else ""
     return f"calibrate {name}: trials of {num_steps} steps, about {num_gradients} gradients{more}\n"
 
@@ -117,20 +115,21 @@ def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str
     )
 
 
-def of_arms(arms: Sequence[Arm], lr: float, *, num_judges: int) -> list[Note]:
+def of_arms(arms: Sequence[pilots.Arm], lr: float, *, num_judges: int) -> list[Note]:
     """Doubts that the trials leave."""
-    if choice.clarity(arms) < choice.BLIND:
+    if pilots.clarity(arms) < pilots.BLIND:
         text = "No trial lowered the loss of other batches for sure. Is the model trained, or the batch tiny?"
         return [Note("unknown", text)]
     ends = f"{arms[0].lr:.2g} to {arms[-1].lr:.2g}"
     return _that_hold(
-        (choice.is_doubled(arms), "noise",
+        (pilots.is_doubled(arms), "noise",
          "Noise hid the gains of short trials, so trials became twice as long. Larger batches say more."),
-        (not choice.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
-        (not choice.is_long(arms) and choice.is_flat(arms, lr), "flat",
+        (not pilots.is_bracketed(arms), "edge", f"lr is at an end of what was tried, {ends}: try beyond it."),
+        (not pilots.is_long(arms) and pilots.is_flat(arms, lr), "flat",
          "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it."),
-        (num_judges < NUM_JUDGES, "few-batches",
-         f"Only {num_judges} batches judged the trials. Give {NUM_JUDGES + arms[0].num_steps} or more."),
+        (num_judges < pilots.NUM_JUDGES, "few-batches",
+         f"Only {num_judges} batches judged the trials. "
+         f"Give {pilots.NUM_JUDGES + arms[0].num_steps} or more."),
     )  # fmt: skip
 
 

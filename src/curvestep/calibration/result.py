@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration import calibration_words as words
-from curvestep.calibration.choice import Arm, longest
+from curvestep.calibration.pilots import Arm, longest
 from curvestep.display.markup import html_table
 from curvestep.lr_schedules import set_peak
 from curvestep.notes import Note
