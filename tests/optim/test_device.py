@@ -1,6 +1,7 @@
 """The optimizers on a device that is strict: the steps of the CPU, and as many waits as the docs say."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -102,8 +103,10 @@ def everything(params, optimizer):
     return [p.detach() for p in params] + [t for p in params for t in optimizer.state[p].values()]
 
 
-@pytest.mark.parametrize("lr", LRS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("lr", "policy"),
+    [*product(("number", "device tensor"), POLICIES), ("host tensor", "skip"), ("host vector", "propagate")],
+)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_steps_are_those_of_the_cpu_and_waits_as_documented(make, options, policy, lr, device):
     (away, here), (groups_away, groups_here) = parameters([device, "cpu"])
