@@ -11,7 +11,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -43,8 +42,8 @@ _STYLE: dict[Any, Any] = {
 styled = partial(matplotlib.rc_context, _STYLE)
 
 
-def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> None:
-    """Draw a chart into a panel; with a scale of colours that other panels have, too, without its bar."""
+def draw(panel: Axes, chart: Chart) -> None:
+    """Draw a chart into a panel."""
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
     panel.set_title(_literal(chart.title))
@@ -52,7 +51,7 @@ def draw(panel: Axes, chart: Chart, *, iterations: Normalize | None = None) -> N
         _draw_grid(panel, chart.grid)
         return
     for series in chart.series:
-        _draw_series(panel, series, iterations)
+        _draw_series(panel, series)
     log_axes(panel, x=chart.x.log, y=chart.y.log)
     for axis, limit in ((chart.x, panel.set_xlim), (chart.y, panel.set_ylim)):
         if axis.range is not None:
@@ -75,9 +74,9 @@ def _draw_legend(panel: Axes, chart: Chart) -> None:
         panel.legend(loc="best")
 
 
-def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = None) -> None:
+def _draw_series(panel: Axes, series: Series) -> None:
     if series.shade is not None:
-        _draw_cloud(panel, series, iterations)
+        _draw_cloud(panel, series)
         return
     colour = _PALETTE[series.colour]
     if series.band is not None:
@@ -89,13 +88,12 @@ def _draw_series(panel: Axes, series: Series, iterations: Normalize | None = Non
         panel.plot(*series.last, "x", color=colour, markersize=8)
 
 
-def _draw_cloud(panel: Axes, series: Series, iterations: Normalize | None) -> None:
-    """Points coloured by iteration; with the bar of colours unless other panels share it."""
-    look = {"cmap": ITERATIONS, "norm": iterations, "s": 12, "linewidths": 0}
+def _draw_cloud(panel: Axes, series: Series) -> None:
+    """Points coloured by iteration, with the bar of colours."""
+    look = {"cmap": ITERATIONS, "s": 12, "linewidths": 0}
     points = panel.scatter(series.x, series.y, c=series.shade, label=_literal(series.name), **look)
     assert panel.figure is not None
-    if iterations is None:
-        panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
+    panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
 
 
 def _draw_grid(panel: Axes, grid: Grid) -> None:
@@ -147,7 +145,6 @@ def figure_of(
     title: str = "",
     note: str = "",
     columns: int = 2,
-    share: str = "",
     words: bool = False,
     size: tuple[float, float] = (5.0, 3.4),
 ) -> Figure:
@@ -158,47 +155,26 @@ def figure_of(
         title: Above the panels; each panel has its chart's own.
         note: In small print below them.
         columns: Panels beside each other at most.
-        share: Axes on which all panels have the same range, ``x``, ``y`` or ``xy``; iterations then have one
-            scale of colours, too.
         words: Put each chart's words under its panel, line by line.
         size: Of a panel, in inches.
     """
     columns = min(columns, len(charts))
-    iterations = None
-    if share:
-        iterations = _common_iterations(charts)
     with styled():
         figure, axes = panels(-(-len(charts) // columns), columns, width=size[0], height=size[1])
         for panel in axes[len(charts) :]:
             panel.remove()
         axes = axes[: len(charts)]
         for panel, chart in zip(axes, charts, strict=True):
-            draw(panel, chart, iterations=iterations)
+            draw(panel, chart)
             if words:
                 # Part of the label, so that the layout leaves room for it.
                 label = f"{chart.x.label}\n\n{chart.words}".rstrip()
                 panel.set_xlabel(_literal(label), fontsize=8)
-        for name in share:
-            ends = np.array([getattr(panel, f"get_{name}lim")() for panel in axes])
-            for panel in axes:
-                getattr(panel, f"set_{name}lim")(ends[:, 0].min(), ends[:, 1].max())
-        if iterations is not None:
-            bar = ScalarMappable(norm=iterations, cmap=ITERATIONS)
-            figure.colorbar(bar, ax=axes, label="iteration", pad=0.01, aspect=30)
         if title:
             figure.suptitle(_literal(title), fontsize=11, fontweight="bold")
         if note:
             figure.supxlabel(_literal(note), fontsize=7.5, color="#555555")
     return figure
-
-
-def _common_iterations(charts: Sequence[Chart]) -> Normalize | None:
-    """The scale of colours for the iterations of all charts; None if none of them has any."""
-    shades = [one.shade for chart in charts for one in chart.series if one.shade is not None]
-    if not shades:
-        return None
-    iterations = np.concatenate(shades)
-    return Normalize(iterations.min(), iterations.max())
 
 
 def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
