@@ -6,7 +6,6 @@ A function of one real variable takes points of any shape, each entry a point. A
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -80,8 +79,7 @@ class Problem(ABC):
                 f"got shape {x.shape}."
             )
         if not np.isfinite(x).all():
-            raise ValueError(f"`x0` must be finite, got {_first(x, ~np.isfinite(x))!r}.")
-        self._check_domain(x)
+            raise ValueError(f"`x0` must be finite, got {float(x[~np.isfinite(x)][0])!r}.")
         values, norms = self.value(x), self.grad_norm(x)
         if not (np.isfinite(values).all() and np.isfinite(norms).all()):
             raise ValueError(
@@ -90,26 +88,12 @@ class Problem(ABC):
             )
         return x
 
-    def _check_domain(self, x: Array) -> None:
-        """Raise if a point lies outside the domain; most problems are defined everywhere."""
-        return
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
 
 
 class ScalarProblem(Problem):
-    """A function of one real variable; its curvature f'' gives the Hessian norm and product.
-
-    Args:
-        domain: The interval on which the function is considered, the whole line if not given.
-    """
-
-    def __init__(self, domain: tuple[float, float] = (-math.inf, math.inf)) -> None:
-        low, high = map(float, domain)
-        if not low < high:
-            raise ValueError(f"`domain` must be an interval (low, high) with low < high, got {domain!r}.")
-        self.domain = (low, high)
+    """A function of one real variable; its curvature f'' gives the Hessian norm and product."""
 
     @abstractmethod
     def curvature(self, x: Array) -> Array:
@@ -119,18 +103,7 @@ class ScalarProblem(Problem):
         """Absolute second derivatives."""
         return np.abs(self.curvature(x))
 
-    def _check_domain(self, x: Array) -> None:
-        outside = (x < self.domain[0]) | (x > self.domain[1])
-        if outside.any():
-            raise ValueError(
-                f"`x0` must lie in the domain {self.domain} of {self.name}, got {_first(x, outside)!r}."
-            )
-
 
 def per_point(factors: Array, event: tuple[int, ...]) -> Array:
     """One factor for each point, shaped to multiply vectors of shape ``event``."""
     return factors.reshape(factors.shape + (1,) * len(event))
-
-
-def _first(x: Array, where: Array) -> float:
-    return float(x[where].flat[0])

@@ -26,20 +26,14 @@ class Polynomial(ScalarProblem):
 
     Args:
         coefficients: :math:`a_0, a_1, \dots, a_d`, the last not zero.
-        domain: The interval on which to consider it; on a bounded one even :math:`L_1 = 0` has a frontier.
 
     Example:
         >>> cubic = Polynomial([0, 0, 0, 1])
         >>> cubic.frontier(2.0), cubic.minimum  # 6|x| - 6x² is largest at x = 1/2
         (1.5, -inf)
-        >>> Polynomial([0, 0, 0, 0, 1], domain=(-30, 30)).frontier(0.0)
-        10800.0
     """
 
-    def __init__(
-        self, coefficients: Sequence[float], domain: tuple[float, float] = (-math.inf, math.inf)
-    ) -> None:
-        super().__init__(domain)
+    def __init__(self, coefficients: Sequence[float]) -> None:
         a = np.array(coefficients, dtype=np.float64)
         if a.ndim != 1 or a.size == 0 or not np.isfinite(a).all():
             raise ValueError(f"`coefficients` must be finite numbers a_0, …, a_d, got {coefficients!r}.")
@@ -52,10 +46,9 @@ class Polynomial(ScalarProblem):
         self.degree = a.size - 1
         self._f = Series(a)
         self._df, self._d2f, self._d3f = map(self._f.deriv, (1, 2, 3))
-        right = a[-1] > 0 or math.isfinite(self.domain[1])
-        left = (a[-1] > 0) == (self.degree % 2 == 0) or math.isfinite(self.domain[0])
-        bounded = self.degree == 0 or (left and right)
-        self.minimum = float(self._f(self._candidates(self._df)).min()) if bounded else -math.inf
+        self.minimum = -math.inf
+        if self.degree == 0 or (a[-1] > 0 and self.degree % 2 == 0):
+            self.minimum = float(self._f(self._candidates(self._df)).min())
         self.name = f"polynomial of degree {self.degree}"
 
     def value(self, x: Array) -> Array:
@@ -73,21 +66,20 @@ class Polynomial(ScalarProblem):
     def frontier(self, L1: float) -> float:
         """Exact, from the roots of f' and of f''' ± L1 f''."""
         check_nonnegative("L1", L1)
-        if math.inf in map(abs, self.domain) and L1 == 0 and self.degree > 2:
+        if L1 == 0 and self.degree > 2:
             return math.inf
         equations = (self._df, self._d3f - L1 * self._d2f, self._d3f + L1 * self._d2f)
         x = np.concatenate(list(map(self._candidates, equations)))
         return max(0.0, float((np.abs(self._d2f(x)) - L1 * np.abs(self._df(x))).max()))
 
     def _candidates(self, q: Series) -> Array:
-        """Where q vanishes inside the domain, the finite ends, and the point that is nearest to zero.
+        """Where q vanishes, and zero.
 
         An extra point can only be less than the maximum. So real parts of complex roots are kept: a multiple
         root that rounding has pushed off the real line is not lost.
         """
-        low, high = self.domain
-        points = np.concatenate([q.trim().roots().real, self.domain, [np.clip(0.0, low, high)]])
-        return points[(points >= low) & (points <= high) & np.isfinite(points)]
+        points = np.append(q.trim().roots().real, 0.0)
+        return points[np.isfinite(points)]
 
 
 class Quartic(Polynomial):
@@ -102,8 +94,8 @@ class Quartic(Polynomial):
         0.16
     """
 
-    def __init__(self, domain: tuple[float, float] = (-math.inf, math.inf)) -> None:
-        super().__init__([0, 0, 0, 0, 1], domain)
+    def __init__(self) -> None:
+        super().__init__([0, 0, 0, 0, 1])
         self.name = "quartic"
 
     def value(self, x: Array) -> Array:
@@ -116,11 +108,9 @@ class Quartic(Polynomial):
         return 4.0 * (x * x * x)
 
     def frontier(self, L1: float) -> float:
-        """16/L1² on the whole line; from roots on an interval."""
+        """16/L1²."""
         check_nonnegative("L1", L1)
-        if all(map(math.isinf, self.domain)):
-            return 16.0 / L1**2 if L1 > 0 else math.inf
-        return super().frontier(L1)
+        return 16.0 / L1**2 if L1 > 0 else math.inf
 
 
 class Quadratic(Problem):

@@ -62,7 +62,6 @@ class ExponentialWall(ScalarProblem):
     minimum = 0.0
 
     def __init__(self, *, L0: float, L1: float) -> None:
-        super().__init__()
         self.L0, self.L1 = float(check_positive("L0", L0)), float(check_positive("L1", L1))
         self.name = "exponential wall"
 
@@ -166,7 +165,6 @@ class SlowValley(ScalarProblem):
     minimum = 0.0
 
     def __init__(self, eps: float, *, slope: float = 2.0, width: float = 1.0) -> None:
-        super().__init__()
         self.eps, self.width = float(check_positive("eps", eps)), float(check_positive("width", width))
         if not (math.isfinite(slope) and slope > 1):
             raise ValueError(f"`slope` must be more than 1, or descent has nothing to do, got {slope!r}.")
