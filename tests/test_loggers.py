@@ -32,17 +32,17 @@ def train(listener, *, steps=72):
 
 def test_sink_hands_over_columns_clip_share_and_elasticity():
     written = []
-    _, trace = train(Logger(lambda numbers, step: written.append((step, numbers)), prefix="mine"))
+    _, trace = train(Logger(lambda numbers, step: written.append((step, numbers))))
     assert [step for step, _ in written] == trace.column("step").tolist()
     for (_, numbers), row in zip(written, trace, strict=True):
         for name in COLUMNS:
-            assert numbers.get(f"mine/{name}") == row.get(name)
+            assert numbers.get(f"curvestep/{name}") == row.get(name)
     shares = np.cumsum(trace.column("coefficient") < 1) / np.arange(1, len(trace) + 1)
-    assert [numbers["mine/clipped_fraction"] for _, numbers in written] == pytest.approx(shares)
+    assert [numbers["curvestep/clipped_fraction"] for _, numbers in written] == pytest.approx(shares)
     assert 0 < shares[-1] < 1
-    assert "mine/elasticity" not in written[30][1]  # 31 rows: too few
+    assert "curvestep/elasticity" not in written[30][1]  # 31 rows: too few
     fit = fit_smoothness(trace, control=False)
-    assert written[-1][1]["mine/elasticity"] == pytest.approx(fit.within.elasticity)
+    assert written[-1][1]["curvestep/elasticity"] == pytest.approx(fit.within.elasticity)
 
 
 def test_spikes_are_counted_where_the_optimizer_logs_them():

@@ -48,7 +48,6 @@ class Logger:
 
     Args:
         write: Called with ``{name: number}`` and the step. Only finite numbers are handed over.
-        prefix: Beginning of the names.
 
     Example:
         >>> log = Logger(lambda numbers, step: print(step, numbers))
@@ -58,11 +57,8 @@ class Logger:
         >>> log({"step": 5, "grad_norm": 3.0})
     """
 
-    def __init__(
-        self, write: Callable[[dict[str, float], int], object], *, prefix: str = "curvestep"
-    ) -> None:
+    def __init__(self, write: Callable[[dict[str, float], int], object]) -> None:
         self._write = write
-        self._prefix = prefix
         self._rows: deque[Row] = deque(maxlen=WINDOW)
         self._last_step = -1
 
@@ -79,7 +75,7 @@ class Logger:
         numbers["clipped_fraction"] = self._clipped_fraction()
         numbers["elasticity"] = self._elasticity()
         finite = {
-            f"{self._prefix}/{name}": float(value)
+            f"curvestep/{name}": float(value)
             for name, value in numbers.items()
             if value is not None and math.isfinite(value)
         }
@@ -112,7 +108,7 @@ def _num_secants(row: Row) -> int:
     return len(row.get("secants") or ())
 
 
-def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
+def tensorboard(writer: Any) -> Logger:
     """A listener that writes rows as scalars of TensorBoard.
 
     .. code-block:: python
@@ -121,7 +117,6 @@ def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         writer: A ``SummaryWriter``, or what has its ``add_scalar(name, value, step)``.
-        prefix: Beginning of the names.
     """
     _check_has(writer, "add_scalar", "`writer` must be a SummaryWriter")
 
@@ -129,10 +124,10 @@ def tensorboard(writer: Any, *, prefix: str = "curvestep") -> Logger:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return Logger(write, prefix=prefix)
+    return Logger(write)
 
 
-def wandb(run: Any, *, prefix: str = "curvestep") -> Logger:
+def wandb(run: Any) -> Logger:
     """A listener that logs rows to a run of Weights & Biases, over an axis of their own.
 
     .. code-block:: python
@@ -145,12 +140,11 @@ def wandb(run: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         run: What ``wandb.init()`` returns.
-        prefix: Beginning of the names.
     """
     _check_has(run, "define_metric", "`run` must be what `wandb.init()` returns")
-    axis = f"{prefix}/step"
+    axis = "curvestep/step"
     run.define_metric(axis, hidden=True)
-    run.define_metric(f"{prefix}/*", step_metric=axis)
+    run.define_metric("curvestep/*", step_metric=axis)
     last = -1
 
     def write(numbers: dict[str, float], step: int) -> None:
@@ -158,19 +152,16 @@ def wandb(run: Any, *, prefix: str = "curvestep") -> Logger:
         last = max(run.step, last + 1)
         run.log({axis: step, **numbers}, step=last)
 
-    return Logger(write, prefix=prefix)
+    return Logger(write)
 
 
-def mlflow(*, prefix: str = "curvestep") -> Logger:
+def mlflow() -> Logger:
     """A listener that logs rows as metrics of the MLflow run that is active now.
 
     .. code-block:: python
 
         with mlflow.start_run():
             probe.listen(cs.loggers.mlflow())
-
-    Args:
-        prefix: Beginning of the names.
     """
     import mlflow
 
@@ -182,10 +173,10 @@ def mlflow(*, prefix: str = "curvestep") -> Logger:
     def write(numbers: dict[str, float], step: int) -> None:
         mlflow.log_metrics(numbers, step=step, run_id=run_id)
 
-    return Logger(write, prefix=prefix)
+    return Logger(write)
 
 
-def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
+def accelerate(accelerator: Any) -> Logger:
     """A listener that logs rows to the trackers of an ``Accelerator``, whichever they are.
 
     .. code-block:: python
@@ -195,7 +186,6 @@ def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
 
     Args:
         accelerator: An ``Accelerator`` whose ``init_trackers`` was called.
-        prefix: Beginning of the names.
     """
     _check_has(accelerator, "init_trackers", "`accelerator` must be an Accelerator")
     if accelerator.is_main_process and not accelerator.trackers:
@@ -207,7 +197,7 @@ def accelerate(accelerator: Any, *, prefix: str = "curvestep") -> Logger:
     def write(numbers: dict[str, float], step: int) -> None:
         accelerator.log(numbers, step=step)
 
-    return Logger(write, prefix=prefix)
+    return Logger(write)
 
 
 def _check_has(value: object, method: str, needed: str) -> None:
