@@ -3,7 +3,7 @@
 import pytest
 
 from curvestep import vectors
-from curvestep.optim import _update, adamw, device, scaled, sgd
+from curvestep.optim import _update, adamw, device, record, scaled, sgd
 from curvestep.vectors import device_norm
 
 
@@ -36,5 +36,5 @@ def paths(monkeypatch):
         taken.append(part.path)
         update(part, scale)
 
-    monkeypatch.setattr(scaled, "update", spy)
+    monkeypatch.setattr(record, "update", spy)
     return taken

@@ -25,14 +25,13 @@ from curvestep.optim.device import DeviceStep, device_norms, read_norms
 from curvestep.optim.policy import (
     Decision,
     Group,
-    HostStep,
     Policy,
     as_float,
     check_scope,
     decisions_of,
     is_on_host,
 )
-from curvestep.optim.record import StepRecord
+from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm, joint
@@ -239,20 +238,21 @@ class Clipping(_Handle):
         if step.is_left_out():
             self._hide(decisions)
             return
-        bounds = list(map(self._bound, step.bounded()))
-        coefficients = list(map(_coefficient, step.norms, bounds))
-        step.look_for_spike(coefficients)
-        for decision, coefficient in zip(decisions, coefficients, strict=True):
-            _clip_(decision, coefficient)
-        step.count(coefficients, bounds)
+        self._take(step, decisions)
 
     def _clip_on_device(self, decisions: list[Decision]) -> None:
         """Clip by norms that are device scalars, of which none is read."""
         policy = Policy(self._policy.norm_scope, "propagate", None)
         norms = device_norms(decisions, policy.norm_scope)
         step = DeviceStep(self.optimizer, policy, self._record, decisions, norms)
+        self._take(step, decisions)
+
+    def _take(self, step: HostStep | DeviceStep, decisions: list[Decision]) -> None:
+        """Clip and count."""
         bounds = list(map(self._bound, step.bounded()))
-        coefficients = list(map(_coefficient, step.norms, bounds))
+        norms: list[Quantity] = [*step.norms]
+        coefficients: list[Quantity] = list(map(_coefficient, norms, bounds))
+        step.look_for_spike(coefficients)
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             _clip_(decision, coefficient)
         step.count(coefficients, bounds)

@@ -14,15 +14,15 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from operator import gt, truediv
-from typing import TYPE_CHECKING
+from operator import gt
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.clip_rules import Quantity
-from curvestep.optim._update import Bundle, Number, Part, along, is_new, joined, parts_of, update
+from curvestep.optim._update import Bundle, Number, Part, along, is_new, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord
     from curvestep.optim.scaled import ScaledOptimizer
 
+NormOf: TypeAlias = Callable[[list[Tensor]], Tensor]  # the norm of tensors taken as one vector
 # Raises where a graph is recorded of a step that does not promise to be capturable.
 _check_capture: Callable[[Optimizer], None] = getattr(
     Optimizer, "_accelerator_graph_capture_health_check", Optimizer._cuda_graph_capture_health_check
@@ -131,7 +132,7 @@ def _in_order(ring: list[float]) -> list[float]:
 
 
 def device_norms(
-    decisions: Sequence[Decision], norm_scope: str, norm_of: Callable[[list[Tensor]], Tensor] = global_norm
+    decisions: Sequence[Decision], norm_scope: str, norm_of: NormOf = global_norm
 ) -> list[Tensor]:
     """One norm for each decision, where its gradients are; the same for all if the scope is global."""
     if measure_pieces(decisions):  # whose scope is global
@@ -156,6 +157,7 @@ class DeviceStep:
         record: Where it is counted.
         decisions: What is clipped.
         norms: The norm of each, with the scale of a GradScaler in it.
+        norm_of: Takes such a norm.
 
     Attributes:
         norms: The norms without that scale.
@@ -172,6 +174,7 @@ class DeviceStep:
         record: StepRecord,
         decisions: Sequence[Decision],
         norms: list[Tensor],
+        norm_of: NormOf = global_norm,
     ) -> None:
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         self.unscale: Tensor | None = None
@@ -181,6 +184,7 @@ class DeviceStep:
         self.norms = list(map(self.unscaled, norms))
         self.norm = joint(self.norms[:1] if policy.norm_scope == "global" else self.norms).detach()
         self._optimizer, self._policy, self._decisions = optimizer, policy, decisions
+        self._norm_of = norm_of
         self._rules, self._counters = record.rules, record.on_device(self.norm.device)
         self._counts = torch.ones_like(self.norm)
         if may_be_pretended(optimizer):
@@ -225,9 +229,26 @@ class DeviceStep:
         groups = self._optimizer.param_groups
         return self._rules.bounded(self._decisions, self.norms, self.norm, groups, keep)
 
-    def average(self, norms: list[Tensor]) -> None:
+    def averaged_(self, parts: list[Part], group: Group) -> list[Part]:
+        """Take the gradients into the momentum buffers, unless left out, and go along the average."""
+        averaged: list[Part] = []
+        for part in parts:
+            scale = 1.0 if self.unscale is None else self.unscale.to(part.params[0].device)
+            with _unless_skipped(self, list(chain(*part.buffers))):
+                averaged.append(along(part, *part.rule.averaged_(part, scale), group))
+        return averaged
+
+    def average(self, decisions: Sequence[Decision]) -> None:
         """Clip by the norms of averages, in which the scale is no more."""
-        self.norms, self.unscale = norms, None
+        self.norms = device_norms(decisions, self._policy.norm_scope, self._norm_of)
+        self.unscale = None
+
+    def update(self, part: Part, coefficient: Tensor) -> None:
+        """Update a part with the gradient times ``coefficient``; where ``skip`` is 1, nothing changes."""
+        update_on_device(part, self.unscaled(coefficient), self)
+
+    def look_for_spike(self, coefficients: list[Tensor]) -> None:
+        """Look for none: the norm would have to be read."""
 
     def count(self, coefficients: list[Tensor], bounds: list[Quantity]) -> None:
         """Count the step, with the factor on each decision and its threshold."""
@@ -239,27 +260,15 @@ class DeviceStep:
 def step_on_device(
     optimizer: ScaledOptimizer, bundles: list[Bundle], policy: Policy, record: StepRecord
 ) -> None:
-    """Take the step that ``ScaledOptimizer`` takes on the host, in the same order."""
+    """Take a step, unless the host has to know whether to leave it out and that is so."""
     options = optimizer.defaults
     norm_of = _differentiable_norm if options["differentiable"] else global_norm
     norms = device_norms(bundles, policy.norm_scope, norm_of)
     _check_devices(optimizer, norms)
-    step = DeviceStep(optimizer, policy, record, bundles, norms)
+    step = DeviceStep(optimizer, policy, record, bundles, norms, norm_of)
     if step.is_guarded and _has_to_know(optimizer, bundles) and step.is_left_out():
         return
-    if options.get("clip") == "momentum":
-        parts = [_averaged_(step, parts_of(b, optimizer.state), b.group) for b in bundles]
-        step.average(device_norms(list(map(joined, parts)), policy.norm_scope, norm_of))
-        groups = step.bounded()
-    else:
-        groups = step.bounded()
-        parts = [parts_of(bundle, optimizer.state) for bundle in bundles]
-    coefficients = list(map(optimizer.coefficient, step.norms, groups))
-    for of_bundle, coefficient in zip(parts, coefficients, strict=True):
-        for part in of_bundle:
-            update_on_device(part, step.unscaled(coefficient), step)
-    relative = list(map(truediv, coefficients, map(optimizer.coefficient_at_zero, groups)))
-    step.count(relative, optimizer.thresholds(groups))
+    optimizer._take(bundles, step)
 
 
 def _differentiable_norm(tensors: list[Tensor]) -> Tensor:
@@ -314,16 +323,6 @@ def _lr_on(device: torch.device, lr: Number) -> Number:
     if not isinstance(lr, Tensor) or lr.is_cpu:
         return lr
     return lr.item() if device.type == "cpu" else lr.to(device)
-
-
-def _averaged_(step: DeviceStep, parts: list[Part], group: Group) -> list[Part]:
-    """Take the gradients into the momentum buffers, unless the step is left out, and go along the average."""
-    averaged: list[Part] = []
-    for part in parts:
-        scale = 1.0 if step.unscale is None else step.unscale.to(part.params[0].device)
-        with _unless_skipped(step, list(chain(*part.buffers))):
-            averaged.append(along(part, *part.rule.averaged_(part, scale), group))
-    return averaged
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import gt
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,9 +20,6 @@ from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
-
-if TYPE_CHECKING:
-    from curvestep.optim.record import StepRecord
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
 Made = TypeVar("Made", bound="Decision")
@@ -168,84 +164,6 @@ def _limit(skip_above: float | str | None) -> Limit:
             f"{skip_above!r}. Both numbers must be above 1."
         )
     return Limit(float(found[1]), found[2])
-
-
-class HostStep:
-    """A step of which every number is a float: whether to leave it out, and how it is counted.
-
-    Args:
-        optimizer: The optimizer that steps.
-        policy: Which steps are left out.
-        record: Where it is counted.
-        decisions: What is clipped.
-        norms: The norm of each, with the scale of a GradScaler in it.
-        loss: What the closure returned, None without one.
-
-    Attributes:
-        norms: The norms without that scale.
-        norm: Norm of the whole gradient.
-        unscale: One over the scale.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        policy: Policy,
-        record: StepRecord,
-        decisions: Sequence[Decision],
-        norms: list[float],
-        loss: float | None,
-    ) -> None:
-        scale, self._overflowed = numbers_of_scaler(optimizer)
-        self.unscale, self.norms = 1 / scale, norms
-        if scale != 1.0:
-            self.norms = [norm * self.unscale for norm in norms]
-            unscale_pieces(decisions, self.unscale)
-        self.norm = policy.joint_norm(self.norms)
-        self._policy, self._rules, self._counters = policy, record.rules, record.on_host()
-        self._decisions, self._groups, self._loss = decisions, optimizer.param_groups, loss
-        self._is_pretended = self.norm == 0 and may_be_pretended(optimizer)
-
-    def is_left_out(self) -> bool:
-        """Whether the step is left out, and then counted so; raises where that is wanted."""
-        counters = self._counters
-        if (
-            self._overflowed
-            or self._policy.refuses(self.norms, self._groups)
-            or counters.exceeds(self._policy.limit, self.norm, self._loss)
-        ):
-            if self.norm > counters.spike_bound:
-                self._keep_spike(0.0)
-            counters.count_skipped(self.norm)
-            return True
-        counters.keep_loss(self._loss)
-        return False
-
-    def bounded(self) -> list[Group]:
-        """The group of each decision, with a number in place of its rule."""
-        return self._rules.bounded(self._decisions, self.norms, self.norm, self._groups)
-
-    def look_for_spike(self, coefficients: list[float]) -> None:
-        """Remember the step if it stands out, while the gradients are as they came."""
-        if self.norm > self._counters.spike_bound:
-            norms = clipped_norms(self._decisions, self.norms, coefficients)
-            self._keep_spike(self._policy.joint_norm(norms))
-
-    def count(self, coefficients: list[float], bounds: list[float]) -> None:
-        """Count the step that was taken, with the factor on each decision and its threshold."""
-        if not self._is_pretended:
-            fired = list(map(gt, self.norms, bounds))
-            self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))
-
-    def _keep_spike(self, clipped_norm: float) -> None:
-        """Remember a step that stands out, with the parameter that has most of its gradient."""
-        norms = layer_norms(self._groups)
-        layer = max(norms, key=lambda name: norms[name])
-        self._counters.keep_spike({
-            "step": self._counters.steps + self._counters.skipped, "grad_norm": self.norm,
-            "clipped_norm": clipped_norm, "loss": self._loss, "layer": layer,
-            "share": (norms[layer] / self.norm) ** 2,
-        })  # fmt: skip
 
 
 def may_be_pretended(optimizer: Optimizer) -> bool:

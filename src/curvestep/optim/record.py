@@ -1,6 +1,7 @@
 """The record of an optimizer's steps: its counters, and what its clipping rules remember.
 
-A checkpoint keeps both, as plain numbers.
+A checkpoint keeps both, as plain numbers. A step on the host is a :class:`HostStep`, one on a device a
+``device.DeviceStep``.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch gives vector_norm and tolist no type.
@@ -12,11 +13,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeAlias
+from operator import gt
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from curvestep._kernel import Array
 from curvestep.clip_rules import (
@@ -30,10 +33,22 @@ from curvestep.clip_rules import (
     from_plain,
     placed,
 )
+from curvestep.optim._update import Part, along, update
 from curvestep.optim.counters import ClipStats, HostCounters, Spike, clip_stats_of, is_clipped_before
 from curvestep.optim.device import DeviceCounters
 from curvestep.optim.pieces import HostPieces, Pieces
-from curvestep.optim.policy import Decision, Group, layer_norms, rule_of
+from curvestep.optim.policy import (
+    Decision,
+    Group,
+    Policy,
+    clipped_norms,
+    counted_pieces,
+    layer_norms,
+    may_be_pretended,
+    numbers_of_scaler,
+    rule_of,
+    unscale_pieces,
+)
 
 # Where a state dict keeps the counters: an entry of the first parameter group.
 COUNTERS = "clip_stats"
@@ -110,6 +125,9 @@ class TensorMemory:
         return {"rule": self.rule.as_plain(), "state": numbers, "norms": self._window.read()}
 
 
+Memory = TypeVar("Memory", HostMemory, TensorMemory)
+
+
 class RuleMemories:
     """Memories of an optimizer's rules, by the number of a group and of what is clipped in it."""
 
@@ -140,9 +158,9 @@ class RuleMemories:
                 self._clip_pieces(key, decision, decision.pieces, total, keep)
                 bound = math.inf
             elif isinstance(norm, Tensor):
-                bound = self._on_device(key, rule, norm).bound(norm, total, keep)
+                bound = self._memory(TensorMemory, key, rule, norm).bound(norm, total, keep)
             else:
-                bound = self._on_host(key, rule).bound(norm, total)
+                bound = self._memory(HostMemory, key, rule).bound(norm, total)
             bounded.append(decision.group | {"max_norm": bound})
         return bounded
 
@@ -158,26 +176,20 @@ class RuleMemories:
         everybody = decision.group["params"]
         bounds_of: Callable[[Quantity], Quantity]
         if isinstance(pieces, HostPieces):
-            bounds_of = partial(self._on_host(key, rule).bounds, total=total)
+            bounds_of = partial(self._memory(HostMemory, key, rule).bounds, total=total)
         else:
             of_all = pieces.norms[0].new_zeros(len(everybody))
-            bounds_of = partial(self._on_device(key, rule, of_all).bound, total=total, keep=keep)
+            bounds_of = partial(self._memory(TensorMemory, key, rule, of_all).bound, total=total, keep=keep)
         if len(decision.params) == len(everybody):
             pieces.clip([bounds_of(pieces.norms[0])])
         else:  # the others have norm zero, which is not remembered
             at = [i for i, p in enumerate(everybody) if p.grad is not None]
             pieces.clip_some(bounds_of, at, len(everybody))
 
-    def _on_host(self, key: str, rule: ClipRule) -> HostMemory:
+    def _memory(self, kind: type[Memory], key: str, rule: ClipRule, *like: Tensor) -> Memory:
         memory = self._memories.get(key)
-        if not isinstance(memory, HostMemory) or memory.rule is not rule:
-            memory = self._memories[key] = HostMemory(rule, self._saved_of(key, rule))
-        return memory
-
-    def _on_device(self, key: str, rule: ClipRule, like: Tensor) -> TensorMemory:
-        memory = self._memories.get(key)
-        if not isinstance(memory, TensorMemory) or memory.rule is not rule:
-            memory = self._memories[key] = TensorMemory(rule, self._saved_of(key, rule), like)
+        if not isinstance(memory, kind) or memory.rule is not rule:
+            memory = self._memories[key] = kind(rule, self._saved_of(key, rule), *like)
         return memory
 
     def _saved_of(self, key: str, rule: ClipRule) -> Saved:
@@ -275,3 +287,93 @@ class StepRecord:
         for group in param_groups:
             if isinstance(group.get("max_norm"), Mapping):
                 group["max_norm"] = from_plain(group["max_norm"], known)
+
+
+class HostStep:
+    """A step of which every number is a float: whether to leave it out, and how it is counted.
+
+    Args:
+        optimizer: The optimizer that steps.
+        policy: Which steps are left out.
+        record: Where it is counted.
+        decisions: What is clipped.
+        norms: The norm of each, with the scale of a GradScaler in it.
+        loss: What the closure returned, None without one.
+
+    Attributes:
+        norms: The norms without that scale.
+        norm: Norm of the whole gradient.
+        unscale: One over the scale.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        policy: Policy,
+        record: StepRecord,
+        decisions: Sequence[Decision],
+        norms: list[float],
+        loss: float | None,
+    ) -> None:
+        scale, self._overflowed = numbers_of_scaler(optimizer)
+        self.unscale, self.norms = 1 / scale, norms
+        if scale != 1.0:
+            self.norms = [norm * self.unscale for norm in norms]
+            unscale_pieces(decisions, self.unscale)
+        self.norm = policy.joint_norm(self.norms)
+        self._policy, self._rules, self._counters = policy, record.rules, record.on_host()
+        self._decisions, self._groups, self._loss = decisions, optimizer.param_groups, loss
+        self._is_pretended = self.norm == 0 and may_be_pretended(optimizer)
+
+    def is_left_out(self) -> bool:
+        """Whether the step is left out, and then counted so; raises where that is wanted."""
+        counters = self._counters
+        if (
+            self._overflowed
+            or self._policy.refuses(self.norms, self._groups)
+            or counters.exceeds(self._policy.limit, self.norm, self._loss)
+        ):
+            if self.norm > counters.spike_bound:
+                self._keep_spike(0.0)
+            counters.count_skipped(self.norm)
+            return True
+        counters.keep_loss(self._loss)
+        return False
+
+    def bounded(self) -> list[Group]:
+        """The group of each decision, with a number in place of its rule."""
+        return self._rules.bounded(self._decisions, self.norms, self.norm, self._groups)
+
+    def averaged_(self, parts: list[Part], group: Group) -> list[Part]:
+        """Take the gradients into the momentum buffers, and go along the average."""
+        return [along(part, *part.rule.averaged_(part, self.unscale), group) for part in parts]
+
+    def average(self, decisions: Sequence[Decision]) -> None:
+        """Clip by the norms of averages, in which the scale is no more."""
+        self.norms, self.unscale = self._policy.norms(decisions), 1.0
+
+    def update(self, part: Part, coefficient: float) -> None:
+        """Update a part with the gradient times ``coefficient``."""
+        update(part, coefficient * self.unscale)
+
+    def look_for_spike(self, coefficients: list[float]) -> None:
+        """Remember the step if it stands out, while the gradients are as they came."""
+        if self.norm > self._counters.spike_bound:
+            norms = clipped_norms(self._decisions, self.norms, coefficients)
+            self._keep_spike(self._policy.joint_norm(norms))
+
+    def count(self, coefficients: list[float], bounds: list[float]) -> None:
+        """Count the step that was taken, with the factor on each decision and its threshold."""
+        if not self._is_pretended:
+            fired = list(map(gt, self.norms, bounds))
+            self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))
+
+    def _keep_spike(self, clipped_norm: float) -> None:
+        """Remember a step that stands out, with the parameter that has most of its gradient."""
+        norms = layer_norms(self._groups)
+        layer = max(norms, key=lambda name: norms[name])
+        self._counters.keep_spike({
+            "step": self._counters.steps + self._counters.skipped, "grad_norm": self.norm,
+            "clipped_norm": clipped_norm, "loss": self._loss, "layer": layer,
+            "share": (norms[layer] / self.norm) ** 2,
+        })  # fmt: skip

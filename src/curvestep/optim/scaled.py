@@ -19,11 +19,11 @@ from torch.torch_version import TorchVersion
 
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import in_zero_redundancy_optimizer
-from curvestep.optim._update import Bundle, Part, Rule, along, collect, joined, parts_of, update
+from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
 from curvestep.optim.counters import ClipStats, Spike
-from curvestep.optim.device import step_on_device
-from curvestep.optim.policy import Group, HostStep, Policy, as_float, check_scope, is_on_host, rule_of
-from curvestep.optim.record import StepRecord
+from curvestep.optim.device import DeviceStep, step_on_device
+from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
+from curvestep.optim.record import HostStep, StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
 
@@ -274,30 +274,26 @@ class ScaledOptimizer(Optimizer, ABC):
     def _step(self, bundles: list[Bundle], loss: float | None) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
         step = HostStep(self, self._policy, self._record, bundles, self._policy.norms(bundles), loss)
-        if step.is_left_out():
-            return
+        if not step.is_left_out():
+            self._take(bundles, step)
+
+    def _take(self, bundles: list[Bundle], step: HostStep | DeviceStep) -> None:
+        """Clip, update and count: in this order on the host and on a device."""
         if self.defaults.get("clip") == "momentum":
-            parts = self._averaged_(bundles, step)
+            parts = [step.averaged_(parts_of(bundle, self.state), bundle.group) for bundle in bundles]
+            step.average(list(map(joined, parts)))
             groups = step.bounded()
         else:
             groups = step.bounded()
             parts = [parts_of(bundle, self.state) for bundle in bundles]
-        coefficients = list(map(self.coefficient, step.norms, groups))
+        norms: list[Quantity] = [*step.norms]
+        coefficients: list[Quantity] = list(map(self.coefficient, norms, groups))
         for of_bundle, coefficient in zip(parts, coefficients, strict=True):
             for part in of_bundle:
-                update(part, coefficient * step.unscale)
+                step.update(part, coefficient)
         relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
         step.look_for_spike(relative)
         step.count(relative, self.thresholds(groups))
-
-    def _averaged_(self, bundles: list[Bundle], step: HostStep) -> list[list[Part]]:
-        """Take the gradients into the momentum buffers; the average is what the step clips."""
-        parts: list[list[Part]] = []
-        for bundle in bundles:
-            found = parts_of(bundle, self.state)
-            parts.append([along(p, *p.rule.averaged_(p, step.unscale), bundle.group) for p in found])
-        step.norms, step.unscale = self._policy.norms(list(map(joined, parts))), 1.0
-        return parts
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
