@@ -31,7 +31,10 @@ from tests.integrations.runs import (
     warned,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:::(lightning|torch|torchmetrics)", "ignore:.*lightning.*")
+# Calibrate doubts trials on so few batches.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::(lightning|torch|torchmetrics)", "ignore:.*lightning.*", "ignore:No trial|Only|lr is at an end"
+)
 
 
 class Module(L.LightningModule):
