@@ -16,36 +16,24 @@ from curvestep.steps import clip_norms
 from tests.fit.traces import make_trace
 
 
-def test_the_final_loss_is_the_mean_over_the_last_twentieth_of_the_steps():
-    steps = np.arange(1, 401)
-    assert final_loss(steps, steps) == np.arange(381, 401).mean()
-
-
-def test_the_final_loss_takes_at_most_the_last_fifty_steps():
-    steps = np.arange(10_000)
-    assert final_loss(steps, steps) == np.arange(9950, 10_000).mean()
-
-
-def test_the_final_loss_counts_steps_and_not_rows():
-    """Every fifth step is written: the last twentieth of 400 steps is four rows."""
-    steps = np.arange(0, 400, 5)
-    assert final_loss(steps, steps) == np.mean([380, 385, 390, 395])
-
-
-def test_the_final_loss_does_not_depend_on_the_order_of_the_rows():
-    steps, rng = np.arange(200), np.random.default_rng(0)
-    order = rng.permutation(200)
-    assert final_loss(steps[order], steps[order]) == final_loss(steps, steps)
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [
+        (range(1, 401), range(381, 401)),  # a twentieth
+        (range(10_000), range(9950, 10_000)),  # fifty at most
+        (range(0, 400, 5), range(380, 400, 5)),  # steps, not rows, are counted
+        ([7], [7]),
+    ],
+)
+def test_the_final_loss_is_the_mean_over_the_last_steps_in_any_order(steps, last):
+    order = np.random.default_rng(0).permutation(steps)
+    assert final_loss(steps, steps) == final_loss(order, order) == np.mean(last)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_run_that_ends_without_a_finite_loss_has_no_final_loss(bad):
     assert math.isnan(final_loss(range(40), [1.0] * 39 + [bad]))
     assert final_loss(range(40), [bad] + [1.0] * 39) == 1.0
-
-
-def test_a_single_row_is_the_final_loss():
-    assert final_loss([7], [2.5]) == 2.5
 
 
 def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():

@@ -96,24 +96,18 @@ def test_size_of_a_batch_is_the_length_of_its_first_tensor(batch, size):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("loss_of_batch", "batches", "options", "words"),
     [
-        ((None, [1]), "`loss_of_batch` must be a function"),
-        ((lambda b: b, []), "at least one batch"),
+        (None, [1], {}, "`loss_of_batch` must be a function"),
+        (abs, [], {}, "at least one batch"),
+        (abs, [torch.ones(1), torch.ones(1)], {"sizes": [1]}, "2 numbers, one a batch, got 1"),
+        (abs, [torch.ones(1)], {"sizes": [0]}, "`sizes` must be positive"),
+        (abs, [torch.ones(2)], {}, r"scalar tensor, got one of shape \(2,\)"),
     ],
 )
-def test_bad_oracles_are_refused(arguments, words):
+def test_bad_oracles_are_refused(loss_of_batch, batches, options, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        GradientOracle(*arguments)
-
-
-def test_wrong_sizes_and_losses_are_refused():
-    with pytest.raises(ValueError, match="2 numbers, one a batch, got 1"):
-        GradientOracle(lambda b: b, [torch.ones(1), torch.ones(1)], sizes=[1])
-    with pytest.raises(ValueError, match="`sizes` must be positive"):
-        GradientOracle(lambda b: b, [torch.ones(1)], sizes=[0])
-    with pytest.raises(TypeError, match=r"scalar tensor, got one of shape \(2,\)"):
-        GradientOracle(lambda b: b, [torch.ones(2)])()
+        GradientOracle(loss_of_batch, batches, **options)()
 
 
 def test_representative_batches_have_the_labels_of_all():

@@ -9,6 +9,7 @@ from curvestep.smoothness.estimators import local_smoothness
 from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.replay import Replay
+from tests.smoothness.loops import block_steps
 
 
 class Quadratic(nn.Module):
@@ -34,9 +35,7 @@ def measured(estimators, layers=False):
     model = Quadratic()
     z = model.z.detach()
     probe = SmoothnessProbe(model, every=1, estimators=estimators, layers=layers)
-    model().backward()
-    with probe(model):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    block_steps(probe, torch.optim.SGD(model.parameters(), lr=0.1), model)
     return probe.trace[0], model, z, model.z.detach()
 
 
@@ -87,9 +86,7 @@ def local_row(dtype, *, lr=1.0, model=None):
     def loss_fn():
         return F.cross_entropy(model(x[0]).flatten(0, 1), x[1].flatten())
 
-    loss_fn().backward()
-    with probe(loss_fn):
-        optimizer.step()
+    block_steps(probe, optimizer, loss_fn)
     return probe.trace[0]
 
 
@@ -141,13 +138,11 @@ def test_measurement_with_nothing_due_takes_no_gradient():
         calls.append(1)
         return model()
 
-    for _ in range(4):  # the self-test takes gradients at the first two
-        model.zero_grad()
-        model().backward()
-        calls.clear()
-        with probe(loss_fn):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert not calls
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block_steps(probe, optimizer, loss_fn, 3)  # the self-test takes gradients at the first two
+    calls.clear()
+    block_steps(probe, optimizer, loss_fn)
+    assert calls == [1]  # that of training
     assert probe.trace[3]["kappa"] is None
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import curvestep as cs
 from curvestep.smoothness.determinism import UntrackedParametersError
 from curvestep.smoothness.probe import SmoothnessProbe
+from tests.smoothness.loops import block_steps
 
 BACKWARD = Tensor.backward
 
@@ -57,9 +58,7 @@ def test_both_parts_in_one_module_are_measured():
     def loss_fn():
         return F.cross_entropy(head(encoder(x)), y)
 
-    loss_fn().backward()
-    with probe(loss_fn):
-        torch.optim.SGD(both.parameters(), lr=0.1).step()
+    block_steps(probe, torch.optim.SGD(both.parameters(), lr=0.1), loss_fn)
     assert probe.trace.ok.all()
 
 
@@ -72,7 +71,5 @@ def test_input_to_differentiate_by_inside_the_closure_is_no_stranger():
         (slope,) = torch.autograd.grad(encoder(inside).sum(), inside, create_graph=True)
         return slope.square().sum() + encoder(inside).square().mean()
 
-    penalty().backward()
-    with probe(penalty):
-        torch.optim.SGD(encoder.parameters(), lr=0.1).step()
+    block_steps(probe, torch.optim.SGD(encoder.parameters(), lr=0.1), penalty)
     assert probe.trace.ok.all()
