@@ -170,7 +170,7 @@ class Kernel:
         addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
         return self._sum_of_squares(
             addresses, x.sizes, x.length, x.doubles, _num_threads(), False, starts,
-            ctypes.byref(_double.from_buffer(norms)),
+            ctypes.byref(_double.from_buffer(norms.data)),
         )  # fmt: skip
 
     def update(

@@ -138,8 +138,9 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
 
 
 def _numbers_of(group: Settings) -> Settings:
-    numbers = {name: value for name, value in group.items() if isinstance(value, _NUMBERS)}
-    return numbers | {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
+    numbers: Settings = {name: value for name, value in group.items() if isinstance(value, _NUMBERS)}
+    tensors: Settings = {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
+    return numbers | tensors
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
