@@ -296,51 +296,27 @@ class ImageRecipe(Recipe):
 
 
 _PTB_LSTM = LanguageRecipe(
-    name="ptb-lstm",
-    figures=("fig1", "fig2", "fig4", "fig5", "fig6", "fig8"),
-    lr=10.0,
-    max_norm=0.25,
-    steps=300,
-    eval_size=7_000,
-)
+    name="ptb-lstm", figures=("fig1", "fig2", "fig4", "fig5", "fig6", "fig8"),
+    lr=10.0, max_norm=0.25, steps=300, eval_size=7_000,
+)  # fmt: skip
 # The quantitative comparison of the paper: two layers, 200 and 512, lr 10 with threshold 0.25.
 _PTB_LSTM_PAPER = replace(
     _PTB_LSTM, scale="paper", embedding=200, hidden=512, steps=0, epochs=1, probe_data=0.1, eval_size=0
 )
 # The same model and text, measured on a hundredth of the text.
 _PTB_LSTM_LONGER = replace(
-    _PTB_LSTM_PAPER,
-    scale="longer",
-    probe_every=40,
-    probe_data=0.01,
-    fractions=(0.1, 0.5, 1.0),
+    _PTB_LSTM_PAPER, scale="longer", probe_every=40, probe_data=0.01, fractions=(0.1, 0.5, 1.0),
     eval_every=332,
-)
+)  # fmt: skip
 # Merity et al. (2018): the public recipe that the paper follows, but for its average of the last iterates.
 _AWD_LSTM_PAPER = LanguageRecipe(
-    name="ptb-awd-lstm",
-    figures=("fig1", "fig2", "fig4", "fig5", "fig6"),
-    scale="paper",
-    model="awd-lstm",
-    embedding=400,
-    hidden=1150,
-    layers=3,
-    dropout=0.4,
-    weight_drop=0.5,
-    dropout_input=0.4,
-    dropout_hidden=0.25,
-    dropout_embedding=0.1,
-    activation_penalty=2.0,
-    temporal_penalty=1.0,
-    bptt=70,
-    variable_bptt=True,
-    lr=30.0,
-    max_norm=0.25,
-    weight_decay=1.2e-6,
-    epochs=500,
-    probe_every=0,
+    name="ptb-awd-lstm", figures=("fig1", "fig2", "fig4", "fig5", "fig6"), scale="paper",
+    model="awd-lstm", embedding=400, hidden=1150, layers=3,
+    dropout=0.4, weight_drop=0.5, dropout_input=0.4, dropout_hidden=0.25, dropout_embedding=0.1,
+    activation_penalty=2.0, temporal_penalty=1.0, bptt=70, variable_bptt=True,
+    lr=30.0, max_norm=0.25, weight_decay=1.2e-6, epochs=500, probe_every=0,
     eval_every=684,  # an epoch of random pieces
-)
+)  # fmt: skip
 # Its first epoch, measured on five short pieces instead of a tenth of the text.
 _AWD_LSTM_EPOCH = replace(
     _AWD_LSTM_PAPER, scale="epoch", epochs=1, probe_every=5, probe_pieces=5,
@@ -351,15 +327,10 @@ _AWD_LSTM = replace(
     probe_every=5, eval_every=0, eval_size=7_000,
 )  # fmt: skip
 _RESNET20 = ImageRecipe(
-    name="cifar-resnet20",
-    figures=("fig3", "fig4"),
-    lr=0.1,
-    momentum=0.9,
-    weight_decay=5e-4,
-    batch_size=128,
-    steps=150,
+    name="cifar-resnet20", figures=("fig3", "fig4"),
+    lr=0.1, momentum=0.9, weight_decay=5e-4, batch_size=128, steps=150,
     diverged_above=20.0,  # batch norm recovers from a high loss
-)
+)  # fmt: skip
 _RESNET20_PAPER = replace(
     _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75),
     probe_every=195, probe_data=0.01, eval_every=390, log_every=10,
@@ -373,17 +344,10 @@ _RESNET20_LONGER = replace(
 RECIPES: dict[tuple[str, str], Recipe] = {
     (recipe.name, recipe.scale): recipe
     for recipe in (
-        _PTB_LSTM,
-        _PTB_LSTM_LONGER,
-        _PTB_LSTM_PAPER,
-        _AWD_LSTM,
-        _AWD_LSTM_EPOCH,
-        _AWD_LSTM_PAPER,
-        _RESNET20,
-        _RESNET20_LONGER,
-        _RESNET20_PAPER,
+        _PTB_LSTM, _PTB_LSTM_LONGER, _PTB_LSTM_PAPER, _AWD_LSTM, _AWD_LSTM_EPOCH, _AWD_LSTM_PAPER,
+        _RESNET20, _RESNET20_LONGER, _RESNET20_PAPER,
     )
-}
+}  # fmt: skip
 """Every recipe by name and scale."""
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
