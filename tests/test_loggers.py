@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -101,6 +102,13 @@ def test_tensorboard_gets_every_row(tmp_path):
     np.testing.assert_allclose([event.value for event in found], trace.column("smoothness"), rtol=1e-6)
     plain, _ = train(lambda row: None)
     assert all(torch.equal(a, b) for a, b in zip(plain, parameters, strict=True))
+
+
+def test_wandb_has_an_axis_of_its_own():
+    run = mock.Mock(step=4)
+    cs.loggers.wandb(run)({"step": 7, "loss": 1.0})
+    assert [call.args[0] for call in run.define_metric.call_args_list] == ["curvestep/step", "curvestep/*"]
+    run.log.assert_called_once_with({"curvestep/step": 7, "curvestep/loss": 1.0}, step=4)
 
 
 def test_wandb_gets_every_row_beside_what_the_loop_logs(tmp_path, monkeypatch):

@@ -142,7 +142,8 @@ def test_polynomial_of_odd_degree_is_unbounded_below_and_still_smooth():
     assert f.minimum == -math.inf
     assert f.frontier(2.0) == pytest.approx(1.5)
     assert Polynomial([0, 0, 0, -1]).minimum == Polynomial([0, 0, -1]).minimum == -math.inf
-    assert Polynomial([3.0]).minimum == 3
+    assert Polynomial([-3.0]).minimum == -3
+    assert f.frontier(0.0) == math.inf
     assert Polynomial([0, 1, 0, 0, 2]).minimum == pytest.approx(-0.375)
 
 
