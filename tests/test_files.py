@@ -54,13 +54,17 @@ def test_parts_of_killed_writers_are_removed_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint.pt", "mine.part"]
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
 def rows_in(path, **options):
     with path.open("rb") as file:
         return [row for rows in read_rows(file, path, **options) for row in rows]
 
 
-def test_rows_come_back_in_order_and_a_second_writer_is_an_error(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_rows_come_back_in_order_and_a_second_writer_is_an_error(path):
     rows = [{"step": step, "loss": math.inf if step == 3 else 1.0 / (step + 1)} for step in range(5000)]
     first = RowFile(path)
     for row in rows:
@@ -73,16 +77,14 @@ def test_rows_come_back_in_order_and_a_second_writer_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [b"", b'{"step": 0}', b'{"step": 0}\n'])
-def test_rows_go_on_after_the_end_on_any_system(tmp_path, monkeypatch, kept):
+def test_rows_go_on_after_the_end_on_any_system(path, monkeypatch, kept):
     monkeypatch.delattr("os.pread", raising=False)  # Windows has none
-    path = tmp_path / "metrics.jsonl"
     path.write_bytes(kept + b"abandoned")
     RowFile(path, end=len(kept)).append({})
     assert path.read_bytes() == kept + b"\n" * (kept[-1:] == b"}") + b"{}\n"
 
 
-def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(path):
     lines = [dump_row({"split": "train", "step": step}) for step in range(3)]
     path.write_bytes(b"".join(lines).replace(b'"step": 1', b'"step": 9'))
     with pytest.warns(UserWarning, match="skipped line 2, it does not match its checksum"):
@@ -91,16 +93,14 @@ def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(tmp_path):
         rows_in(path, skip_damaged=False)
 
 
-def test_a_torn_last_row_is_left_out_either_way(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_torn_last_row_is_left_out_either_way(path):
     path.write_bytes(dump_row({"step": 0}) + dump_row({"step": 1})[:-5])
     for skip in (True, False):
         with pytest.warns(UserWarning, match="line 2, the last write was cut short"):
             assert rows_in(path, skip_damaged=skip) == [{"step": 0}]
 
 
-def test_checksums_are_not_part_of_a_row_and_rows_without_one_are_counted_once(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_checksums_are_not_part_of_a_row_and_rows_without_one_are_counted_once(path):
     path.write_bytes(dump_row({"step": 0}) + b'{"step": 1}\n{"step": 2}\n')
     with pytest.warns(UserWarning, match="2 rows have no checksum") as remarks:
         assert rows_in(path) == [{"step": 0}, {"step": 1}, {"step": 2}]

@@ -19,6 +19,11 @@ from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS
 from tests.smoothness.loops import measured_sgd
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "t.jsonl"
+
+
 def filled(path=None, steps=range(3), **extra):
     trace = Trace(path)
     for step in steps:
@@ -79,8 +84,7 @@ def test_any_row_comes_back_from_memory_and_from_disk(rows, tmp_path_factory):
             assert same(without_none(kept), without_none({"step": step, **row}))
 
 
-def test_missing_and_measured_nan_are_told_apart(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_missing_and_measured_nan_are_told_apart(path):
     with Trace(path) as trace:
         trace.append({"step": 0, "loss": math.nan, "kappa": None, "smoothness": -math.inf})
     row = Trace.load(path)[0]
@@ -114,8 +118,7 @@ def test_numpy_and_torch_scalars_are_numbers():
     assert type(trace[0]["step"]) is int
 
 
-def test_torn_last_line_is_skipped_with_a_warning(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_torn_last_line_is_skipped_with_a_warning(path):
     filled(path).close()
     with path.open("ab") as file:
         file.write(b'{"step": 3, "loss": 0.2')
@@ -123,8 +126,7 @@ def test_torn_last_line_is_skipped_with_a_warning(tmp_path):
         assert len(Trace.load(path)) == 3
 
 
-def test_no_flipped_bit_changes_what_is_read_in_silence(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_no_flipped_bit_changes_what_is_read_in_silence(path):
     filled(path, smoothness=0.25).close()
     whole, right = path.read_bytes(), list(Trace.load(path))
     for position in range(0, len(whole), 3):
@@ -141,8 +143,7 @@ def test_no_flipped_bit_changes_what_is_read_in_silence(tmp_path):
             assert named or rows == right, (position, bit)
 
 
-def test_a_trace_written_by_hand_loads_with_one_remark(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_a_trace_written_by_hand_loads_with_one_remark(path):
     lines = [{"format": "curvestep-trace", "schema": 1}, {"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.warns(UserWarning, match="2 rows have no checksum") as remarks:
@@ -151,8 +152,7 @@ def test_a_trace_written_by_hand_loads_with_one_remark(tmp_path):
     assert trace.column("loss").tolist() == [2.0, 1.0]
 
 
-def test_an_edited_row_is_left_out_and_the_way_out_named(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_an_edited_row_is_left_out_and_the_way_out_named(path):
     filled(path).close()
     path.write_text(path.read_text().replace('"step": 1, "loss": 0.5', '"step": 1, "loss": 0.6'))
     with pytest.warns(UserWarning, match="line 3, it does not match its checksum.*without removing `crc32`"):
@@ -160,8 +160,7 @@ def test_an_edited_row_is_left_out_and_the_way_out_named(tmp_path):
 
 
 @pytest.mark.parametrize("cut", range(1, 100, 7))
-def test_continuing_a_torn_file_cuts_the_tear_and_loses_no_row(tmp_path, cut):
-    path = tmp_path / "t.jsonl"
+def test_continuing_a_torn_file_cuts_the_tear_and_loses_no_row(path, cut):
     filled(path).close()
     torn = path.read_bytes()[:-cut]
     path.write_bytes(torn)
@@ -179,8 +178,7 @@ def test_continuing_a_torn_file_cuts_the_tear_and_loses_no_row(tmp_path, cut):
     assert [row["step"] for row in strict_lines(path)[1:]] == [*range(complete), 7]
 
 
-def test_broken_line_in_the_middle_costs_only_itself(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_broken_line_in_the_middle_costs_only_itself(path):
     filled(path).close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"step": 1, "lo\x00\xff\n', *lines[3:]]))
@@ -199,8 +197,7 @@ def test_broken_line_in_the_middle_costs_only_itself(tmp_path):
         (b'{"format": "curvestep-trace", "schema": 2}\n', "Install a newer curvestep"),
     ],
 )
-def test_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, match):
-    path = tmp_path / "t.jsonl"
+def test_file_that_is_no_trace_is_refused_in_one_line(path, content, match):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=match) as error:
         Trace.load(path)
@@ -211,8 +208,7 @@ def test_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, match):
         assert path.read_bytes() == content
 
 
-def test_continuing_a_file_does_not_double_rows(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_continuing_a_file_does_not_double_rows(path):
     filled(path, steps=range(0, 50, 5)).close()
     resumed = filled(path, steps=range(30, 70, 5))
     assert list(resumed.column("step")) == list(range(0, 70, 5))
@@ -235,8 +231,7 @@ def test_continuing_with_another_header_warns(tmp_path):
         Trace(tmp_path / "t.jsonl", header={"batch_size": 40}).close()
 
 
-def test_full_disk_keeps_the_row_and_writes_it_later(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_full_disk_keeps_the_row_and_writes_it_later(path):
     trace = filled(path)
     size = path.stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -252,8 +247,7 @@ def test_full_disk_keeps_the_row_and_writes_it_later(tmp_path):
     assert list(Trace.load(path).column("step")) == [0, 1, 2, 3, 4]
 
 
-def test_second_writer_of_a_file_is_refused_and_overwrites_nothing(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_second_writer_of_a_file_is_refused_and_overwrites_nothing(path):
     first, second = Trace(path), Trace(path)
     first.append({"step": 0})
     with pytest.raises(OSError, match="Another trace or process writes to it"):
@@ -278,8 +272,7 @@ def test_columns_are_views_and_cannot_be_written():
     assert np.isnan(trace.column("grad_norm")[1000:]).all()
 
 
-def test_layers_are_columns_of_their_own(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_layers_are_columns_of_their_own(path):
     with Trace(path) as trace:
         trace.append({"step": 0, "layers": {"encoder.0": {"smoothness": 2.0}, "a/b": {"smoothness": 3.0}}})
     loaded = Trace.load(path)
@@ -288,8 +281,7 @@ def test_layers_are_columns_of_their_own(tmp_path):
     assert loaded[0]["layers"]["a/b"] == {"smoothness": 3.0}
 
 
-def test_lists_are_two_dimensional_columns(tmp_path):
-    path = tmp_path / "t.jsonl"
+def test_lists_are_two_dimensional_columns(path):
     with Trace(path, header={"fractions": [0.5, 1.0]}) as trace:
         trace.append({"step": 0, "secants": [2.0, 1], "grad_norms": [math.inf, math.nan]})
         trace.append({"step": 1})
@@ -317,8 +309,7 @@ def test_a_trace_without_lists_or_fractions_has_columns_of_nan():
 
 
 @pytest.mark.parametrize("step", [10**400, -(10**400), "7", True, None, math.nan, [1]])
-def test_a_step_that_is_no_number_does_not_stop_loading(tmp_path, step):
-    path = tmp_path / "t.jsonl"
+def test_a_step_that_is_no_number_does_not_stop_loading(path, step):
     with Trace(path) as trace:
         trace.append({"step": 3, "loss": 1.0})
         trace.append({"step": step, "loss": 2.0})
@@ -551,9 +542,8 @@ def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():
 
 
 @pytest.mark.slow
-def test_loading_takes_bounded_memory_per_row(tmp_path):
+def test_loading_takes_bounded_memory_per_row(path):
     # Measured at two sizes, so that what is constant (one chunk being parsed) drops out of the difference.
-    path = tmp_path / "t.jsonl"
     names = [name for name in FIELDS if FIELDS[name].kind == "number"]
     peaks, sizes = [], [20_000, 50_000]
     for size in sizes:
