@@ -316,6 +316,13 @@ def test_noise_doubles_the_arms_and_their_judges():
     assert {"noise", "unknown"} & kinds(cal)
     assert cal.confidence != "high"
     assert cal.last_arms == cal.arms[3:]
+    long = calibrate(model, model, batches, optimizer="SGD", schedule="warmup-decay")
+    assert {arm.num_steps for arm in long.arms} == {48}  # long enough
+
+
+def test_noise_that_hides_the_gains_within_a_budget_is_said():
+    assert {note.kind for note in of_arms(arms_of(0.1, 1.0, 0.5, error=0.3), 2.0, num_judges=8)} == {"noise"}
+    assert not of_arms(arms_of(0.1, 1.0, 0.5, error=0.19), 2.0, num_judges=8)
 
 
 def test_start_at_the_optimum_cannot_tell_and_gives_a_safe_value():

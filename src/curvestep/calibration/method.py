@@ -110,7 +110,6 @@ def _smallest_threshold(optimizer: Optimizer) -> float:
 
 
 def _method(optimizer: Optimizer, max_norm: float) -> Method:
-    peak_lr(optimizer)  # refuses one without
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
     family, (momentum, *others) = family_of(optimizer), momenta(optimizer)
