@@ -42,6 +42,7 @@ enum { AHEAD = 128 };       /* elements that Adam's pass asks for in advance: ei
 enum { ROW = 256 };        /* elements of a quarter of a block whose squares are added in single precision */
 enum { SHORT = 8 * ROW };  /* elements of a unit whose squares are added in one go */
 enum { NEAR = 1 << 11 };   /* elements of short units that are measured together before they are updated */
+enum { FAR = 1 << 9 };     /* the same where tensors of more than STRETCH elements in all come from memory, not from a cache */
 enum { MOST = 256 };       /* such units at most */
 _Static_assert(NEAR <= SHORT, "units longer than SHORT must come alone");
 enum { ALONE = 1 << 15 };  /* up to so many elements in all, a second thread costs more than it brings */
@@ -408,7 +409,8 @@ static void update_range(const Job *job, int64_t i, int64_t from, int64_t to)
         return;
     }
     const double *factors = factors_of(units, job->count) + units->starts[i];
-    const int64_t unit = unit_size(units->starts, job->sizes, i), together = NEAR / unit < MOST ? NEAR / unit + 1 : MOST;
+    const int64_t unit = unit_size(units->starts, job->sizes, i), near = job->all > STRETCH ? FAR : NEAR;
+    const int64_t together = least(near / unit + 1, MOST);
     int64_t found = from / unit;
     for (int64_t at = from, n; at < to; at += n) {
         const int64_t k = at / unit;
