@@ -14,7 +14,7 @@ def visible(text: str) -> str:
         >>> print(visible("run\u202egpj.exe"), visible("a\x1b[31m"))
         run\u202egpj.exe a\u001b[31m
     """
-    return "".join(map(_visible, text))
+    return text.translate({ord(char): _visible(char) for char in set(text)})
 
 
 def _visible(char: str) -> str:
