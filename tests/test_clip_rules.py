@@ -362,6 +362,20 @@ def test_groups_may_have_rules_of_their_own():
     assert torch.allclose(head, torch.full((4,), 0.9))
 
 
+def test_rule_that_is_set_later_starts_afresh():
+    def threshold_after(*rules):
+        p = nn.Parameter(torch.zeros(1))
+        opt = ClippedSGD([p], lr=1.0, max_norm=rules[0])
+        for size, rule in zip((1.0, 4.0), rules, strict=True):
+            opt.param_groups[0]["max_norm"] = rule
+            p.grad = torch.full((1,), size)
+            opt.step()
+        return opt.clip_stats()["coefficient"] * size
+
+    assert threshold_after(percentile(50), percentile(50)) == pytest.approx(2.5)
+    assert threshold_after(percentile(50), percentile(60)) == pytest.approx(4.0)
+
+
 def test_grad_scaler_leaves_the_same_steps():
     def parameters_after(scale):
         params = list(model().parameters())
