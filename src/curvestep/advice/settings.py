@@ -1,7 +1,4 @@
-"""Several runs of one task: the seeds of a setting merged, the best with its ties, and what to try next.
-
-Curvature alone cannot say which setting is best, for it adapts to the step; how far the loss fell can.
-"""
+"""Several runs of one task: seeds merged, the best by its loss, its ties, and what to try next."""
 
 from __future__ import annotations
 
@@ -54,13 +51,16 @@ def settings_of(histories: list[History]) -> list[TriedSetting]:
 
 
 def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
-    """Middle of the wider gap beside the best, NEXT² wide where nothing was tried; None if none is wider."""
-    lr, rates = best.run.lr, [setting.run.lr for setting in settings]
-    up = min((rate / lr for rate in rates if rate > lr > 0), default=NEXT**2)
-    down = min((lr / rate for rate in rates if lr > rate > 0), default=NEXT**2)
-    if max(up, down) < NEXT**2:
+    """The middle of a wide gap beside the best; else, at an end of what was tried, three times or a third."""
+    lr, rates = best.run.lr, sorted({setting.run.lr for setting in settings if setting.run.lr > 0})
+    if lr not in rates:
         return None
-    return lr * math.sqrt(up) if up >= down else lr / math.sqrt(down)
+    place = rates.index(lr)
+    beside = [rates[max(place - 1, 0)], rates[min(place + 1, len(rates) - 1)]]
+    far = max(beside, key=lambda rate: abs(math.log(rate / lr)))
+    if not NEXT**-3 < far / lr < NEXT**3:
+        return math.sqrt(lr * far)
+    return {rates[0]: lr / NEXT, rates[-1]: lr * NEXT}.get(lr)
 
 
 def _loss_at(history: History, run: Outcome, horizon: float) -> float:
