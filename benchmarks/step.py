@@ -210,13 +210,13 @@ torch {torch}, two shared cores, medians; a range is that of several calls.
 Numbers: `{json}`, to which each call adds:
 
 ```
-python benchmarks/step.py --rounds 30 --json docs/results/{json}
-python benchmarks/step.py --rounds 30 --json docs/results/{json} --optimizer adamw [--warm]
+python benchmarks/step.py --rounds 24 --json docs/results/{json}
+python benchmarks/step.py --rounds 24 --json docs/results/{json} --optimizer adamw [--warm]
 python benchmarks/step.py --json docs/results/{json} --page docs/results/step.md
 ```
 
-*Warm* calls a variant once before each timed call, as in a loop in which nothing else runs. These calls are
-older than the last changes of the optimizers, which took large pages away from AdamW's state.
+*Warm* calls a variant once before each timed call, as in a loop in which nothing else runs. An
+installation ran beside the first call.
 {tables}
 AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20: 0.27 million in 65 tensors.
 Bytes moved for each parameter: [compare](../compare.md#speed-of-the-optimizer-phase). On small models most of
