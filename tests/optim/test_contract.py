@@ -108,11 +108,10 @@ def test_no_gradient_at_all_is_no_step(make):
     assert opt.clip_stats()["steps"] == 0
 
 
-@every_optimizer
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_graph_from_before_the_step_is_stale(make, momentum):
+@every_optimizer_in_every_mode
+def test_a_graph_from_before_the_step_is_stale(make, mode):
     p = nn.Parameter(torch.ones(3))
-    opt = make([p], momentum=momentum)
+    opt = make([p], **mode)
     for _ in range(2):
         p.grad = torch.ones(3)
         loss = (p**2).sum()

@@ -344,11 +344,17 @@ def update(part: Part, scale: float) -> None:
     rule = part.rule
     if part.path == "kernel":
         rule.by_kernel(part, scale)
-        # torch must know that the values changed, or it would not notice a stale graph.
-        torch.autograd.graph.increment_version(part.params)
     else:
         by = {"fused": rule.by_fused, "foreach": rule.by_foreach, "loop": rule.by_loop}
         by[part.path](part, scale)
+    if part.path in ("kernel", "fused"):
+        tell_autograd(part.params)
+
+
+def tell_autograd(params: list[Tensor]) -> None:
+    """Say that values changed, as neither our kernel nor torch's fused ones do: a stale graph is noticed."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(params)
 
 
 def trusted_kernel(name: str, is_right: Callable[[FusedKernel], bool]) -> FusedKernel | None:

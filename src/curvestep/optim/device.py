@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.clip_rules import Quantity
-from curvestep.optim._update import Bundle, Number, Part, along, is_new, update
+from curvestep.optim._update import Bundle, Number, Part, along, is_new, tell_autograd, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
@@ -309,6 +309,7 @@ def update_on_device(part: Part, scale: Tensor, step: DeviceStep) -> None:
     scale, skip = scale.to(device), step.skip.to(device)
     if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
         part.rule.by_fused_on_device(part, scale, skip)
+        tell_autograd(part.params)
     else:
         by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
         with _unless_skipped(step, [*part.params, *chain(*part.buffers)]):
