@@ -111,8 +111,9 @@ def test_a_short_step_of_adam_is_no_sign_of_clipping(where):
     assert "clipping" not in [note.kind for note in advice.reasons]
 
 
-def test_a_gain_that_is_not_known_is_not_printed():
-    run = outcome(efficiency=math.nan)
+@pytest.mark.parametrize("efficiency", [math.nan, -4.5])
+def test_a_gain_that_is_none_or_not_known_is_not_printed(efficiency):
+    run = outcome(efficiency=efficiency)
     (steps,) = (note.text for note in reasons_for(decide(run), run) if note.kind == "steps")
     assert steps.startswith("a step changes the gradient by 0.5")
 

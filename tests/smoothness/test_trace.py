@@ -537,7 +537,7 @@ def test_unknown_column_and_value_without_json_are_refused_with_a_way_out():
     trace.close()
     with pytest.raises(ValueError, match="closed"):
         trace.append({"step": 10})
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="there is no row"):
         trace[4]
 
 

@@ -62,7 +62,7 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
         texts["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
     if math.isfinite(run.kappa):
         gain = ""
-        if math.isfinite(run.efficiency):
+        if run.efficiency >= 0:  # else it rose, or is not known
             gain = f"gains {run.efficiency:.0%} of what its slope promises and "
         change = f"changes the gradient by {run.kappa:.2g} of its norm"
         texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"

@@ -210,7 +210,7 @@ def clipped_share(step: np.ndarray, clip_norm: np.ndarray) -> float:
     """Share of the steps that were clipped; a row stands for those since the one before. NaN: no row says so.
 
     Example:
-        >>> clipped_share(np.array([0.0, 1.0, 8.0]), np.array([0.5, 0.5, np.inf])).__round__(2)
+        >>> round(clipped_share(np.array([0.0, 1.0, 8.0]), np.array([0.5, 0.5, np.inf])), 2)
         0.22
     """
     known = ~np.isnan(clip_norm)

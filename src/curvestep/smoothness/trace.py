@@ -160,7 +160,9 @@ class Trace:
         return self._length
 
     def __getitem__(self, index: int) -> Row:
-        return {**dict.fromkeys(FIELDS), **self._row(range(len(self))[index])}
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no row {index}: the trace has {len(self)}")
+        return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
 
     def __iter__(self) -> Iterator[Row]:
         return map(self.__getitem__, range(len(self)))
