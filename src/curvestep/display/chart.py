@@ -31,19 +31,25 @@ class Axis:
 class Series:
     """One curve or cloud of points."""
 
-    name: str  # in the legend
+    name: str  # when it is pointed at, and in the legend
     x: np.ndarray  # where, not finite where there is a gap
     y: np.ndarray  # likewise
     _: KW_ONLY
-    colour: int | str = 0  # a number in the palette, or ``ink``, ``soft`` or ``bad``
+    colour: int | str = 0  # a number in the palette, or ``ink``, ``soft``, ``pale``, ``bad``
     dash: str = "solid"  # ``solid``, ``dash``, ``dashdot``, ``dot``; empty for points without a line
     mark: str = ""  # ``circle``, ``triangle``, ``square`` or empty
     shade: np.ndarray | None = None  # iterations, to colour the marks by
     band: tuple[np.ndarray, np.ndarray] | None = None  # lower and upper end of a band around the curve
     # What a point says beyond its coordinates, by name.
     extra: Mapping[str, Sequence[float | str] | np.ndarray] = field(default_factory=dict)
-    weight: float = 1.0  # factor on the width of its line and the size of its marks
+    weight: float = 1.0  # factor on the width of its line and the size of its marks; heavier ones lie above
+    legend: str | None = None  # instead of its name in the legend; empty for no entry
     is_lost: bool = False  # whether a cross marks its last point: the run diverged there
+
+    @property
+    def entry(self) -> str:
+        """Its entry in the legend; empty for none."""
+        return self.name if self.legend is None else self.legend
 
     @property
     def symbol(self) -> str:

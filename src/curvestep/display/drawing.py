@@ -20,7 +20,7 @@ from curvestep.display.markup import visible
 
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
 _PALETTE: dict[int | str, str] = {
-    **dict(enumerate(COLOURS)), "ink": "#000000", "soft": "#777777", "bad": "#A4161A",
+    **dict(enumerate(COLOURS)), "ink": "#000000", "soft": "#777777", "pale": "#B0B0B0", "bad": "#A4161A",
 }  # fmt: skip
 _LINES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":", "": "none"}
 _MARKS = {"circle": "o", "triangle": "^", "square": "s", "": ""}
@@ -61,7 +61,7 @@ def draw(panel: Axes, chart: Chart) -> None:
 
 def _draw_legend(panel: Axes, chart: Chart) -> None:
     """The legend: between panel and title over a cloud of points, under it if long, where it hides none."""
-    num_names = sum(series.name != "" for series in chart.series)
+    num_names = sum(series.entry != "" for series in chart.series)
     outside = {"ncols": 2, "frameon": False, "handlelength": 1.6}
     if num_names == 0:
         return
@@ -81,9 +81,9 @@ def _draw_series(panel: Axes, series: Series) -> None:
     colour = _PALETTE[series.colour]
     if series.band is not None:
         panel.fill_between(series.x, *series.band, color=colour, alpha=0.18, linewidth=0)
-    (line,) = panel.plot(series.x, series.y, label=_literal(series.name))
+    (line,) = panel.plot(series.x, series.y, label=_literal(series.entry))
     line.set(color=colour, linestyle=_LINES[series.dash], marker=_MARKS[series.symbol])
-    line.set(linewidth=1.4 * series.weight, markersize=4.5 * series.weight)
+    line.set(linewidth=1.4 * series.weight, markersize=4.5 * series.weight, zorder=2 + series.weight)
     if series.is_lost:
         panel.plot(*series.last, "x", color=colour, markersize=8)
 

@@ -13,7 +13,7 @@ import numpy as np
 from curvestep.display.chart import Axis, Chart, Grid
 from curvestep.lab.recipes import Fields, short
 
-NOT_RUN = "not run"  # in a cell
+NOT_RUN = "–"  # in a cell
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
 NOT_SETTINGS = (
     "name", "figures", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
@@ -103,6 +103,8 @@ def _words(grid: Grid, rows: str, columns: str) -> str:
         words.append(_lowest_cell(grid, rows, columns))
     if num_run > known.sum():
         words.append(f"{num_run - known.sum()} of {num_run} settings did not finish.")
+    if num_run < known.size:
+        words.append(f"{NOT_RUN} was not run.")
     return " ".join(words)
 
 

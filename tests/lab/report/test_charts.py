@@ -12,9 +12,9 @@ from curvestep.display.chart import BOLD, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import calibration_charts, comparison, run_charts, seeds_by_setting
+from curvestep.lab.report.charts import calibration_charts, comparison, run_charts
 from curvestep.lab.report.plotly_charts import TEMPLATE, rounded, to_plotly
-from curvestep.lab.report.views import RunView, find_views
+from curvestep.lab.report.views import RunView, find_views, seeds_by_setting, tasks_of
 from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
@@ -127,6 +127,47 @@ def test_the_best_setting_is_bold_and_a_lost_one_red_with_a_cross(views):
     assert panel.lines[0].get_linewidth() == 2 * panel.lines[1].get_linewidth()
 
 
+def test_of_many_settings_the_best_are_named_and_the_others_counted(views):
+    order = (3, 8, 1, 0, 9, 5, 12, 2, 4, 11, 7, 6, 10)  # by loss; the last three diverge
+    own = {"fields": {}, "trace": None, "fit": None, "advice": None, "status": ""}
+    runs = [replace(views[0], **own, name=str(n), setting=f"lr {n}", final_loss=n) for n in order]
+    runs = [replace(run, status="diverged") if run.final_loss > 9 else run for run in runs]
+    (task,) = tasks_of(runs)
+    *calm, _, _, _ = task.runs
+    assert [run.setting for run in calm] == [f"lr {n}" for n in range(10)]
+    series = comparison(task.runs)[0].series
+    assert [one.entry for one in series] == [
+        *(f"lr {n}" for n in range(5)),
+        "5 others",
+        *[""] * 4,
+        "3 diverged",
+        "",
+        "",
+    ]
+    assert [one.colour for one in series] == [0, 1, 2, 3, 4, *["pale"] * 5, *["bad"] * 3]
+    drawn = to_plotly(comparison(task.runs)[0])["data"]
+    assert [one["name"] for one in drawn if one.get("showlegend", True)] == [
+        one.entry for one in series if one.entry
+    ]
+    assert [one["name"] for one in drawn if one.get("hoverinfo") != "skip"] == [one.name for one in series]
+    legend = figure_of(comparison(task.runs)[:1]).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [one.entry for one in series if one.entry]
+    few = comparison(task.runs[:4] + task.runs[-2:])[0].series
+    assert [one.entry for one in few] == [one.name for one in few]
+
+
+def test_the_best_setting_is_that_with_the_lowest_mean_of_its_seeds(views):
+    fields = [{**views[0].fields, "lr": lr, "seed": seed} for lr in (1.0, 2.0) for seed in (0, 1)]
+    losses = (1.0, 4.0, 2.0, 2.1)
+    runs = [
+        replace(views[0], fields=own, setting=f"lr {own['lr']}", final_loss=loss, trace=None, task="one")
+        for own, loss in zip(fields, losses, strict=True)
+    ]
+    assert [run.final_loss for run in tasks_of(runs)[0].runs] == [2.0, 2.1, 1.0, 4.0]
+    lost = [replace(run, status="diverged") if run.final_loss == 2.1 else run for run in runs]
+    assert [run.final_loss for run in tasks_of(lost)[0].runs] == [1.0, 4.0, 2.0, 2.1]
+
+
 def test_traces_of_ones_own_are_named_by_lr_and_threshold(views):
     own = [replace(views[0], fields={}, setting="lr 0.3, clip 0.5", name=name) for name in "ab"]
     assert list(seeds_by_setting(own[:1])) == ["lr 0.3, clip 0.5"]
@@ -167,13 +208,13 @@ def test_a_map_names_what_became_of_each_cell():
         ("no clipping", "1"): "2.20",
         ("no clipping", "3"): "1 of 2 diverged",
         ("0.25", "1"): "2.10",
-        ("0.25", "3"): "not run",
+        ("0.25", "3"): "–",
     }
-    assert "1 of 3 settings did not finish" in chart.words
+    assert "1 of 3 settings did not finish. – was not run." in chart.words
     drawn = to_plotly(chart)
     assert drawn["data"][0]["text"] == [["2.10", ""], ["2.20", ""]]
     notes = {(note["y"], note["x"]): note["text"] for note in drawn["layout"]["annotations"]}
-    assert notes == {(0, 1): "not run", (1, 1): "1 of 2 diverged"}
+    assert notes == {(0, 1): "–", (1, 1): "1 of 2 diverged"}
     assert "The lowest is 2.1" in chart.words
 
 

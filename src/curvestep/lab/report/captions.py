@@ -17,7 +17,7 @@ from curvestep.calibration.result import Calibration
 from curvestep.display.markup import plain, visible
 from curvestep.display.results import finite, stability, usable
 from curvestep.lab.recipes import OPTIMIZERS, Fields
-from curvestep.lab.report.views import RunView, best_of
+from curvestep.lab.report.views import RunView
 
 
 def _sentences(*said: tuple[bool, str]) -> str:
@@ -172,8 +172,8 @@ def calibration(found: Calibration) -> str:
 
 
 def comparison(views: Sequence[RunView], num_settings: int) -> str:
-    """Runs by final training loss."""
-    best = best_of(views)
+    """Runs by final training loss, the best first."""
+    best = views[0]
     lowest = f"Training loss ends lowest, at {best.final_loss:.4g}, in {best.name} ({best.setting})."
     diverged = sum(view.is_lost for view in views)
     seeds = f"{num_settings} settings: a line is the mean over seeds, a band their range."
@@ -220,7 +220,7 @@ def page_title(views: Sequence[RunView], places: Sequence[Path], *, reproduction
 
 def subtitle(views: Sequence[RunView]) -> str:
     """How the runs ended, and on which data; the setup tells where from."""
-    states = Counter(view.status or "measured" for view in views)
+    states = Counter(view.ending or "measured" for view in views)
     facts = [f"{count} {status}" for status, count in states.items()]
     if len(views) == 1:
         facts = [f"{views[0].step:,} steps"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from curvestep.display.chart import (
     GRADIENT,
     NUM_COLOURS,
     SHARPNESS,
+    THIN,
     Axis,
     Chart,
     Grid,
@@ -22,10 +23,12 @@ from curvestep.display.chart import (
 )
 from curvestep.lab.recipes import Fields
 from curvestep.lab.report import captions
-from curvestep.lab.report.views import RunView, best_of
-from curvestep.lab.sweep_map import NOT_SETTINGS, field_value, short_value
+from curvestep.lab.report.views import RunView, seeds_by_setting
 
 _MOST_COMPARED = 500  # points of a curve among others
+_NUM_NAMED = 5  # the best settings, where there are more than colours
+# Settings of a colour that share an entry of the legend if there are more than this many, and its name.
+_TOGETHER = (("pale", 1, "others"), ("bad", 2, "diverged"))
 
 
 # Of the comparison: column, title, label and whether its axis is logarithmic.
@@ -69,14 +72,16 @@ def layers(view: RunView) -> Chart | None:
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range.
 
-    The best setting is bold, a lost one red with a cross. A run alone has nothing to be compared with.
+    A run alone has nothing to be compared with.
+
+    Args:
+        views: Best first. The first setting is bold; lost ones are red with a cross.
     """
     if len(views) < 2:
         return []
     settings = seeds_by_setting(views)
     words = captions.comparison(views, len(settings))
-    best = best_of(views)
-    looks = [_look(number, runs, best) for number, runs in enumerate(settings.values())]
+    looks = _looks(list(settings.values()))
     named = list(zip(settings, settings.values(), looks, strict=True))
     charts = []
     for kind, title, label, log in OVER_STEPS:
@@ -94,35 +99,25 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
 
 
-def _look(number: int, runs: Sequence[RunView], best: RunView) -> Fields:
-    """Colour, dash and weight of a setting."""
-    if any(run.is_lost for run in runs):
-        return {"colour": "bad", "dash": DASHES[number % len(DASHES)], "is_lost": True}
-    look: Fields = {"colour": number % NUM_COLOURS, "dash": DASHES[number // NUM_COLOURS % len(DASHES)]}
-    if best in runs:
-        look["weight"] = BOLD
-    return look
-
-
-def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
-    """The seeds of each setting, by its name; a trace alone is a setting of its own.
-
-    Settings of one name are told apart by the fields in which they differ, such as the number of steps.
-    """
-    identities = list(map(_identity, views))
-    settings: dict[str, list[RunView]] = {}
-    for view, own in zip(views, identities, strict=True):
-        alike = [other for one, other in zip(views, identities, strict=True) if one.setting == view.setting]
-        differ = [name for name in own if any(other.get(name) != own[name] for other in alike)]
-        words = [f"{name.replace('_', ' ')} {short_value(own[name])}" for name in differ if own[name]]
-        settings.setdefault(", ".join([view.setting, *words]), []).append(view)
-    return settings
-
-
-def _identity(view: RunView) -> dict[str, Hashable]:
-    """The fields that make a setting; of a trace alone its name."""
-    names = [name for name in view.fields if name not in NOT_SETTINGS]
-    return {name: field_value(view.fields, name) for name in names} or {"run": view.name}
+def _looks(settings: Sequence[Sequence[RunView]]) -> list[Fields]:
+    """Colour, weight and legend of each setting: the best by name, of many the others by their number."""
+    num_named = len(settings) if len(settings) <= NUM_COLOURS else _NUM_NAMED
+    looks: list[Fields] = []
+    for number, runs in enumerate(settings):
+        if any(run.is_lost for run in runs):
+            looks.append({"colour": "bad", "dash": DASHES[number % len(DASHES)], "is_lost": True})
+        elif number < num_named:
+            looks.append({"colour": number})
+        else:
+            looks.append({"colour": "pale", "weight": THIN})
+    for colour, most, name in _TOGETHER:
+        alike = [look for look in looks if look["colour"] == colour]
+        if len(alike) > most:
+            for look in alike:
+                look["legend"] = ""
+            alike[0]["legend"] = f"{len(alike)} {name}"
+    looks[0]["weight"] = BOLD
+    return looks
 
 
 def _curve(name: str, runs: Sequence[RunView], kind: str, look: Fields) -> Series:
@@ -154,7 +149,7 @@ def _points(name: str, runs: Sequence[RunView], look: Fields) -> Series:
         np.concatenate([run.measured.get(column, none) for run in runs])
         for column in ("grad_norm", "smoothness")
     )
-    return Series(name, x, y, colour=look["colour"], dash="", mark="circle")
+    return Series(name, x, y, colour=look["colour"], dash="", mark="circle", legend=look.get("legend"))
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
@@ -167,8 +162,8 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def _calm_range(series: Sequence[Series], *, log: bool) -> tuple[float, float] | None:
-    """A run that diverged would press all others flat: the axis ends a little above the ones that did not."""
-    calm = [one.y for one in series if not one.is_lost]
+    """Runs that diverge would press the others flat: the axis ends a little above the ones with a name."""
+    calm = [one.y for one in series if not one.is_lost and one.legend is None]
     if len(calm) in (0, len(series)):
         return None
     values = results.finite(np.concatenate(calm))

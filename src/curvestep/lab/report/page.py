@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -29,7 +30,7 @@ from curvestep.lab.report import captions
 from curvestep.lab.report.charts import comparison, run_charts
 from curvestep.lab.report.plotly_charts import TEMPLATE, to_plotly
 from curvestep.lab.report.task_verdicts import verdict
-from curvestep.lab.report.views import RunView, Task, best_of, find_views, tasks_of
+from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
 from curvestep.lab.run.sources import CLAIMS, place_of
 from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
@@ -47,7 +48,7 @@ class Page:
     Args:
         path: The HTML file.
         verdicts: Verdict, advice, reasons and warnings: of a reproduction's claims, then one for each task.
-        runs: What the page shows, run by run.
+        runs: What the page shows, run by run, the best of a task first.
     """
 
     path: Path
@@ -94,7 +95,9 @@ def write_page(
     write_atomically(output, page.encode())
     if claims:
         verdicts.insert(0, {"title": "", "verdict": claims["found"], "warnings": []})
-    return Page(path=output, verdicts=tuple(verdicts), runs=tuple(views))
+    return Page(
+        path=output, verdicts=tuple(verdicts), runs=tuple(chain.from_iterable(task.runs for task in tasks))
+    )
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -171,14 +174,11 @@ def _shown_first(runs: Sequence[Fields], alone: bool) -> Fields:
     """Charts of the best run of the only task, for the top of the page, taken out of those further down."""
     if not alone:
         return {}
-    views = [run["view"] for run in runs]
-    best = best_of(views)
-    number = views.index(best)
-    charts: dict[str, Chart] = runs[number]["charts"]
+    best, charts = runs[0]["view"], runs[0]["charts"]
     loss = {}
     if len(runs) == 1 and "run-0-loss" in charts:  # of several the comparison shows it
         loss = {"run-0-loss": charts.pop("run-0-loss")}
-    places = [f"run-{number}-{kind}" for kind in TOP_KINDS]
+    places = [f"run-0-{kind}" for kind in TOP_KINDS]
     row = {place: charts.pop(place) for place in places if place in charts}
     return {"name": best.name, "setting": best.setting, "row": row, "loss": loss}
 

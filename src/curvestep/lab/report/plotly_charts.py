@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.display.chart import DASHES, NUM_COLOURS, Axis, Chart, Grid, Series
+from curvestep.display.chart import DASHES, Axis, Chart, Grid, Series
 from curvestep.display.markup import plain
 
 Spec = dict[str, Any]  # an object of plotly's
@@ -23,7 +23,8 @@ TEMPLATE: Spec = {
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--ink)"},
         "hoverlabel": {
-            "bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"}
+            "bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"},
+            "namelength": -1,
         },
         "legend": {
             "orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemclick": False,
@@ -44,7 +45,6 @@ def to_plotly(chart: Chart) -> Spec:
     if chart.grid is None:
         layout["xaxis"] |= _scale(chart, "x", log=chart.x.log)
         layout["yaxis"] |= _scale(chart, "y", log=chart.y.log)
-        layout["showlegend"] = len(chart.series) <= 2 * NUM_COLOURS
     else:
         data.append(_plotly_grid(chart.grid, chart))
         layout["xaxis"] |= _cells(chart.grid.across)
@@ -110,16 +110,22 @@ def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
     if series.band is not None:
         yield {**common, **_band(series, *series.band, colour)}
     parts = {"lines": series.dash, "markers": series.symbol}
+    look = {
+        "mode": "+".join(mode for mode, wanted in parts.items() if wanted),
+        "line": {"color": colour, "width": _LINE_WIDTH * series.weight, "dash": _DASHES[series.dash]},
+        "marker": _marker(series, colour),
+    }
+    if series.legend:
+        yield {**common, **look, "name": plain(series.legend), "x": [None], "y": [None], "hoverinfo": "skip"}
     yield {
         **common,
         **_hover(series),
+        "zorder": round(10 * series.weight),
         "name": plain(series.name),
         "x": rounded(series.x),
         "y": rounded(series.y),
-        "mode": "+".join(mode for mode, wanted in parts.items() if wanted),
-        "showlegend": series.shade is None,
-        "line": {"color": colour, "width": _LINE_WIDTH * series.weight, "dash": _DASHES[series.dash]},
-        "marker": _marker(series, colour),
+        "showlegend": series.shade is None and series.legend is None,
+        **look,
     }
     if series.is_lost:
         x, y = map(rounded, series.last)
@@ -179,6 +185,7 @@ def _plotly_grid(grid: Grid, chart: Chart) -> Spec:
         "colorscale": "Viridis",
         "reversescale": grid.reverse,
         "hoverongaps": False,
+        "showscale": not grid.text,
         "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 10, "outlinewidth": 0},
         "customdata": list(map(rounded, grid.values)),
         "hovertemplate": f"{plain(chart.y.label)} %{{y}}<br>{plain(chart.x.label)} %{{x}}<br>"
@@ -195,7 +202,7 @@ def _notes(grid: Grid) -> list[Spec]:
     """Text of the cells without a number: plotly would write it as if they were white."""
     if not grid.text:
         return []
-    look = {"showarrow": False, "font": {"color": "var(--soft)"}}
+    look = {"showarrow": False, "font": {"color": "var(--soft)", "size": 10}}
     # By the number of the category: plotly takes a name such as "10" for the number of one.
     empty = np.argwhere(~np.isfinite(grid.values)).tolist()
     return [{**look, "x": j, "y": i, "text": plain(grid.text[i][j])} for i, j in empty]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from curvestep.fit.samples import clipped_share, final_loss, lr_of_run
 from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
+from curvestep.lab.sweep_map import NOT_SETTINGS, field_value, short_value
 from curvestep.notes import Note
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clip_norms
@@ -69,6 +70,11 @@ class RunView:
         return self.status == "diverged" or (self.advice is not None and self.advice.action == DIVERGED)
 
     @property
+    def ending(self) -> str:
+        """Its status, or that its trace shows that it diverged; empty if nobody knows."""
+        return DIVERGED if self.is_lost else self.status
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """The notes as sentences."""
         return tuple(map(str, self.notes))
@@ -98,17 +104,12 @@ class RunView:
         return clipped_share(*self.curve("clip_norm"))
 
 
-def best_of(views: Sequence[RunView]) -> RunView:
-    """The run with the lowest final loss; one without a loss comes last."""
-    return min(views, key=lambda view: (not math.isfinite(view.final_loss), view.final_loss))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Runs that can be compared, and what they say together."""
 
     name: str  # recipe or model
-    runs: tuple[RunView, ...]  # at least one
+    runs: tuple[RunView, ...]  # at least one; best setting first, lost ones last
     advice: Advice | None  # from all of their fits; None if none of them measured anything
 
 
@@ -130,7 +131,37 @@ def _task(runs: Sequence[RunView]) -> Task:
     advice = next((view.advice for view in runs if view.advice), None)
     if len(measured) > 1:
         advice = advise(*measured)
-    return Task(name=str(known["name"]), runs=tuple(runs), advice=advice)
+    best_first = sorted(seeds_by_setting(runs).values(), key=_mean_loss)
+    return Task(name=str(known["name"]), runs=tuple(chain(*best_first)), advice=advice)
+
+
+def _mean_loss(seeds: Sequence[RunView]) -> float:
+    """Final loss of a setting; infinite if one of its seeds is lost or has none."""
+    mean = float(np.mean([view.final_loss for view in seeds]))
+    if math.isnan(mean) or any(view.is_lost for view in seeds):
+        return math.inf
+    return mean
+
+
+def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
+    """The seeds of each setting, by its name; a trace alone is a setting of its own.
+
+    Settings of one name are told apart by the fields in which they differ, such as the number of steps.
+    """
+    identities = list(map(_identity, views))
+    settings: dict[str, list[RunView]] = {}
+    for view, own in zip(views, identities, strict=True):
+        alike = [other for one, other in zip(views, identities, strict=True) if one.setting == view.setting]
+        differ = [name for name in own if any(other.get(name) != own[name] for other in alike)]
+        words = [f"{name.replace('_', ' ')} {short_value(own[name])}" for name in differ if own[name]]
+        settings.setdefault(", ".join([view.setting, *words]), []).append(view)
+    return settings
+
+
+def _identity(view: RunView) -> dict[str, Hashable]:
+    """The fields that make a setting; of a trace alone its name."""
+    names = [name for name in view.fields if name not in NOT_SETTINGS]
+    return {name: field_value(view.fields, name) for name in names} or {"run": view.name}
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:

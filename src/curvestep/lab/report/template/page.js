@@ -39,6 +39,7 @@
     for (const [axis, kind] of Object.entries(scales?.[scale] || {})) shape[axis] = { title: layout[axis].title, ...kind };
     const left = new Set([...figure.parentElement.querySelectorAll("[data-pick]:not(:checked)")].map((box) => box.dataset.pick));
     const plot = figure.querySelector(".plot");
+    if (plot.clientWidth < 420 && shape.xaxis.type !== "category") shape.xaxis = { ...shape.xaxis, dtick: null, nticks: 5 };
     if (document.documentElement.matches(".printing")) shape.width = plot.clientWidth;
     drawn.add(figure);
     return Plotly.react(plot, paint(data.filter((curve) => !left.has(curve.legendgroup))), paint(shape),
