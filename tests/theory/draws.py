@@ -17,30 +17,49 @@ from curvestep.theory import (
     theorem7,
     theorem8,
 )
-from curvestep.theory.problems.polynomials import random_rotation
 
 
-class RotatedWalls(Problem):
-    """A wall in every coordinate of a rotated frame: the frontier of one wall, in any dimension."""
+class Rotated(Problem):
+    """A function of several variables in a rotated frame."""
 
-    minimum = 0.0
-
-    def __init__(self, *, L0, L1, dim, rotation_seed=None):
-        self.wall, self.event_shape = ExponentialWall(L0=L0, L1=L1), (dim,)
-        self.rotation = random_rotation(dim, rotation_seed)
-        self.name = f"exponential walls in {dim} dimensions"
+    def __init__(self, inner, seed):
+        self.inner, self.event_shape, self.minimum, self.name = inner, inner.event_shape, 0.0, inner.name
+        self.rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=2 * inner.event_shape))[0]
 
     def value(self, x):
-        return self.wall.value(x @ self.rotation.T).sum(axis=-1)
+        return self.inner.value(x @ self.rotation.T)
 
     def gradient(self, x):
-        return self.wall.gradient(x @ self.rotation.T) @ self.rotation
+        return self.inner.gradient(x @ self.rotation.T) @ self.rotation
 
     def hessian_norm(self, x):
-        return self.wall.curvature(x @ self.rotation.T).max(axis=-1)
+        return self.inner.hessian_norm(x @ self.rotation.T)
+
+    def frontier(self, L1):
+        return self.inner.frontier(L1)
+
+
+class Walls(Problem):
+    """A wall in every coordinate: the frontier of one wall, in any dimension."""
+
+    def __init__(self, wall, dim):
+        self.wall, self.event_shape, self.name = wall, (dim,), f"walls in {dim} dimensions"
+
+    def value(self, x):
+        return self.wall.value(x).sum(axis=-1)
+
+    def gradient(self, x):
+        return self.wall.gradient(x)
+
+    def hessian_norm(self, x):
+        return self.wall.curvature(x).max(axis=-1)
 
     def frontier(self, L1):
         return self.wall.frontier(L1)
+
+
+def rotated_walls(*, L0, L1, dim=3, seed=0):
+    return Rotated(Walls(ExponentialWall(L0=L0, L1=L1), dim), seed)
 
 
 def log_uniform(rng, low, high):
@@ -61,15 +80,14 @@ def draw_problem(rng):
     if kind == 2:
         dim = int(rng.integers(1, 5))
         curvatures = [log_uniform(rng, 0.05, 5) for _ in range(dim)]
-        problem = Quadratic(curvatures, rotation_seed=int(rng.integers(1000)))
+        problem = Rotated(Quadratic(curvatures), int(rng.integers(1000)))
         return problem, L1, rng.normal(size=dim) * log_uniform(rng, 0.3, 10)
     if kind == 3:
         problem = ExponentialWall(L0=log_uniform(rng, 0.1, 10), L1=L1)
         return problem, L1, rng.normal() * 3 / L1
     if kind == 4:
         dim = int(rng.integers(2, 5))
-        seed = int(rng.integers(1000))
-        problem = RotatedWalls(L0=log_uniform(rng, 0.1, 10), L1=L1, dim=dim, rotation_seed=seed)
+        problem = rotated_walls(L0=log_uniform(rng, 0.1, 10), L1=L1, dim=dim, seed=int(rng.integers(1000)))
         return problem, L1, rng.normal(size=dim) * 2 / L1
     problem = SlowValley(
         log_uniform(rng, 0.05, 2), slope=rng.uniform(1.05, 3), width=log_uniform(rng, 0.3, 3)

@@ -20,7 +20,7 @@ from curvestep.theory import (
     hitting_time,
 )
 from curvestep.theory.complexity import FIRST_BLOCK, LARGEST_BLOCK, walk
-from tests.theory.draws import RotatedWalls
+from tests.theory.draws import rotated_walls
 
 
 # Row 11.
@@ -85,7 +85,7 @@ def test_descent_on_many_runs_is_each_run_by_itself(num_steps):
 
 
 def test_descent_in_space_is_each_run_by_itself():
-    f = RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0)
+    f = rotated_walls(L0=1.0, L1=2.0)
     starts = np.random.default_rng(0).normal(size=(4, 3))
     runs = descend(f, NormalizedStep(lr=0.1, offset=np.array([0.1, 0.2, 0.5, 1.0])), starts, 200)
     for j, offset in enumerate([0.1, 0.2, 0.5, 1.0]):
@@ -129,7 +129,7 @@ def test_a_diverging_run_ends_as_diverged_and_stops_no_other():
 
 
 def test_noise_enters_direction_and_norm_and_is_seeded():
-    f, rule = Quadratic.isotropic(1.0, dim=2), ClippedStep(lr=0.5, max_norm=0.3)
+    f, rule = Quadratic([1.0, 1.0]), ClippedStep(lr=0.5, max_norm=0.3)
     noise = BoundedNoise(0.2)
     runs = [descend(f, rule, np.ones((5, 2)), 100, noise=noise, seed=seed).points for seed in (0, 0, 1)]
     np.testing.assert_array_equal(runs[0], runs[1])
@@ -150,7 +150,7 @@ def test_every_noise_value_is_used_once_across_blocks():
             return np.ones(batch)
 
     num_steps = 2 * LARGEST_BLOCK + 3
-    blocks = walk(Quadratic.isotropic(1e-300, dim=1), FixedStep(lr=1.0), np.zeros((1, 1)), 0)
+    blocks = walk(Quadratic([1e-300]), FixedStep(lr=1.0), np.zeros((1, 1)), 0)
     assert [start for start, _ in blocks] == [0]
     flat = descend(Quartic(), FixedStep(lr=1e-12), np.zeros(2), num_steps, noise=Ones(1.0))
     np.testing.assert_allclose(flat.points[-1], -1e-12 * num_steps, rtol=1e-9)
@@ -164,7 +164,7 @@ class Lomax(BoundedNoise):
 
 
 def test_clipping_keeps_descent_going_under_heavy_tails():
-    f, noise = Quadratic.isotropic(1.0, dim=1), Lomax(1.0)
+    f, noise = Quadratic([1.0]), Lomax(1.0)
     x0 = np.full((64, 1), 3.0)
     clipped = descend(f, ClippedStep(lr=0.05, max_norm=1.0), x0, 2000, noise=noise)
     plain = descend(f, FixedStep(lr=0.05), x0, 2000, noise=noise)

@@ -16,7 +16,7 @@ from curvestep.theory import (
     lemma12,
     lemma13,
 )
-from tests.theory.draws import RotatedWalls
+from tests.theory.draws import rotated_walls
 
 
 def random_laws(num, num_values, dim, seed):
@@ -92,7 +92,7 @@ def test_lemma2_gives_every_L1_its_L0():
 
 @pytest.mark.parametrize("version", ["printed", "corrected", "sharp"])
 def test_lemma9_bounds_gradients_nearby(version):
-    f = RotatedWalls(L0=0.7, L1=1.5, dim=3, rotation_seed=0)
+    f = rotated_walls(L0=0.7, L1=1.5)
     rng = np.random.default_rng(0)
     for _ in range(300):
         x, d = rng.normal(size=3), rng.normal(size=3)

@@ -24,7 +24,7 @@ from curvestep.theory import (
     sample_frontier,
     value_change_bound,
 )
-from tests.theory.draws import RotatedWalls
+from tests.theory.draws import Rotated, rotated_walls
 
 SCALAR = [
     Quartic(),
@@ -36,9 +36,8 @@ SCALAR = [
 ]
 VECTOR = [
     Quadratic([100.0, 1.0, 0.0]),
-    Quadratic([3.0, 2.0, 0.5, 0.1], rotation_seed=1),
-    Quadratic.isotropic(2.0, dim=2),
-    RotatedWalls(L0=1.0, L1=2.0, dim=3, rotation_seed=0),
+    Rotated(Quadratic([3.0, 2.0, 0.5, 0.1]), 1),
+    rotated_walls(L0=1.0, L1=2.0),
     DeepLinear([2, 3, 2, 2], seed=4),
 ]
 PROBLEMS = SCALAR + VECTOR
@@ -293,7 +292,7 @@ def test_walls_overflow_to_infinity_without_warning_or_nan(wall):
 
 
 def test_norms_of_huge_vectors_do_not_overflow():
-    f = Quadratic.isotropic(1.0, dim=2)
+    f = Quadratic([1.0, 1.0])
     assert f.grad_norm(np.array([3e200, 4e200])) == pytest.approx(5e200)
     assert f.norm(np.zeros(2)) == 0
 

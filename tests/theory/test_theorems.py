@@ -37,7 +37,7 @@ from curvestep.theory import (
     theorem8,
     wall_height,
 )
-from tests.theory.draws import RotatedWalls
+from tests.theory.draws import Rotated, rotated_walls
 
 positive = st.floats(1e-3, 1e3)
 SHARP_FORMS = ["clipped", "smooth", "logarithmic"]
@@ -86,8 +86,8 @@ def test_smooth_clip_is_sure_of_its_decrease(g, L0, L1):
         Polynomial([1.0, -2.0, 0.5, 0.0, 0.3]),
         PrintedWall(L1=3.0),
         ExponentialWall(L0=0.7, L1=3.0),
-        Quadratic([2.0, 0.5, 0.1], rotation_seed=0),
-        RotatedWalls(L0=0.7, L1=3.0, dim=3, rotation_seed=0),
+        Rotated(Quadratic([2.0, 0.5, 0.1]), 0),
+        rotated_walls(L0=0.7, L1=3.0),
         SlowValley(0.2),
     ],
     ids=lambda p: p.name,
@@ -226,7 +226,7 @@ def test_assumption_4_is_assumed_as_printed_and_proved_otherwise():
 
 @pytest.mark.parametrize(
     "problem",
-    [Quartic(), RotatedWalls(L0=0.7, L1=3.0, dim=3, rotation_seed=0), SlowValley(0.2)],
+    [Quartic(), rotated_walls(L0=0.7, L1=3.0), SlowValley(0.2)],
     ids=lambda p: p.name,
 )
 def test_the_gradient_is_bounded_without_assumption_4(problem):

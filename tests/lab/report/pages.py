@@ -10,7 +10,7 @@ from curvestep.lab.report.page import save_figures
 from curvestep.lab.report.views import find_views
 from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_json, write_status
 from curvestep.smoothness.trace import OK, Trace
-from tests.theory.draws import RotatedWalls
+from tests.theory.draws import rotated_walls
 
 
 def make_run(
@@ -75,7 +75,7 @@ def make_reproduction(folder):
 
 def _descend(*, lr, max_norm, steps, seed):
     rng = np.random.default_rng(seed)
-    problem = RotatedWalls(L0=1.0, L1=2.0, dim=4, rotation_seed=0)
+    problem = rotated_walls(L0=1.0, L1=2.0, dim=4)
     x = np.array([1.2, -0.7, 0.9, 0.4])
     rows = []
     for step in range(1, steps + 1):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.polynomial import Polynomial as Series
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep._checks import check_nonnegative
 from curvestep.theory.problems.base import Array, Problem, ScalarProblem
 
 
@@ -114,50 +114,38 @@ class Quartic(Polynomial):
 
 
 class Quadratic(Problem):
-    r"""A quadratic :math:`f(x) = \tfrac12 x^\top Q^\top \Lambda Q\, x` with chosen curvatures.
+    r"""A quadratic :math:`f(x) = \tfrac12 \sum_i \lambda_i x_i^2` with chosen curvatures.
 
     Its Hessian is the same everywhere and the gradient vanishes at 0, so :math:`L_0(L_1) = \lambda_{\max}`
     for every :math:`L_1`: clipping has nothing to win here.
 
     Args:
-        curvatures: The eigenvalues :math:`\Lambda`, zero or more, one for each dimension.
-        rotation_seed: Seed of a random rotation :math:`Q`; without it :math:`Q = I`.
+        curvatures: The eigenvalues :math:`\lambda_i`, zero or more, one for each dimension.
 
     Example:
         >>> f = Quadratic([100.0, 1.0])
         >>> f.gradient(np.array([1.0, 1.0])), f.frontier(3.0)
         (array([100.,   1.]), 100.0)
-        >>> Quadratic.isotropic(2.0, dim=3).value(np.ones(3))
-        np.float64(3.0)
     """
 
     minimum = 0.0
 
-    def __init__(self, curvatures: Sequence[float], *, rotation_seed: int | None = None) -> None:
+    def __init__(self, curvatures: Sequence[float]) -> None:
         for i, curvature in enumerate(curvatures):
             check_nonnegative(f"curvatures[{i}]", curvature)
         self.curvatures = np.array(curvatures, dtype=np.float64)
-        dim = self.curvatures.size
-        if dim == 0:
+        if self.curvatures.size == 0:
             raise ValueError("`curvatures` must have one entry for each dimension, got none.")
-        self.event_shape = (dim,)
-        self.rotation = random_rotation(dim, rotation_seed)
-        self.hessian = self.rotation.T @ (self.curvatures[:, None] * self.rotation)
-        self.name = f"quadratic in {dim} dimensions"
-
-    @classmethod
-    def isotropic(cls, curvature: float, *, dim: int) -> Quadratic:
-        """The same curvature in every direction."""
-        return cls([check_positive("curvature", curvature)] * check_count("dim", dim))
+        self.event_shape = self.curvatures.shape
+        self.name = f"quadratic in {self.curvatures.size} dimensions"
 
     def value(self, x: Array) -> Array:
         """Half the quadratic form."""
-        y = x @ self.rotation.T
-        return 0.5 * ((y * y) @ self.curvatures)
+        return 0.5 * ((x * x) @ self.curvatures)
 
     def gradient(self, x: Array) -> Array:
         """Hessian times x."""
-        return x @ self.hessian
+        return x * self.curvatures
 
     def hessian_norm(self, x: Array) -> Array:
         """The largest curvature, everywhere."""
@@ -167,14 +155,3 @@ class Quadratic(Problem):
         """The largest curvature, for every L1."""
         check_nonnegative("L1", L1)
         return float(self.curvatures.max())
-
-
-def random_rotation(dim: int, seed: int | None) -> Array:
-    """A rotation drawn uniformly; the identity without a seed."""
-    if seed is None:
-        return np.eye(dim)
-    from scipy.stats import special_ortho_group
-
-    if dim == 1:
-        return np.eye(1)
-    return np.asarray(special_ortho_group.rvs(dim, random_state=seed))
