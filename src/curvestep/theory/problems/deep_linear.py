@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from curvestep._checks import check_count, check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array, Problem
@@ -33,10 +32,8 @@ class DeepLinear(Problem):
     sublevel set (:meth:`rescaled`). Claims about (L0, L1) hold along a trajectory, never for a network.
 
     Args:
-        widths: Input width, hidden widths, output width.
-        inputs: The data matrix :math:`X`, one column for each example; drawn from ``seed`` if not given.
-        targets: The matrix :math:`Y`, one column for each example; drawn from ``seed`` if not given.
-        num_examples: Columns to draw.
+        widths: Input width, at least one hidden width, output width.
+        num_examples: Columns of the data :math:`X` and :math:`Y`, which are drawn.
         seed: Seed of the drawn data.
 
     Note:
@@ -45,34 +42,20 @@ class DeepLinear(Problem):
         (row 7).
 
     Example:
-        >>> f = DeepLinear([1, 1, 1], inputs=[[1.0]], targets=[[1.0]])  # (1 - w2 w1)²
-        >>> minimizer = np.array([1.0, 1.0])
-        >>> [float(f.hessian_norm(f.rescaled(minimizer, c)).round(6)) for c in (1.0, 10.0, 100.0)]
-        [4.0, 200.02, 20000.0002]
-        >>> float(f.grad_norm(f.rescaled(minimizer, 100.0)))
-        0.0
+        >>> f = DeepLinear([3, 2, 3])
+        >>> points = [f.rescaled(f.minimizer(), c) for c in (1.0, 10.0, 100.0)]
+        >>> [round(float(f.hessian_norm(x))) for x in points], bool(f.grad_norm(points[-1]) < 1e-9)
+        ([35, 1914, 191416], True)
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        *,
-        inputs: ArrayLike | None = None,
-        targets: ArrayLike | None = None,
-        num_examples: int = 8,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, widths: Sequence[int], *, num_examples: int = 8, seed: int = 0) -> None:
         self.widths = tuple(check_count(f"widths[{i}]", width) for i, width in enumerate(widths))
         self.depth = len(self.widths) - 1
-        if self.depth < 1:
-            raise ValueError(f"`widths` must have an input and an output width at least, got {widths!r}.")
-        rng = np.random.default_rng(seed)
-        n = check_count("num_examples", num_examples)
-        drawn = rng.normal(size=(self.widths[0], n)) if inputs is None else inputs
-        self.inputs = _matrix("inputs", drawn, self.widths[0])
-        n = self.inputs.shape[1]
-        drawn = rng.normal(size=(self.widths[-1], n)) if targets is None else targets
-        self.targets = _matrix("targets", drawn, self.widths[-1], n)
+        if self.depth < 2:
+            raise ValueError(f"`widths` must have an input, a hidden and an output width, got {widths!r}.")
+        rng, n = np.random.default_rng(seed), check_count("num_examples", num_examples)
+        self.inputs = rng.normal(size=(self.widths[0], n))
+        self.targets = rng.normal(size=(self.widths[-1], n))
         self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
         ends = np.cumsum([0, *map(math.prod, self._shapes)]).tolist()
         self._parts = list(itertools.starmap(slice, itertools.pairwise(ends)))  # of a point: one a layer
@@ -131,8 +114,6 @@ class DeepLinear(Problem):
         u, s, vt = np.linalg.svd(self.targets @ pseudo_inverse @ self.inputs, full_matrices=False)
         rank = min(*self.widths, len(s))
         weights = list(itertools.starmap(np.eye, self._shapes))
-        if self.depth == 1:
-            return self.flatten([self.targets @ pseudo_inverse])
         weights[0] = np.zeros(self._shapes[0])
         weights[0][:rank] = s[:rank, None] * vt[:rank] @ pseudo_inverse
         weights[-1] = np.zeros(self._shapes[-1])
@@ -141,16 +122,14 @@ class DeepLinear(Problem):
 
     def rescaled(self, x: Array, c: float) -> Array:
         """The point with its first layer times ``c`` and its second divided by ``c``: the same network."""
-        if self.depth < 2:
-            raise ValueError("`rescaled` needs a network of at least two layers, got one.")
         check_positive("c", c)
         weights = self.weights(x)
         return self.flatten([c * weights[0], weights[1] / c, *weights[2:]])
 
     def frontier(self, L1: float) -> float:
-        """No L0 is enough from two layers on; one layer is a quadratic."""
+        """No L0 is enough."""
         check_nonnegative("L1", L1)
-        return math.inf if self.depth > 1 else float(2 * np.linalg.norm(self.inputs, 2) ** 2)
+        return math.inf
 
     def _factors(self, x: Array) -> tuple[list[Array], list[Array], Array, list[Array]]:
         """A_i and B_i for each layer, the residual R, and the weights."""
@@ -166,14 +145,3 @@ class DeepLinear(Problem):
 
 def _T(matrix: Array) -> Array:
     return np.swapaxes(matrix, -1, -2)
-
-
-def _matrix(name: str, values: ArrayLike, rows: int, columns: int | None = None) -> Array:
-    """``values`` as a matrix of this shape, of any number of columns if none is given."""
-    matrix = np.array(values, dtype=np.float64)
-    shape = (rows, columns or matrix.size // rows)
-    if matrix.shape != shape:
-        raise ValueError(f"`{name}` must have shape {shape}, got {matrix.shape}.")
-    if not np.isfinite(matrix).all():
-        raise ValueError(f"`{name}` must be a matrix of finite numbers, got {values!r}.")
-    return matrix
