@@ -348,7 +348,7 @@ def test_theorem7_sharp_is_never_above_corrected_nor_above_its_simple_form(L0, L
 @given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
 def test_theorem7_sharp_satisfies_what_its_proof_needs(L0, L1, tau, gap, eps):
     guarantee = theorem7(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau, version="sharp")
-    lr, T = guarantee.hyperparameters["lr"], guarantee.num_steps
+    lr, T = guarantee.hyperparameters["lr"], math.ceil(guarantee.bound)
     V = (5 * L0 + 2 * L1 * tau) * tau**2
     # While the gradient exceeds ε, the sum grows by min{ηε², ε/(32 L1)}; Markov wants it past 8(Δ0 + η²TV).
     assert T * min(lr * eps**2, eps / (32 * L1)) >= 8 * (gap + lr**2 * T * V) * (1 - 1e-6)
@@ -362,7 +362,7 @@ def theorem7_progress(version, **numbers):
     guarantee = theorem7(**numbers, version=version)
     delta = gap + (5 * L0 + 2 * L1 * tau) * tau**2 + 9 * tau * L0**2 / L1
     each = min(guarantee.hyperparameters["lr"] * eps**2, eps / (32 * L1)) / (8 * delta)
-    return guarantee.num_steps * each, guarantee.bound * each
+    return math.ceil(guarantee.bound) * each, guarantee.bound * each
 
 
 @given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
@@ -397,10 +397,10 @@ def test_theorem8_numbers():
 def test_theorem8_satisfies_what_its_proof_needs(L0, L1, tau, gap, eps, M):
     numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, M=M, tau=tau)
     K, sharp = L0 + L1 * M, theorem8(**numbers, version="sharp")
-    h, T = sharp.hyperparameters["lr"], sharp.num_steps
+    h, T = sharp.hyperparameters["lr"], math.ceil(sharp.bound)
     assert 2 * gap / (h * T) + K * h * tau**2 <= eps**2 / 2 * (1 + 1e-6)
     corrected = theorem8(**numbers)
-    h, T = corrected.hyperparameters["lr"], corrected.num_steps
+    h, T = corrected.hyperparameters["lr"], math.ceil(corrected.bound)
     V = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2
     assert h * (M + tau) <= 1 / L1 * (1 + 1e-9)
     assert (gap + V / 2) / math.sqrt(T) <= eps**2 / 2 * (1 + 1e-6)
@@ -468,7 +468,6 @@ GOOD = dict(L0=1.0, L1=5.0, gap=12.0, eps=0.1)
         (lambda: theorem6(**GOOD, M=-1.0), "`M` must be zero or more"),
         (lambda: theorem7(**GOOD, tau=-0.1), "`tau` must be zero or more"),
         (lambda: theorem7(**{**GOOD, "L1": 0.0}, tau=0.1), "needs L1 > 0"),
-        (lambda: theorem7(**GOOD, tau=0.1, num_steps=10), "needs num_steps ≥"),
         (lambda: theorem8(**GOOD, M=0.0, tau=0.1), "`M` must be positive"),
         (lambda: remark5(**GOOD, M=0.5, version="printed"), "needs M > 1"),
         (lambda: gradient_bound(-1.0, L0=1.0, L1=1.0), "`gap` must be zero or more"),

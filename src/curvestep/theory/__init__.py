@@ -59,7 +59,6 @@ from curvestep.theory.theorems.clipped_gd import (
     theorem3 as theorem3,
 )
 from curvestep.theory.theorems.clipped_sgd import (
-    noise_term as noise_term,
     theorem7 as theorem7,
     theorem8 as theorem8,
 )

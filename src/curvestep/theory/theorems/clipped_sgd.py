@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from curvestep._checks import check_count
 from curvestep.theory.rules import FixedStep, ShiftedClippedStep
 from curvestep.theory.theorems.guarantee import (
     Assumption,
@@ -17,25 +16,8 @@ from curvestep.theory.theorems.guarantee import (
 )
 
 
-def noise_term(*, L0: float, L1: float, tau: float) -> float:
-    r"""The cost of noise of radius τ, :math:`V = (5L_0 + 2L_1\tau)\tau^2`.
-
-    Example:
-        >>> noise_term(L0=1.0, L1=2.0, tau=0.5)
-        1.75
-    """
-    return (5 * L0 + 2 * L1 * tau) * tau**2
-
-
 def theorem7(
-    *,
-    L0: float,
-    L1: float,
-    gap: float,
-    eps: float,
-    tau: float,
-    version: str = "corrected",
-    num_steps: int | None = None,
+    *, L0: float, L1: float, gap: float, eps: float, tau: float, version: str = "corrected"
 ) -> Guarantee:
     r"""Theorem 7: stochastic clipped descent reaches gradient norm ε with probability at least ½.
 
@@ -69,7 +51,6 @@ def theorem7(
         eps: The gradient norm to reach.
         tau: Radius :math:`\tau \ge 0` of the noise.
         version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        num_steps: T, at least the bound; the bound rounded up if not given.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=5.0, gap=1.0, eps=0.5, tau=0.1)
@@ -83,7 +64,7 @@ def theorem7(
     numbers = check_numbers("gap", L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
     check_version(version)
     needs = require(Assumption("L1 > 0", L1 > 0))
-    V = noise_term(L0=L0, L1=L1, tau=tau)
+    V = (5 * L0 + 2 * L1 * tau) * tau**2
     delta = gap + V + 9 * tau * L0**2 / L1
     budget = 1.0  # η ≤ √(budget/T)
     if version == "printed":
@@ -96,7 +77,7 @@ def theorem7(
         share = 8 * B / max(A - 8 * B, 8 * B)  # θ: 1 for A ≤ 16B
         bound = 8 * (1 + share) * gap * max(A, 16 * B)
         budget = ratio(share * gap, V)
-    T = _horizon(bound, num_steps)
+    T = max(1, math.ceil(bound))
     lr = min(1 / (20 * L0), ratio(1.0, 128 * L1 * tau), math.sqrt(budget) / math.sqrt(T))
     cap = 1 / (16 * L1)
     if version == "printed":
@@ -109,21 +90,12 @@ def theorem7(
         bound=bound,
         rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
         assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
-        num_steps=T,
         **numbers,
     )
 
 
 def theorem8(
-    *,
-    L0: float,
-    L1: float,
-    gap: float,
-    eps: float,
-    M: float,
-    tau: float,
-    version: str = "corrected",
-    num_steps: int | None = None,
+    *, L0: float, L1: float, gap: float, eps: float, M: float, tau: float, version: str = "corrected"
 ) -> Guarantee:
     r"""Theorem 8: plain stochastic descent reaches gradient norm ε with probability at least ½.
 
@@ -149,7 +121,6 @@ def theorem8(
         M: Largest gradient norm, everywhere.
         tau: Radius :math:`\tau \ge 0` of the noise.
         version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        num_steps: T, at least the bound; the bound rounded up if not given.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=1.0, gap=1.0, eps=0.5, M=2.0, tau=0.5)
@@ -167,7 +138,7 @@ def theorem8(
         bound = max((2 * gap + V) ** 2 / eps**4, (L1 * (M + tau)) ** 2)
     else:
         bound = 8 * K * gap / eps**2 * max(1.0, 4 * tau**2 / eps**2)
-    T = _horizon(bound, num_steps)
+    T = max(1, math.ceil(bound))
     lr = {
         "printed": min(1 / math.sqrt(T), ratio(1.0, L1 * (M + tau))),
         "corrected": 1 / math.sqrt(T),
@@ -181,17 +152,8 @@ def theorem8(
         bound=bound,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
-        num_steps=T,
         **numbers,
     )
-
-
-def _horizon(bound: float, num_steps: int | None) -> int:
-    if num_steps is None:
-        return max(1, math.ceil(bound))
-    check_count("num_steps", num_steps)
-    require(Assumption(f"num_steps ≥ {bound:.6g}", num_steps >= bound))
-    return int(num_steps)
 
 
 def _noise(tau: float) -> tuple[Assumption, ...]:

@@ -52,7 +52,6 @@ class Guarantee:
         eps: The gradient norm to reach.
         M: Largest gradient norm, where the theorem uses one.
         tau: Radius of the noise, where the theorem has noise.
-        num_steps: The number of iterations the rule was made for, where it depends on it.
         decrease: The decrease of f that one step from a given gradient norm is promised, if any is.
         up_to_constant: Whether the bound is an order only.
     """
@@ -70,7 +69,6 @@ class Guarantee:
     eps: float
     M: float | None = None
     tau: float | None = None
-    num_steps: int | None = None
     decrease: Callable[[Array], Array] | None = field(default=None, repr=False, compare=False)
     up_to_constant: bool = False
 
