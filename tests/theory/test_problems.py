@@ -297,7 +297,7 @@ def test_norms_of_huge_vectors_do_not_overflow():
     assert f.norm(np.zeros(2)) == 0
 
 
-@pytest.mark.parametrize("law", ["sphere", "ball", "skewed"])
+@pytest.mark.parametrize("law", ["sphere", "skewed"])
 @pytest.mark.parametrize("problem", [Quartic(), Quadratic([1.0, 2.0, 3.0])], ids=["line", "space"])
 def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
     noise = BoundedNoise(0.5, law)
@@ -308,12 +308,6 @@ def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
     np.testing.assert_allclose(z.mean(axis=0), 0, atol=0.01)
     np.testing.assert_array_equal(z, again)
     assert (z != other).any()
-
-
-def test_ball_noise_fills_the_ball_evenly():
-    z = BoundedNoise(2.0, "ball").draw(np.random.default_rng(0), (40_000,), (3,))
-    inside = (np.linalg.norm(z, axis=-1) <= 1.0).mean()
-    assert inside == pytest.approx(1 / 8, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +324,7 @@ def test_ball_noise_fills_the_ball_evenly():
         (lambda: Quartic().frontier(-1.0), "`L1` must be zero or more"),
         (lambda: Quadratic([1.0, -1.0]), r"`curvatures\[1\]` must be zero or more"),
         (lambda: Quadratic([]), "`curvatures` must have one entry"),
-        (lambda: BoundedNoise(-1.0), "`radius` must be positive"),
+        (lambda: BoundedNoise(-1.0), "`tau` must be positive"),
         (lambda: BoundedNoise(1.0, "cube"), "`law` must be one of"),
         (lambda: sample_frontier([1.0], [1.0, 2.0], 1.0), "equal length"),
         (lambda: sample_frontier([math.nan], [1.0], 1.0), "`grad_norms` must be finite"),

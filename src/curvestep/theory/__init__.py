@@ -26,10 +26,7 @@ from curvestep.theory.problems.base import (
     ScalarProblem as ScalarProblem,
 )
 from curvestep.theory.problems.deep_linear import DeepLinear as DeepLinear
-from curvestep.theory.problems.noise import (
-    BoundedNoise as BoundedNoise,
-    Noise as Noise,
-)
+from curvestep.theory.problems.noise import BoundedNoise as BoundedNoise
 from curvestep.theory.problems.polynomials import (
     Polynomial as Polynomial,
     Quadratic as Quadratic,

@@ -12,7 +12,7 @@ from curvestep._checks import check_count
 from curvestep.notes import Note
 from curvestep.theory.complexity import descend, first_hit, hitting_time, walk
 from curvestep.theory.problems.base import Array, Problem
-from curvestep.theory.problems.noise import BoundedNoise, Noise
+from curvestep.theory.problems.noise import BoundedNoise
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair
 from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee
@@ -52,7 +52,7 @@ def certify(
     x0: ArrayLike,
     *,
     max_steps: int = 1_000_000,
-    noise: Noise | None = None,
+    noise: BoundedNoise | None = None,
     num_runs: int = 64,
     seed: int = 0,
 ) -> Certificate:
@@ -103,7 +103,7 @@ def certify(
 
 
 def _run(
-    problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: Noise | None, seed: int
+    problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: BoundedNoise | None, seed: int
 ) -> Certificate:
     assert guarantee.rule is not None
     batch = starts.shape[: starts.ndim - len(problem.event_shape)]
@@ -215,7 +215,7 @@ def _class_reasons(problem: Problem, starts: Array, guarantee: Guarantee) -> lis
     return reasons
 
 
-def _noise_within(noise: Noise | None, guarantee: Guarantee) -> Noise | None:
+def _noise_within(noise: BoundedNoise | None, guarantee: Guarantee) -> BoundedNoise | None:
     assert guarantee.tau is not None
     if noise is None:
         return BoundedNoise(guarantee.tau) if guarantee.tau > 0 else None

@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from curvestep._checks import check_count, check_positive
 from curvestep.theory.problems.base import Array, Problem
-from curvestep.theory.problems.noise import Noise
+from curvestep.theory.problems.noise import BoundedNoise
 from curvestep.theory.rules import StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
@@ -133,7 +133,7 @@ def descend(
     eps: float | None = None,
     every: int = 1,
     until_hit: bool = False,
-    noise: Noise | None = None,
+    noise: BoundedNoise | None = None,
     seed: int = 0,
 ) -> Descent:
     r"""Run :math:`x_{k+1} = x_k - h(\lVert g_k\rVert)\,g_k`, for many step sizes and starts at once.
@@ -209,7 +209,7 @@ def walk(
     starts: Array,
     num_steps: int,
     *,
-    noise: Noise | None = None,
+    noise: BoundedNoise | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[int, Array]]:
     """The iterates in blocks: the number of the first in a block, and the block, iterations first.
