@@ -34,7 +34,6 @@ def test_hitting_time_is_the_median_with_runs_that_never_hit_at_infinity():
     assert hitting_time([1.0, 2.0, 3.0]).median == 2
     assert hitting_time([4.0, 1.0, 2.0, 3.0]).median == 2  # by then at least half have hit
     assert hitting_time([1.0, math.inf, math.inf]).median == math.inf
-    assert hitting_time([1.0, 2.0, math.inf]).num_censored == 1
 
 
 def test_interval_of_the_hitting_time_covers_the_median_as_often_as_it_says():

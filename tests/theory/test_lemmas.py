@@ -70,7 +70,7 @@ def test_the_printed_step_breaks_the_inequality_that_every_lemma_starts_from():
         (dict(tau=0.01), "noise ≤ tau"),
         (dict(probabilities=np.array([0.9, 0.1])), "unbiased noise"),
         (dict(L0=1e-3, L1=10.0), r"lr ≤ 1/\(128·L1·tau\)"),
-        (dict(L0=-1.0), "`L0` must be positive"),
+        (dict(L0=-1.0), "`L0` must be finite, and the constants positive"),
         (dict(gradient=np.array([math.nan])), "`gradient` must be finite"),
     ],
 )

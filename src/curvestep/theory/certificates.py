@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_count
 from curvestep.notes import Note
-from curvestep.theory.complexity import descend, first_hit, hitting_time, walk
+from curvestep.theory.complexity import first_hit, first_hits, hitting_time, walk
 from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.noise import BoundedNoise
 from curvestep.theory.rules import FixedStep
@@ -148,7 +148,7 @@ def _run(
 
 
 def certify_lower_bound(
-    guarantee: Guarantee, *, fractions: ArrayLike = (0.5, 0.8, 0.9, 0.99, 0.999), max_steps: int = 10_000_000
+    guarantee: Guarantee, *, fractions: ArrayLike = (0.5, 0.8, 0.9, 0.99, 0.999)
 ) -> Certificate:
     """Run fixed-step descent on the pair of functions behind a lower bound, for many step sizes.
 
@@ -158,7 +158,6 @@ def certify_lower_bound(
     Args:
         guarantee: What :func:`curvestep.theory.theorem4` returned.
         fractions: Step sizes to try, as fractions of the largest that the wall allows; below 1.
-        max_steps: When to give up; enough is enough, so stopping after the bound decides.
 
     Example:
         >>> from curvestep.theory import theorem4
@@ -184,22 +183,17 @@ def certify_lower_bound(
         return _certificate(pair.valley, guarantee, math.inf, None, 0, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
     too_long = FixedStep(lr=pair.largest_step * 1.001)
-    if math.isfinite(_first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
+    if math.isfinite(first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
         reasons.append(Note("faster", "a step above the limit of the wall reached its minimum"))
-    hits, num_steps = np.zeros(steps.shape), min(max_steps, math.ceil(guarantee.bound) * 4 + 100)
+    hits, num_steps = np.zeros(steps.shape), min(10_000_000, math.ceil(guarantee.bound) * 4 + 100)
     for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
         starts = np.full(steps.shape, start)
-        hits = np.maximum(hits, _first_hits(p, FixedStep(lr=steps), starts, guarantee.eps, num_steps))
+        hits = np.maximum(hits, first_hits(p, FixedStep(lr=steps), starts, guarantee.eps, num_steps))
     measured = float(hits.min())
     if measured < guarantee.bound * (1 - TOLERANCE):
         text = f"a fixed step needed only {measured:g} iterations, fewer than {guarantee.bound:.6g}"
         reasons.append(Note("faster", text))
     return _certificate(pair.valley, guarantee, measured, None, num_steps, reasons)
-
-
-def _first_hits(problem: Problem, rule: FixedStep, starts: Array, eps: float, num_steps: int) -> Array:
-    runs = descend(problem, rule, starts, num_steps, eps=eps, every=num_steps, until_hit=True)
-    return np.asarray(runs.hits)
 
 
 def _class_reasons(problem: Problem, starts: Array, guarantee: Guarantee) -> list[Note]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import binom
 
-from curvestep._checks import check_count, check_positive
+from curvestep._checks import check_count, check_inside, check_positive
 from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.noise import BoundedNoise
 from curvestep.theory.rules import StepRule
@@ -50,17 +50,11 @@ class HittingTime:
         median: The first iteration by which at least half of the runs have hit; ``inf`` if fewer ever did.
         low: Lower end of the interval for it.
         high: Upper end of the interval for it; ``inf`` if too few runs hit to know one.
-        confidence: The interval holds the true median with at least this probability.
-        num_runs: Number of runs.
-        num_censored: Runs that never hit.
     """
 
     median: float
     low: float
     high: float
-    confidence: float
-    num_runs: int
-    num_censored: int
 
 
 def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
@@ -71,12 +65,12 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
 
     Args:
         hits: First hits of independent runs, ``inf`` where a run never hit.
-        confidence: Between 0 and 1.
+        confidence: The interval holds the true median with at least this probability.
 
     Example:
         >>> t = hitting_time([3, 5, 6, 8, 9, 11, 12, 20, float("inf"), float("inf")])
-        >>> t.median, (t.low, t.high), t.num_censored
-        (9.0, (5.0, inf), 2)
+        >>> t.median, (t.low, t.high)
+        (9.0, (5.0, inf))
     """
     times = np.sort(np.ravel(np.asarray(hits, dtype=np.float64)))
     n = times.size
@@ -84,21 +78,13 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
         raise ValueError("`hits` must have one entry for each run, got none.")
     if np.isnan(times).any():
         raise ValueError("`hits` must not be NaN. A run that never hits counts as inf.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
+    check_inside("confidence", confidence, 0, 1)
     # The true median lies below the k-th smallest with probability P(Binomial(n, ½) < k).
     below = int(binom.ppf((1 - confidence) / 2, n, 0.5))
     low, high = 0.0, math.inf
     if below > 0:
         low, high = float(times[below - 1]), float(times[n - below])
-    return HittingTime(
-        median=float(times[math.ceil(n / 2) - 1]),
-        low=low,
-        high=high,
-        confidence=confidence,
-        num_runs=n,
-        num_censored=int(np.isinf(times).sum()),
-    )
+    return HittingTime(median=float(times[math.ceil(n / 2) - 1]), low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +269,12 @@ def worst_case_complexity(
             raise ValueError(f"{problem!r} starts more than `gap` = {gap:g} above its minimum.")
 
     def slowest(rule: StepRule) -> float:
-        hits = (
-            descend(problem, rule, x0, max_steps, eps=eps, every=max_steps, until_hit=True).hits
-            for problem, x0 in family
-        )
-        return max(float(np.asarray(hit)) for hit in hits)
+        return max(float(first_hits(problem, rule, x0, eps, max_steps)) for problem, x0 in family)
 
     return min(map(slowest, rules))
+
+
+def first_hits(problem: Problem, rule: StepRule, starts: ArrayLike, eps: float, num_steps: int) -> Array:
+    """The first hit of each run of at most so many steps."""
+    runs = descend(problem, rule, starts, num_steps, eps=eps, every=num_steps, until_hit=True)
+    return np.asarray(runs.hits)

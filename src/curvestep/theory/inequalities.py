@@ -20,23 +20,15 @@ class SmoothnessCheck:
     """A claimed pair (L0, L1) held against a sample of points.
 
     Attributes:
-        L0: The claimed L0.
-        L1: The claimed L1.
-        holds: Whether every point keeps the claim.
+        holds: Whether every point keeps the claim, up to rounding.
         index: The point that comes closest to breaking it, or breaks it most.
         excess: Hessian norm less L0 + L1·gradient norm at that point; positive if the claim is broken.
-        grad_norm: Gradient norm at that point.
-        hessian_norm: Hessian norm at that point.
         needed_L0: The least L0 that these points allow with this L1.
     """
 
-    L0: float
-    L1: float
     holds: bool
     index: int
     excess: float
-    grad_norm: float
-    hessian_norm: float
     needed_L0: float
 
 
@@ -66,7 +58,7 @@ def sample_frontier(grad_norms: ArrayLike, hessian_norms: ArrayLike, L1: ArrayLi
 
 
 def check_smoothness(
-    grad_norms: ArrayLike, hessian_norms: ArrayLike, *, L0: float, L1: float, tolerance: float = 1e-9
+    grad_norms: ArrayLike, hessian_norms: ArrayLike, *, L0: float, L1: float
 ) -> SmoothnessCheck:
     r"""Whether these points keep :math:`\ell_i \le L_0 + L_1 g_i`, and the worst of them.
 
@@ -75,7 +67,6 @@ def check_smoothness(
         hessian_norms: Hessian norms :math:`\ell_i`.
         L0: The claimed :math:`L_0 \ge 0`.
         L1: The claimed :math:`L_1 \ge 0`.
-        tolerance: Relative rounding error to forgive.
 
     Example:
         The paper's pair for x⁴ (row 28), and the worst point |x| = 0.2:
@@ -92,13 +83,9 @@ def check_smoothness(
     excess = ell - (L0 + L1 * g)
     worst = int(np.argmax(excess))
     return SmoothnessCheck(
-        L0=L0,
-        L1=L1,
-        holds=bool((excess <= tolerance * (L0 + L1 * g)).all()),
+        holds=bool((excess <= 1e-9 * (L0 + L1 * g)).all()),
         index=worst,
         excess=float(excess[worst]),
-        grad_norm=float(g[worst]),
-        hessian_norm=float(ell[worst]),
         needed_L0=max(0.0, float((ell - L1 * g).max())),
     )
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from curvestep._checks import check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array
@@ -129,33 +128,27 @@ class NoisyStep:
     gradient: Array
     noise: Array
     probabilities: Array
-    L0: ArrayLike
-    L1: ArrayLike
-    tau: ArrayLike
-    lr: ArrayLike
+    L0: Array
+    L1: Array
+    tau: Array
+    lr: Array
 
     def __post_init__(self) -> None:
-        for name in ("gradient", "noise", "probabilities", "L0", "L1", "tau", "lr"):
-            value = np.asarray(getattr(self, name), dtype=np.float64)
-            if not np.isfinite(value).all():
-                raise ValueError(f"`{name}` must be finite, got {value!r}.")
-            if name in ("L0", "L1", "tau", "lr") and not (value > 0).all():
-                raise ValueError(f"`{name}` must be positive, got {value!r}.")
+        least = dict.fromkeys(("L0", "L1", "tau", "lr"), 0.0)
+        for name, given in vars(self).items():
+            value = np.asarray(given, dtype=np.float64)
+            if not (np.isfinite(value) & (value > least.get(name, -math.inf))).all():
+                raise ValueError(f"`{name}` must be finite, and the constants positive, got {value!r}.")
             object.__setattr__(self, name, value)
         lengths = np.linalg.norm(self.noise, axis=-1)
         mean = (self.probabilities[..., None] * self.noise).sum(axis=-2)
-        L0, L1, tau, lr = self._constants
         slack = 1 + 1e-9
         require(
-            Assumption("noise ≤ tau", bool((lengths <= tau[..., None] * slack).all())),
-            Assumption("unbiased noise", bool((np.abs(mean) <= 1e-9 * tau[..., None]).all())),
-            Assumption("lr ≤ 1/(20·L0)", bool((lr <= slack / (20 * L0)).all())),
-            Assumption("lr ≤ 1/(128·L1·tau)", bool((lr <= slack / (128 * L1 * tau)).all())),
+            Assumption("noise ≤ tau", bool((lengths <= self.tau[..., None] * slack).all())),
+            Assumption("unbiased noise", bool((np.abs(mean) <= 1e-9 * self.tau[..., None]).all())),
+            Assumption("lr ≤ 1/(20·L0)", bool((self.lr <= slack / (20 * self.L0)).all())),
+            Assumption("lr ≤ 1/(128·L1·tau)", bool((self.lr <= slack / (128 * self.L1 * self.tau)).all())),
         )
-
-    @property
-    def _constants(self) -> tuple[Array, Array, Array, Array]:
-        return np.asarray(self.L0), np.asarray(self.L1), np.asarray(self.tau), np.asarray(self.lr)
 
     @property
     def grad_norm(self) -> Array:
@@ -165,14 +158,14 @@ class NoisyStep:
     @property
     def steps(self) -> Array:
         """Step sizes for each value of the noise, shape ``(..., m)``, by the corrected rule."""
-        _, L1, tau, lr = self._constants
         noisy = np.linalg.norm(self.gradient[..., None, :] + self.noise, axis=-1)
-        return np.minimum(lr[..., None], 1 / (16 * L1[..., None] * (noisy + tau[..., None])))
+        longest = 1 / (16 * self.L1[..., None] * (noisy + self.tau[..., None]))
+        return np.minimum(self.lr[..., None], longest)
 
     @property
     def curvature(self) -> Array:
         """5 L0 + 4 L1 g, the factor in the descent inequality."""
-        return 5 * np.asarray(self.L0) + 4 * np.asarray(self.L1) * self.grad_norm
+        return 5 * self.L0 + 4 * self.L1 * self.grad_norm
 
     def mean(self, values: Array) -> Array:
         """Expectations over the noise, of values of shape ``(..., m)``."""
@@ -222,11 +215,10 @@ def lemma12(step: NoisyStep, *, version: str = "printed") -> Inequality:
         [0.2250625, 6.25e-05]
     """
     check_version(version, ("printed", "sharp"))
-    L0, L1, tau, lr = step._constants
     h = step.steps
     right = step.mean(h) * step.grad_norm**2 / 8
     if version == "printed":
-        right = right + 9 * lr**2 * tau * L0**2 / L1
+        right = right + 9 * step.lr**2 * step.tau * step.L0**2 / step.L1
     return Inequality(left=step.curvature * step.mean(h**2 * step.inner), right=right)
 
 
@@ -247,8 +239,8 @@ def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
         [0.5, 0.555]
     """
     check_version(version, ("printed", "sharp"))
-    L0, L1, tau, lr = step._constants
     h, squares = step.steps, (step.noise**2).sum(axis=-1)
     factor = {"printed": 5.0, "sharp": 4.5}[version]
-    right = (factor * L0 + 2 * L1 * tau) * lr**2 * tau**2 + step.mean(h) * step.grad_norm**2 / 8
+    noise = (factor * step.L0 + 2 * step.L1 * step.tau) * step.lr**2 * step.tau**2
+    right = noise + step.mean(h) * step.grad_norm**2 / 8
     return Inequality(left=step.curvature / 2 * step.mean(h**2 * squares), right=right)
