@@ -17,12 +17,8 @@ class Polynomial(ScalarProblem):
 
     Lemma 2 says that for degree :math:`d \ge 3` some pair :math:`(L_0, L_1)` exists. More is true: *every*
     :math:`L_1 > 0` has its :math:`L_0(L_1) = \max_x (|f''| - L_1|f'|)_+`, attained where :math:`f' = 0` or
-    :math:`f''' = \pm L_1 f''`. Three limits go with it:
-
-    - The leading coefficient must not be zero (the lemma does not say so).
-    - Odd degree is unbounded below, so no theorem about a minimum applies; ``minimum`` is then ``-inf``.
-    - In more variables the lemma is false: :math:`x^2y^2` at :math:`(c, 0)` has no gradient and Hessian norm
-      :math:`2c^2`, so no pair holds everywhere.
+    :math:`f''' = \pm L_1 f''`. Odd degree is unbounded below, so no theorem about a minimum applies;
+    ``minimum`` is then ``-inf``.
 
     Args:
         coefficients: :math:`a_0, a_1, \dots, a_d`, the last not zero.

@@ -134,10 +134,7 @@ def theorem3(
     … log.     h = ln(1 + L1 g/(L0 + L1 g))/(L1 g)             2.5888 Δ (L0/ε² + L1/ε)
     ========== =============================================== =============================================
 
-    The printed bound is true (row 12), but: its Taylor line is false, one case of its proof is (the bound
-    survives), "max{1, L1²}" adds numbers of different units, and its second term is never the larger one for
-    ε ≤ L0/L1. The corrected one replaces the paper's "1" by the radius R of the neighbourhood
-    of the sublevel set on which (L0, L1)-smoothness holds.
+    The printed bound is true, its proof is not (row 12).
 
     Args:
         L0: :math:`L_0 > 0`.
@@ -145,7 +142,7 @@ def theorem3(
         gap: :math:`\Delta = f(x_0) - f^*`.
         eps: The gradient norm :math:`\varepsilon > 0` to reach.
         version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        radius: R, for the corrected version; infinite if the assumption is global.
+        radius: R, for the corrected version: how far around the sublevel set smoothness holds.
         form: For the sharp version: ``"clipped"``, ``"smooth"`` or ``"logarithmic"``.
 
     Example:
@@ -200,9 +197,7 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
     ``"corrected"`` takes the clipped recipe over, :math:`\eta_n = \gamma\eta_c`, :math:`\beta = \gamma`: each
     step is at least half and never more than the clipped one, so the bound doubles. ``"sharp"`` needs no
     detour: :math:`1/(L_0 + \tfrac32L_1g)` *is* normalized descent.
-
-    With noise nothing follows from the equivalence: the normalized step is biased at every gradient norm, the
-    clipped step only where it clips (row 10).
+    With noise nothing follows from the equivalence (row 10).
 
     Example:
         >>> numbers = dict(L0=1.0, L1=2.0, gap=1.0, eps=0.1)

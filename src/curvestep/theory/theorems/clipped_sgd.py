@@ -36,21 +36,10 @@ def theorem7(
                … = √(θ Δ0/(T V))                A = max{32 L1/ε, 20 L0/ε², 128 L1 τ/ε²}
     ========== ================================ ==============================================================
 
-    What was wrong (row 19): an extra η in the clip, with which the steps grow like √T and descent can cycle
-    for ever; a factor 4 lost in the sum, a factor 2 lost under the root, and Markov's inequality used
-    backwards, so that the printed T is up to 16 times too small. The sharp version drops
-    :math:`9\tau L_0^2/L_1` (where clipping cannot fire the step is deterministic and the term vanishes), fits
-    the units, and is never larger than the corrected one. Its θ, the noise's share of the budget, is the best
-    in (0, 1]: with :math:`B = V/\varepsilon^4`, it is 1 for :math:`A \le 16B` (then the bound is
-    :math:`256\Delta_0V/\varepsilon^4`), else :math:`8B/(A - 8B)`.
-
-    Args:
-        L0: :math:`L_0 > 0`.
-        L1: :math:`L_1 > 0`.
-        gap: :math:`\Delta_0 > 0`.
-        eps: The gradient norm to reach.
-        tau: Radius :math:`\tau \ge 0` of the noise.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+    Row 19 says what was wrong: an extra η in the clip, and a T up to 16 times too small. The sharp version's
+    θ, the noise's share of the budget, is the best in (0, 1]: with :math:`B = V/\varepsilon^4`, it is 1 for
+    :math:`A \le 16B`, else :math:`8B/(A - 8B)`. ``tau`` is the radius :math:`\tau \ge 0` of the noise, the
+    other arguments are those of :func:`~curvestep.theory.theorem3` with :math:`L_1 > 0` and a positive gap.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=5.0, gap=1.0, eps=0.5, tau=0.1)
@@ -109,18 +98,8 @@ def theorem8(
     sharp      min{1/K, ε²/(4 K τ²)}        (8 K Δ/ε²) max{1, 4τ²/ε²}
     ========== ============================ ========================================
 
-    What was wrong (row 21): M bounds the gradient only where f ≤ f(x0), which noise leaves, so it must hold
-    *everywhere*; a factor 2 from Markov's inequality; and 1/√T is the step only if T ≥ L1²(M + τ)². The
-    (M + τ)² in place of τ² makes plain descent look far slower than it is: the sharp version is the fair one.
-
-    Args:
-        L0: :math:`L_0 > 0`.
-        L1: :math:`L_1 \ge 0`.
-        gap: :math:`\Delta = f(x_0) - f^*`.
-        eps: The gradient norm to reach.
-        M: Largest gradient norm, everywhere.
-        tau: Radius :math:`\tau \ge 0` of the noise.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+    Row 21 says what was wrong. ``M`` is the largest gradient norm, *everywhere*: noise leaves the sublevel
+    set. The other arguments are those of :func:`theorem7`, with :math:`L_1 \ge 0`.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=1.0, gap=1.0, eps=0.5, M=2.0, tau=0.5)

@@ -74,8 +74,7 @@ def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> 
     r"""Assumption 4: how large M is, since it is finite anyway.
 
     ``"printed"`` assumes that M is finite and says nothing about it, so ``value`` is ``inf``. The others are
-    those of :func:`gradient_bound`; with either, :math:`1 + L_1M/L_0 \le 1 + O(L_1^2\Delta/L_0)`
-    (row 14).
+    those of :func:`gradient_bound` (row 14).
 
     Example:
         >>> [round(float(assumption4(L0=1.0, L1=2.0, gap=1.0, version=v)), 3)
@@ -149,17 +148,9 @@ def theorem4(
     sharp      L1 M (Δ − c(s) s²ε²/L0) / (2 s²ε² ln(1 + L1 M/L0))   sε ≤ M, Δ ≥ ψ(M); the best s in (1, 2]
     ========== ==================================================== =========================================
 
-    What was wrong (rows 14 to 16): the printed fast function needs L0 ≥ L1, not L0 = 1; the slow one needs
-    3ε ≤ L0 and 2ε ≤ M; the statement's 5ε/8 is 5ε/4 in the proof, and no subtraction is needed at all.
-    For the sharp version the valley has slope sε just above ε, and the least width that L0 allows.
-
-    Args:
-        L0: :math:`L_0 > 0`.
-        L1: :math:`L_1 > 0`.
-        M: Largest gradient norm on the sublevel set.
-        gap: :math:`\Delta = f(x_0) - f^*`.
-        eps: The gradient norm to reach.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+    Rows 14 to 16 say what was wrong. For the sharp version the valley has slope sε just above ε, and the
+    least width that L0 allows. ``M`` is the largest gradient norm on the sublevel set; the other arguments
+    are those of :func:`~curvestep.theory.theorem3`, with :math:`L_1 > 0`.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
@@ -272,17 +263,9 @@ def theorem6(
     sharp      1/K              2 K Δ/ε²
     ========== ================ =====================
 
-    The printed bound is true; its proof needs repair and loses constants (row 18): along a step, look for the
-    first exit from the sublevel set, on which the Hessian norm is at most K. Then f falls by
-    :math:`h(1 - \tfrac12Kh)g^2` for every :math:`h < 2/K`.
-
-    Args:
-        L0: :math:`L_0 > 0`.
-        L1: :math:`L_1 \ge 0`.
-        gap: :math:`\Delta = f(x_0) - f^*`.
-        eps: The gradient norm to reach.
-        M: Largest gradient norm on the sublevel set; if not given, :func:`gradient_bound` of the gap.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
+    The printed bound is true; its proof needs repair and loses constants (row 18). ``M`` is the largest
+    gradient norm on the sublevel set; if not given, :func:`gradient_bound` of the gap. The other arguments
+    are those of :func:`~curvestep.theory.theorem3`.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=2.0, gap=1.0, eps=0.1, M=3.0)

@@ -17,9 +17,8 @@ from curvestep.theory.theorems.guarantee import Assumption, Bound, check_version
 def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") -> Bound:
     r"""Lemma 2: the least :math:`L_0` of a polynomial :math:`\sum_i a_ix^i` for a given :math:`L_1 > 0`.
 
-    ``"printed"`` only says that some pair exists for degree 3 and up, so it has no number to give; asked for
-    it, this function checks the degree and returns the sharp one. ``"sharp"``: *every* L1 > 0 has its L0 (row
-    6), in one variable; see :class:`curvestep.theory.Polynomial` for the limits.
+    ``"printed"`` says that some pair exists for degree 3 and up: the degree is checked, the number is the
+    sharp one. ``"sharp"``: *every* L1 > 0 has its L0 in one variable (row 6).
 
     Example:
         >>> round(lemma2([0, 0, 0, 0, 1], 10.0).value, 12)
@@ -186,8 +185,6 @@ def lemma11(step: NoisyStep) -> Inequality:
     True for the corrected rule of Theorem 7 (row 20).
 
     Example:
-        Symmetric noise on a small gradient is not clipped, and costs nothing:
-
         >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),
         ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=1.0, tau=0.1, lr=0.05)
         >>> lemma11(step)
