@@ -271,46 +271,6 @@ def test_step_with_a_closure_is_measured_after_it():
     assert probe.trace.column("coefficient").tolist() == pytest.approx([1.0] * 3)
 
 
-class Metric:
-    """What a training loop counts in an object of its own."""
-
-    def __init__(self):
-        self.calls, self.history, self.nested = 0, [], {"train": {"tokens": [0]}}
-
-    def update(self, value):
-        self.calls += 1
-        self.history.append(value)
-        self.nested["train"]["tokens"].append(len(self.history))
-        self.nested["train"][f"at {self.calls}"] = value
-        self.last = value
-
-
-def test_replays_put_back_the_objects_to_keep():
-    def count(keep, probed=True):
-        torch.manual_seed(0)
-        model, metric = net(), Metric()
-        optimizer, probe = watched_sgd(model, keep=[metric] if keep else [])
-        for _ in range(3):
-            x, y = torch.randn(8, 6), torch.randint(3, (8,))
-
-            def loss_fn(x=x, y=y):
-                loss = F.cross_entropy(model(x), y)
-                metric.update(loss.item())
-                return loss
-
-            optimizer.zero_grad()
-            (probe.record(loss_fn) if probed else loss_fn()).backward()
-            if not probed:
-                probe.close()
-            optimizer.step()
-        return vars(metric)
-
-    assert count(keep=True) == count(keep=False, probed=False)
-    assert count(keep=False)["calls"] > 3
-    with pytest.raises(TypeError, match="`keep` must hold objects with attributes"):
-        SmoothnessProbe(net(), keep=[3])
-
-
 def test_failing_probe_in_the_mode_off_warns_once_and_ends_nothing():
     model, x = net(), torch.randn(8, 6)
     optimizer, probe = watched_sgd(model, on_error="off")

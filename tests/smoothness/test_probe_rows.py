@@ -171,33 +171,6 @@ def test_replays_of_others_do_not_count_as_samples():
     assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
 
 
-class Count(nn.Module):
-    """A metric that is a module, as torchmetrics has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("total", torch.zeros(()))
-        self.values = []
-
-    def forward(self, loss):
-        self.total += 1
-        self.values.append(loss.item())
-
-
-def test_metric_that_is_a_module_is_put_back_too():
-    model, x, metric = nn.Linear(6, 3), torch.randn(8, 6), Count()
-    optimizer, probe = measured_sgd(model, keep=[metric])
-
-    def loss_fn():
-        loss = model(x).square().mean()
-        metric(loss)
-        return loss
-
-    block_steps(probe, optimizer, loss_fn, 2)
-    assert metric.total == 2
-    assert len(metric.values) == 2
-
-
 def test_step_that_a_scaler_skips_in_the_block_is_marked():
     model, x = nn.Linear(6, 3).float(), torch.randn(8, 6).float()
     optimizer, probe = measured_sgd(model)

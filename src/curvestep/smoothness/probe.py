@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -86,8 +86,6 @@ class SmoothnessProbe:
             step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
         geometry: ``"auto"`` adds the smoothness along the step in the metric that the optimizer steps in
             (``optimizer_smoothness``), read from its state: no more gradients. ``"euclidean"`` leaves it out.
-        keep: Objects that the loss function changes besides the model, such as metrics: replays put their
-            attributes back.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
             float16, ``lambda loss: scaler.scale(loss).backward()``.
         num_steps: How many steps are planned, for the header.
@@ -111,7 +109,6 @@ class SmoothnessProbe:
         layers: bool = False,
         on_error: str = "mark",
         geometry: str = "auto",
-        keep: Sequence[object] = (),
         backward: Callable[[Tensor], object] | None = None,
         num_steps: int | None = None,
     ) -> None:
@@ -129,7 +126,6 @@ class SmoothnessProbe:
             estimators=check_estimators(estimators),
             oracle=check_oracle(oracle),
             in_metric=check_choice("geometry", geometry, ("auto", "euclidean")) == "auto",
-            keep=list(keep),
             backward=backward,
         )
         self.parameters, self.oracle = self._setup.parameters, self._setup.oracle
@@ -137,9 +133,6 @@ class SmoothnessProbe:
             self._setup.groups = layer_groups(model, self.parameters)
         if not self._setup.in_metric and "optimizer_spectral" in self._setup.estimators:
             raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
-        for other in keep:
-            if not hasattr(other, "__dict__"):
-                raise TypeError(f"`keep` must hold objects with attributes, got {other!r}.")
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
         check_choice("if_exists", if_exists, tuple(_IF_EXISTS))
         self._is_own_file = isinstance(trace, (str, Path))
@@ -212,7 +205,7 @@ class SmoothnessProbe:
         if self._current.optimizers is not None:  # the step that had begun raised
             self._forget_step()
         record = self._current.record
-        part = Pass(loss_fn, weight, PassState(self.model, self._setup.keep))
+        part = Pass(loss_fn, weight, PassState(self.model))
         record.state = record.state or part.state
         loss = record.run(part, self.parameters)
         if batch_size is not None:
@@ -316,7 +309,7 @@ class SmoothnessProbe:
         """
         if self.due:
             record = self._current.record
-            record.state = PassState(self.model, self._setup.keep)
+            record.state = PassState(self.model)
             record.trained = ForwardCalls()
 
     def close(self) -> None:

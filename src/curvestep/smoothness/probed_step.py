@@ -71,7 +71,6 @@ class Setup:
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
     in_metric: bool  # whether the optimizer's metric is measured, too
-    keep: Sequence[object]
     backward: Callable[[Tensor], object] | None
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # layers: indices of their parameters
     test: SelfTest = field(default_factory=SelfTest)
@@ -131,7 +130,7 @@ class ProbedStep:
         if self._replays:
             self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
         elif not Replay.running:  # else somebody else's
-            self.record.state = self.record.state or PassState(self.setup.model, self.setup.keep)
+            self.record.state = self.record.state or PassState(self.setup.model)
             self.record.see(args, kwargs, self.setup.parameters[0])
             self.record.trained.record(args, kwargs, with_inputs=with_inputs)
 
@@ -229,11 +228,11 @@ class ProbedStep:
         """A replay from the state in which training's first pass started; of its gradients ``most`` count."""
         setup, state, batches = self.setup, self.record.state, 1
         if isinstance(closure, GradientOracle):  # its batches are its own: its gradients start from now
-            state = self._oracle_state = self._oracle_state or PassState(setup.model, setup.keep)
+            state = self._oracle_state = self._oracle_state or PassState(setup.model)
             batches = len(closure)
         self._replays = True
         inputs = [(tensor, tensor.grad) for tensor in self.record.inputs.values()]
-        replay = Replay(setup.model, closure, state=state, keep=setup.keep)
+        replay = Replay(setup.model, closure, state=state)
         try:
             for tensor, _ in inputs:
                 tensor.grad = None

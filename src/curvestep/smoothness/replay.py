@@ -92,7 +92,6 @@ class Replay:
             closure may also call ``backward()`` itself, once for each of several micro-batches; the loss that
             it returns, a number or a tensor, is then only read.
         state: What the training pass saw, taken just before it. Default: the state at the start of the block.
-        keep: Other objects whose attributes are put back, such as a metric that the closure adds to.
 
     Example:
         >>> w = nn.Linear(1, 1, bias=False)
@@ -107,21 +106,13 @@ class Replay:
     running: ClassVar[set[Replay]] = set()  # those of this process that are computing a loss right now
     function: ClassVar[str] = "closure"  # what the caller knows the closure as
 
-    def __init__(
-        self,
-        model: nn.Module,
-        closure: Closure,
-        *,
-        state: PassState | None = None,
-        keep: Sequence[object] = (),
-    ) -> None:
+    def __init__(self, model: nn.Module, closure: Closure, *, state: PassState | None = None) -> None:
         if not callable(closure):
             raise TypeError(f"`closure` must be a function that returns the loss, got {closure!r}.")
         self.model = model
         self.closure = closure
         self.parameters = trainable_parameters(model)
         self._start = state
-        self._keep = keep
         self._home: list[Tensor] | None = None
         self._swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
         self.num_passes = 0  # of the closure, so far: the price of what was asked, in gradients
@@ -132,7 +123,7 @@ class Replay:
         self._one_by_one = not communicates(model)
 
     def __enter__(self) -> Replay:
-        self._end = PassState(self.model, self._keep)
+        self._end = PassState(self.model)
         self._grad_mode = torch.is_grad_enabled()
         self._saved = gradients_of(self.parameters)
         self._values = [(g, g.clone()) for g in self._saved if g is not None and self._aliased]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 import signal
 import threading
@@ -11,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import FrameType
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
@@ -70,32 +68,25 @@ class PassState:
 
     Args:
         model: The module that the pass calls.
-        keep: Other objects that the pass changes, such as a metric or a trainer with counters. Their
-            attributes come back, with the contents of lists, dicts and sets however deep.
     """
 
-    def __init__(self, model: nn.Module, keep: Sequence[object] = ()) -> None:
-        roots = [model, *filter(_is_module, keep)]
-        modules = [module for root in roots for module in root.modules()]
-        of_modules = [(module, _state_of(module)) for module in modules]
-        of_others = [(other, dict(vars(other))) for other in keep if not _is_module(other)]
-        inside = _inside([own for _, own in of_modules], most=_MANY)
-        others = _inside([own for _, own in of_others])
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        owned = [(module, _state_of(module)) for module in modules]
+        inside = _inside([own for _, own in owned])
         containers = [value for value in inside if type(value) in _CONTAINERS]
-        containers += [value for value in others if isinstance(value, _CONTAINERS)]
-        tensors = list(filter(_may_change_in_place, [*inside, *others]))
+        tensors = list(filter(_may_change_in_place, inside))
         self._modes = [(module, module.training) for module in modules]
         self._large = [(t, t._version) for t in tensors if t.numel() > PIECE]
-        buffers = chain.from_iterable(root.buffers() for root in roots)
         self._undo: list[Callable[[], object]] = [
             *(partial(setattr, module, "training", mode) for module, mode in self._modes),
             *(partial(_refill, module._buffers, dict(module._buffers)) for module in modules),
-            *(partial(buffer.copy_, buffer.detach().clone()) for buffer in buffers),
-            *(partial(_set_attributes, owner, own) for owner, own in of_modules + of_others),
+            *(partial(buffer.copy_, buffer.detach().clone()) for buffer in model.buffers()),
+            *(partial(_set_attributes, owner, own) for owner, own in owned),
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
             *(partial(_refill, container, copy.copy(container)) for container in containers),
-            *map(_rewinder, filter(_is_generator, [*inside, *others])),
+            *map(_rewinder, filter(_is_generator, inside)),
             RandomState.capture().restore,
         ]
 
@@ -239,7 +230,7 @@ def detach_state(state: Any) -> Any:
     return map_tensors(Tensor.detach, state)
 
 
-def _set_attributes(owner: object, attributes: dict[str, object]) -> None:
+def _set_attributes(owner: nn.Module, attributes: dict[str, object]) -> None:
     for name in _state_of(owner).keys() - attributes.keys():
         del vars(owner)[name]
     vars(owner).update(attributes)
@@ -271,8 +262,8 @@ def _rewinder(generator: Any) -> Callable[[], object]:
     return partial(generator.set_state, generator.get_state())
 
 
-def _inside(values: Sequence[object], most: float = math.inf) -> list[object]:
-    """All of these, and what is in nested lists, tuples, dicts and sets of at most so many entries, once."""
+def _inside(values: Sequence[object]) -> list[object]:
+    """All of these, and what is in nested lists, tuples, dicts and sets that are not long, each once."""
     waiting = list(values)
     seen: dict[int, object] = {}
     while waiting:
@@ -280,27 +271,21 @@ def _inside(values: Sequence[object], most: float = math.inf) -> list[object]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, (*_CONTAINERS, tuple)) and len(value) <= most:
+        if isinstance(value, (*_CONTAINERS, tuple)) and len(value) <= _MANY:
             waiting.extend(value.values() if isinstance(value, dict) else value)
     return list(seen.values())
 
 
-def _is_module(value: object) -> TypeGuard[nn.Module]:
-    return isinstance(value, nn.Module)
-
-
-def _is_wrapper(module: object) -> bool:
+def _is_wrapper(module: nn.Module) -> bool:
     """DDP or a compiled module: its attributes are machinery, not state of the model."""
     return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
 
 
-def _state_of(owner: object) -> dict[str, object]:
-    """Own attributes: of a module public ones of any kind, and what is plain of the private ones."""
-    own = vars(owner)
-    if not _is_module(owner):
-        return own
+def _state_of(owner: nn.Module) -> dict[str, object]:
+    """Own attributes: public ones of any kind, and what is plain of the private ones."""
     if _is_wrapper(owner):
         return {}
+    own = vars(owner)
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
     plain = () if type(owner).__module__.startswith("torch.") else _PLAIN
     names = own.keys() - _TORCHS_OWN
