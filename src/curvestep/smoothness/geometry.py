@@ -188,8 +188,6 @@ def geometry_of(
     edges = {_edge(group, adam=adam) for group in optimizer.param_groups}
     momentum, limit = edges.pop() if len(edges) == 1 else (None, None)
     top = max(rates, default=0.0)
-    if not top > 0:
-        return Geometry(momentum, limit, missing="lr is zero")
     scales: dict[int, Scale | None] = {}
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         moved = group["params"] if rate else ()
@@ -202,7 +200,7 @@ def geometry_of(
         return Geometry(momentum, limit, missing=f"{name} has no `exp_avg_sq` of a parameter")
     known = [scales.get(id(p)) for p in parameters]
     if not any(known):
-        return Geometry(momentum, limit, missing="the optimizer's state is empty")
+        return Geometry(momentum, limit, missing="its lr is zero, or its state empty")
     return Geometry(momentum, limit, known)
 
 

@@ -84,8 +84,6 @@ class SmoothnessProbe:
         layers: Also measure each layer: the parameters of one module.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
             step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
-        geometry: ``"auto"`` adds the smoothness along the step in the metric that the optimizer steps in
-            (``optimizer_smoothness``), read from its state: no more gradients. ``"euclidean"`` leaves it out.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
             float16, ``lambda loss: scaler.scale(loss).backward()``.
         num_steps: How many steps are planned, for the header.
@@ -108,7 +106,6 @@ class SmoothnessProbe:
         max_overhead: float | None = None,
         layers: bool = False,
         on_error: str = "mark",
-        geometry: str = "auto",
         backward: Callable[[Tensor], object] | None = None,
         num_steps: int | None = None,
     ) -> None:
@@ -125,14 +122,11 @@ class SmoothnessProbe:
             fractions=fractions,
             estimators=check_estimators(estimators),
             oracle=check_oracle(oracle),
-            in_metric=check_choice("geometry", geometry, ("auto", "euclidean")) == "auto",
             backward=backward,
         )
         self.parameters, self.oracle = self._setup.parameters, self._setup.oracle
         if layers:
             self._setup.groups = layer_groups(model, self.parameters)
-        if not self._setup.in_metric and "optimizer_spectral" in self._setup.estimators:
-            raise ValueError('`estimators` has "optimizer_spectral", which needs geometry="auto".')
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
         check_choice("if_exists", if_exists, tuple(_IF_EXISTS))
         self._is_own_file = isinstance(trace, (str, Path))

@@ -24,7 +24,7 @@ from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness import NONFINITE, ZERO_STEP, Row
 from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import spectral_smoothness
-from curvestep.smoothness.geometry import Geometry, geometry_of
+from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
     Segment,
     Start,
@@ -70,7 +70,6 @@ class Setup:
     fractions: tuple[float, ...] | None  # of a step; None: two short ones that follow the run, and the whole
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
-    in_metric: bool  # whether the optimizer's metric is measured, too
     backward: Callable[[Tensor], object] | None
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # layers: indices of their parameters
     test: SelfTest = field(default_factory=SelfTest)
@@ -175,7 +174,7 @@ class ProbedStep:
         self.row |= self._batch_size()
         self.row |= norms_part(start, setup.parameters, setup.groups)
         self.row |= {"eps": eps, **self._optimizer_part(start, steps), **self._spikes_part(steps)}
-        geometry = self._geometry(steps)
+        geometry = geometry_of(steps.optimizers, steps.rates, setup.parameters)
         self.row |= geometry.part
         step_norm = self.row["step_norm"]
         if not all(map(math.isfinite, (start.grad_norm, step_norm))):
@@ -331,11 +330,6 @@ class ProbedStep:
             return {}
         self.setup.spikes = list(itertools.chain.from_iterable(logs))
         return {"spikes": [spike for spike in self.setup.spikes if spike not in before]}
-
-    def _geometry(self, steps: StepObserver) -> Geometry:
-        if not (steps.optimizers and self.setup.in_metric):
-            return Geometry()
-        return geometry_of(steps.optimizers, steps.rates, self.setup.parameters)
 
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
         """The parts of the row that are due, one by one: what comes before a failure is kept."""
