@@ -49,18 +49,15 @@ def test_each_layer_has_the_norm_of_its_block_of_the_hessian():
     assert "spectral_smoothness" not in row["layers"]["nothing"]
 
 
-@pytest.mark.parametrize("kind", ["local_smoothness", "spectral_smoothness"])
-def test_row_without_the_segment_has_kappa_edge_and_loss_too(kind):
-    row, model, z, after = measured((kind,))
+def test_row_has_kappa_edge_and_curvature_of_the_whole_step():
+    row, model, z, after = measured(())
     H = model.H
-    assert row["status"] == "ok"
-    assert row["smoothness"] is None
-    assert row["kappa"] == pytest.approx(((H @ (after - z)).norm() / (H @ z).norm()).item())
-    assert row["edge"] == pytest.approx(0.05 * row[kind])
-    assert row["loss_after"] == pytest.approx((0.5 * after @ H @ after).item())
     d = after - z
+    assert row["status"] == "ok"
+    assert row["kappa"] == pytest.approx(((H @ d).norm() / (H @ z).norm()).item())
+    assert row["edge"] == pytest.approx(0.05 * row["smoothness"])
+    assert row["loss_after"] == pytest.approx((0.5 * after @ H @ after).item())
     assert row["curvature"] == pytest.approx((d @ H @ d / (d @ d)).item())
-    assert row["secants"] is None
 
 
 class Words(nn.Module):
@@ -129,21 +126,15 @@ def test_curvature_keeps_its_sign_and_cosine_tells_the_direction():
     assert row["cosine"] == pytest.approx(3.0 / 13**0.5)  # g = (−3, 2)
 
 
-def test_measurement_with_nothing_due_takes_no_gradient():
-    torch.manual_seed(0)
-    model, calls = Quadratic(), []
+def test_every_row_has_the_papers_estimate_and_others_when_they_are_due():
+    model = Quadratic()
     probe = SmoothnessProbe(model, every=1, estimators={"spectral_smoothness": 2})
-
-    def loss_fn():
-        calls.append(1)
-        return model()
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    block_steps(probe, optimizer, loss_fn, 3)  # the self-test takes gradients at the first two
-    calls.clear()
-    block_steps(probe, optimizer, loss_fn)
-    assert calls == [1]  # that of training
-    assert probe.trace[3]["kappa"] is None
+    block_steps(probe, torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
+    assert probe.trace.ok.all()
+    assert (probe.trace.column("smoothness") > 0).all()
+    assert (probe.trace.column("spectral_smoothness") > 0).tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="Set `every`"):
+        SmoothnessProbe(model, estimators={"smoothness": 2})
 
 
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])

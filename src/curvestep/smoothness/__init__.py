@@ -48,7 +48,7 @@ _TABLE = (
     ("spectral_converged", "flag", "", "Whether Lanczos reached its tolerance."),
     ("spectral_residual", "number", "1", "Residual of the eigenvector, relative to the eigenvalue."),
     ("kappa", "number", "1", "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ."),
-    ("edge", "number", "1", "lr times the first smoothness that was measured, over 2: 1 at the edge."),
+    ("edge", "number", "1", "lr times `smoothness` over 2: 1 at the edge."),
     ("curvature", "number", "loss/x²", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
     ("cosine", "number", "1", "Cosine of the angle between the step and −g(x)."),
     ("noise", "number", "loss/x", "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g."),

@@ -319,12 +319,13 @@ def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
 
 
 def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
-    """Names of estimators with the period of each, in measurements."""
+    """Names of estimators with the period of each, in measurements; the paper's is in every row."""
     if isinstance(chosen, str):
         chosen = (chosen,)
     periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
-    if not periods:
-        raise ValueError(f"`estimators` must name at least one of {ESTIMATORS}, got none.")
+    periods = {"smoothness": 1, **periods}
+    if periods["smoothness"] != 1:
+        raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
     for name, period in periods.items():
         check_choice("estimators", name, (*ESTIMATORS, "optimizer_spectral"))
         check_count(f"estimators[{name!r}]", period)

@@ -132,8 +132,8 @@ def summary_part(row: Row) -> Row:
     measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
     status = OK if all(map(math.isfinite, measured)) else NONFINITE
     part: Row = {"status": status, "loss": row.get("loss", row.get("loss_after"))}
-    if row["lr"] is not None and measured:
-        part["edge"] = row["lr"] * measured[0] / 2
+    if row["lr"] is not None:
+        part["edge"] = row["lr"] * row["smoothness"] / 2
     return part
 
 
@@ -181,13 +181,6 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     if 1.0 in secants:
         part |= end_part(segment, replay, secants[1.0], along)
     return part
-
-
-def whole_step(segment: Segment, replay: Replay) -> Row:
-    """κ, and loss and curvature at the end of the step, for estimators that do not go there."""
-    along, metric = SlopeAlong(replay.parameters, segment.start), segment.metric(replay.parameters)
-    end = secant_at(segment, replay, 1.0, [along, *metric])
-    return {**change_part(segment, end, metric), **end_part(segment, replay, end, along)}
 
 
 def change_part(segment: Segment, secant: Secant, metric: Sequence[ChangeInMetric]) -> Row:

@@ -69,11 +69,11 @@ class SmoothnessProbe:
             norm: only before the overshoot can growth of smoothness be told from the step's own doing.
             Memory beyond training's: twice the parameters and once the largest of them, however many
             fractions; under DDP and FSDP2 three times the parameters.
-        estimators: Columns of the trace: ``"smoothness"`` (the paper's), ``"local_smoothness"`` (four more
-            gradients, and up to four more copies of the parameters), ``"spectral_smoothness"`` (dozens to
-            hundreds of gradients, and as many for each layer), and ``"optimizer_spectral"`` (the same in the
-            optimizer's metric, without layers). A mapping ``{"smoothness": 1, "spectral_smoothness": 50}``
-            takes each at every n-th measurement only; one without the first takes one gradient more.
+        estimators: What to measure beside the paper's ``"smoothness"``, which is in every row:
+            ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters),
+            ``"spectral_smoothness"`` (dozens to hundreds of gradients, and as many for each layer), and
+            ``"optimizer_spectral"`` (the same in the optimizer's metric, without layers). A mapping
+            ``{"local_smoothness": 1, "spectral_smoothness": 50}`` takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
@@ -99,7 +99,7 @@ class SmoothnessProbe:
         *,
         every: int | None = None,
         fractions: Iterable[float] | None = None,
-        estimators: Iterable[str] | Mapping[str, int] = ("smoothness",),
+        estimators: Iterable[str] | Mapping[str, int] = (),
         oracle: GradientOracle | None = None,
         trace: Trace | str | Path | None = None,
         if_exists: str = "resume",

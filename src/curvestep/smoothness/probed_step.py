@@ -36,7 +36,6 @@ from curvestep.smoothness.measurement import (
     optimizer_spectral_part,
     spectral_part,
     summary_part,
-    whole_step,
 )
 from curvestep.smoothness.observer import (
     ForwardCalls,
@@ -342,12 +341,9 @@ class ProbedStep:
             spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
             yield spectral_part(segment, replay, spectrum)
         yield optimizer_spectral_part(segment, replay, spectrum, due=due)
-        if "smoothness" in due:
-            along = along_step(segment, replay, setup.next_fractions)
-            self._remember_rate(segment, along["secants"][0])
-            yield along
-        elif due:
-            yield whole_step(segment, replay)
+        along = along_step(segment, replay, setup.next_fractions)
+        self._remember_rate(segment, along["secants"][0])
+        yield along
 
     def _remember_rate(self, segment: Segment, first_secant: float) -> None:
         if segment.grad_norm > 0:
