@@ -33,7 +33,6 @@ from curvestep.vectors import difference, global_norm, precision
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
 T = TypeVar("T")
-METHODS = ("auto", "autograd", "differences")
 
 
 def segment_smoothness(
@@ -147,7 +146,6 @@ def local_smoothness(
     point: Point,
     direction: Point,
     *,
-    method: str = "auto",
     eps: float | None = None,
     length: float | None = None,
 ) -> Tensor:
@@ -160,7 +158,6 @@ def local_smoothness(
         gradient: :math:`\nabla f`, of the same :math:`f` at every call.
         point: :math:`x`.
         direction: :math:`d`, not zero.
-        method: How to compute :math:`\nabla^2 f(x)\,d`, see :func:`hessian_product`.
         eps: Relative precision of the gradients; default: that of their dtype.
         length: Length of the difference step, see :func:`hessian_product`.
 
@@ -175,7 +172,7 @@ def local_smoothness(
     size = global_norm(listed(direction))
     if not size > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
-    product = hessian_product(gradient, point, direction, method=method, eps=eps, length=length)
+    product = hessian_product(gradient, point, direction, eps=eps, length=length)
     return global_norm(listed(product)) / size
 
 
@@ -207,12 +204,9 @@ def spectral_smoothness(
     gradient: Gradient,
     point: Point,
     *,
-    method: str = "auto",
     eps: float | None = None,
     tol: float | None = None,
     max_products: int = 200,
-    seed: int = 0,
-    part: Iterable[int] | None = None,
     length: float | None = None,
     inverse_roots: Sequence[Tensor] | None = None,
 ) -> SpectralSmoothness:
@@ -221,13 +215,10 @@ def spectral_smoothness(
     Args:
         gradient: :math:`\nabla f`, of the same :math:`f` at every call.
         point: :math:`x`.
-        method: How to compute Hessian products, see :func:`hessian_product`.
         eps: Relative precision of the gradients; default: that of their dtype.
         tol: Residual at which to stop, relative to the eigenvalue. Default: 1e-4, or what the precision
             allows if that is more. The eigenvalue itself is then far more accurate.
         max_products: Where to give up; the result then says ``converged=False``.
-        seed: Of the random first vector.
-        part: Indices of the tensors whose diagonal block is meant; default: all.
         length: Length of the difference step, see :func:`hessian_product`.
         inverse_roots: :math:`P^{-1/2}` of a diagonal metric P, shaped like ``point``: then the norm of
             :math:`P^{-1/2} H P^{-1/2}`, whose eigenvalues are those of :math:`P^{-1} H`.
@@ -243,19 +234,18 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
-    part = range(len(x)) if part is None else list(part)
     roots = inverse_roots or [1.0] * len(x)
 
     def product(v: np.ndarray) -> np.ndarray:
-        direction = [d * r for d, r in zip(_unflattened(v, x, part), roots, strict=True)]
+        direction = [d * r for d, r in zip(_unflattened(v, x), roots, strict=True)]
         if global_norm(direction) == 0:  # only parameters that the metric leaves out
             return np.zeros(v.size)
-        settings = {"method": method, "eps": eps, "length": length}
-        full = listed(hessian_product(gradient, point, shaped_like(point, direction), **settings))
-        return np.concatenate([_flattened(full[i], x[i], roots[i]) for i in part])
+        direction = shaped_like(point, direction)
+        full = listed(hessian_product(gradient, point, direction, eps=eps, length=length))
+        return np.concatenate(list(map(_flattened, full, x, roots)))
 
-    size = sum(x[i].numel() for i in part)
-    return _largest_eigenvalue(product, size, tol=tol, max_products=max_products, seed=seed)
+    size = sum(map(torch.numel, x))
+    return _largest_eigenvalue(product, size, tol=tol, max_products=max_products)
 
 
 def hessian_product(
@@ -263,38 +253,35 @@ def hessian_product(
     point: Point,
     direction: Point,
     *,
-    method: str = "auto",
     eps: float | None = None,
     length: float | None = None,
 ) -> Any:
-    r""":math:`\nabla^2 f(x)\, d`, exactly or by a central difference.
+    r""":math:`\nabla^2 f(x)\, d`: of a Replay exactly where torch can, else by a central difference.
+
+    Args:
+        gradient: :math:`\nabla f`.
+        point: :math:`x`.
+        direction: :math:`d`, shaped like ``point``.
+        eps: :math:`\varepsilon`; default: that of the dtype.
+        length: Of the difference step. Give the scale on which :math:`f` is smooth, such as the length of
+            a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
+    """
+    if hasattr(gradient, "hessian_product"):
+        with suppress(RuntimeError, NotImplementedError):
+            return gradient.hessian_product(listed(direction), origin=listed(point))
+    if length is None:
+        length = central_length(listed(point), eps=eps)
+    return central_difference(gradient, point, direction, length=length)
+
+
+def central_difference(gradient: Gradient, point: Point, direction: Point, *, length: float) -> Any:
+    r""":math:`\nabla^2 f(x)\, d` by two gradients.
 
     .. math::
         \nabla^2 f(x)\, d \approx \frac{\nabla f(x + t d) - \nabla f(x - t d)}{2t},
-            \qquad \lVert t d \rVert = \sqrt[3]{\varepsilon}\, \lVert x \rVert
-
-    With :math:`t \propto \sqrt[3]{\varepsilon}` the error of rounding, :math:`O(\varepsilon / t)`, and that
-    of the difference, :math:`O(t^2)`, are alike.
-
-    Args:
-        gradient: :math:`\nabla f`. For ``"autograd"`` a Replay, or a function that can be differentiated.
-        point: :math:`x`.
-        direction: :math:`d`, shaped like ``point``.
-        method: ``"autograd"`` differentiates twice, ``"differences"`` takes two gradients; ``"auto"`` asks
-            autograd where a Replay offers it and takes differences where that fails.
-        eps: :math:`\varepsilon`; default: that of the dtype.
-        length: :math:`\lVert t d \rVert`. Give the scale on which :math:`f` is smooth, such as the length of
-            a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
+            \qquad \lVert t d \rVert = \text{length}
     """
-    check_choice("method", method, METHODS)
-    if method == "autograd":
-        return _differentiated(gradient, point, direction)
-    if method == "auto" and hasattr(gradient, "hessian_product"):
-        with suppress(RuntimeError, NotImplementedError):
-            return _differentiated(gradient, point, direction)
     x, d = listed(point), listed(direction)
-    if length is None:
-        length = central_length(x, eps=eps)
     t = check_positive("length", length) / global_norm(d).item()
     ahead = _moved_gradient(gradient, point, x, d, t)
     change = difference(ahead, _moved_gradient(gradient, point, x, d, -t))
@@ -302,7 +289,10 @@ def hessian_product(
 
 
 def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> float:
-    r"""The length of a difference step in general, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert`."""
+    r"""The length of a difference step in general, :math:`\sqrt[3]{\varepsilon}\,\lVert x\rVert`.
+
+    So the errors of rounding, :math:`O(\varepsilon / t)`, and of the difference, :math:`O(t^2)`, are alike.
+    """
     if eps is None:
         eps = precision(point)
     return check_positive("eps", eps) ** (1 / 3) * (global_norm(point).item() or 1.0)
@@ -342,16 +332,6 @@ def _moved(x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> list[Tensor]:
     return [a.detach() + t * b for a, b in zip(x, d, strict=True)]
 
 
-def _differentiated(gradient: Gradient, point: Point, direction: Point) -> Any:
-    """The Hessian is symmetric, so that a product from the left is one from the right."""
-    product = getattr(gradient, "hessian_product", None)
-    if product is not None:
-        return product(listed(direction), origin=listed(point))
-    x = [a.detach().requires_grad_() for a in listed(point)]
-    g = listed(gradient(shaped_like(point, x)))
-    return shaped_like(point, torch.autograd.grad(g, x, listed(direction), allow_unused=True))
-
-
 def each(function: Callable[[Tensor], T], tensors: Iterable[Tensor | None]) -> list[T | None]:
     """The function of every tensor; None stays None."""
     return [None if tensor is None else function(tensor) for tensor in tensors]
@@ -368,7 +348,7 @@ def shaped_like(point: Point, tensors: Sequence[Any]) -> Any:
 
 
 def _largest_eigenvalue(
-    product: Callable[[np.ndarray], np.ndarray], size: int, *, tol: float, max_products: int, seed: int
+    product: Callable[[np.ndarray], np.ndarray], size: int, *, tol: float, max_products: int
 ) -> SpectralSmoothness:
     longest = (-1.0, np.zeros(size), np.zeros(size))  # of all products: its length, vector and image
     count = 0
@@ -394,7 +374,7 @@ def _largest_eigenvalue(
             v = vectors[:, np.argmax(np.abs(values))]
             longest, found = (np.inf, v, matrix @ v), True
         else:
-            start = np.random.default_rng(seed).standard_normal(size)
+            start = np.random.default_rng(0).standard_normal(size)
             # eigsh hands over unit vectors, but only nearly: the operator is linear in them.
             make: Any = LinearOperator  # whose stubs know subclasses only
             operator = make((size, size), matvec=lambda v: counted(v) * np.linalg.norm(v), dtype=np.float64)
@@ -428,14 +408,11 @@ def _flattened(tensor: Tensor | None, like: Tensor, factor: float | Tensor) -> n
     return whole(tensor * factor).detach().to_dense().reshape(-1).double().cpu().numpy()
 
 
-def _unflattened(v: np.ndarray, like: Sequence[Tensor], part: Iterable[int]) -> list[Tensor]:
-    tensors = [torch.zeros_like(p).detach() for p in like]
-    offset = 0
-    for i in part:
-        p = like[i]
-        piece = torch.from_numpy(v[offset : offset + p.numel()]).to(p.device, p.dtype).reshape(p.shape)
-        if isinstance(p, DTensor):
-            piece = distribute_tensor(piece, p.device_mesh, p.placements)
-        tensors[i] = piece
-        offset += p.numel()
-    return tensors
+def _unflattened(v: np.ndarray, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.from_numpy(v).split([p.numel() for p in like])
+    return [_shaped(piece, p) for piece, p in zip(pieces, like, strict=True)]
+
+
+def _shaped(piece: Tensor, p: Tensor) -> Tensor:
+    piece = piece.to(p.device, p.dtype).reshape(p.shape)
+    return distribute_tensor(piece, p.device_mesh, p.placements) if isinstance(p, DTensor) else piece

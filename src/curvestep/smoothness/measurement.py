@@ -17,8 +17,8 @@ from curvestep.distributed import over_ranks
 from curvestep.smoothness import ESTIMATORS, NONFINITE, OK, Row
 from curvestep.smoothness.estimators import (
     SpectralSmoothness,
+    central_difference,
     central_length,
-    hessian_product,
     spectral_smoothness,
 )
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
@@ -49,7 +49,7 @@ class Segment:
     step_norm: float
     eps: float
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    layer_lengths: Mapping[str, float] = field(default_factory=dict)  # of the step in each group that moved
+    layers: Mapping[str, Row] = field(default_factory=dict)  # norms of gradient and step in each group
     geometry: Geometry = field(default_factory=Geometry)  # the optimizer's metric
 
     def metric(self, parameters: Sequence[Tensor]) -> list[ChangeInMetric]:
@@ -91,22 +91,6 @@ class SlopeAlong:
     def total(self) -> float:
         """The product over all parameters."""
         return math.fsum(self._parts.values())
-
-
-def joined(row: Row, part: Row) -> Row:
-    """A row with one more part; layers keep what they have.
-
-    Example:
-        >>> joined({"layers": {"out": {"lr": 2.0}}}, {"loss": 1.0, "layers": {"out": {"edge": 3.0}}})
-        {'layers': {'out': {'lr': 2.0, 'edge': 3.0}}, 'loss': 1.0}
-    """
-    layers = dict(row.get("layers", {}))
-    for name, values in part.get("layers", {}).items():
-        layers[name] = {**layers.get(name, {}), **values}
-    whole = {**row, **part, "layers": layers}
-    if not layers:
-        del whole["layers"]
-    return whole
 
 
 def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, Sequence[int]]) -> Row:
@@ -173,14 +157,20 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
         "secants": slopes,
         "grad_norms": [s.grad_norm for s in ordered],
         **change_part(segment, ordered[-1], metric),
-        "layers": {
-            name: {"smoothness": _largest([s.layer_sizes[name] / (s.fraction * length) for s in ordered])}
-            for name, length in segment.layer_lengths.items()
-        },
     }
+    if segment.layers:
+        part["layers"] = {name: layer_part(name, norms, ordered) for name, norms in segment.layers.items()}
     if 1.0 in secants:
         part |= end_part(segment, replay, secants[1.0], along)
     return part
+
+
+def layer_part(name: str, norms: Row, secants: Sequence[Secant]) -> Row:
+    """Norms and smoothness of one layer; of one that did not move the norms."""
+    length = norms["step_norm"]
+    if not length:
+        return norms
+    return {**norms, "smoothness": _largest([s.layer_sizes[name] / (s.fraction * length) for s in secants])}
 
 
 def change_part(segment: Segment, secant: Secant, metric: Sequence[ChangeInMetric]) -> Row:
@@ -213,8 +203,8 @@ def local_part(segment: Segment, replay: Replay) -> Row:
     """
     d = [p.detach() - s for p, s in zip(replay.parameters, segment.start, strict=True)]
     length = segment.difference_length
-    product = hessian_product(replay, segment.start, d, method="differences", length=length)
-    half = hessian_product(replay, segment.start, d, method="differences", length=length / 2)
+    product = central_difference(replay, segment.start, d, length=length)
+    half = central_difference(replay, segment.start, d, length=length / 2)
     replay.return_home()
     size = global_norm(product).item()
     gap = global_norm(difference(half, product, overwrite=True)).item()
@@ -223,29 +213,15 @@ def local_part(segment: Segment, replay: Replay) -> Row:
         "local_smoothness": size / segment.step_norm,
         "local_error": error,
         "local_converged": error <= LOCAL_TOLERANCE,
-        "layers": {
-            name: {"local_smoothness": _norm_of(product, segment.groups[name]) / length}
-            for name, length in segment.layer_lengths.items()
-        },
     }
 
 
-def spectral_part(segment: Segment, replay: Replay, spectrum: SpectralSmoothness) -> Row:
-    """The Hessian's norm at the start, whole and of each layer's block, and whether Lanczos converged."""
-    blocks = {
-        name: spectral_smoothness(replay, segment.start, eps=segment.eps, part=indices)
-        for name, indices in segment.groups.items()
-        if any(segment.start[i].numel() for i in indices)
-    }
-    replay.return_home()
+def spectral_part(spectrum: SpectralSmoothness) -> Row:
+    """The Hessian's norm at the start, and whether Lanczos converged."""
     return {
         "spectral_smoothness": spectrum.value,
         "spectral_converged": spectrum.converged,
         "spectral_residual": spectrum.residual,
-        "layers": {
-            name: {"spectral_smoothness": block.value, "spectral_converged": block.converged}
-            for name, block in blocks.items()
-        },
     }
 
 

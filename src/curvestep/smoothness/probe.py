@@ -71,9 +71,9 @@ class SmoothnessProbe:
             fractions; under DDP and FSDP2 three times the parameters.
         estimators: What to measure beside the paper's ``"smoothness"``, which is in every row:
             ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters),
-            ``"spectral_smoothness"`` (dozens to hundreds of gradients, and as many for each layer), and
-            ``"optimizer_spectral"`` (the same in the optimizer's metric, without layers). A mapping
-            ``{"local_smoothness": 1, "spectral_smoothness": 50}`` takes each at every n-th measurement only.
+            ``"spectral_smoothness"`` (dozens to hundreds of gradients), and ``"optimizer_spectral"`` (the
+            same in the optimizer's metric). A mapping ``{"local_smoothness": 1, "spectral_smoothness": 50}``
+            takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
@@ -81,7 +81,7 @@ class SmoothnessProbe:
             prints its name; ``"new"`` does that in any case, ``"overwrite"`` starts it again.
         max_overhead: Gradients for measuring over those for training, such as 0.05, after the first ten rows.
             Counted, not timed: rows do not depend on the machine. Never more often than ``every``.
-        layers: Also measure each layer: the parameters of one module.
+        layers: Also measure smoothness and norms of each layer: the parameters of one module.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
             step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for

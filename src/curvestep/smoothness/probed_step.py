@@ -29,7 +29,6 @@ from curvestep.smoothness.measurement import (
     Segment,
     Start,
     along_step,
-    joined,
     local_part,
     noise_of_halves,
     norms_part,
@@ -182,7 +181,6 @@ class ProbedStep:
         if step_norm == 0:
             self.row |= {"status": ZERO_STEP}
             return
-        layers = self.row.get("layers", {}).items()
         segment = Segment(
             start=start.point,
             gradients=start.gradients,
@@ -190,12 +188,12 @@ class ProbedStep:
             step_norm=step_norm,
             eps=eps,
             groups=setup.groups,
-            layer_lengths={name: layer["step_norm"] for name, layer in layers if layer["step_norm"]},
+            layers=self.row.get("layers", {}),
             geometry=geometry,
         )
         with self.replaying(self._measured_loss()) as replay:
             for part in self._estimates(segment, replay):
-                self.row = joined(self.row, part)
+                self.row |= part
         self.row |= summary_part(self.row)
 
     def begin(self, optimizer: Optimizer | None) -> None:
@@ -339,7 +337,8 @@ class ProbedStep:
         spectrum = None
         if "spectral_smoothness" in due:
             spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
-            yield spectral_part(segment, replay, spectrum)
+            replay.return_home()
+            yield spectral_part(spectrum)
         yield optimizer_spectral_part(segment, replay, spectrum, due=due)
         along = along_step(segment, replay, setup.next_fractions)
         self._remember_rate(segment, along["secants"][0])
