@@ -206,10 +206,9 @@ def _find_state(bundle: Bundle, state: State) -> None:
 
 def _check_tensors(bundle: Bundle) -> None:
     """Raise if torch could not read the tensors, or the rule does not take them."""
-    if not torch.compiler.is_compiling():
-        check_memory("a parameter", bundle.params)
-        check_memory("a gradient", bundle.grads)
-        check_memory("a buffer", list(chain(*bundle.buffers)))
+    check_memory("a parameter", bundle.params)
+    check_memory("a gradient", bundle.grads)
+    check_memory("a buffer", list(chain(*bundle.buffers)))
     if bundle.rule.sparse_error and any(g.layout != torch.strided for g in bundle.grads):
         raise RuntimeError(bundle.rule.sparse_error)
 
@@ -304,8 +303,8 @@ def choose_path(part: Part, group: Group) -> Path:
         return "kernel"
     if _is_one_by_one(part, group):
         return "loop"
-    if group["foreach"] or group["fused"] is False or not part.alike or torch.compiler.is_compiling():
-        return "foreach"  # torch.compile fuses them itself, and resolves negative bits
+    if group["foreach"] or group["fused"] is False or not part.alike:
+        return "foreach"
     # torch's plain `add` streams p - h*g faster than a kernel does, unless ours has two threads.
     streams = _is_plain_and_large(part)
     if part.view is not None and not group["fused"] and (not streams or torch.get_num_threads() > 1):
@@ -321,7 +320,7 @@ def _is_one_by_one(part: Part, group: Group) -> bool:
         return True
     if group["foreach"] is False and not group["fused"]:
         return True
-    if part.view is not None or torch.compiler.is_compiling():
+    if part.view is not None:
         return False
     # They do not write to tensors with the negative bit.
     return True in map(Tensor.is_neg, chain(part.params, *part.buffers))
@@ -353,8 +352,7 @@ def update(part: Part, scale: float) -> None:
 
 def tell_autograd(params: list[Tensor]) -> None:
     """Say that values changed, as neither our kernel nor torch's fused ones do: a stale graph is noticed."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(params)
+    torch.autograd.graph.increment_version(params)
 
 
 def trusted_kernel(name: str, is_right: Callable[[FusedKernel], bool]) -> FusedKernel | None:
@@ -423,7 +421,7 @@ def _are_plain(bundle: Bundle) -> bool:
     """:func:`_kernel_accepts` for many tensors in the common case: a quick yes, or ask one by one."""
     lists = [bundle.params, bundle.grads, *bundle.buffers]
     every = list(chain(*lists))
-    if torch.compiler.is_compiling() or not bundle.has_state or not set(map(type, every)) <= set(PLAIN):
+    if not bundle.has_state or not set(map(type, every)) <= set(PLAIN):
         return False  # a buffer that is missing, or something that torch must take apart first
     kinds, shapes = set(map(_kind, every)), list(map(_shape, bundle.params))
     if len(kinds) > 1 or any(list(map(_shape, tensors)) != shapes for tensors in lists):
@@ -447,8 +445,6 @@ def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     Nor must a negative bit say that numbers in memory have the other sign, or that they are zeros without
     memory.
     """
-    if torch.compiler.is_compiling():
-        return False
     is_marked = p.is_neg() or g.is_neg() or g._is_zerotensor()
     return (
         not is_marked

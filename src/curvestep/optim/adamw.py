@@ -207,7 +207,6 @@ class AdamWRule(Rule):
             torch._foreach_addcdiv_(params, exp_avgs, denominators)
         else:
             torch._foreach_addcdiv_(params, exp_avgs, denominators, [-size for size in sizes])
-        # As a list: torch.compile loses what is added to a float64 scalar by itself.
         torch._foreach_add_(part.steps, 1)
 
     def by_loop(self, part: Part, scale: Number) -> None:

@@ -58,11 +58,10 @@ class ClippedSGD(ScaledSGD):
             unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
         differentiable: Let gradients flow through the step.
         capturable: Promise that the step can be recorded in a CUDA graph, after a few steps outside it, and
-            replayed, or be compiled whole: every number stays on the device, counters among them. All
-            parameters must be on an accelerator or all on CPU, and ``nonfinite`` must not be ``"raise"``. A
-            float ``lr`` stays as it was recorded, and each new one is compiled again; give a Tensor on
-            the device to change it. From torch 2.13 on ``torch.compile`` makes one graph of such a step; any
-            other it leaves out of its graphs, at one graph break: on CPU that is two passes already.
+            replayed: every number stays on the device, counters among them. All parameters must be on an
+            accelerator or all on CPU, and ``nonfinite`` must not be ``"raise"``. A float ``lr`` stays as it
+            was recorded; give a Tensor on the device to change it. ``torch.compile`` leaves a step out of its
+            graphs, at one graph break: on CPU that is two passes already.
 
     Example:
         >>> import torch

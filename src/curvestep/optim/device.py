@@ -1,7 +1,7 @@
 """A step where numbers stay on a device: every one is a tensor, and none is read unless it has to be.
 
-So are the numbers of a step that torch.compile traces and of one through which gradients flow. What the host
-decides by an ``if`` is decided here by a device scalar that is 1 or 0.
+So are the numbers of a step through which gradients flow. What the host decides by an ``if`` is decided here
+by a device scalar that is 1 or 0.
 """
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -315,7 +315,6 @@ def update_on_device(part: Part, scale: Tensor, step: DeviceStep) -> None:
         with _unless_skipped(step, [*part.params, *chain(*part.buffers)]):
             by_functions(part, scale)
     if step.is_guarded and part.steps:
-        # As a list: torch.compile loses what is taken from a float64 scalar by itself.
         torch._foreach_sub_(part.steps, [skip] * len(part.steps))
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.torch_version import TorchVersion
 
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import in_zero_redundancy_optimizer
@@ -29,8 +28,6 @@ Norm = TypeVar("Norm", float, Tensor)
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
-# Tested with this version; torch.compile of 2.6 cannot take a step whole, so that it runs beside the graph.
-_COMPILES_STEP = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 # Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
 _global_hooks: Any = tuple(
     getattr(import_module("torch.optim.optimizer"), name, None)
@@ -178,7 +175,7 @@ class ScaledOptimizer(Optimizer, ABC):
             closure: Evaluates the model again and returns the loss.
         """
         if torch.compiler.is_compiling():
-            return self._traced_step(closure)
+            return _eager_step(self, closure)
         if _is_observed(self):
             return _observed_step(self, closure)
         return self._unobserved_step(closure)
@@ -258,19 +255,6 @@ class ScaledOptimizer(Optimizer, ABC):
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
 
-    def _traced_step(self, closure: Callable[[], float] | None) -> float | None:
-        if self._is_traceable():
-            return self._unobserved_step(closure)
-        return _eager_step(self, closure)
-
-    def _is_traceable(self) -> bool:
-        """Whether torch.compile can take the step whole: no hook looks at it, no number has to be read."""
-        if not self.defaults["capturable"]:  # first: what is looked at must not change, or it compiles again
-            return False
-        if not _COMPILES_STEP or _has_hooks(self) or any(map(rule_of, self.param_groups)):
-            return False
-        return bool(self.state) or not any(group.get("dampening") for group in self.param_groups)
-
     def _step(self, bundles: list[Bundle], loss: float | None) -> None:
         """A step of tensors in the host's memory, where every number is a float."""
         step = HostStep(self, self._policy, self._record, bundles, self._policy.norms(bundles), loss)
@@ -298,9 +282,7 @@ class ScaledOptimizer(Optimizer, ABC):
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
     """Whether every number of a step is read on the host: none has to be waited for, none has a gradient."""
-    if torch.compiler.is_compiling() or bundles[0].group["differentiable"]:
-        return False
-    return all(map(_is_read, bundles))
+    return not bundles[0].group["differentiable"] and all(map(_is_read, bundles))
 
 
 def _is_read(bundle: Bundle) -> bool:
@@ -323,14 +305,12 @@ def _policy_of(settings: Group) -> Policy:
 
 
 _observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
-# Two passes over memory, which torch.compile would not make fewer: it leaves a step that has to read numbers
-# out of its graphs.
+# Two passes over memory, which torch.compile would not make fewer: it leaves a step out of its graphs.
 _eager_step: Callable[..., Any] = _disable_dynamo(_observed_step)
 # What torch says where it is asked for one graph and cannot make it.
 _eager_step.__dict__.update(
     _torchdynamo_disable=True,
-    _torchdynamo_disable_msg="a step reads numbers. For one graph set capturable=True, nonfinite='skip' or "
-    "'propagate', and no hooks or `dampening`",
+    _torchdynamo_disable_msg="a step is no graph: leave out `fullgraph=True`",
 )
 
 
