@@ -7,14 +7,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from operator import truediv
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import in_zero_redundancy_optimizer
@@ -28,11 +32,6 @@ Norm = TypeVar("Norm", float, Tensor)
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
-# Hooks that run at every step of every optimizer; None where torch keeps them elsewhere, see `_is_observed`.
-_global_hooks: Any = tuple(
-    getattr(import_module("torch.optim.optimizer"), name, None)
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-)
 
 
 class ScaledOptions(TypedDict, total=False):
@@ -315,23 +314,18 @@ _eager_step.__dict__.update(
 
 
 def _is_observed(optimizer: Optimizer) -> bool:
-    """Whether a profiler or a hook looks at the steps of ``optimizer``; yes, if torch does not tell.
+    """Whether a profiler or a hook looks at the steps of ``optimizer``.
 
     A subclass with a ``step`` of its own is looked at there: torch wraps it.
     """
     if type(optimizer).step is not ScaledOptimizer.step:
         return False
-    try:
-        return torch.autograd._profiler_enabled() or _has_hooks(optimizer)  # pyright: ignore[reportPrivateImportUsage]
-    except (AttributeError, TypeError):
-        return True
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(
-        optimizer._optimizer_step_pre_hooks
+        torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any([len(hooks) for hooks in _global_hooks])
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
     )
 
 
