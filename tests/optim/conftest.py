@@ -3,7 +3,7 @@
 import pytest
 
 from curvestep import vectors
-from curvestep.optim import _update, adamw, device, record, scaled, sgd
+from curvestep.optim import _update, device, record, scaled
 from curvestep.vectors import device_norm
 
 
@@ -15,9 +15,8 @@ def without_native(monkeypatch):
 
 @pytest.fixture
 def without_fused(monkeypatch, without_native):
-    """As with a torch that has no fused kernels either."""
-    monkeypatch.setattr(sgd, "fused_sgd", lambda: None)
-    monkeypatch.setattr(adamw, "fused_adamw", lambda: None)
+    """As on a device for which torch has no fused kernels either."""
+    monkeypatch.setattr(_update, "_get_fused_kernels_supported_devices", list)
 
 
 @pytest.fixture

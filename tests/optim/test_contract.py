@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
-from curvestep.optim import _update, adamw, sgd
+from curvestep.optim import _update
 from tests.models import reloaded
 from tests.reference import ReferenceSGD
 
@@ -504,38 +504,12 @@ def test_every_world_gives_the_same_steps(world, mode, request):
         theirs.step()
     stats = theirs.clip_stats()
     request.getfixturevalue(world)
-    mode = mode | {"fused": None} if world == "without_fused" else mode
     ours = ClippedSGD(params, lr=0.1, max_norm=1.0, **mode)
     for _ in range(3):
         ours.step()
     torch.testing.assert_close(params, twins, rtol=1e-7, atol=1e-7)
     for name, value in ours.clip_stats().items():
         assert value == pytest.approx(stats[name])
-
-
-@every_optimizer
-def test_fused_is_refused_where_torch_has_no_kernel(make, without_fused):
-    with pytest.raises(RuntimeError, match=r"needs torch\._fused_(sgd|adamw)_"):
-        make(parameters((2,)), fused=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_right"),
-    [("_fused_sgd_", sgd._follows_formula), ("_fused_adamw_", adamw._computes_adamw)],
-)
-def test_capability_check_refuses_a_kernel_that_computes_something_else(name, is_right, monkeypatch):
-    def adds(params, grads, *_lists, **_constants):
-        params[0].add_(grads[0])
-
-    def changed(*_args, **_kwargs):
-        raise TypeError("another signature")
-
-    assert _update.trusted_kernel(name, is_right) is getattr(torch, name)
-    for kernel in (adds, changed):
-        monkeypatch.setattr(torch, name, kernel)
-        assert _update.trusted_kernel(name, is_right) is None
-    monkeypatch.delattr(torch, name)
-    assert _update.trusted_kernel(name, is_right) is None
 
 
 # --- bad input ------------------------------------------------------------------------------------

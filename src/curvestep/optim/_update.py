@@ -27,7 +27,6 @@ from curvestep._kernel import (
     Units,
     View,
     is_non_overlapping_and_dense,
-    real_cpu_tensors,
     same_layout,
 )
 from curvestep.distributed import as_sharded, is_sharded, placed
@@ -39,7 +38,6 @@ from curvestep.vectors import check_memory, is_readable, view_of
 Path: TypeAlias = Literal["kernel", "fused", "foreach", "loop"]
 Scale = TypeVar("Scale", float, Tensor, float | Tensor)
 Number: TypeAlias = float | Tensor  # a float on the host, a tensor of one element on a device
-FusedKernel: TypeAlias = Callable[..., None]  # of torch, for lists of tensors
 State: TypeAlias = MutableMapping[Tensor, Any]  # the state of torch's optimizers
 
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
@@ -81,11 +79,6 @@ class Rule(ABC):
     def state_names(self) -> tuple[str, ...]:
         """All entries of a parameter's state."""
         return (*self.buffer_names, *["step"] * self.counts_steps)
-
-    @property
-    @abstractmethod
-    def has_fused(self) -> bool:
-        """Whether torch has a fused kernel for this rule."""
 
     @property
     def measures_tensors(self) -> bool:
@@ -309,7 +302,9 @@ def choose_path(part: Part, group: Group) -> Path:
     streams = _is_plain_and_large(part)
     if part.view is not None and not group["fused"] and (not streams or torch.get_num_threads() > 1):
         return "kernel"
-    if not streams and part.rule.has_fused and _has_fused_kernels(part.params[0].device):
+    # torch's fused kernels take one lr for all tensors.
+    is_supported = part.params[0].device.type in _get_fused_kernels_supported_devices()
+    if is_supported and not streams and not part.rule.measures_tensors:
         return "fused"
     return "foreach"
 
@@ -334,10 +329,6 @@ def _is_plain_and_large(part: Part) -> bool:
     return sum(sizes) > _LARGE * len(part.params)
 
 
-def _has_fused_kernels(device: torch.device) -> bool:
-    return device.type in _get_fused_kernels_supported_devices()
-
-
 def update(part: Part, scale: float) -> None:
     """Update a part with the gradient times ``scale``, by its path."""
     rule = part.rule
@@ -353,20 +344,6 @@ def update(part: Part, scale: float) -> None:
 def tell_autograd(params: list[Tensor]) -> None:
     """Say that values changed, as neither our kernel nor torch's fused ones do: a stale graph is noticed."""
     torch.autograd.graph.increment_version(params)
-
-
-def trusted_kernel(name: str, is_right: Callable[[FusedKernel], bool]) -> FusedKernel | None:
-    """A fused kernel of torch, if it is there and gives the right numbers on a small case.
-
-    torch promises nothing about a function with an underscore.
-    """
-    try:
-        with real_cpu_tensors():
-            kernel = getattr(torch, name)
-            is_trusted = is_right(kernel)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    return kernel if is_trusted else None
 
 
 def _views(steps: list[Tensor], *lists: list[Tensor]) -> tuple[View | None, View | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from itertools import chain
 from operator import mul
 from typing import Any, Unpack
@@ -19,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import as_sharded, local
-from curvestep.optim._update import FusedKernel, Number, Part, Rule, trusted_kernel
+from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
 from curvestep.steps import check_threshold, clipped_step
@@ -97,8 +96,6 @@ class ClippedAdamW(ScaledOptimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor, max_norm: float | ClipRule, **options: Unpack[AdamWOptions]
     ) -> None:
-        if options.get("fused") and not options.get("differentiable") and fused_adamw() is None:
-            raise RuntimeError("`fused=True` needs torch._fused_adamw_, which this torch does not have.")
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, AdamWRule.defaults(), options)
 
     def coefficient(self, norm: Norm, group: Group) -> Norm:
@@ -146,11 +143,6 @@ class AdamWRule(Rule):
         """Whether the update of a tensor is capped."""
         return self.update_rms < math.inf
 
-    @property
-    def has_fused(self) -> bool:
-        """Whether torch has the kernel; it is given scaled gradients, so any factor is right."""
-        return fused_adamw() is not None and not self.measures_tensors  # it takes one lr for all tensors
-
     def by_kernel(self, part: Part, scale: float) -> None:
         """Our own kernel: every tensor once through memory, 28 bytes a parameter, 36 with amsgrad."""
         assert part.view is not None  # this path is chosen only where there are both
@@ -172,11 +164,9 @@ class AdamWRule(Rule):
         self._by_fused(part, torch._foreach_mul(part.grads, scale), skip)
 
     def _by_fused(self, part: Part, grads: Sequence[Tensor], skip: Tensor | None) -> None:
-        kernel = fused_adamw()
-        assert kernel is not None  # this path is chosen only where there is one
         exp_avgs, exp_avg_sqs, *largest = part.buffers
         torch._foreach_add_(part.steps, 1)
-        kernel(
+        torch._fused_adamw_(
             part.params, grads, exp_avgs, exp_avg_sqs, list(chain(*largest)), part.steps, lr=self.lr,
             beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay, eps=self.eps,
             amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None, found_inf=skip,
@@ -272,24 +262,3 @@ def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:
 
 def _itself(t: Tensor) -> Tensor:
     return t
-
-
-@cache
-def fused_adamw() -> FusedKernel | None:
-    """``torch._fused_adamw_`` if it is there and computes AdamW."""
-    return trusted_kernel("_fused_adamw_", _computes_adamw)
-
-
-def _computes_adamw(kernel: FusedKernel) -> bool:
-    """Try the second step, in which both moments and both corrections count, on five numbers."""
-    p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
-    m, v = torch.ones(5, dtype=torch.float64), torch.full((5,), 3.0, dtype=torch.float64)
-    expected = (1 - 0.25 * 0.5) * p - 0.25 * (1.25 / (1 - 0.75**2)) / ((3.5 / (1 - 0.5**2)) ** 0.5 + 0.125)
-    kernel(
-        [p], [g], [m], [v], [], [torch.tensor(2.0)], lr=0.25, beta1=0.75, beta2=0.5, weight_decay=0.5,
-        eps=0.125, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-    )  # fmt: skip
-    return all(
-        torch.allclose(found, torch.as_tensor(right, dtype=torch.float64))
-        for found, right in ((p, expected), (m, 1.25), (v, 3.5))
-    )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import chain
 from typing import Any, Unpack
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
-from curvestep.optim._update import FusedKernel, Number, Part, Rule, trusted_kernel
+from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between
 
@@ -61,8 +60,6 @@ class ScaledSGD(ScaledOptimizer):
 
     def __init__(self, params: ParamsT, rule: Group, **options: Unpack[SGDOptions]) -> None:
         check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
-        if options.get("fused") and not options.get("differentiable") and fused_sgd() is None:
-            raise RuntimeError("`fused=True` needs torch._fused_sgd_, which this torch does not have.")
         super().__init__(params, rule, {**SGDRule.defaults(), "clip": "gradient"}, options)
 
     def rule(self, group: Group) -> SGDRule:
@@ -90,11 +87,6 @@ class SGDRule(Rule):
     def buffer_names(self) -> tuple[str, ...]:
         """The name that torch.optim.SGD uses, so that state dicts can be exchanged."""
         return ("momentum_buffer",) if self.momentum else ()
-
-    @property
-    def has_fused(self) -> bool:
-        """Whether torch has the kernel."""
-        return fused_sgd() is not None
 
     def first(self) -> SGDRule:
         """As torch: the first gradient that a buffer sees is not damped."""
@@ -212,32 +204,11 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
 
 
 def _fused_call(part: Part, **constants: Any) -> None:
-    kernel = fused_sgd()
-    assert kernel is not None  # this path is chosen only where there is one
     defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
     buffers = list(chain(*part.buffers))
     # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
     # last is still in the cache.
-    kernel(
+    torch._fused_sgd_(
         part.params[::-1], part.grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None,
         **defaults | constants,
     )  # fmt: skip
-
-
-@cache
-def fused_sgd() -> FusedKernel | None:
-    """``torch._fused_sgd_`` if it is there and follows the formula that is folded into it."""
-    return trusted_kernel("_fused_sgd_", _follows_formula)
-
-
-def _follows_formula(kernel: FusedKernel) -> bool:
-    """Try b <- mu*b + (1 - d)(g + w*p), p <- p - lr*b on five numbers."""
-    p, g = torch.arange(5, dtype=torch.float64), torch.full((5,), 2.0, dtype=torch.float64)
-    b = torch.ones(5, dtype=torch.float64)
-    expected_b = 0.5 * b + 0.25 * (g + 3.0 * p)
-    expected_p = p - 0.1 * expected_b
-    kernel(
-        [p], [g], [b], lr=0.1, weight_decay=3.0, momentum=0.5, dampening=0.75,
-        nesterov=False, maximize=False, is_first_step=False,
-    )  # fmt: skip
-    return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
