@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,14 +34,6 @@ Plain: TypeAlias = Mapping[str, Any]  # a rule in a checkpoint
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
 
-class NormHistory(Protocol):
-    """The last gradient norms, this one among them."""
-
-    def percentile(self, p: float) -> Quantity:
-        """The p-th percentile, interpolated as ``numpy.percentile`` does."""
-        ...
-
-
 class Seen(NamedTuple):
     """Quantities that a rule looks at.
 
@@ -49,7 +41,7 @@ class Seen(NamedTuple):
         norm: Norm of the gradient that is clipped; with ``each`` a vector, one for each tensor or unit.
         total: Norm of the whole gradient.
         weight: Norm of the parameters, for a rule whose ``each`` is ``"unit"``.
-        history: The last norms, for a rule with a ``window``.
+        history: The last norms, for a rule with a ``window``; it has ``percentile(p)``.
     """
 
     norm: Quantity
@@ -319,9 +311,14 @@ class DeviceWindow(NamedTuple):
 
     def read(self) -> list[float]:
         """The norms in order of arrival; waits for the device."""
-        values, count = self.ring.tolist(), int(self.num_seen.item())
-        oldest = count % len(values) if values else 0
-        return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
+        return in_order(*self.ring.tolist(), self.num_seen.item())
+
+
+def in_order(*ring: float) -> list[float]:
+    """The values of a ring, oldest first; its last entry is how many there were, and NaN is no value."""
+    *values, count = ring
+    oldest = int(count) % max(len(values), 1)
+    return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
 
 
 def placed(numbers: Quantity, like: Tensor) -> Tensor:

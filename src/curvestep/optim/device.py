@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import gt
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.clip_rules import Quantity
+from curvestep.clip_rules import Quantity, in_order
 from curvestep.optim._update import Bundle, Number, Part, along, is_new, tell_autograd, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
     Group,
     Policy,
+    Step,
     counted_pieces,
     may_be_pretended,
     measure_pieces,
@@ -96,7 +97,7 @@ class DeviceCounters:
         norm, coefficient, steps, clipped, skipped, *_ = totals
         return replace(
             self._start, grad_norm=norm, coefficient=coefficient, steps=int(steps), clipped=clipped,
-            skipped=int(skipped), recent=_in_order(recent), norms=_in_order(norms),
+            skipped=int(skipped), recent=in_order(*recent), norms=in_order(*norms),
         )  # fmt: skip
 
 
@@ -124,13 +125,6 @@ def _push_(rings: Tensor, values: Tensor, keep: Tensor) -> None:
     counts.add_(keep.unsqueeze(1))
 
 
-def _in_order(ring: list[float]) -> list[float]:
-    """The values of a ring, oldest first."""
-    *values, count = ring
-    oldest = int(count) % RECENT_STEPS
-    return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
-
-
 def device_norms(
     decisions: Sequence[Decision], norm_scope: str, norm_of: NormOf = global_norm
 ) -> list[Tensor]:
@@ -148,46 +142,30 @@ def read_norms(norms: list[Tensor]) -> list[float]:
     return torch.stack(on_one_device(norms)).tolist()
 
 
-class DeviceStep:
+@dataclass
+class DeviceStep(Step):
     """A step of which every number is a tensor: whether to leave it out, and how it is counted.
 
-    Args:
-        optimizer: The optimizer that steps.
-        policy: Which steps are left out.
-        record: Where it is counted.
-        decisions: What is clipped.
-        norms: The norm of each, with the scale of a GradScaler in it.
-        norm_of: Takes such a norm.
-
     Attributes:
-        norms: The norms without that scale.
-        norm: Norm of the whole gradient.
-        unscale: One over the scale, None without one.
+        unscale: One over the scale of a GradScaler, None without one.
         skip: 1 if the step is left out, else 0.
         is_guarded: Whether ``skip`` may be 1.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        policy: Policy,
-        record: StepRecord,
-        decisions: Sequence[Decision],
-        norms: list[Tensor],
-        norm_of: NormOf = global_norm,
-    ) -> None:
-        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    norms: list[Tensor]  # of each decision; the scale of a GradScaler is taken out
+    norm_of: NormOf = global_norm
+
+    def __post_init__(self) -> None:
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         self.unscale: Tensor | None = None
         if scale is not None:
             self.unscale = 1 / scale
-            unscale_pieces(decisions, self.unscale)
-        self.norms = list(map(self.unscaled, norms))
-        self.norm = joint(self.norms[:1] if policy.norm_scope == "global" else self.norms).detach()
-        self._optimizer, self._policy, self._decisions = optimizer, policy, decisions
-        self._norm_of = norm_of
-        self._rules, self._counters = record.rules, record.on_device(self.norm.device)
+            unscale_pieces(self.decisions, self.unscale)
+        self.norms = list(map(self.unscaled, self.norms))
+        self.norm = joint(self.norms[:1] if self.policy.norm_scope == "global" else self.norms).detach()
+        self._counters = self.record.on_device(self.norm.device)
         self._counts = torch.ones_like(self.norm)
-        if may_be_pretended(optimizer):
+        if may_be_pretended(self.optimizer):
             self._counts = self.norm != 0
         self._reasons = self._reasons_to_skip()
         self.skip = torch.stack(list(self._reasons.values())).any().to(torch.float32)
@@ -196,11 +174,11 @@ class DeviceStep:
     def _reasons_to_skip(self) -> dict[str, Tensor]:
         """Reasons to leave out the step, as far as they are looked for, each true or false."""
         reasons = {"none": self.norm < 0}
-        overflow: Tensor | None = getattr(self._optimizer, "found_inf", None)
-        if self._policy.nonfinite != "propagate":
+        overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
+        if self.policy.nonfinite != "propagate":
             reasons["nonfinite"] = ~torch.stack(on_one_device(self.norms)).isfinite().all()
-        if self._policy.limit.number < math.inf:
-            reasons["above"] = self._counters.exceeds(self._policy.limit, self.norm)
+        if self.policy.limit.number < math.inf:
+            reasons["above"] = self._counters.exceeds(self.policy.limit, self.norm)
         if overflow is not None:
             reasons["overflow"] = overflow.view(()) > 0
         return {reason: flag.to(self.norm.device) for reason, flag in reasons.items()}
@@ -214,8 +192,8 @@ class DeviceStep:
         names, flags = self._reasons.keys(), torch.stack(list(self._reasons.values()))
         found = dict(zip(names, flags.tolist(), strict=True))  # the one wait of such a step
         is_ours = found.get("nonfinite") and not found.get("overflow")
-        if is_ours and self._policy.nonfinite == "raise":
-            raise FloatingPointError(nonfinite_gradient(self._optimizer.param_groups))
+        if is_ours and self.policy.nonfinite == "raise":
+            raise FloatingPointError(nonfinite_gradient(self.optimizer.param_groups))
         self.is_guarded = False
         if any(found.values()):
             self._counters.count(
@@ -226,8 +204,8 @@ class DeviceStep:
     def bounded(self) -> list[Group]:
         """The group of each decision, with a number in place of its rule."""
         keep = (self._counts > 0) & (self.skip == 0)
-        groups = self._optimizer.param_groups
-        return self._rules.bounded(self._decisions, self.norms, self.norm, groups, keep)
+        groups = self.optimizer.param_groups
+        return self.record.rules.bounded(self.decisions, self.norms, self.norm, groups, keep)
 
     def averaged_(self, parts: list[Part], group: Group) -> list[Part]:
         """Take the gradients into the momentum buffers, unless left out, and go along the average."""
@@ -240,7 +218,7 @@ class DeviceStep:
 
     def average(self, decisions: Sequence[Decision]) -> None:
         """Clip by the norms of averages, in which the scale is no more."""
-        self.norms = device_norms(decisions, self._policy.norm_scope, self._norm_of)
+        self.norms = device_norms(decisions, self.policy.norm_scope, self.norm_of)
         self.unscale = None
 
     def update(self, part: Part, coefficient: Tensor) -> None:
@@ -253,7 +231,7 @@ class DeviceStep:
     def count(self, coefficients: list[Tensor], bounds: list[Quantity]) -> None:
         """Count the step, with the factor on each decision and its threshold."""
         fired = list(map(gt, self.norms, bounds))
-        coefficients, fired = counted_pieces(self._decisions, coefficients, fired, torch.as_tensor)
+        coefficients, fired = counted_pieces(self.decisions, coefficients, fired, torch.as_tensor)
         self._counters.count(self.norm, coefficients, fired, self.skip, self._counts)
 
 

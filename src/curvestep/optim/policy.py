@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +20,9 @@ from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of
 from curvestep.vectors import global_norm, host_norm, is_readable
+
+if TYPE_CHECKING:
+    from curvestep.optim.record import StepRecord
 
 Group: TypeAlias = dict[str, Any]  # a parameter group of torch
 Made = TypeVar("Made", bound="Decision")
@@ -35,6 +38,16 @@ class Decision:
     view: View | None = None  # where the gradients lie, if our kernel can walk through them
     pieces: Pieces | None = None  # their norms, if a rule clips each tensor or unit by itself
     index: int = 0  # of the parameter in its group, if it is clipped alone
+
+
+@dataclass
+class Step:
+    """A step that is about to be taken: whose, by which policy, where it is counted, and what is clipped."""
+
+    optimizer: Optimizer
+    policy: Policy
+    record: StepRecord
+    decisions: Sequence[Decision]
 
 
 def decisions_of(group: Group, norm_scope: str, make: Callable[..., Made]) -> list[Made]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import gt
 from typing import Any, TypeAlias, TypeVar
@@ -19,7 +19,6 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from curvestep._kernel import Array
 from curvestep.clip_rules import (
@@ -40,7 +39,7 @@ from curvestep.optim.pieces import HostPieces, Pieces
 from curvestep.optim.policy import (
     Decision,
     Group,
-    Policy,
+    Step,
     clipped_norms,
     counted_pieces,
     layer_norms,
@@ -289,60 +288,41 @@ class StepRecord:
                 group["max_norm"] = from_plain(group["max_norm"], known)
 
 
-class HostStep:
-    """A step of which every number is a float: whether to leave it out, and how it is counted.
+@dataclass
+class HostStep(Step):
+    """A step of which every number is a float: whether to leave it out, and how it is counted."""
 
-    Args:
-        optimizer: The optimizer that steps.
-        policy: Which steps are left out.
-        record: Where it is counted.
-        decisions: What is clipped.
-        norms: The norm of each, with the scale of a GradScaler in it.
-        loss: What the closure returned, None without one.
+    norms: list[float]  # of each decision; the scale of a GradScaler is taken out
+    loss: float | None  # what the closure returned
 
-    Attributes:
-        norms: The norms without that scale.
-        norm: Norm of the whole gradient.
-        unscale: One over the scale.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        policy: Policy,
-        record: StepRecord,
-        decisions: Sequence[Decision],
-        norms: list[float],
-        loss: float | None,
-    ) -> None:
-        scale, self._overflowed = numbers_of_scaler(optimizer)
-        self.unscale, self.norms = 1 / scale, norms
+    def __post_init__(self) -> None:
+        scale, self._overflowed = numbers_of_scaler(self.optimizer)
+        self.unscale = 1 / scale
         if scale != 1.0:
-            self.norms = [norm * self.unscale for norm in norms]
-            unscale_pieces(decisions, self.unscale)
-        self.norm = policy.joint_norm(self.norms)
-        self._policy, self._rules, self._counters = policy, record.rules, record.on_host()
-        self._decisions, self._groups, self._loss = decisions, optimizer.param_groups, loss
-        self._is_pretended = self.norm == 0 and may_be_pretended(optimizer)
+            self.norms = [norm * self.unscale for norm in self.norms]
+            unscale_pieces(self.decisions, self.unscale)
+        self.norm = self.policy.joint_norm(self.norms)
+        self._counters, self._groups = self.record.on_host(), self.optimizer.param_groups
+        self._is_pretended = self.norm == 0 and may_be_pretended(self.optimizer)
 
     def is_left_out(self) -> bool:
         """Whether the step is left out, and then counted so; raises where that is wanted."""
         counters = self._counters
         if (
             self._overflowed
-            or self._policy.refuses(self.norms, self._groups)
-            or counters.exceeds(self._policy.limit, self.norm, self._loss)
+            or self.policy.refuses(self.norms, self._groups)
+            or counters.exceeds(self.policy.limit, self.norm, self.loss)
         ):
             if self.norm > counters.spike_bound:
                 self._keep_spike(0.0)
             counters.count_skipped(self.norm)
             return True
-        counters.keep_loss(self._loss)
+        counters.keep_loss(self.loss)
         return False
 
     def bounded(self) -> list[Group]:
         """The group of each decision, with a number in place of its rule."""
-        return self._rules.bounded(self._decisions, self.norms, self.norm, self._groups)
+        return self.record.rules.bounded(self.decisions, self.norms, self.norm, self._groups)
 
     def averaged_(self, parts: list[Part], group: Group) -> list[Part]:
         """Take the gradients into the momentum buffers, and go along the average."""
@@ -350,7 +330,7 @@ class HostStep:
 
     def average(self, decisions: Sequence[Decision]) -> None:
         """Clip by the norms of averages, in which the scale is no more."""
-        self.norms, self.unscale = self._policy.norms(decisions), 1.0
+        self.norms, self.unscale = self.policy.norms(decisions), 1.0
 
     def update(self, part: Part, coefficient: float) -> None:
         """Update a part with the gradient times ``coefficient``."""
@@ -359,14 +339,14 @@ class HostStep:
     def look_for_spike(self, coefficients: list[float]) -> None:
         """Remember the step if it stands out, while the gradients are as they came."""
         if self.norm > self._counters.spike_bound:
-            norms = clipped_norms(self._decisions, self.norms, coefficients)
-            self._keep_spike(self._policy.joint_norm(norms))
+            norms = clipped_norms(self.decisions, self.norms, coefficients)
+            self._keep_spike(self.policy.joint_norm(norms))
 
     def count(self, coefficients: list[float], bounds: list[float]) -> None:
         """Count the step that was taken, with the factor on each decision and its threshold."""
         if not self._is_pretended:
             fired = list(map(gt, self.norms, bounds))
-            self._counters.count(self.norm, *counted_pieces(self._decisions, coefficients, fired))
+            self._counters.count(self.norm, *counted_pieces(self.decisions, coefficients, fired))
 
     def _keep_spike(self, clipped_norm: float) -> None:
         """Remember a step that stands out, with the parameter that has most of its gradient."""
@@ -374,6 +354,6 @@ class HostStep:
         layer = max(norms, key=lambda name: norms[name])
         self._counters.keep_spike({
             "step": self._counters.steps + self._counters.skipped, "grad_norm": self.norm,
-            "clipped_norm": clipped_norm, "loss": self._loss, "layer": layer,
+            "clipped_norm": clipped_norm, "loss": self.loss, "layer": layer,
             "share": (norms[layer] / self.norm) ** 2,
         })  # fmt: skip
