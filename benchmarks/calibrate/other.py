@@ -21,7 +21,7 @@ from benchmarks.calibrate.data import (
 )
 from torch import Tensor, nn
 
-from curvestep.lab.models.lstm import AWDLSTM
+from curvestep.lab.models.lstm import LSTMModel
 from curvestep.lab.models.resnet import ResNet20
 
 
@@ -121,7 +121,8 @@ def _word_transformer() -> nn.Module:
 
 
 def _awd() -> nn.Module:
-    return AWDLSTM(1000, embedding=48, hidden=64, layers=2)
+    published = {"dropout": 0.4, "dropout_hidden": 0.25, "dropout_input": 0.4, "dropout_embedding": 0.1}
+    return LSTMModel(1000, embedding=48, hidden=64, weight_drop=0.5, **published)
 
 
 HELD_OUT = (

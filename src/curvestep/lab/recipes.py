@@ -184,7 +184,7 @@ class LanguageRecipe(Recipe):
     """Training of a language model on a stream of words.
 
     Args:
-        model: ``lstm`` or ``awd-lstm``.
+        model: ``lstm`` or ``awd-lstm``, its name with all of the dropouts below.
         corpus: ``ptb``, ``topics`` (always there), or the path of a text file or folder.
         num_words: Training words to use, the first of the text; 0 takes all.
         vocabulary: Different words to keep, the most frequent of the training text with ``<eos>`` and
@@ -192,13 +192,13 @@ class LanguageRecipe(Recipe):
         embedding: Size of the word vectors.
         hidden: Size of the hidden layers.
         layers: Number of LSTM layers.
-        dropout: Dropout between the layers of ``lstm``; the output dropout of ``awd-lstm``.
-        weight_drop: Share of the hidden-to-hidden weights dropped (``awd-lstm``).
-        dropout_input: Dropout of the word vectors (``awd-lstm``).
-        dropout_hidden: Dropout between the layers (``awd-lstm``).
-        dropout_embedding: Share of the words dropped (``awd-lstm``).
-        activation_penalty: Weight of the mean square of the last layer's dropped-out output (``awd-lstm``).
-        temporal_penalty: Weight of the mean square of its change from word to word (``awd-lstm``).
+        dropout: Dropout of the output.
+        weight_drop: Share of the hidden-to-hidden weights dropped.
+        dropout_input: Dropout of the word vectors.
+        dropout_hidden: Dropout between the layers.
+        dropout_embedding: Share of the words dropped.
+        activation_penalty: Weight of the mean square of the last layer's dropped-out output.
+        temporal_penalty: Weight of the mean square of its change from word to word.
         bptt: Words of truncated backpropagation.
         probe_pieces: Measure on so many short pieces of text that represent all of it, side by side in one
             batch, each after its own words, and beside it the gradient norm without dropout; 0 measures on

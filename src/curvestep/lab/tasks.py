@@ -20,7 +20,7 @@ from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
 from curvestep.lab.data.download import Unreachable
 from curvestep.lab.data.images import Images, augment, first_of_each_class, load_digits, normalise
 from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import AWDLSTM, LSTMModel, activation_penalty, random_bptt_length
+from curvestep.lab.models.lstm import LSTMModel, activation_penalty, random_bptt_length
 from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
 from curvestep.lab.progress import print_notice_once
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
@@ -87,11 +87,11 @@ def _load_corpus(recipe: LanguageRecipe, **where: bool) -> Corpus:
     return load_topics(max_vocabulary=size)
 
 
-# The language models, and the fields that one of them has beside the others'.
-_MODELS = {
-    "lstm": (LSTMModel, ()),
-    "awd-lstm": (AWDLSTM, ("weight_drop", "dropout_input", "dropout_hidden", "dropout_embedding")),
-}
+# Fields that a language model is made of.
+_MODEL_FIELDS = (
+    "embedding", "hidden", "layers", "dropout", "weight_drop", "dropout_input", "dropout_hidden",
+    "dropout_embedding",
+)  # fmt: skip
 
 
 class LanguageTask:
@@ -128,12 +128,10 @@ class LanguageTask:
 
     def build(self) -> nn.Module:
         """A new language model, from the recipe's seed."""
-        kind, more = _MODELS[self.recipe.model]
-        names = ["embedding", "hidden", "layers", "dropout", *more]
+        fields = {name: getattr(self.recipe, name) for name in _MODEL_FIELDS}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            fields = {name: getattr(self.recipe, name) for name in names}
-            return kind(len(self.corpus.vocabulary), **fields)
+            return LSTMModel(len(self.corpus.vocabulary), **fields)
 
     def num_steps(self) -> int:
         """Steps of the whole run: given, or the pieces of all epochs."""
@@ -157,11 +155,10 @@ class LanguageTask:
         """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
         (words, following), recipe = batch, self.recipe
         weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
-        penalised = recipe.model == "awd-lstm" and any(weights.values())
-        logits, state, *activations = model(words, state, **{"with_activations": True} if penalised else {})
+        logits, state, activations = model(words, state, with_activations=True)
         loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
-        for found in activations:
-            loss = loss + activation_penalty(found, **weights)
+        if any(weights.values()):
+            loss = loss + activation_penalty(activations, **weights)
         return loss, detach_state(state)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The LSTM language models: a small one, and AWD-LSTM (Merity, Keskar, Socher, 2018), the paper's own."""
+"""The LSTM language model: a small one, or AWD-LSTM (Merity, Keskar, Socher, 2018), the paper's own."""
 
 from __future__ import annotations
 
@@ -16,36 +16,28 @@ from curvestep._checks import check_count
 State = tuple[tuple[Tensor, Tensor], ...]
 
 
-class RecurrentModel(nn.Module):
-    """Word embedding, LSTM layers of their own widths, and a softmax layer that shares the embedding.
+class Activations(NamedTuple):
+    """Outputs of the last LSTM layer, before and after dropout, shaped (time, batch, width)."""
+
+    raw: Tensor
+    dropped: Tensor
+
+
+class LSTMModel(nn.Module):
+    """LSTM language model whose softmax shares the embedding; with its five dropouts it is AWD-LSTM.
 
     The last layer has the width of the embedding, as in AWD-LSTM: the softmax then needs no projection and
-    no weights of its own, only a bias.
-    """
-
-    def __init__(self, vocab_size: int, *, embedding: int, hidden: int, layers: int) -> None:
-        super().__init__()
-        widths = [embedding, *[hidden] * (layers - 1), embedding]
-        self.embedding = nn.Embedding(vocab_size, embedding)
-        self.lstms = nn.ModuleList(starmap(nn.LSTM, pairwise(widths)))
-        self.decoder = nn.Linear(widths[-1], vocab_size)
-        self.decoder.weight = self.embedding.weight
-        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
-        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
-        nn.init.zeros_(self.decoder.bias)
-
-
-class LSTMModel(RecurrentModel):
-    """LSTM language model of the paper's quantitative comparison (200/512), and its laptop size (128/200).
-
-    ``embedding`` is the width of the word vectors and of the last layer, ``hidden`` that of the other layers;
-    ``dropout`` the probability of dropping an activation, after the embedding and after each layer.
+    no weights of its own, only a bias. In each training forward pass one mask is drawn for each of: the words
+    of the vocabulary (``dropout_embedding``), the embedded inputs (``dropout_input``), the hidden-to-hidden
+    weights of each layer (``weight_drop``), the outputs between layers (``dropout_hidden``) and the output
+    (``dropout``); all are shared over time. The options are the probabilities of dropping; ``embedding`` is
+    the width of the word vectors and of the last layer, ``hidden`` that of the other layers.
 
     Example:
         >>> model = LSTMModel(10, embedding=4, hidden=6)
-        >>> logits, state = model(torch.zeros(3, 2, dtype=torch.long))
-        >>> logits.shape, len(state)
-        (torch.Size([3, 2, 10]), 2)
+        >>> logits, state, activations = model(torch.zeros(3, 2, dtype=torch.long), with_activations=True)
+        >>> logits.shape, len(state), activation_penalty(activations) >= 0
+        (torch.Size([3, 2, 10]), 2, tensor(True))
     """
 
     def __init__(
@@ -56,80 +48,37 @@ class LSTMModel(RecurrentModel):
         hidden: int = 200,
         layers: int = 2,
         dropout: float = 0.0,
+        dropout_hidden: float = 0.0,
+        dropout_input: float = 0.0,
+        dropout_embedding: float = 0.0,
+        weight_drop: float = 0.0,
     ) -> None:
-        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
-        self.dropout = dropout
-
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Scores of the next word, shaped (time, batch, words), and the state after the last one.
-
-        ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros.
-        """
-        x = F.dropout(self.embedding(tokens), self.dropout, self.training)
-        after = []
-        for layer, before in zip(self.lstms, state or [None] * len(self.lstms), strict=True):
-            x, left = layer(x, before)
-            x = F.dropout(x, self.dropout, self.training)
-            after.append(left)
-        return self.decoder(x), tuple(after)
-
-
-class Activations(NamedTuple):
-    """Outputs of the last LSTM layer, before and after dropout, shaped (time, batch, width)."""
-
-    raw: Tensor
-    dropped: Tensor
-
-
-def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout with one mask for all times, for ``x`` shaped (time, batch, width)."""
-    if p == 0 or not training:
-        return x
-    return x * F.dropout(torch.ones_like(x[:1]), p, training)
-
-
-class AWDLSTM(RecurrentModel):
-    """LSTM language model with weight-drop, locked dropout, embedding dropout and tied softmax.
-
-    The defaults are the published Penn Treebank setting, 24,221,600 parameters with 10,000 words. In each
-    training forward pass one mask is drawn for each of: the words of the vocabulary (``dropout_embedding``),
-    the embedded inputs (``dropout_input``), the hidden-to-hidden weights of each layer (``weight_drop``), the
-    outputs between layers (``dropout_hidden``) and the output (``dropout``); all are shared over time. The
-    options are the probabilities of dropping, and widths as of `LSTMModel`.
-
-    Example:
-        >>> model = AWDLSTM(10, embedding=4, hidden=6)
-        >>> logits, state, activations = model(torch.zeros(3, 2, dtype=torch.long), with_activations=True)
-        >>> logits.shape, activation_penalty(activations) >= 0
-        (torch.Size([3, 2, 10]), tensor(True))
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        embedding: int = 400,
-        hidden: int = 1150,
-        layers: int = 3,
-        dropout: float = 0.4,
-        dropout_hidden: float = 0.25,
-        dropout_input: float = 0.4,
-        dropout_embedding: float = 0.1,
-        weight_drop: float = 0.5,
-    ) -> None:
-        super().__init__(vocab_size, embedding=embedding, hidden=hidden, layers=layers)
-        self.dropout, self.dropout_hidden, self.dropout_input = dropout, dropout_hidden, dropout_input
-        self.dropout_embedding, self.weight_drop = dropout_embedding, weight_drop
+        super().__init__()
+        widths = [embedding, *[hidden] * (layers - 1), embedding]
+        self.embedding = nn.Embedding(vocab_size, embedding)
+        self.lstms = nn.ModuleList(starmap(nn.LSTM, pairwise(widths)))
+        self.decoder = nn.Linear(widths[-1], vocab_size)
+        self.decoder.weight = self.embedding.weight
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        self.dropouts = [*[dropout_hidden] * (layers - 1), dropout]  # after each layer
+        self.dropout_input, self.dropout_embedding = dropout_input, dropout_embedding
+        self.weight_drop = weight_drop
 
     def forward(
         self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
-        """As of `LSTMModel`; ``with_activations`` also returns what `activation_penalty` needs."""
+        """Scores of the next word, shaped (time, batch, words), and the state after the last one.
+
+        ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros;
+        ``with_activations`` also returns what `activation_penalty` needs.
+        """
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
-        dropouts = [*[self.dropout_hidden] * (len(self.lstms) - 1), self.dropout]
         after, raw = [], x
-        for layer, before, p in zip(self.lstms, state or [None] * len(self.lstms), dropouts, strict=True):
-            raw, left = self._run(layer, x, before)
+        before = state or [None] * len(self.lstms)
+        for layer, start, p in zip(self.lstms, before, self.dropouts, strict=True):
+            raw, left = self._run(layer, x, start)
             x = locked_dropout(raw, p, self.training)
             after.append(left)
         logits = self.decoder(x)
@@ -152,6 +101,13 @@ class AWDLSTM(RecurrentModel):
             return layer(x, before)
         dropped = F.dropout(layer.get_parameter("weight_hh_l0"), self.weight_drop, True)
         return functional_call(layer, {"weight_hh_l0": dropped}, (x, before))
+
+
+def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Dropout with one mask for all times, for ``x`` shaped (time, batch, width)."""
+    if p == 0 or not training:
+        return x
+    return x * F.dropout(torch.ones_like(x[:1]), p, training)
 
 
 def activation_penalty(activations: Activations, *, alpha: float = 2.0, beta: float = 1.0) -> Tensor:
