@@ -1,4 +1,3 @@
-import csv
 import math
 import os
 import shutil
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
+from curvestep.lab.grid import sweep, trial_in
 from curvestep.lab.jobs import JobResult
 from curvestep.lab.recipes import to_dict, with_fields
 from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
@@ -45,24 +44,13 @@ def on_joblib(tmp_path_factory):
 @pytest.mark.slow
 def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, tmp_path):
     assert len(on_joblib.trials) == 8
-    assert {t.status for t in on_joblib.trials} == {"finished"}
+    assert str(on_joblib).count("finished") == 8
     trial = on_joblib.trials[5]
     run = Run.load(trial.folder)
     assert {name: getattr(run.recipe, name) for name in GRID} == trial.fields
     train(run.recipe, tmp_path / "alone", progress=False)
     alone, swept = (folder / "metrics.jsonl" for folder in (tmp_path / "alone", trial.folder))
     assert alone.read_bytes() == swept.read_bytes()
-
-
-@pytest.mark.slow
-def test_a_sweep_leaves_a_table_and_a_heat_map(on_joblib):
-    with (on_joblib.folder / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["lr"]) for row in rows] == [0.5] * 4 + [2.0] * 4
-    assert [float(row["train_loss"]) for row in rows] == [t.train_loss for t in on_joblib.trials]
-    assert all(float(row["held_out_perplexity"]) > 1 for row in rows)
-    assert (on_joblib.folder / "heatmap.png").read_bytes().startswith(b"\x89PNG")
-    assert str(on_joblib).count("finished") == 8
 
 
 @pytest.mark.slow
@@ -275,29 +263,6 @@ def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", progress=False)
     assert started == ["lr=1"]
-
-
-def test_the_best_trial_is_of_the_setting_that_is_best_over_its_seeds(tmp_path):
-    losses = {(1.0, 0): 2.0, (1.0, 1): 2.2, (3.0, 0): 1.0, (3.0, 1): 3.5, (9.0, 0): 0.5, (9.0, 1): math.nan}
-    trials = []
-    for (lr, seed), loss in losses.items():
-        fields = {"lr": lr, "seed": seed}
-        trials.append(Trial(fields=fields, folder=tmp_path, status="finished", train_loss=loss))
-    best = SweepResult(folder=tmp_path, trials=tuple(trials)).best
-    assert (best.fields, best.train_loss) == ({"lr": 1.0, "seed": 0}, 2.0)  # 3 is worse on average, 9 lost
-    with pytest.raises(ValueError, match=r"No setting of .* finished: there is no best trial"):
-        _ = SweepResult(folder=tmp_path, trials=tuple(trials[-2:])).best
-
-
-def test_lost_trials_are_named_by_what_became_of_them(tmp_path):
-    trials = tuple(
-        Trial(fields={"lr": lr, "seed": seed}, folder=tmp_path, status=status)
-        for (lr, seed), status in {(1.0, 0): "failed", (2.0, 0): "diverged", (2.0, 1): "waiting"}.items()
-    )
-    drawn = SweepResult(folder=tmp_path, trials=trials).figure(title="A sweep")
-    assert drawn.get_suptitle() == "A sweep"
-    words = [text.get_text().replace("\n", " ") for text in drawn.axes[0].texts]
-    assert words == ["failed", "1 of 2 diverged 1 of 2 waiting"]
 
 
 def test_the_last_step_is_read_from_whole_rows_only(tmp_path):

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from curvestep.lab import progress
-from curvestep.lab.progress import Progress, show_live
+from curvestep.lab.progress import Progress
 
 
 @pytest.fixture
@@ -56,10 +56,9 @@ def test_a_line_in_between_puts_the_next_off(capsys, clock):
 
 
 def test_nothing_is_shown_unless_asked_for(capsys, terminal):
-    with Progress("training", 1, shown=False) as shown, show_live(lambda: "x", shown=False) as redraw:
+    with Progress("training", 1, shown=False) as shown:
         shown.update(1)
         shown.print("line")
-        redraw()
     assert (*capsys.readouterr(), terminal.getvalue()) == ("", "", "")
 
 
@@ -88,11 +87,3 @@ def test_bytes_are_counted_once_their_number_is_known(capsys, clock):
         clock(5)
         shown.update(10_000_000)
     assert capsys.readouterr() == ("", "set.tgz: 10/30 MB, 10 s left\n")
-
-
-def test_a_live_picture_is_drawn_at_each_call(terminal):
-    pictures = iter(["waiting", "running", "finished"])
-    with show_live(lambda: next(pictures)) as redraw:
-        redraw()
-        redraw()
-    assert "finished" in terminal.getvalue()

@@ -131,7 +131,7 @@ def sweep(args: list[str]) -> int:
     folder = chosen.folder or f"runs/sweep-{recipe.name}"
     result = library(recipe, grid, folder, **_arguments(chosen, *names))
     say(result)
-    say(f"table, heat map and runs in {result.folder}; curvestep report {result.folder}")
+    say(f"curvestep report {result.folder}")
     return _code(failed="failed" in {trial.status for trial in result.trials})
 
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from curvestep.fit.samples import best_setting
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.progress import show_live
 from curvestep.lab.recipes import Fields, Recipe, short, with_fields
 from curvestep.lab.run.folder import FAILED, FINISHED, RUNNING, has_ended, read_status
 from curvestep.lab.run.loop import train
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-TABLE = "sweep.csv"
-HEATMAP = "heatmap.png"
-Grid = Mapping[str, Sequence[Any]]  # values to try, by field
+Grid = Mapping[str, Sequence[object]]  # values to try, by field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +29,6 @@ class Trial:
     step: int = 0
     train_loss: float = math.nan  # at the end; NaN if the trial did not finish
     held_out: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    seconds: float = 0.0
     message: str = ""
 
 
@@ -49,29 +38,6 @@ class SweepResult:
 
     folder: Path
     trials: tuple[Trial, ...]
-
-    @property
-    def best(self) -> Trial:
-        """The trial with the lowest training loss of the best setting, which is judged over all its seeds."""
-        settings: dict[tuple[object, ...], list[Trial]] = {}
-        for trial in self.trials:
-            setting = tuple(value for name, value in trial.fields.items() if name != "seed")
-            settings.setdefault(setting, []).append(trial)
-        try:
-            best = best_setting({key: [t.train_loss for t in trials] for key, trials in settings.items()})
-        except ValueError:
-            raise ValueError(f"No setting of {self.folder} finished: there is no best trial.") from None
-        return min(settings[best], key=lambda trial: trial.train_loss)
-
-    def figure(self, *, title: str = "") -> Figure:
-        """The final training loss over the two fields with most values, mean over the others."""
-        from curvestep.display.drawing import figure_of
-        from curvestep.lab.sweep_map import SweptRun, heat_map
-
-        chart = heat_map([SweptRun(trial.fields, trial.train_loss, trial.status) for trial in self.trials])
-        assert chart.grid is not None
-        width = max(5.0, 2.6 + 1.1 * len(chart.grid.across))  # inches, for the text of the cells
-        return figure_of([chart], title=title, size=(width, 3.4))
 
     def __str__(self) -> str:
         console = Console(width=110)
@@ -95,7 +61,7 @@ def sweep(
     """Train ``recipe`` at every point of ``grid``, each in a run folder of its own.
 
     Run again, it skips what has ended and goes on with the rest. A trial that fails or diverges is recorded
-    and the others carry on. At the end there are ``sweep.csv`` and a heat map in ``folder``.
+    and the others carry on. ``curvestep report`` draws a heat map of them.
 
     Args:
         recipe: What the trials share.
@@ -104,7 +70,7 @@ def sweep(
         engine: ``joblib``, processes on this machine; or ``ray``.
         workers: Trials at a time; they share torch's threads, so that cores are not oversubscribed.
         address: Of a Ray cluster; None starts one on this machine.
-        progress: Show a live table (a line a trial without a terminal).
+        progress: Print a line when a trial has ended.
         checkpoint_seconds: Time between two checkpoints of a trial.
         offline: Use no network for the data.
     """
@@ -120,24 +86,15 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
 
     errors: dict[str, str] = {}
-
-    def trials() -> tuple[Trial, ...]:
-        return tuple(trial_in(fields, folder / name, errors.get(name, "")) for name, fields in points.items())
-
-    outcomes = partial(run_jobs, jobs, engine=engine, workers=workers, address=address)
-    with show_live(lambda: _table(trials()), shown=progress) as watch:
-        for number, outcome in enumerate(outcomes(watch=watch), 1):
-            stop_if_interrupted(outcome)
-            errors[outcome.name] = outcome.error
+    outcomes = run_jobs(jobs, engine=engine, workers=workers, address=address)
+    for number, outcome in enumerate(outcomes, 1):
+        stop_if_interrupted(outcome)
+        errors[outcome.name] = outcome.error
+        if progress:
             trial = trial_in(points[outcome.name], folder / outcome.name, outcome.error)
-            if progress and not Console(stderr=True).is_terminal:
-                print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
-    from curvestep.display.drawing import save
-
-    result = SweepResult(folder=folder, trials=trials())
-    _write_csv(result, folder / TABLE)
-    save(result.figure(), folder / HEATMAP)
-    return result
+            print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
+    found = (trial_in(fields, folder / name, errors.get(name, "")) for name, fields in points.items())
+    return SweepResult(folder=folder, trials=tuple(found))
 
 
 def _ending(trial: Trial) -> str:
@@ -151,7 +108,7 @@ def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
     if not grid:
         raise ValueError("`grid` must name at least one field and its values.")
     for name, values in grid.items():
-        if isinstance(values, str) or not len(values):
+        if isinstance(values, str) or not values:
             raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
     points: dict[str, Fields] = {}
     for values in itertools.product(*grid.values()):
@@ -170,15 +127,13 @@ def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
     status = found["status"]
     if error and status in (RUNNING, "waiting"):  # a process that was killed could not write that it failed
         status = FAILED
-    held_out = next(iter(found.get("metrics", {}).values()), {})
     return Trial(
         fields=fields,
         folder=folder,
         status=status,
         step=found.get("step", 0),
         train_loss=found["train_loss"] if status == FINISHED else math.nan,
-        held_out=held_out,
-        seconds=found.get("seconds", 0.0),
+        held_out=next(iter(found.get("metrics", {}).values()), {}),
         message=error or found["message"],
     )
 
@@ -191,16 +146,3 @@ def _table(trials: Sequence[Trial]) -> Table:
         numbers = [trial.status, str(trial.step or ""), loss, ", ".join(units)]
         table.add_row(*map(short, trial.fields.values()), *numbers)
     return table
-
-
-def _write_csv(result: SweepResult, path: Path) -> None:
-    units = sorted({key for trial in result.trials for key in trial.held_out})
-    held_out = [f"held_out_{unit}" for unit in units]
-    header = [*result.trials[0].fields, "status", "steps", "train_loss", *held_out]
-    rows: list[list[object]] = [[*header, "seconds", "folder", "message"]]
-    for trial in result.trials:
-        numbers = [trial.step, trial.train_loss, *(trial.held_out.get(unit, "") for unit in units)]
-        numbers.append(str(round(trial.seconds, 1) or ""))
-        rows.append([*trial.fields.values(), trial.status, *numbers, trial.folder.name, trial.message])
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Literal
 
 from rich import progress as bars
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 Unit = Literal["steps", "share", "bytes"]
@@ -127,17 +124,6 @@ class Progress:
         if self.unit == "bytes":
             return f"{done / 1e6:.0f}/{self.total / 1e6:.0f} MB"
         return f"{done:g}/{self.total:g}"
-
-
-@contextmanager
-def show_live(render: Callable[[], RenderableType], *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Redraw the result of ``render`` at each call of what is yielded; without a terminal it does nothing."""
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda: None
-        return
-    with Live(render(), console=console, auto_refresh=False) as live:
-        yield lambda: live.update(render(), refresh=True)
 
 
 def print_notice(text: str) -> None:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -47,15 +46,12 @@ def _varied(values: dict[str, list[Hashable]]) -> dict[str, list[Hashable]]:
 
 
 def heat_map(runs: Sequence[SweptRun]) -> Chart:
-    """Final training loss over the two fields with most values.
+    """Final training loss of runs that fill a grid, over the two fields with most values.
 
-    Args:
-        runs: At least one. The mean is over runs that agree in both fields, and a cell with a run that has
-            no loss says what became of it.
+    The mean is over runs that agree in both fields; a cell with a run that has no loss says how it ended.
     """
-    values = _values(runs)
-    columns, rows = [*(list(_varied(values)) or list(values)[:1]), ""][:2]
-    down, across = values.get(rows, [None]), values[columns]
+    varied = _varied(_values(runs))
+    (columns, across), (rows, down), *_ = varied.items()
     means = np.full((len(down), len(across)), math.nan)
     text = np.full(means.shape, NOT_RUN, dtype=object)
     cells: dict[tuple[int, int], list[SweptRun]] = {}
@@ -65,8 +61,8 @@ def heat_map(runs: Sequence[SweptRun]) -> Chart:
     for place, cell in cells.items():
         means[place] = np.mean([run.loss for run in cell])
         text[place] = _cell_text(means[place], cell)
-    names, others = (list(map(short_value, axis)) for axis in (across, down))
-    grid = Grid(names, others, means, "final training loss", text=text.tolist(), reverse=True)
+    names = [list(map(short_value, axis)) for axis in (across, down)]
+    grid = Grid(*names, means, "final training loss", text=text.tolist(), reverse=True)
     axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
     return Chart("heat", "Final training loss", *axes, words=_words(grid, rows, columns), grid=grid)
 
@@ -75,10 +71,10 @@ def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
     """The values that each field has, numbers in their order."""
     values: dict[str, list[Hashable]] = {}
     for name in runs[0].fields:
-        found: Any = dict.fromkeys(field_value(run.fields, name) for run in runs)
+        found = list(dict.fromkeys(field_value(run.fields, name) for run in runs))
         if all(isinstance(value, (int, float)) for value in found):
-            found = sorted(found)
-        values[name] = list(found)
+            found.sort(key=float)
+        values[name] = found
     return values
 
 
@@ -98,7 +94,7 @@ def _words(grid: Grid, rows: str, columns: str) -> str:
     """The best cell of a sweep, and how many of those that were run have no number."""
     known = np.isfinite(grid.values)
     num_run = known.size - sum(row.count(NOT_RUN) for row in grid.text)
-    words = [f"A cell shows the final training loss over {f'{rows} and {columns}'.removeprefix(' and ')}."]
+    words = [f"A cell shows the final training loss over {rows} and {columns}."]
     if known.any():
         words.append(_lowest_cell(grid, rows, columns))
     if num_run > known.sum():
@@ -112,7 +108,7 @@ def _cell_text(mean: float, cell: Sequence[SweptRun]) -> str:
     """The text of a cell of a sweep: its mean loss, or how the runs without one ended."""
     if math.isfinite(mean):
         return f"{mean:#.3g}".rstrip(".")
-    endings = Counter(run.status or "no loss" for run in cell if not math.isfinite(run.loss))
+    endings = Counter(run.status for run in cell if not math.isfinite(run.loss))
     if endings.total() == len(cell) and len(endings) == 1:
         return next(iter(endings))
     return ", ".join(f"{count} of {len(cell)} {status}" for status, count in endings.items())
@@ -122,5 +118,4 @@ def _lowest_cell(grid: Grid, rows: str, columns: str) -> str:
     least = np.nanmin(grid.values)
     # Of equal cells the first by name.
     down, across = min((grid.down[i], str(grid.across[j])) for i, j in np.argwhere(grid.values == least))
-    place = f"{rows} {down}, {columns} {across}".removeprefix(" , ")
-    return f"The lowest is {least:.4g} at {place}."
+    return f"The lowest is {least:.4g} at {rows} {down}, {columns} {across}."
