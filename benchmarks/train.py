@@ -57,7 +57,7 @@ def bare_loop(recipe: Recipe, task: Task) -> Callable[[int], None]:
 def our_loop(recipe: Recipe, task: Task, folder: Path) -> Callable[[int], None]:
     """The loop of `curvestep.lab.run.loop`, a few steps at a time."""
     run_folder = open_run(folder, recipe, resume=False)
-    fabric = make_fabric(recipe, accelerator="cpu")
+    fabric = make_fabric(recipe)
     fabric.launch()
     session = Session(fabric, run_folder, task)
     status_file = _StatusFile(run_folder, session, 60.0)

@@ -79,7 +79,6 @@ def train(args: list[str]) -> int:
     parser.flag("--resume", "Continue from the folder's checkpoint")
     parser.flag("--dry-run", "Only print what would run, and its cost in seconds")
     parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
-    parser.option("--accelerator", "Where to train", default="auto", kind=one_of("auto", "cpu", "cuda"))
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.option("--threads", "Torch threads of each process", default=None, shown="torch's", kind=INTEGER)
     parser.flag("--offline", "Use no network for the data")
@@ -97,7 +96,7 @@ def train(args: list[str]) -> int:
         return OK
     from curvestep.lab.run.loop import train as library
 
-    names = ("resume", "devices", "accelerator", "checkpoint_seconds", "offline", "threads")
+    names = ("resume", "devices", "checkpoint_seconds", "offline", "threads")
     setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if auto:

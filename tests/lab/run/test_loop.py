@@ -331,8 +331,6 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
     [
         ({"devices": 0}, "`devices` must be a whole number of at least 1"),
         ({"devices": 10_000}, "`devices` must be at most the .* cores"),
-        ({"accelerator": "cuda", "devices": 3}, "`devices` must be at most the .* GPUs"),
-        ({"accelerator": "quantum"}, "`devices` 1 of `accelerator` 'quantum' are not available"),
         ({"threads": 0}, "`threads` must be"),
         ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
     ],

@@ -80,7 +80,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         \mu = \frac{1}{N}\sum x, \qquad \sigma^2 = \frac{1}{N}\sum (x - \mu)^2
 
     with both sums over every process, in two passes so that nothing cancels. Torch's own ``SyncBatchNorm``
-    runs on accelerators only.
+    does not run on CPUs.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,12 +19,11 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep._checks import check_count
-from curvestep.lab.recipes import Fields, Recipe
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.tasks import part_of_batch
 
 # At import: workers log before our code runs.
@@ -34,21 +32,19 @@ logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
-def make_fabric(recipe: Recipe, *, devices: int = 1, accelerator: str = "auto") -> Fabric:
-    """Fabric for one run, or an error in one line if the devices are not here or do not suit the recipe."""
+def make_fabric(recipe: Recipe, *, devices: int = 1) -> Fabric:
+    """Fabric for one run on GPUs, else on cores; an error in one line if there are too few for it."""
     check_count("devices", devices)
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_devices(recipe, devices, accelerator)
-    options: Fields = {"precision": recipe.precision}
-    if devices > 1:
-        options["strategy"] = LocalProcesses()
-    try:
-        return Fabric(accelerator=accelerator, devices=devices, **options)
-    except (MisconfigurationException, ValueError) as error:
-        raise ValueError(
-            f"`devices` {devices} of `accelerator` {accelerator!r} are not available: {error}"
-        ) from None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("A run starts its own processes: use `devices`, not torchrun.")
+    accelerator, most, what = "cpu", max(2, os.cpu_count() or 1), "cores of this machine"
+    if torch.cuda.is_available():
+        accelerator, most, what = "cuda", torch.cuda.device_count(), "GPUs here"
+    if devices > most:
+        raise ValueError(f"`devices` must be at most the {most} {what}, got {devices}.")
+    part_of_batch(recipe, 0, devices)  # which checks that they divide it
+    strategy = LocalProcesses() if devices > 1 else "auto"
+    return Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=recipe.precision)
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:
@@ -59,21 +55,13 @@ def raised_by_process(error: ProcessRaisedException) -> Exception:
         >>> raised_by_process(ProcessRaisedException(text, 0, 1))
         ValueError('There is no text.')
     """
-    last = str(error).rpartition("Traceback (most recent call last):\n")[2].rstrip()
-    said = re.search(r"^\S.*", last, re.MULTILINE | re.DOTALL)
-    assert said is not None  # a traceback ends with the error
-    name, _, words = said.group().partition(": ")
+    name, _, words = str(error).rstrip().rpartition("\n")[2].partition(": ")
     module, _, short = name.rpartition(".")
     kind = getattr(sys.modules.get(module or "builtins"), short, Exception)
-    if issubclass(kind, ValueError):
-        return ValueError(words)
-    if not issubclass(kind, OSError):
-        return RuntimeError(f"{name}: {words}")
-    of_system = re.fullmatch(r"\[Errno (\d+)\] (.*?)(?:: '(.*)')?", words)
-    if of_system is None:
-        return OSError(words)
-    number, reason, path = of_system.groups()
-    return OSError(int(number), reason, *filter(None, [path]))
+    for known in (ValueError, OSError):
+        if issubclass(kind, known):
+            return known(words)
+    return RuntimeError(f"{name}: {words}")
 
 
 def all_gather(x: Tensor) -> list[Tensor]:
@@ -114,17 +102,6 @@ class LocalProcesses(DDPStrategy):
 def _loopback() -> str:
     """Name of the loopback interface: ``lo``, ``lo0`` on macOS."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _check_devices(recipe: Recipe, devices: int, accelerator: str) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("A run starts its own processes: use `devices`, not torchrun.")
-    cores = max(2, os.cpu_count() or 1)
-    limits = {"cpu": (cores, "cores of this machine"), "cuda": (torch.cuda.device_count(), "GPUs here")}
-    most, what = limits.get(accelerator, (devices, ""))  # Fabric knows what else there is
-    if devices > most:
-        raise ValueError(f"`devices` must be at most the {most} {what}, got {devices}.")
-    part_of_batch(recipe, 0, devices)  # which checks that they divide it
 
 
 @contextmanager

@@ -67,7 +67,6 @@ def train(
     resume: bool = False,
     progress: bool = True,
     devices: int = 1,
-    accelerator: str = "auto",
     checkpoint_seconds: float = 60.0,
     threads: int | None = None,
     offline: bool = False,
@@ -83,8 +82,7 @@ def train(
         folder: The run folder: new, or with ``resume`` that of the same recipe.
         resume: Go on from the folder's checkpoint, or start if there is none.
         progress: Show a live line (plain lines without a terminal).
-        devices: Processes that share each batch; it must divide ``batch_size``.
-        accelerator: ``cpu``, ``cuda``, or whichever is there.
+        devices: Processes that share each batch, on GPUs if there are any; must divide ``batch_size``.
         checkpoint_seconds: Time between two checkpoints.
         threads: Torch threads of each process; None leaves them alone.
         offline: Use no network for the data.
@@ -93,7 +91,7 @@ def train(
     if threads is not None:
         check_count("threads", threads)
     folder = Path(folder)
-    fabric = make_fabric(recipe, devices=devices, accelerator=accelerator)
+    fabric = make_fabric(recipe, devices=devices)
     if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
     options = _Options(

@@ -50,10 +50,7 @@ class Session:
     def __init__(self, fabric: Fabric, run: Run, task: Task) -> None:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
-        module = task.build()
-        if fabric.world_size > 1 and fabric.device.type != "cpu":
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        self.module = module
+        self.module = module = task.build()
         self.num_parameters = sum(map(torch.numel, module.parameters()))
         self.model = fabric.setup_module(module)
         self.raw_optimizer = make_optimizer(recipe, module)
