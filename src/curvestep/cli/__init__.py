@@ -74,7 +74,7 @@ def _run(args: list[str]) -> int:
         print(f"curvestep {__version__}")
         return OK
     from curvestep.cli.commands import COMMANDS
-    from curvestep.lab.recipes import nearest
+    from curvestep.lab.recipe_fields import nearest
 
     name, *rest = args or [""]
     if name in ("", "--help", "-h", "help"):

@@ -24,7 +24,8 @@ from curvestep.cli.options import (
     read_with_recipe,
     with_given,
 )
-from curvestep.lab.recipes import Fields, Recipe, nearest
+from curvestep.lab.recipe_fields import Fields, nearest
+from curvestep.lab.recipes import Recipe
 
 if TYPE_CHECKING:
     from curvestep.advice.advice import Advice
@@ -77,7 +78,6 @@ def train(args: list[str]) -> int:
     parser.option("--folder", "Run folder", shown="runs/<recipe>-<setting>")
     add_scale(parser)
     parser.flag("--resume", "Continue from the folder's checkpoint")
-    parser.flag("--dry-run", "Only print what would run, and its cost in seconds")
     parser.option("--devices", "Processes that share each batch", default=1, kind=INTEGER)
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.option("--threads", "Torch threads of each process", default=None, shown="torch's", kind=INTEGER)
@@ -87,13 +87,6 @@ def train(args: list[str]) -> int:
     auto = [name for name in AUTO if given.get(name) == "auto"]
     fixed = {name: value for name, value in given.items() if name not in auto}
     recipe = with_given(parser, recipe, fixed)
-    if chosen.dry_run:
-        from curvestep.lab.cost import dry_run
-
-        say(dry_run(recipe))
-        if auto:
-            say(f"  {' and '.join(auto)} will be measured before the first step")
-        return OK
     from curvestep.lab.run.loop import train as library
 
     names = ("resume", "devices", "checkpoint_seconds", "offline", "threads")

@@ -12,7 +12,8 @@ from functools import partial
 from typing import NoReturn, get_args, get_type_hints
 
 from curvestep.cli import UsageError
-from curvestep.lab.recipes import SCALES, Fields, Recipe, get_recipe, nearest, recipe_names, with_fields
+from curvestep.lab.recipe_fields import Fields, nearest
+from curvestep.lab.recipes import SCALES, Recipe, get_recipe, recipe_names, with_fields
 
 # Names of these options in other programs.
 ALIASES = {
@@ -20,7 +21,7 @@ ALIASES = {
     "--clip-grad-norm": "--max-norm", "--wd": "--weight-decay", "--batch": "--batch-size",
     "--output-dir": "--folder", "--out": "--folder", "--dir": "--folder", "--gpus": "--devices",
 }  # fmt: skip
-NOT_OPTIONS = ("name", "figures", "scale")  # fields of a recipe that are chosen by its name and scale
+NOT_OPTIONS = ("name", "scale")  # fields of a recipe that are chosen by its name and scale
 
 
 @dataclass(frozen=True)

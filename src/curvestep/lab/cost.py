@@ -1,12 +1,10 @@
-"""Cost of a run, known without its data: for plans, for the order of runs, and for a dry run."""
+"""Cost of a run, known without its data: for plans and the order of their runs."""
 
 from __future__ import annotations
 
 import math
-from functools import singledispatch
 
 from curvestep.lab.models.lstm import mean_bptt_length
-from curvestep.lab.progress import duration
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.tasks import PIECE_WORDS
 
@@ -31,39 +29,17 @@ def cost_of(recipe: Recipe) -> float:
     return steps_of(recipe) * step + _rows_of(recipe) * _batches_of_a_row(recipe) * gradient
 
 
-@singledispatch
 def _seconds(recipe: Recipe) -> tuple[float, float]:
     """CPU seconds of a step and of a gradient."""
-    raise NotImplementedError
-
-
-@_seconds.register
-def _(recipe: LanguageRecipe) -> tuple[float, float]:
-    outputs = recipe.embedding * (recipe.vocabulary or 10_000)
-    inner = 8 * recipe.hidden * (recipe.embedding + recipe.hidden) * (recipe.layers - 1)
-    # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
-    scale = ((outputs + inner) / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
-    return scale * _LANGUAGE_STEP, scale * _LANGUAGE_STEP - _LANGUAGE_OVERHEAD
-
-
-@_seconds.register
-def _(recipe: ImageRecipe) -> tuple[float, float]:
+    if isinstance(recipe, LanguageRecipe):
+        outputs = recipe.embedding * (recipe.vocabulary or 10_000)
+        inner = 8 * recipe.hidden * (recipe.embedding + recipe.hidden) * (recipe.layers - 1)
+        # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
+        scale = ((outputs + inner) / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
+        return scale * _LANGUAGE_STEP, scale * _LANGUAGE_STEP - _LANGUAGE_OVERHEAD
+    assert isinstance(recipe, ImageRecipe)
     scale = 4 / recipe.pooling**2 * recipe.batch_size / 64
     return scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
-
-
-def dry_run(recipe: Recipe) -> str:
-    """What a run of ``recipe`` would do, and roughly for how long; nothing is fetched, run or written."""
-    return "\n".join(
-        [
-            f"{recipe.name} at {recipe.scale} scale, for {', '.join(recipe.figures) or 'no figure'}",
-            f"  setting     {recipe.label}, seed {recipe.seed}, batches of {recipe.batch_size}",
-            f"  model       {recipe.problem}",
-            f"  steps       about {steps_of(recipe):,}",
-            f"  measured    {_rows_of(recipe):,} times",
-            f"  whole run   about {duration(cost_of(recipe))} on one core, evaluations not counted",
-        ]
-    )
 
 
 def _rows_of(recipe: Recipe) -> int:
@@ -97,19 +73,11 @@ def steps_of(recipe: Recipe) -> int:
     return recipe.steps or round(recipe.epochs * _epoch(recipe))
 
 
-@singledispatch
 def _epoch(recipe: Recipe) -> float:
     """Steps of an epoch, roughly."""
-    raise NotImplementedError
-
-
-@_epoch.register
-def _(recipe: LanguageRecipe) -> float:
-    length = mean_bptt_length(recipe.bptt) if recipe.variable_bptt else recipe.bptt
-    return (recipe.num_words or 929_589) / (recipe.batch_size * length)
-
-
-@_epoch.register
-def _(recipe: ImageRecipe) -> float:
+    if isinstance(recipe, LanguageRecipe):
+        length = mean_bptt_length(recipe.bptt) if recipe.variable_bptt else recipe.bptt
+        return (recipe.num_words or 929_589) / (recipe.batch_size * length)
+    assert isinstance(recipe, ImageRecipe)
     sizes = {"cifar10": 50_000, "cifar10-subset": 10_000, "digits": 1_437}
     return (recipe.num_images or sizes[recipe.images]) // recipe.batch_size

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
-from curvestep.lab.recipes import Fields, Recipe, short, with_fields
+from curvestep.lab.recipe_fields import Fields, short
+from curvestep.lab.recipes import Recipe, with_fields
 from curvestep.lab.run.folder import FAILED, FINISHED, RUNNING, has_ended, read_status
 from curvestep.lab.run.loop import train
 

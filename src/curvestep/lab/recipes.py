@@ -1,8 +1,8 @@
 r"""Named training configurations, at four scales from minutes on a laptop to the paper's own.
 
 A recipe is a frozen dataclass: together with its seed it decides a training run, so that a run is a function
-of its recipe. Each one names the figures of the paper that it serves. Change a field with :func:`get_recipe`
-or :func:`with_fields`; an unknown field is an error that lists the valid ones.
+of its recipe. Change a field with :func:`get_recipe` or :func:`with_fields`; an unknown field is an error
+that lists the valid ones.
 """
 
 from __future__ import annotations
@@ -10,66 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import numpy as np
-
-from curvestep._checks import check_choice, check_count, check_nonnegative, check_positive
+from curvestep._checks import check_choice, check_count
 from curvestep._files import dump_json, load_json
-from curvestep.steps import check_threshold
+from curvestep.lab.recipe_fields import CHECKS, Fields, nearest, read_value
 
 Scale = Literal["laptop", "longer", "epoch", "paper"]
 SCALES: tuple[str, ...] = get_args(Scale)
-Fields = dict[str, Any]  # plain values by name, as in a JSON object
 OPTIMIZERS = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}  # their classes
-
-
-def choices_of(hint: object) -> tuple[str, ...]:
-    """The choices of a ``Literal`` type; none of any other type."""
-    return get_args(hint) if get_origin(hint) is Literal else ()
-
-
-def _check_range(name: str, value: float | tuple[float, ...], *, low: float, high: float, words: str) -> None:
-    """An error unless a number, or each of several, lies from ``low`` to ``high``."""
-    values = np.atleast_1d(value)
-    if not ((values >= low) & (values <= high)).all():
-        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
-
-
-def _check_vocabulary(name: str, value: int) -> None:
-    if value:
-        check_count(name, value, least=3)
-
-
-def _check_pooling(name: str, value: int) -> None:
-    if value not in (1, 2, 4):
-        raise ValueError(f"`{name}` must be 1, 2 or 4 pixels a side, got {value!r}.")
-
-
-_check_size = partial(check_count, least=0)  # 0 stands for none, or for all
-_ABOVE_0, _BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
-_check_probability = partial(_check_range, low=0, high=_BELOW_1, words="a probability below 1")
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "lr": check_positive, "offset": check_positive,
-    "max_norm": check_threshold, "diverged_above": check_threshold,
-    "momentum": check_nonnegative, "weight_decay": check_nonnegative,
-    "activation_penalty": check_nonnegative, "temporal_penalty": check_nonnegative,
-    "probe_data": partial(_check_range, low=0, high=1, words="a share of the data, at most 1"),
-    "fractions": partial(_check_range, low=_ABOVE_0, high=1, words="numbers in (0, 1]"),
-    "lr_drops": partial(_check_range, low=_ABOVE_0, high=_BELOW_1, words="shares of the run in (0, 1)"),
-    "authors_at": partial(_check_range, low=0, high=_BELOW_1, words="shares of the run in [0, 1)"),
-    "vocabulary": _check_vocabulary, "pooling": _check_pooling,
-    **dict.fromkeys(("batch_size", "log_every", "embedding", "hidden", "layers", "bptt"), check_count),
-    **dict.fromkeys(("seed", "steps", "epochs", "probe_every", "probe_from", "spectral_every"), _check_size),
-    **dict.fromkeys(("eval_every", "eval_size", "num_words", "probe_pieces", "num_images"), _check_size),
-    **dict.fromkeys(("dropout", "weight_drop", "dropout_input", "dropout_hidden"), _check_probability),
-    "dropout_embedding": _check_probability,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +29,6 @@ class Recipe(ABC):
 
     Args:
         name: Name of the recipe, as on the command line.
-        figures: Figures of the paper that it serves.
         scale: ``laptop`` (minutes), ``longer`` (hours on two cores), ``epoch`` (the paper's model for its
             first epoch, hours a run) or ``paper`` (days).
         seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
@@ -108,7 +58,6 @@ class Recipe(ABC):
 
     task = ""  # ``language`` or ``images``; a fact of the class, no field
     name: str
-    figures: tuple[str, ...] = ()
     scale: Scale = "laptop"
     seed: int = 0
     optimizer: Literal["clipped", "normalized"] = "clipped"
@@ -134,9 +83,9 @@ class Recipe(ABC):
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
-            if choices := choices_of(hint):
-                check_choice(name, getattr(self, name), choices)
-        for name, check in _CHECKS.items():
+            if get_origin(hint) is Literal:
+                check_choice(name, getattr(self, name), get_args(hint))
+        for name, check in CHECKS.items():
             if hasattr(self, name):
                 check(name, getattr(self, name))
         if not self.fractions:
@@ -229,6 +178,8 @@ class LanguageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.vocabulary:
+            check_count("vocabulary", self.vocabulary, least=3)
         if self.probe_pieces and self.probe_data:
             raise ValueError(
                 f"The probe measures on `probe_pieces` or on `probe_data`, got {self.probe_pieces} and "
@@ -261,22 +212,23 @@ class LanguageRecipe(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
-    """Training of an image classifier.
+    """Training of ResNet20 on images, with random crops and flips.
 
     Args:
-        model: The residual network, ``resnet20``.
         images: ``cifar10``, ``cifar10-subset`` (10,000 images) or ``digits`` (always there).
-        augmented: Random crops with padding 4, and flips.
         num_images: Training images to use, the first of each class, as many of each; 0 takes all.
         pooling: Average over squares of so many pixels a side: 2 makes a quarter of the cost.
     """
 
     task = "images"
-    model: Literal["resnet20"] = "resnet20"
     images: Literal["cifar10", "cifar10-subset", "digits"] = "cifar10-subset"
-    augmented: bool = True
     num_images: int = 0
     pooling: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling not in (1, 2, 4):
+            raise ValueError(f"`pooling` must be 1, 2 or 4 pixels a side, got {self.pooling!r}.")
 
     @property
     def data(self) -> str:
@@ -292,13 +244,10 @@ class ImageRecipe(Recipe):
     def problem(self) -> str:
         """The images and the model."""
         images = self.images if self.pooling == 1 else f"{self.images}-{self.pooling}"
-        return f"{images}/{self.model}"
+        return f"{images}/resnet20"
 
 
-_PTB_LSTM = LanguageRecipe(
-    name="ptb-lstm", figures=("fig1", "fig2", "fig4", "fig5", "fig6", "fig8"),
-    lr=10.0, max_norm=0.25, steps=300, eval_size=7_000,
-)  # fmt: skip
+_PTB_LSTM = LanguageRecipe(name="ptb-lstm", lr=10.0, max_norm=0.25, steps=300, eval_size=7_000)
 # The quantitative comparison of the paper: two layers, 200 and 512, lr 10 with threshold 0.25.
 _PTB_LSTM_PAPER = replace(
     _PTB_LSTM, scale="paper", embedding=200, hidden=512, steps=0, epochs=1, probe_data=0.1, eval_size=0
@@ -310,8 +259,7 @@ _PTB_LSTM_LONGER = replace(
 )  # fmt: skip
 # Merity et al. (2018): the public recipe that the paper follows, but for its average of the last iterates.
 _AWD_LSTM_PAPER = LanguageRecipe(
-    name="ptb-awd-lstm", figures=("fig1", "fig2", "fig4", "fig5", "fig6"), scale="paper",
-    model="awd-lstm", embedding=400, hidden=1150, layers=3,
+    name="ptb-awd-lstm", scale="paper", model="awd-lstm", embedding=400, hidden=1150, layers=3,
     dropout=0.4, weight_drop=0.5, dropout_input=0.4, dropout_hidden=0.25, dropout_embedding=0.1,
     activation_penalty=2.0, temporal_penalty=1.0, bptt=70, variable_bptt=True,
     lr=30.0, max_norm=0.25, weight_decay=1.2e-6, epochs=500, probe_every=0,
@@ -327,8 +275,7 @@ _AWD_LSTM = replace(
     probe_every=5, eval_every=0, eval_size=7_000,
 )  # fmt: skip
 _RESNET20 = ImageRecipe(
-    name="cifar-resnet20", figures=("fig3", "fig4"),
-    lr=0.1, momentum=0.9, weight_decay=5e-4, batch_size=128, steps=150,
+    name="cifar-resnet20", lr=0.1, momentum=0.9, weight_decay=5e-4, batch_size=128, steps=150,
     diverged_above=20.0,  # batch norm recovers from a high loss
 )  # fmt: skip
 _RESNET20_PAPER = replace(
@@ -353,7 +300,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
 RecipeT = TypeVar("RecipeT", bound=Recipe)
 
 
-def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
+def get_recipe(name: str, scale: str = "laptop", **overrides: object) -> Recipe:
     """The recipe of this name and scale, with some fields changed.
 
     Example:
@@ -373,7 +320,7 @@ def get_recipe(name: str, scale: str = "laptop", **overrides: Any) -> Recipe:
     return with_fields(RECIPES[name, scale], **overrides)
 
 
-def with_fields(recipe: RecipeT, **overrides: Any) -> RecipeT:
+def with_fields(recipe: RecipeT, **overrides: object) -> RecipeT:
     """``recipe`` with some fields changed; numbers given as text are read, lists become tuples.
 
     Setting ``steps`` clears ``epochs`` and the other way round, unless both are given.
@@ -388,7 +335,7 @@ def with_fields(recipe: RecipeT, **overrides: Any) -> RecipeT:
         if name not in valid:
             hint = f"{nearest(name, valid)} Fields: {', '.join(valid)}."
             raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
-    changes = {name: _coerce(name, value, hints[name]) for name, value in overrides.items()}
+    changes = {name: read_value(name, value, hints[name]) for name, value in overrides.items()}
     for given, other in (("steps", "epochs"), ("epochs", "steps")):
         if changes.get(given):
             changes.setdefault(other, 0)
@@ -409,77 +356,16 @@ def from_dict(values: Fields) -> Recipe:
         True
     """
     values = dict(item for item in values.items() if item not in _RETIRED.items())
+    values.pop("figures", None)
     task = values.pop("task", None)
     if task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
     return with_fields(TASKS[task](name=str(values.get("name")), steps=1), **values)
 
 
-_RETIRED = {"start_from": "", "averaging": "never", "patience": 5}  # fields that kept runs have, not in use
+# Fields that kept runs have, not in use.
+_RETIRED = {"start_from": "", "averaging": "never", "patience": 5, "augmented": True, "model": "resnet20"}
 TASKS: dict[str, type[Recipe]] = {kind.task: kind for kind in (LanguageRecipe, ImageRecipe)}
-
-
-def _coerce(name: str, value: Any, hint: object) -> object:
-    """``value`` as the field's type, if that loses nothing."""
-    try:
-        return _converter(hint)(value)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        needed = hint.__name__ if hint in (bool, int, float, str) else str(hint)  # pyright: ignore[reportAttributeAccessIssue] (types)
-        raise ValueError(f"`{name}` must be of type {needed}, got {value!r}.") from None
-
-
-def _converter(hint: object) -> Callable[[Any], object]:
-    kinds: dict[object, Callable[[Any], object]] = {
-        bool: _to_bool,
-        int: _to_int,
-        float: _to_float,
-        tuple[float, ...]: partial(_to_tuple, float),
-        tuple[str, ...]: partial(_to_tuple, str),
-    }
-    return kinds.get(hint, str)
-
-
-def _to_bool(value: Any) -> bool:
-    return {"true": True, "false": False}[str(value).lower()]
-
-
-def _to_int(value: Any) -> int:
-    number = _to_float(value)
-    if int(number) != number:
-        raise ValueError
-    return int(number)
-
-
-def _to_float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError
-    return float(value)
-
-
-def _to_tuple(kind: Callable[[Any], object], value: Any) -> tuple[object, ...]:
-    items = [value] if isinstance(value, (str, float, int)) else value
-    return tuple(map(kind, items))
-
-
-def short(value: object) -> str:
-    """A field's value as names of trials and tables show it; of a path its last part."""
-    if isinstance(value, tuple):
-        return "+".join(map(short, value))
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).rpartition("/")[2]
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the one of ``names`` that is closest to a mistyped one; empty if none is.
-
-    Example:
-        >>> nearest("max_nrom", ["lr", "max_norm"])
-        ' Did you mean max_norm?'
-    """
-    plain = {one.strip("-"): one for one in names}
-    close = get_close_matches(name.lower().strip("-"), plain, n=1)
-    return "".join(f" Did you mean {plain[one]}?" for one in close)
 
 
 def recipe_names() -> tuple[str, ...]:

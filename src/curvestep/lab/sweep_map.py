@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvestep.display.chart import Axis, Chart, Grid
-from curvestep.lab.recipes import Fields, short
+from curvestep.lab.recipe_fields import Fields, short
 
 NOT_RUN = "–"  # in a cell
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
 NOT_SETTINGS = (
-    "name", "figures", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
+    "name", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
     "eval_size", "log_every",
 )  # fmt: skip
 

@@ -255,9 +255,8 @@ class ImageTask:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This process's part of the normalised images of step ``step``, and their classes."""
         chosen = self._epochs.at(step)
-        x = self.x[chosen]
-        if self.recipe.augmented:  # the whole batch on every process, so that each image gets the same crop
-            x = augment(x, generator(self.recipe, f"augment/{step}"))
+        # The whole batch on every process, so that each image gets the same crop.
+        x = augment(self.x[chosen], generator(self.recipe, f"augment/{step}"))
         return self._ready(x[self.mine]), self.y[chosen][self.mine]
 
     def starts_over(self, step: int) -> bool:

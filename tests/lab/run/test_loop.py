@@ -147,7 +147,7 @@ def test_variable_lengths_scale_the_learning_rate(tmp_path):
 
 
 def test_an_epoch_of_images_shows_whole_batches_in_a_new_order():
-    task = make_task(small_images(batch_size=16, epochs=2, augmented=False))
+    task = make_task(small_images(batch_size=16, epochs=2))
     assert task.num_steps() == 10
     classes = [torch.cat([task.batch(step)[1] for step in range(5 * e, 5 * e + 5)]) for e in (0, 1)]
     assert torch.bincount(classes[0]).tolist() == [8] * 10  # the first 80 of the set, balanced

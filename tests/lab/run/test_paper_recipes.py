@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from curvestep.lab.cost import dry_run
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
@@ -27,15 +26,6 @@ def test_paper_scale_takes_two_steps(tmp_path, name):
     result = train(recipe, tmp_path / "run", progress=False)
     assert (result.status, result.step) == ("finished", 2)
     assert len(Run.load(tmp_path / "run").rows("train")) == 2
-
-
-def test_a_dry_run_says_setting_steps_rows_and_time():
-    words = dry_run(get_recipe("cifar-resnet20", "paper"))
-    assert "lr 0.1, no clip, momentum 0.9, lr drops, seed 0" in words
-    assert "78,000" in words
-    assert "measured    400 times" in words
-    assert "whole run   about 11.8 h" in words
-    assert "measured    0 times" in dry_run(get_recipe("ptb-awd-lstm", "paper"))
 
 
 @pytest.mark.slow

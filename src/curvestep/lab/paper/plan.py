@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from curvestep._checks import check_choice
 from curvestep.lab.cost import cost_of
 from curvestep.lab.paper.verdicts.claims import MissingRuns, NotPlanned
-from curvestep.lab.recipes import SCALES, Fields, Recipe, with_fields
+from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipes import SCALES, Recipe, with_fields
 from curvestep.lab.run.folder import CONFIG, DIVERGED, STATUS, Run, read_json
 
 KEPT = Path(__file__).with_name("kept")

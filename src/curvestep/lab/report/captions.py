@@ -16,7 +16,8 @@ from markupsafe import Markup
 from curvestep.calibration.result import Calibration
 from curvestep.display.markup import plain, visible
 from curvestep.display.results import finite, stability, usable
-from curvestep.lab.recipes import OPTIMIZERS, Fields
+from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.report.views import RunView
 
 

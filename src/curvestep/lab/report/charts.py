@@ -21,7 +21,7 @@ from curvestep.display.chart import (
     Grid,
     Series,
 )
-from curvestep.lab.recipes import Fields
+from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report import captions
 from curvestep.lab.report.views import RunView, seeds_by_setting
 

@@ -25,7 +25,7 @@ from curvestep._files import write_atomically
 from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
-from curvestep.lab.recipes import Fields
+from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report import captions
 from curvestep.lab.report.charts import comparison, run_charts
 from curvestep.lab.report.plotly_charts import TEMPLATE, to_plotly

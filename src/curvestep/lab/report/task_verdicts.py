@@ -11,7 +11,7 @@ from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
 from curvestep.advice.decision import CANNOT_TELL, DIVERGED
 from curvestep.fit.samples import lr_of_run
-from curvestep.lab.recipes import Fields
+from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report.views import DAMAGED, RunView, Task
 from curvestep.notes import Note
 

@@ -22,7 +22,8 @@ from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import clipped_share, final_loss, lr_of_run
-from curvestep.lab.recipes import OPTIMIZERS, Fields, to_dict
+from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
 from curvestep.lab.sweep_map import NOT_SETTINGS, field_value, short_value

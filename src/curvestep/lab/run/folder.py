@@ -33,7 +33,8 @@ from curvestep._files import (
     write_atomically,
 )
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.lab.recipes import Fields, Recipe, from_dict, to_dict
+from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipes import Recipe, from_dict, to_dict
 from curvestep.smoothness.trace import Trace
 
 CONFIG = "config.json"

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._files import replace_atomically
-from curvestep.lab.recipes import Fields, Recipe
+from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.devices import all_gather
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
 from curvestep.lab.tasks import LanguageTask, Task, seed_of
