@@ -98,11 +98,7 @@ class Rule(ABC):
         """Update by our own kernel."""
 
     @abstractmethod
-    def by_fused(self, part: Part, scale: float) -> None:
-        """Update by torch's fused kernel, or by ``by_foreach`` where it would lose precision."""
-
-    @abstractmethod
-    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor) -> None:
+    def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
         """Update by torch's fused kernel, which leaves parameters and buffers alone where ``skip`` is 1."""
 
     @abstractmethod
@@ -339,6 +335,13 @@ def update(part: Part, scale: float) -> None:
         by[part.path](part, scale)
     if part.path in ("kernel", "fused"):
         tell_autograd(part.params)
+
+
+def scaled_copy(grads: list[Tensor], scale: Number) -> list[Tensor]:
+    """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
+    if not isinstance(scale, Tensor) and scale == 1:
+        return grads
+    return list(torch._foreach_mul(grads, scale))
 
 
 def tell_autograd(params: list[Tensor]) -> None:

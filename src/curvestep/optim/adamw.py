@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import mul
@@ -18,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import as_sharded, local
-from curvestep.optim._update import Number, Part, Rule
+from curvestep.optim._update import Number, Part, Rule, scaled_copy
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
 from curvestep.steps import check_threshold, clipped_step
@@ -153,30 +152,27 @@ class AdamWRule(Rule):
             units=part.units, update_rms=self.update_rms,
         )  # fmt: skip
 
-    def by_fused(self, part: Part, scale: float) -> None:
-        """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`."""
-        self._by_fused(part, _scaled(part.grads, scale), None)
+    def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
+        """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`.
 
-    def by_fused_on_device(self, part: Part, scale: Tensor, skip: Tensor) -> None:
-        """The same where numbers are tensors; it counts the step even if ``skip`` is 1."""
+        It counts the step even if ``skip`` is 1.
+        """
         if isinstance(self.lr, Tensor):
             self.lr = self.lr.to(torch.float32)
-        self._by_fused(part, torch._foreach_mul(part.grads, scale), skip)
-
-    def _by_fused(self, part: Part, grads: Sequence[Tensor], skip: Tensor | None) -> None:
         exp_avgs, exp_avg_sqs, *largest = part.buffers
         torch._foreach_add_(part.steps, 1)
         torch._fused_adamw_(
-            part.params, grads, exp_avgs, exp_avg_sqs, list(chain(*largest)), part.steps, lr=self.lr,
-            beta1=self.betas[0], beta2=self.betas[1], weight_decay=self.weight_decay, eps=self.eps,
-            amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None, found_inf=skip,
+            part.params, scaled_copy(part.grads, scale), exp_avgs, exp_avg_sqs, list(chain(*largest)),
+            part.steps, lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps,
+            weight_decay=self.weight_decay, amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None,
+            found_inf=skip,
         )  # fmt: skip
 
     def by_foreach(self, part: Part, scale: Number) -> None:
         """A handful of calls over all parameters at once."""
         params, (beta1, beta2) = part.params, self.betas
         exp_avgs, exp_avg_sqs, *largest = part.buffers
-        grads = _scaled(part.grads, self.signed(scale))
+        grads = scaled_copy(part.grads, self.signed(scale))
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
@@ -244,13 +240,6 @@ class AdamWRule(Rule):
 
 
 _CONSTANTS = [f.name for f in fields(AdamWRule)]
-
-
-def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
-    """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
-    if not isinstance(scale, Tensor) and scale == 1:
-        return grads
-    return list(torch._foreach_mul(grads, scale))
 
 
 def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:

@@ -286,7 +286,7 @@ def update_on_device(part: Part, scale: Tensor, step: DeviceStep) -> None:
         return
     scale, skip = scale.to(device), step.skip.to(device)
     if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
-        part.rule.by_fused_on_device(part, scale, skip)
+        part.rule.by_fused(part, scale, skip)
         tell_autograd(part.params)
     else:
         by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
