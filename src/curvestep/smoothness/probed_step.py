@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.distributed import any_rank, over_ranks
+from curvestep.distributed import any_rank, copies, over_ranks
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness import NONFINITE, ZERO_STEP, Row
 from curvestep.smoothness.determinism import SelfTest, untracked_error
-from curvestep.smoothness.estimators import spectral_smoothness
+from curvestep.smoothness.estimators import each, spectral_smoothness
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
     Segment,
@@ -54,7 +54,7 @@ from curvestep.smoothness.replay import (
     trainable_parameters,
 )
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
-from curvestep.smoothness.snapshot import PassState, Workspace
+from curvestep.smoothness.snapshot import PassState
 from curvestep.steps import is_clipped
 from curvestep.vectors import global_norm, precision
 
@@ -74,8 +74,6 @@ class Setup:
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
     spikes: list[Row] = field(default_factory=list[Row])  # that the optimizers had logged at the last row
-    start_memory: Workspace = field(default_factory=Workspace)
-    gradient_memory: Workspace = field(default_factory=Workspace)
 
     @property
     def facts(self) -> Row:
@@ -150,9 +148,8 @@ class ProbedStep:
             self.row |= {"loss": _mean(first.loss, setup.model)}
             raw = None
         elif not clipped:  # they are in ``.grad``, where the step may change them
-            raw = gradients = setup.gradient_memory.copies(raw)
-        point: list[Tensor] = list(setup.start_memory.copies(setup.parameters))
-        self.start = Start(point, gradients, grad_norm, raw, raw_norm)
+            raw = gradients = each(lambda gradient: gradient.detach().clone(), raw)
+        self.start = Start(copies(setup.parameters), gradients, grad_norm, raw, raw_norm)
 
     def measure_noise(self, halves: tuple[Closure, Closure]) -> None:
         """Measure the noise of the gradient; before the step, after it the halves are not independent."""

@@ -7,11 +7,11 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curvestep.vectors import PIECE
 
-T = TypeVar("T", bound=Tensor | None)
 Handler = Callable[[int, FrameType | None], object]
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
@@ -103,42 +102,6 @@ class PassState:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
-
-
-class Workspace:
-    """Copies of lists of tensors, one list after the other in the same memory.
-
-    Fresh memory of megabytes comes from the system page by page, which takes longer than the copy itself.
-
-    Example:
-        >>> workspace = Workspace()
-        >>> [first] = workspace.copies([torch.ones(3)])
-        >>> [second] = workspace.copies([torch.zeros(3)])
-        >>> first is second, second
-        (True, tensor([0., 0., 0.]))
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
-
-    def copies(self, tensors: Iterable[T]) -> list[T]:
-        """A copy of each tensor, good until the next call; None stays None."""
-        return [self._copy(i, tensor) for i, tensor in enumerate(tensors)]
-
-    def _copy(self, i: int, tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        tensor = tensor.detach()
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            return tensor.clone()
-        kept = self._kept.get(i)
-        if kept is None or _form(kept) != _form(tensor):
-            kept = self._kept[i] = torch.empty_like(tensor)
-        return kept.copy_(tensor)
-
-
-def _form(t: Tensor) -> tuple[object, ...]:
-    return t.shape, t.dtype, t.device, t.stride()
 
 
 class undone:
