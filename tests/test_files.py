@@ -61,7 +61,7 @@ def path(tmp_path):
 
 def rows_in(path, **options):
     with path.open("rb") as file:
-        return [row for rows in read_rows(file, path, **options) for row in rows]
+        return list(read_rows(file, path, **options))
 
 
 def test_rows_come_back_in_order_and_a_second_writer_is_an_error(path):

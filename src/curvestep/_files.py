@@ -140,7 +140,12 @@ def dump_row(row: Mapping[str, object]) -> bytes:
     body = dump_json(row).encode()[:-1]
     if not row:
         return b"{}\n"
-    return b'%b%b%08x"}\n' % (body, _TAIL, zlib.crc32(body))
+    return body + _tail_of(body) + b"\n"
+
+
+def _tail_of(body: bytes) -> bytes:
+    """The end of a row: the checksum of all before it."""
+    return b'%b%08x"}' % (_TAIL, zlib.crc32(body))
 
 
 def load_row(line: bytes) -> tuple[Row, bool]:
@@ -150,29 +155,34 @@ def load_row(line: bytes) -> tuple[Row, bool]:
         row = load_json(line)
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object" if line.endswith(b"\n") else "the last write was cut short")
-    summed = _check_sum(line)
-    if summed is False:
+    line = line.rstrip(b"\r\n")
+    body, tail = line[:-_TAIL_LENGTH], line[-_TAIL_LENGTH:]
+    summed = tail.startswith(_TAIL)
+    if summed and tail != _tail_of(body):
         raise ValueError(_DAMAGED)
     row.pop(_KEY, None)
-    return row, summed is True
+    return row, summed
 
 
-def read_rows(
-    file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True
-) -> Iterator[list[Row]]:
-    """The rows from here to the end of ``file``, in chunks.
+def read_rows(file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True) -> Iterator[Row]:
+    """The rows from here to the end of ``file``.
 
     A torn last line is left out with a warning, and so is a damaged line if ``skip_damaged``; else it raises
     ``ValueError``. Rows without a checksum are read, with one warning for all of them.
     """
-    number, unsummed = first_line, 0
-    while lines := file.readlines(1 << 20):  # a megabyte at a time
-        rows = _load_chunk(lines)
-        if not rows:
-            rows, without = _load_lines(lines, path, number, skip_damaged=skip_damaged)
-            unsummed += without
-        yield rows
-        number += len(lines)
+    unsummed = 0
+    for number, line in enumerate(file, first_line):
+        if not line.strip():
+            continue
+        try:
+            row, summed = load_row(line)
+        except ValueError as error:
+            if not skip_damaged and line.endswith(b"\n"):
+                raise ValueError(f"{path}: line {number} is no row, {error}.") from None
+            warnings.warn(f"{path}: skipped line {number}, {error}.", stacklevel=2)
+            continue
+        unsummed += not summed
+        yield row
     if unsummed:
         warnings.warn(
             f"{path}: {unsummed} rows have no checksum (written by hand?), so damage to them is not noticed.",
@@ -239,46 +249,6 @@ class RowFile:
             os.lseek(self._descriptor, self._end, os.SEEK_SET)
             raise
         self._end += written
-
-
-def _check_sum(line: bytes) -> bool | None:
-    """Whether a line is what its checksum was computed from; None if it has no checksum."""
-    line = line.rstrip(b"\r\n")
-    body, tail = line[:-_TAIL_LENGTH], line[-_TAIL_LENGTH:]
-    if not tail.startswith(_TAIL):
-        return None
-    return b'%b%08x"}' % (_TAIL, zlib.crc32(body)) == tail
-
-
-def _load_lines(lines: list[bytes], path: Path, first: int, *, skip_damaged: bool) -> tuple[list[Row], int]:
-    """The rows of lines that may be damaged, and how many of them have no checksum."""
-    rows, unsummed = [], 0
-    for number, line in enumerate(lines, first):
-        if not line.strip():
-            continue
-        try:
-            row, summed = load_row(line)
-        except ValueError as error:
-            if not skip_damaged and line.endswith(b"\n"):
-                raise ValueError(f"{path}: line {number} is no row, {error}.") from None
-            warnings.warn(f"{path}: skipped line {number}, {error}.", stacklevel=3)
-        else:
-            rows.append(row)
-            unsummed += not summed
-    return rows, unsummed
-
-
-def _load_chunk(lines: list[bytes]) -> list[Row]:
-    """The rows of many lines, about three times as fast as one by one; none if any is not in order."""
-    if not all(map(_check_sum, lines)):
-        return []
-    rows: list[Row] = []
-    with suppress(ValueError):
-        rows = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=_refuse)
-    for row in rows:
-        row.pop(_KEY, None)
-        _from_strict(row)  # in place
-    return rows
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -293,7 +293,7 @@ class Trace:
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:
             self.header = _read_header(file.readline(), path)
-            for row in itertools.chain.from_iterable(read_rows(file, path, first_line=2)):
+            for row in read_rows(file, path, first_line=2):
                 self._add(row)
 
     def _add(self, row: Mapping[str, object]) -> bool:

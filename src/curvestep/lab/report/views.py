@@ -291,7 +291,7 @@ def _rows_beside(trace: Path) -> Columns:
     if path.exists():
         with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rows written by hand have no checksum
-            rows = list(chain.from_iterable(read_rows(file, path)))
+            rows = list(read_rows(file, path))
     held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
     return {key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")}
 

@@ -89,7 +89,7 @@ class Run:
         if not path.exists():
             return []
         with path.open("rb") as file:
-            rows = [row for chunk in read_rows(file, path, skip_damaged=False) for row in chunk]
+            rows = list(read_rows(file, path, skip_damaged=False))
         for number, row in enumerate(rows, 1):
             if not isinstance(row.get("step"), int) or not isinstance(row.get("split"), str):
                 raise ValueError(
