@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.optimize import root_scalar
@@ -50,6 +51,8 @@ class EllGuarantee:
         eps: The gradient norm to reach.
         M: Largest gradient norm on the sublevel set of x0.
         bound: Iterations until the gradient norm is at most ``eps``.
+        step_size: Step size at each gradient norm.
+        decrease: Least decrease of f by a step from each gradient norm.
     """
 
     ell: Ell
@@ -58,20 +61,8 @@ class EllGuarantee:
     eps: float
     M: float
     bound: float
-
-    def step_size(self, grad_norm: Array) -> Array:
-        """Step size at this gradient norm."""
-        g = np.asarray(grad_norm, dtype=np.float64)
-        if self.step == "constant":
-            return np.full_like(g, 1 / float(self.ell(np.array(2 * self.M))))
-        return ell_step(self.ell, g)
-
-    def decrease(self, grad_norm: Array) -> Array:
-        """Least decrease of f by a step from this gradient norm."""
-        g = np.asarray(grad_norm, dtype=np.float64)
-        if self.step == "constant":
-            return g**2 / (2 * self.ell(np.array(2 * self.M)))
-        return ell_decrease(self.ell, g)
+    step_size: Ell
+    decrease: Ell
 
 
 def ell_step(ell: Ell, grad_norm: Array) -> Array:
@@ -116,12 +107,16 @@ def ell_smooth(ell: Ell, *, gap: float, eps: float, step: str = "adaptive") -> E
     check_positive("eps", eps)
     check_choice("step", step, STEPS)
     M = _gradient_bound(ell, gap, eps)
+    step_size, decrease = partial(ell_step, ell), partial(ell_decrease, ell)
+    norms = np.geomspace(eps, max(M, eps), _NUM_NORMS)
+    bound = gap / float(decrease(norms).min())
     if step == "constant":
-        bound = 2 * float(ell(np.array(2 * M))) * gap / eps**2
-    else:
-        norms = np.geomspace(eps, max(M, eps), _NUM_NORMS)
-        bound = gap / float(ell_decrease(ell, norms).min())
-    return EllGuarantee(ell=ell, step=step, gap=gap, eps=eps, M=M, bound=bound)
+        K = float(ell(np.array(2 * M)))
+        step_size, decrease = partial(np.full_like, fill_value=1 / K), lambda g: g**2 / (2 * K)
+        bound = 2 * K * gap / eps**2
+    return EllGuarantee(
+        ell=ell, step=step, gap=gap, eps=eps, M=M, bound=bound, step_size=step_size, decrease=decrease
+    )
 
 
 def certify_ell(
