@@ -159,7 +159,7 @@ def print_traps(runs: int) -> None:
             for step, (norm, value) in enumerate(zip(*rows, strict=True)):
                 noise = {"noise": 0.6} if law is batch_noise else {}
                 trace.append({"step": step, "grad_norm": norm, "smoothness": value, **noise})
-            fit = fit_smoothness(trace, resamples=200, control=False)
+            fit = fit_smoothness(trace, control=False)
             for key, value in truth.items():
                 low, high = getattr(fit, f"{key}_interval")
                 covered[key] += low <= value <= high

@@ -42,10 +42,10 @@ def test_fit_finds_L0_and_L1_of_the_exponential_wall_along_a_descent(L0, L1):
     fit = fit_smoothness(trace, control=False)
     assert fit.L0 == pytest.approx(L0, rel=0.05)
     assert fit.L1 == pytest.approx(L1, rel=0.05)
-    assert fit.local is not None
-    assert fit.local.L0 == pytest.approx(L0, rel=1e-6)
-    assert fit.local.L1 == pytest.approx(L1, rel=1e-6)
-    assert fit.local.frontier(L1) == pytest.approx(L0, rel=1e-9)
+    exact = fit_smoothness(trace, estimator="local_smoothness", control=False)
+    assert exact.L0 == pytest.approx(L0, rel=1e-6)
+    assert exact.L1 == pytest.approx(L1, rel=1e-6)
+    assert exact.frontier(L1) == pytest.approx(L0, rel=1e-9)
 
 
 def test_frontier_of_x4_is_16_over_L1_squared():
@@ -180,16 +180,19 @@ def test_control_stays_low_where_smoothness_follows_the_gradient_without_a_trend
     assert fit.control.spearman_interval[1] < fit.spearman_interval[0]
 
 
-def test_same_trace_and_seed_give_the_same_fit():
+def test_same_trace_gives_the_same_fit():
     g, ell = simulated(np.random.default_rng(0), num=80)
     trace = make_trace(g, ell, step_norm=0.1, lr=0.1)
-    assert fit_smoothness(trace, seed=3) == fit_smoothness(trace, seed=3)
-    assert fit_smoothness(trace, seed=3) != fit_smoothness(trace, seed=4)
+    assert fit_smoothness(trace) == fit_smoothness(trace)
 
 
 def says(fit, *words):
     """Whether one warning has all these words."""
     return any(all(word in str(warning) for word in words) for warning in fit.warnings)
+
+
+def kinds(fit):
+    return {warning.kind for warning in fit.warnings}
 
 
 def warned(trace, words, **kwargs):
@@ -344,7 +347,7 @@ def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="1 marked as not ok, 30 without a positive finite `grad_norm`"):
         fit_smoothness(trace)
     g, ell = simulated(np.random.default_rng(0), num=30)
-    for bad in ({"quantile": 1.0}, {"level": 0.0}, {"estimator": "sharpness"}, {"resamples": 3}):
+    for bad in ({"quantile": 1.0}, {"level": 0.0}, {"estimator": "sharpness"}):
         with pytest.raises(ValueError, match=f"`{next(iter(bad))}` must be"):
             fit_smoothness(make_trace(g, ell), **bad)
 
@@ -366,59 +369,26 @@ def test_constant_columns_give_a_marked_result():
     assert partly.control is not None
 
 
-def test_estimates_that_were_rarely_measured_are_left_out():
+@pytest.mark.parametrize("kind", ["spectral", "local"])
+def test_estimates_that_had_not_converged_are_left_out_and_counted(kind):
     g, ell = simulated(np.random.default_rng(0), num=60)
-    rarely = [float(v) if i % 5 == 0 else None for i, v in enumerate(ell)]
-    never = [0.0 if i < 9 else None for i in range(60)]
-    fit = fit_smoothness(
-        make_trace(g, ell, spectral_smoothness=rarely, local_smoothness=never), control=False
-    )
-    assert fit.spectral is not None
-    assert fit.spectral.num_points == 12
-    assert fit.local is None
-
-
-def test_spectral_estimates_that_had_not_converged_are_left_out_and_counted():
-    g, ell = simulated(np.random.default_rng(0), num=60)
-    wrong = np.where(np.arange(60) % 3 == 0, 0.01, ell)
-    columns = {"spectral_smoothness": wrong, "spectral_converged": np.arange(60) % 3 != 0}
-    fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
-    assert fit.spectral is not None
-    assert (fit.spectral.num_points, fit.spectral.num_skipped) == (40, 20)
-    for one in (fit, fit.spectral):
-        assert says(one, "20 of 60 spectral estimates had not converged")
-    trace = make_trace(g, ell, spectral_smoothness=ell, spectral_converged=0)
-    never = fit_smoothness(trace, control=False)
-    assert never.spectral is None
-    assert says(never, "60 of 60 spectral estimates")
+    late = np.arange(60) % 3 == 0
+    columns = {f"{kind}_smoothness": np.where(late, 0.01, ell), f"{kind}_converged": ~late}
+    trace = make_trace(g, ell, **columns)
+    fit = fit_smoothness(trace, estimator=f"{kind}_smoothness", control=False)
+    assert (fit.num_points, fit.num_skipped) == (40, 20)
+    assert says(fit, "20 of 60 estimates had not converged")
+    assert "unconverged" not in kinds(fit_smoothness(trace, control=False))
+    trace = make_trace(g, ell, **columns | {f"{kind}_converged": 0})
     with pytest.raises(ValueError, match="60 whose estimate had not converged"):
-        fit_smoothness(trace, estimator="spectral_smoothness")
-
-
-def test_local_estimates_that_two_difference_steps_dispute_are_left_out_with_a_warning():
-    g, ell = simulated(np.random.default_rng(0), num=60)
-    trace = make_trace(g, ell, local_smoothness=ell, local_converged=(np.arange(60) % 3 > 0).astype(float))
-    fit = fit_smoothness(trace, control=False)
-    assert fit.local is not None
-    assert (fit.local.num_points, fit.local.num_skipped) == (40, 20)
-    assert says(fit, "20 of 60 local estimates had not converged")
+        fit_smoothness(trace, estimator=f"{kind}_smoothness")
 
 
 def test_words_and_html_name_every_number_and_escape_them():
     g, ell = simulated(np.random.default_rng(0), num=40)
-    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1, spectral_smoothness=2 * ell))
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1))
     text = fit.details()
-    words = (
-        "along this trajectory",
-        "L0",
-        "L1",
-        "rank corr.",
-        "control",
-        "spectral",
-        "least squares",
-        "! Few",
-    )
-    assert all(word in text for word in words)
+    assert all(word in text for word in ("trajectory", "L0", "L1", "rank corr.", "control", "! Few"))
     assert f"{fit.L1:.4g}" in text
     hostile = dataclasses.replace(fit, warnings=(Note("hostile", "<script>alert(1)</script> & more"),))
     page = ElementTree.fromstring(f"<div>{hostile._repr_html_()}</div>")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import root_scalar
 
-from curvestep.fit.correlation import correlation, slope, spearman
+from curvestep.fit.correlation import slope, spearman
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval
 from curvestep.fit.samples import LEAST_ROWS, MOST_ROWS, Samples, evenly_spaced
@@ -39,8 +39,6 @@ class Control:
 
     spearman: float
     spearman_interval: Interval
-    pearson: float
-    pearson_interval: Interval
     exponent: float
     exponent_interval: Interval
     L1: float
@@ -73,7 +71,6 @@ def control_of(
     log_g, log_ell = np.log(g), np.log(ell)
     shown = {
         "spearman": spearman(g, ell),
-        "pearson": correlation(log_g, log_ell),
         "exponent": slope(log_g, log_ell),
         "L1": quantile_lines(g, ell, quantile=quantile)[:, 1],
     }

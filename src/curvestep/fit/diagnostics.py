@@ -128,7 +128,7 @@ def saturation(samples: Samples, L1: float) -> str | None:
     return (
         f"L1 is not reliable (κ is saturated): most steps change the gradient by {kappa:.2f} times its norm. "
         f"So L1, {L1:.3g}, mirrors the length of your steps, {length:.3g}: that gives {kappa / length:.3g}. "
-        'Add `estimators={"local_smoothness": 1}` to the probe.'
+        'Add `estimators={"local_smoothness": 1}` to the probe, and fit that `estimator`.'
     )
 
 

@@ -15,30 +15,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvestep._checks import check_count
 from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
-from curvestep.fit.correlation import Correlations, correlations_of, slope
+from curvestep.fit.correlation import Correlations, correlations_of
 from curvestep.fit.diagnostics import fit_warnings
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.laws import LawComparison, check_law, compare_laws
 from curvestep.fit.samples import (
-    LEAST_ROWS,
     MOST_ROWS,
     Samples,
     check_share,
     check_trace,
     evenly_spaced,
-    is_measured,
     unconverged_words,
     usable_samples,
 )
 from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import ESTIMATORS, Trace
+from curvestep.smoothness.trace import Trace
 from curvestep.theory.inequalities import sample_frontier
 
 if TYPE_CHECKING:
@@ -55,22 +52,19 @@ class SmoothnessFit(Correlations):
     and ``pearson`` (of logarithms) relate gradient norm and smoothness. ``control`` is what a constant
     Hessian would show across the rows, ``within`` whether smoothness grows with the gradient norm inside
     single steps, where a constant Hessian shows nothing: the evidence that counts where it was measured.
-    ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``local``
-    and ``spectral`` are fits of the other estimates where they were measured. ``samples`` are the rows
-    themselves: :func:`~curvestep.advice.advice.advise` works on them. ``law`` is the law that was asked for;
-    of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares them.
+    ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``samples``
+    are the rows themselves: :func:`~curvestep.advice.advice.advise` works on them. ``law`` is the law that
+    was asked for; of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares
+    them.
     """
 
     L0: float
     L1: float
     L0_interval: Interval
     L1_interval: Interval
-    least_squares: tuple[float, float]
     control: Control | None
     within: Within
     noise_scale: float | None
-    local: SmoothnessFit | None
-    spectral: SmoothnessFit | None
     num_points: int
     num_skipped: int
     grad_norm_range: Interval
@@ -181,19 +175,8 @@ class SmoothnessFit(Correlations):
             table.append(
                 ("noise scale", f"{self.noise_scale:.3g}", "samples a batch: below it, mostly noise")
             )
-        for name, other in (("local", self.local), ("spectral", self.spectral)):
-            if other is not None:
-                note = (
-                    f"{_words(other.spearman_interval)}  rank corr. of the {name} estimate, L1 {other.L1:.3g}"
-                )
-                table.append((name, f"{other.spearman:.2f}", note))
-        table.append(
-            ("all points below", f"{self.frontier(self.L1):.4g}", "+ L1 ‖g‖: the frontier at this L1")
-        )
-        table.append(
-            ("least squares", "", "{:.3g} + {:.3g} ‖g‖: the middle, not a bound".format(*self.least_squares))
-        )
-        return table
+        frontier = f"{self.frontier(self.L1):.4g}"
+        return [*table, ("all points below", frontier, "+ L1 ‖g‖: the frontier at this L1")]
 
 
 def fit_smoothness(
@@ -202,8 +185,6 @@ def fit_smoothness(
     estimator: str = "smoothness",
     quantile: float = 0.95,
     level: float = 0.9,
-    resamples: int = 400,
-    seed: int = 0,
     control: bool = True,
     law: str = "affine",
     loss_floor: float = 0.0,
@@ -220,6 +201,7 @@ def fit_smoothness(
     - ``within``: see :mod:`curvestep.fit.within`.
 
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
+    Bootstrap and control have a seed of their own: the same trace gives the same fit.
 
     Args:
         trace: A trace, the probe that wrote it, its file or run folder, with at least ten usable rows; rows
@@ -228,8 +210,6 @@ def fit_smoothness(
             ``"spectral_smoothness"``.
         quantile: Share of points below the line, in (0, 1).
         level: Confidence level, in (0, 1).
-        resamples: Bootstrap samples at each block length.
-        seed: Of the bootstrap and the control: the same trace gives the same fit.
         control: Whether to simulate the control (about a second).
         law: ``"affine"`` (the paper's), ``"power"``, ``"loss"``, or ``"best"``: the one that best predicts
             held-out parts of the run (:mod:`curvestep.fit.laws`). L0 and L1 are always the affine law's.
@@ -248,25 +228,13 @@ def fit_smoothness(
     trace = check_trace(trace)
     check_share("quantile", quantile)
     check_share("level", level)
-    check_count("resamples", resamples, least=50)
     check_law(law)
-    settings = {"quantile": quantile, "level": level, "resamples": resamples, "seed": seed}
-    fit = fit_samples(usable_samples(trace, estimator=estimator), control=control, **settings)
-    if law != "affine":
-        fit = _with_laws(fit, law, loss_floor=loss_floor)
-    if estimator == "local_smoothness":
+    samples = usable_samples(trace, estimator=estimator)
+    fit = fit_samples(samples, quantile=quantile, level=level, control=control)
+    fit = replace(fit, warnings=fit.warnings + unconverged_words(trace, estimator))
+    if law == "affine":
         return fit
-    others = {
-        name: fit_smoothness(trace, estimator=name, control=False, **settings)
-        for name in ESTIMATORS[1:]
-        if estimator == "smoothness" and (trace.ok & is_measured(trace, name)).sum() >= LEAST_ROWS
-    }
-    return replace(
-        fit,
-        local=others.get("local_smoothness"),
-        spectral=others.get("spectral_smoothness"),
-        warnings=fit.warnings + unconverged_words(trace),
-    )
+    return _with_laws(fit, law, loss_floor=loss_floor)
 
 
 def _with_laws(fit: SmoothnessFit, law: str, *, loss_floor: float) -> SmoothnessFit:
@@ -279,15 +247,13 @@ def _with_laws(fit: SmoothnessFit, law: str, *, loss_floor: float) -> Smoothness
     return replace(fit, law=law, laws=laws)
 
 
-def fit_samples(
-    samples: Samples, *, quantile: float, level: float, resamples: int, seed: int, control: bool
-) -> SmoothnessFit:
+def fit_samples(samples: Samples, *, quantile: float, level: float, control: bool) -> SmoothnessFit:
     """The fit of rows that were chosen already; arguments as of :func:`fit_smoothness`."""
     g, ell = samples.grad_norm, samples.smoothness
     L0, L1 = quantile_line(g, ell, quantile=quantile)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     few = evenly_spaced(len(g), most=MOST_ROWS)
-    correlations = correlations_of(g[few], ell[few], level=level, resamples=resamples, rng=rng)
+    correlations = correlations_of(g[few], ell[few], level=level, resamples=400, rng=rng)
     within = within_steps(
         secants=samples.secants,
         grad_norm=g,
@@ -298,7 +264,6 @@ def fit_samples(
         cosine=samples.cosine,
         level=level,
     )
-    middle = float(np.nan_to_num(slope(g[None], ell[None])[0]))
     return SmoothnessFit(
         L0=L0,
         L1=L1,
@@ -306,12 +271,9 @@ def fit_samples(
         L0_interval=slope_interval(1 / g[few], (ell / g)[few], quantile=quantile, level=level, slope=L0),
         L1_interval=slope_interval(g[few], ell[few], quantile=quantile, level=level, slope=L1),
         **vars(correlations),
-        least_squares=(float(ell.mean() - middle * g.mean()), middle),
         control=control_of(samples, quantile=quantile, level=level, rng=rng) if control else None,
         within=within,
         noise_scale=samples.noise_scale,
-        local=None,
-        spectral=None,
         num_points=len(samples),
         num_skipped=samples.skipped,
         grad_norm_range=(float(g.min()), float(g.max())),

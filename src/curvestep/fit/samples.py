@@ -88,7 +88,6 @@ class Samples:
     cosine: np.ndarray  # between the step and −g
     noise: np.ndarray
     clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
-    spectral: np.ndarray  # spectral smoothness where it had converged
     grad_variance: np.ndarray  # tr Σ of the gradient of one sample
     grad_signal: np.ndarray  # ‖G‖², without the noise
     secants: np.ndarray  # shape (rows, fractions)
@@ -173,7 +172,6 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     names += ("grad_norms", "fractions", "grad_variance", "grad_signal", "eps", "self_test")
     column = {name: trace.column(name)[order] for name in names}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
-    spectral = trace.column("spectral_smoothness")
     rounding = {str(dtype).removeprefix("torch."): torch.finfo(dtype).eps for dtype in _FLOATS}
     dtype = str(trace.header.get("dtype")).removeprefix("torch.")
     return Samples(
@@ -184,7 +182,6 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
         smoothness=ell,
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
         clip_norm=trace.clip_norm[order],
-        spectral=np.where(is_measured(trace, "spectral_smoothness"), spectral, np.nan)[order],
         skipped=len(trace) - len(order),
         estimator=estimator,
         history=History.of(trace),
@@ -358,26 +355,25 @@ def is_measured(trace: Trace, estimator: str) -> np.ndarray:
     return found & ~_unconverged(trace, estimator)
 
 
-def unconverged_words(trace: Trace) -> tuple[Note, ...]:
-    """A warning for each estimator of which estimates had to be left out."""
-    warnings = []
-    for estimator, reason in (
-        ("local_smoothness", "their difference step is too long or too short (see `local_error`)"),
-        ("spectral_smoothness", "they are only lower bounds"),
-    ):
-        if count := int((trace.ok & _unconverged(trace, estimator)).sum()):
-            measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())
-            kind = estimator.removesuffix("_smoothness")
-            said = f"{count} of {measured} {kind} estimates had not converged and are left out: {reason}."
-            warnings.append(Note(f"{kind}-unconverged", said))
-    return tuple(warnings)
+def unconverged_words(trace: Trace, estimator: str) -> tuple[Note, ...]:
+    """A warning where estimates had to be left out."""
+    count = int((trace.ok & _unconverged(trace, estimator)).sum())
+    if count == 0:
+        return ()
+    reason = {
+        "local_smoothness": "their difference step is too long or too short (see `local_error`)",
+        "spectral_smoothness": "they are only lower bounds",
+    }[estimator]
+    measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())
+    said = f"{count} of {measured} estimates had not converged and are left out: {reason}."
+    return (Note("unconverged", said),)
 
 
 def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
-    flag = estimator.replace("smoothness", "converged")
-    if flag not in trace.names:
+    if estimator == "smoothness":  # nothing is iterated for it
         return np.zeros(len(trace), dtype=bool)
-    return (trace.column(flag) == 0) & np.isfinite(trace.column(estimator))
+    flag = trace.column(estimator.replace("smoothness", "converged"))
+    return (flag == 0) & np.isfinite(trace.column(estimator))
 
 
 def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
