@@ -138,20 +138,6 @@ def test_kinks_of_a_relu_network_are_named_and_a_smooth_one_has_none():
     assert diagnostics.kinks(usable_samples(network_trace(nn.GELU, lr=1e-3))) is None
 
 
-def test_a_change_of_the_gradient_that_does_not_depend_on_the_step_is_a_kink():
-    rng = np.random.default_rng(0)
-    g = np.exp(0.3 * rng.standard_normal(100))
-    length = 0.01 * g * np.geomspace(1, 0.03, 100)
-    jump = 0.02 * np.exp(0.1 * rng.standard_normal(100))
-    kinked = make_trace(g, jump / length, step_norm=length, kappa=jump / g)
-    assert "as much as long ones" in diagnostics.kinks(usable_samples(kinked))
-    smooth = make_trace(g, np.full(100, 2.0), step_norm=length, kappa=2 * length / g)
-    assert diagnostics.kinks(usable_samples(smooth)) is None
-    # At the edge of stability smoothness falls with the step as well, but the gradient turns over.
-    edge = make_trace(g, 1.6 * g / length, step_norm=length, kappa=1.6)
-    assert diagnostics.kinks(usable_samples(edge)) is None
-
-
 @pytest.mark.parametrize("check", ["time_as_cause", "kinks", "noisy_norms", "uneven_spread"])
 def test_constant_and_missing_columns_raise_no_warning(check):
     named = getattr(diagnostics, check)
