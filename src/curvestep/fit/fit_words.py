@@ -10,80 +10,44 @@ if TYPE_CHECKING:
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.fit.within import Within
 
-WAY_OUT = "Measure with the probe's own fractions (its default)"
+# Why something cannot be told, and the way out.
+DOUBTS = {
+    "no-secants": "The rows hold no secants and gradient norms at fractions of the step. Measure again with "
+    "the estimator `smoothness`, which records both.",
+    "no-fractions": "Neither rows nor header say at which fractions of the step the secants are. Add "
+    "`fractions` to the header, or measure again.",
+    "no-kappa": "No row has `kappa` or `step_norm`, so how far steps change the gradient is unknown. Record "
+    "one of them, or measure again.",
+    "across": "No growth shows, but steps run across the gradient (cosine {cosine:.2f}). Curvature along the "
+    "gradient may differ. Measure on the training batch, or with plain SGD.",
+    "one-fraction": "Only one fraction of each step was measured: there is nothing to compare it with. "
+    "Measure with the probe's own fractions (its default).",
+    "few-rows": "{readable} of {rows} rows hold positive, finite secants and gradient norms at every "
+    "fraction, and {least} are needed. Measure more steps.",
+    "overshoot": "Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of it "
+    "before the second fraction. Beyond that point sharp stretches themselves enlarge the gradient. Measure "
+    "with the probe's own fractions (its default), or with fractions=({first:.2g}, {second:.2g}, 1.0).",
+    "alike": "Steps are too short, or too much alike, in {unresolved} of {rows} rows. A step changes the "
+    "gradient by {kappa:.2g} of its norm. Measure with a larger lr or max_norm, earlier in training, or in a "
+    "higher precision.",
+    "no-losses": "Not every row has a loss above `loss_floor` ({floor:g}), so the law of the loss cannot be "
+    "compared. Record losses (the probe does), or give the least loss that can be reached.",
+    "laws-alike": "Which law sharpness follows cannot be told: {reason}. Measure more rows, or a longer part "
+    "of the run, over which gradient norms vary more.",
+}
 
 
-def no_secants() -> Note:
-    """Rows without secants."""
-    return Note(
-        "no-secants",
-        "The rows hold no secants and gradient norms at fractions of the step. Measure again with the "
-        "estimator `smoothness`, which records both.",
-    )
+def doubt(kind: str, **facts: object) -> Note:
+    """The doubt of this kind, with its numbers."""
+    return Note(kind, DOUBTS[kind].format(**facts))
 
 
-def no_fractions() -> Note:
-    """Secants of unknown fractions."""
-    return Note(
-        "no-fractions",
-        "Neither rows nor header say at which fractions of the step the secants are. Add `fractions` to the "
-        "header, or measure again.",
-    )
-
-
-def no_kappa() -> Note:
-    """Steps of unknown length."""
-    return Note(
-        "no-kappa",
-        "No row has `kappa` or `step_norm`, so how far steps change the gradient is unknown. Record one of "
-        "them, or measure again.",
-    )
-
-
-def across(cosine: float) -> Note:
-    """Steps that run across the gradient and show no growth."""
-    return Note(
-        "across",
-        f"No growth shows, but steps run across the gradient (cosine {cosine:.2f}). Curvature along the "
-        "gradient may differ. Measure on the training batch, or with plain SGD.",
-    )
-
-
-def one_fraction() -> Note:
-    """A single secant a step."""
-    return Note(
-        "one-fraction",
-        f"Only one fraction of each step was measured: there is nothing to compare it with. {WAY_OUT}.",
-    )
-
-
-def few_rows(readable: int, rows: int, least: int) -> Note:
-    """Too few rows for a test inside steps."""
-    return Note(
-        "few-rows",
-        f"{readable} of {rows} rows hold positive, finite secants and gradient norms at every fraction, and "
-        f"{least} are needed. Measure more steps.",
-    )
-
-
-def overshoot(kappa: float, short: tuple[float, float]) -> Note:
-    """Steps that overshoot before their second fraction."""
-    return Note(
-        "overshoot",
-        f"Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of it before "
-        f"the second fraction. Beyond that point sharp stretches themselves enlarge the gradient. "
-        f"{WAY_OUT}, or with fractions=({short[0]:.2g}, {short[1]:.2g}, 1.0).",
-    )
-
-
-def alike(resolved: int, rows: int, kappa: float) -> Note:
-    """Steps that are too short for the precision, or all alike."""
-    return Note(
-        "alike",
-        f"Steps are too short, or too much alike, in {rows - resolved} of {rows} rows. A step changes the "
-        f"gradient by {kappa:.2g} of its norm. Measure with a larger lr or max_norm, earlier in training, or "
-        "in a higher precision.",
-    )
+def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note:
+    """Laws that predict equally well."""
+    reason = f"its exponent lies between {exponent[0]:.2g} and {exponent[1]:.2g}"
+    if gain[0] <= 0 <= gain[1]:
+        reason = "gradient norm and loss predict it equally well"
+    return doubt("laws-alike", reason=reason)
 
 
 def within_words(within: Within) -> str:
@@ -114,35 +78,11 @@ def _rounded(number: float) -> str:
     return f"{round(number, 2) + 0.0:.2f}"  # adding zero turns -0.0 into 0.0
 
 
-def no_losses(floor: float) -> Note:
-    """Rows that cannot be held against the loss."""
-    return Note(
-        "no-losses",
-        f"Not every row has a loss above `loss_floor` ({floor:g}), so the law of the loss cannot be "
-        "compared. Record losses (the probe does), or give the least loss that can be reached.",
-    )
-
-
-def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note:
-    """Laws that predict equally well."""
-    if gain[0] <= 0 <= gain[1]:
-        reason = "gradient norm and loss predict it equally well"
-    else:
-        reason = f"its exponent lies between {exponent[0]:.2g} and {exponent[1]:.2g}"
-    return Note(
-        "laws-alike",
-        f"Which law sharpness follows cannot be told: {reason}. Measure more rows, or a longer part of the "
-        "run, over which gradient norms vary more.",
-    )
-
-
-_QUESTION = "Does sharpness grow with the gradient norm?"
-
-
 def fit_words(fit: SmoothnessFit) -> str:
     """The fit in at most eight lines, the answer first."""
     within = fit.within
-    lines = [f"{_QUESTION}  {within.answer.replace('-', ' ').upper()}  ({_inside(within)})"]
+    answer = within.answer.replace("-", " ").upper()
+    lines = [f"Does sharpness grow with the gradient norm?  {answer}  ({_inside(within)})"]
     numbers = f"L0 {_estimate(fit.L0, fit.L0_interval)}   L1 {_estimate(fit.L1, fit.L1_interval)}"
     meaning = f"({fit.quantile:.0%} of {fit.num_points} points, {fit.level:.0%} intervals)"
     lines.append(f"  sharpness <= L0 + L1 * grad_norm   {numbers}   {meaning}")

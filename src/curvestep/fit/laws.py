@@ -94,9 +94,12 @@ def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.
     interval = power.exponent_interval(0.5 + level / 2)  # at 90 % one in eight affine runs was misnamed
     excess = used.loss - loss_floor
     if not np.all(excess > 0):  # NaN where the loss was not recorded
-        doubt = words.no_losses(loss_floor)
         return LawComparison(
-            laws=laws, best="", exponent_interval=interval, loss_gain_interval=UNKNOWN, doubt=doubt
+            laws=laws,
+            best="",
+            exponent_interval=interval,
+            loss_gain_interval=UNKNOWN,
+            doubt=words.doubt("no-losses", floor=loss_floor),
         )
     loss = _Family(np.log(excess), log_ell, np.ones(1))
     laws["loss"] = loss.law("loss")

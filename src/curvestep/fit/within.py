@@ -105,7 +105,7 @@ class Within:
     def doubt(self) -> Note | None:
         """Why it cannot be told whether smoothness grows, and the way out."""
         if self.missing is None and self.cosine < LEAST_COSINE and not self.grows:
-            return words.across(self.cosine)
+            return words.doubt("across", cosine=self.cosine)
         return self.missing
 
     @property
@@ -177,14 +177,14 @@ def within_steps(
         ('grows', 1.01, -0.11, 48)
     """
     check_share("level", level)
-    needed = ((secants, words.no_secants), (grad_norms, words.no_secants), (fractions, words.no_fractions))
-    for values, missing in needed:
+    needed = ((secants, "no-secants"), (grad_norms, "no-secants"), (fractions, "no-fractions"))
+    for values, kind in needed:
         if _unknown(values):
-            return Within(level=level, missing=missing())
+            return Within(level=level, missing=words.doubt(kind))
     if np.asarray(fractions).shape[-1] < 2:
-        return Within(level=level, missing=words.one_fraction())
+        return Within(level=level, missing=words.doubt("one-fraction"))
     if _unknown(kappa):
-        return Within(level=level, missing=words.no_kappa())
+        return Within(level=level, missing=words.doubt("no-kappa"))
     steps = _read(secants, grad_norm, grad_norms, fractions, kappa, eps)
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
@@ -283,15 +283,16 @@ def _read(
 def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
     """Why these steps cannot be tested, or None; and the column of the last fraction before the overshoot."""
     if len(steps.start) < LEAST_ROWS:
-        return words.few_rows(len(steps.start), steps.given, LEAST_ROWS), 0
+        return words.doubt("few-rows", readable=len(steps.start), rows=steps.given, least=LEAST_ROWS), 0
     short = np.median(steps.change, axis=0) <= most_kappa
     last = int(np.argmin(np.append(short, False))) - 1  # the last of those that are short from the first on
     if last < 1:
         rate = float(np.median(steps.change[:, 0] / steps.fractions[:, 0]))
-        return words.overshoot(steps.kappa_median, short_fractions([rate])), 0
-    resolved = int(steps.resolved(last).sum())
+        first, second = short_fractions([rate])
+        return words.doubt("overshoot", kappa=steps.kappa_median, first=first, second=second), 0
+    rows, resolved = len(steps.start), int(steps.resolved(last).sum())
     if resolved < LEAST_ROWS:
-        return words.alike(resolved, len(steps.start), steps.kappa_median), 0
+        return words.doubt("alike", unresolved=rows - resolved, rows=rows, kappa=steps.kappa_median), 0
     return None, last
 
 
