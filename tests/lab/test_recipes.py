@@ -118,6 +118,6 @@ def test_a_recipe_says_its_model_and_what_its_data_were_cut_to():
     cut = get_recipe("ptb-lstm", "longer", vocabulary=2000, num_words=5000)
     assert cut.model_words == "LSTM 200/512, 2,000 different words, 5,000 words of text"
     assert get_recipe("ptb-awd-lstm", "epoch").model_words == "AWD-LSTM 400/1150"
-    images = get_recipe("cifar-resnet20", pooling=2)
-    assert images.model_words == "ResNet20, 16 pixels a side"
+    images = get_recipe("cifar-resnet20", pooling=2, num_images=80)
+    assert images.model_words == "ResNet20, 80 images, 16 pixels a side"
     assert (cut.data, images.data) == ("ptb", "cifar10-subset")

@@ -50,11 +50,6 @@ def test_too_few_words_are_counted_as_they_were_cut(tmp_path, count):
         make_task(small_language(tmp_path, num_words=count, batch_size=4))
 
 
-def test_the_source_says_how_many_images_are_left():
-    some, none_left_out = (make_task(small_images(num_images=count), offline=True) for count in (75, 0))
-    assert some.data_source == f"80 images of {none_left_out.data_source}"  # eight of each class
-
-
 def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp_path):
     whole, cut = (make_task(small_language(tmp_path, vocabulary=size)) for size in (0, 12))
     words = [whole.corpus.vocabulary[i] for i in whole.corpus.train.tolist()]
@@ -64,7 +59,6 @@ def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp
     assert spelled == [word if word in cut.corpus.vocabulary else "<unk>" for word in words]
     assert "<unk>" in [cut.corpus.vocabulary[i] for i in cut.corpus.valid.tolist()]
     assert cut.build()(cut.batch(0)[0])[0].shape[-1] == 12
-    assert cut.data_source.endswith("its 12 most frequent words")
 
 
 def test_a_vocabulary_changes_the_start_only_where_it_is_set(tmp_path):
@@ -80,7 +74,6 @@ def test_pooled_images_are_means_over_squares_of_pixels():
     (x, y), (small, same) = (task.oracle_batches(1.0)[0] for task in (whole, pooled))
     torch.testing.assert_close(small, F.avg_pool2d(x, 2))
     assert torch.equal(y, same)
-    assert pooled.data_source == whole.data_source + ", averaged to 16 x 16 pixels"
     assert pooled.batch(0)[0].shape == (8, 3, 16, 16)
     with pytest.raises(ValueError, match="`pooling` must be 1, 2 or 4"):
         small_images(pooling=3)

@@ -134,7 +134,7 @@ class LanguageRecipe(Recipe):
 
     Args:
         model: ``lstm`` or ``awd-lstm``, its name with all of the dropouts below.
-        corpus: ``ptb``, ``topics`` (always there), or the path of a text file or folder.
+        corpus: ``ptb``, ``topics`` (always there), or the path of a text file.
         num_words: Training words to use, the first of the text; 0 takes all.
         vocabulary: Different words to keep, the most frequent of the training text with ``<eos>`` and
             ``<unk>``; the others become ``<unk>``; 0 keeps all of PTB, 10,000 of any other text.
@@ -237,8 +237,13 @@ class ImageRecipe(Recipe):
 
     @property
     def model_words(self) -> str:
-        """The network, and the size of pooled images."""
-        return "ResNet20" if self.pooling == 1 else f"ResNet20, {32 // self.pooling} pixels a side"
+        """The network, and what its images were cut to."""
+        words = "ResNet20"
+        if self.num_images:
+            words += f", {self.num_images:,} images"
+        if self.pooling > 1:
+            words += f", {32 // self.pooling} pixels a side"
+        return words
 
     @property
     def problem(self) -> str:

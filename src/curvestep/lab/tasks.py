@@ -104,11 +104,7 @@ class LanguageTask:
         self.recipe, self.corpus = recipe, corpus
         self.mine = part_of_batch(recipe, rank, world_size)
         self.data_name, self.data_source = corpus.name, corpus.source
-        if recipe.vocabulary:
-            self.data_source += f", its {len(corpus.vocabulary):,} most frequent words"
         words = corpus.train[: recipe.num_words or None]
-        if len(words) < len(corpus.train):
-            self.data_source = f"the first {recipe.num_words:,} words of {self.data_source}"
         if len(words) < 2 * recipe.batch_size:
             raise ValueError(
                 f"There are {len(words):,} words to train on: too few for `batch_size` {recipe.batch_size}."
@@ -227,12 +223,7 @@ class ImageTask:
         self.recipe, self.images, self.world_size = recipe, images, world_size
         self.mine = part_of_batch(recipe, rank, world_size)
         self.data_name, self.data_source = images.name, images.source
-        if recipe.pooling > 1:
-            height, width = (size // recipe.pooling for size in images.train_x.shape[2:])
-            self.data_source += f", averaged to {height} x {width} pixels"
         self.x, self.y = _balanced(images, recipe.num_images)
-        if len(self.y) < len(images.train_y):
-            self.data_source = f"{len(self.y):,} images of {self.data_source}"
         if len(self.y) < recipe.batch_size:
             raise ValueError(
                 f"`batch_size` must be at most the {len(self.y)} images, got {recipe.batch_size}."

@@ -226,27 +226,6 @@ def test_running_text_is_lowered_tokenised_and_split_by_lines(tmp_path):
     assert [len(s) for s in (corpus.train, corpus.valid, corpus.test)] == [36 * 7, 2 * 7, 2 * 7]
 
 
-def test_folder_that_is_split_already_is_taken_as_tokenised(tmp_path):
-    (tmp_path / "wiki.train.tokens").write_text(" The dog 's N \n The dog \n")
-    (tmp_path / "wiki.valid.tokens").write_text(" The cat \n")
-    (tmp_path / "wiki.test.tokens").write_text(" dog \n")
-    corpus = load_corpus(tmp_path)
-    spell = lambda ids: [corpus.vocabulary[i] for i in ids.tolist()]  # noqa: E731
-    assert spell(corpus.train) == ["The", "dog", "'s", "N", "<eos>", "The", "dog", "<eos>"]
-    assert spell(corpus.valid) == ["The", "<unk>", "<eos>"]
-
-
-def test_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
-    (tmp_path / "deeper").mkdir()
-    (tmp_path / "a.txt").write_text("one\n" * 15)
-    (tmp_path / "deeper" / "b.md").write_text("two\n" * 25)
-    (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    corpus = load_corpus(tmp_path)
-    assert corpus.vocabulary[corpus.train[0]] == "one"
-    assert "<unk>" not in corpus.vocabulary
-    assert corpus.vocabulary[corpus.test[-2]] == "two"
-
-
 def test_vocabulary_keeps_the_commonest_words(tmp_path):
     lines = [f"often word{i}" for i in range(100)]
     (tmp_path / "t.txt").write_text("\n".join(lines))
@@ -261,7 +240,6 @@ def test_vocabulary_keeps_the_commonest_words(tmp_path):
         (None, "does not exist"),
         (b"short\n", "1 lines with words; at least 20"),
         (b"\xff\xfe\x00" * 50, "not readable UTF-8"),
-        (b"\x00binary\n" * 50, "NUL characters"),
     ],
 )
 def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):
@@ -271,11 +249,6 @@ def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):
     with pytest.raises(DataError, match=words) as caught:
         load_corpus(path)
     assert "\n" not in str(caught.value)
-
-
-def test_empty_corpus_folder_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="holds no files"):
-        load_corpus(tmp_path)
 
 
 # CIFAR-10
@@ -291,8 +264,8 @@ def test_subset_of_cifar10_is_balanced_and_exact(real):
     assert torch.bincount(images.test_y).tolist() == [200] * 10
     np.testing.assert_array_equal(images.train_x.permute(0, 2, 3, 1), raw["x_train"])
     assert images.classes == tuple(raw["label_names"])
-    np.testing.assert_allclose(images.mean, [0.4936, 0.4832, 0.4470], atol=5e-5, rtol=0)
-    np.testing.assert_allclose(images.std, [0.2478, 0.2448, 0.2626], atol=5e-5, rtol=0)
+    published = [[0.4936, 0.4832, 0.4470], [0.2478, 0.2448, 0.2626]]
+    np.testing.assert_allclose(images.mean_and_std, published, atol=5e-5, rtol=0)
 
 
 def test_foreign_subset_is_one_clear_line(folder):

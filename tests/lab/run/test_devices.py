@@ -196,6 +196,6 @@ def test_what_fails_on_a_process_is_one_line(tmp_path, capfd):
     words = ["ptb-lstm", "--corpus", str(tmp_path / "none"), "--folder", str(tmp_path / "run"), "--steps=2"]
     assert main(["train", *words, "--devices=2", "--quiet", "--threads=1"]) == 1
     said = capfd.readouterr().err
-    assert said.startswith(f"curvestep: The corpus {tmp_path / 'none'} does not exist.")
+    assert said.startswith(f"curvestep: The corpus {tmp_path / 'none'} does not exist")
     assert said.count("\n") == 1
     assert Run.load(tmp_path / "run").status["status"] == "failed"

@@ -26,7 +26,7 @@ from curvestep.lab.data.download import (
     npm_archive,
     read_verified,
 )
-from curvestep.lab.data.images import Images, channel_statistics, first_of_each_class
+from curvestep.lab.data.images import Images, first_of_each_class
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -68,37 +68,25 @@ def load_cifar10(*, subset: bool = True, offline: bool = False, progress: bool =
         Unreachable: nothing was found.
         DataError: a file is not what it should be.
     """
-    if not subset:
-        files, source = find("cifar10", HASHES, SOURCES, _given, offline=offline, progress=progress)
-        return _images("cifar10", _decode(files), f"CIFAR-10 {source}")
     folder = data_folder()
-    if folder and (folder / SUBSET_FILE).is_file():
+    if subset and folder and (folder / SUBSET_FILE).is_file():
         arrays = _read_subset(folder / SUBSET_FILE)
         return _images("cifar10-subset", arrays, "CIFAR-10 subset from CURVESTEP_DATA")
     files, source = find("cifar10", HASHES, SOURCES, _given, offline=offline, progress=progress)
-    train_x, train_y, test_x, test_y = _decode(files)
+    train_x, train_y, test_x, test_y = arrays = _decode(files)
+    if not subset:
+        return _images("cifar10", arrays, f"CIFAR-10 {source}")
     train, test = first_of_each_class(train_y, SUBSET_TRAIN), first_of_each_class(test_y, SUBSET_TEST)
     arrays = train_x[train], train_y[train], test_x[test], test_y[test]
     return _images("cifar10-subset", arrays, f"CIFAR-10 subset {source}")
 
 
 def _images(name: str, arrays: Sequence[Tensor], source: str) -> Images:
-    train_x, train_y, test_x, test_y = arrays
-    mean, std = channel_statistics(train_x)
-    return Images(
-        name=name,
-        train_x=train_x,
-        train_y=train_y,
-        test_x=test_x,
-        test_y=test_y,
-        mean=mean,
-        std=std,
-        classes=CLASSES,
-        source=source,
-    )
+    names = ("train_x", "train_y", "test_x", "test_y")
+    return Images(name=name, **dict(zip(names, arrays, strict=True)), classes=CLASSES, source=source)
 
 
-def _decode(files: Mapping[str, bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _decode(files: Mapping[str, bytes]) -> list[Tensor]:
     """The release's records: one byte of class, then 3,072 bytes of red, green and blue, row by row."""
     *train, test = (files[name] for name in HASHES)
     parts = []
@@ -106,20 +94,21 @@ def _decode(files: Mapping[str, bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         records = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3073)
         parts.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
         parts.append(torch.from_numpy(records[:, 0].astype(np.int64)))
-    return parts[0], parts[1], parts[2], parts[3]
+    return parts
 
 
-def _read_subset(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _read_subset(path: Path) -> list[Tensor]:
+    names = ("x_train", "y_train", "x_test", "y_test")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
-            raw = {key: data[key] for key in ("x_train", "y_train", "x_test", "y_test")}
+            arrays = [np.ascontiguousarray(data[name]) for name in names]
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is not the subset of CIFAR-10 ({error}). Delete or replace it.") from error
     # By content: the container's bytes depend on who compressed it.
-    check_hash(path, b"".join(np.ascontiguousarray(array).tobytes() for array in raw.values()), SUBSET_SHA256)
-    x = {key: torch.from_numpy(raw[key].transpose(0, 3, 1, 2).copy()) for key in ("x_train", "x_test")}
-    y = {key: torch.from_numpy(raw[key].astype(np.int64)) for key in ("y_train", "y_test")}
-    return x["x_train"], y["y_train"], x["x_test"], y["y_test"]
+    check_hash(path, b"".join(array.tobytes() for array in arrays), SUBSET_SHA256)
+    train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
+    train_x, test_x = (x.permute(0, 3, 1, 2).contiguous() for x in (train_x, test_x))
+    return [train_x, train_y.long(), test_x, test_y.long()]
 
 
 def _given(folder: Path) -> dict[str, bytes] | None:

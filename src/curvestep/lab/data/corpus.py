@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from curvestep._checks import check_count
 from curvestep.lab.data.download import DataError
 
 EOS = "<eos>"
@@ -51,15 +50,14 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
 
 
 def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
-    """Any plain-text file or folder as a corpus.
+    """A plain-text file as a corpus.
 
-    A folder with files for ``train``, ``valid`` and ``test`` (the layout of PTB and WikiText) is taken to be
-    split and tokenised: words are what stands between spaces. Any other text is lower-cased, punctuation
-    becomes words of its own, and lines go to train, valid and test in the order of the text, 90 : 5 : 5.
-    ``<eos>`` ends each line that is not empty; words outside the vocabulary become ``<unk>``.
+    It is lower-cased, punctuation becomes words of its own, and lines go to train, valid and test in the
+    order of the text, 90 : 5 : 5. ``<eos>`` ends each line that is not empty; words outside the vocabulary
+    become ``<unk>``.
 
     Args:
-        path: A UTF-8 text file, or a folder of them (searched in depth, in the order of the names).
+        path: A UTF-8 text file.
         max_vocabulary: Number of words kept, the commonest of the training split, ``<eos>`` and ``<unk>``
             among them.
 
@@ -67,14 +65,13 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
         DataError: nothing is there, it is not text, or it is too short to split.
     """
     path = Path(path)
-    check_count("max_vocabulary", max_vocabulary, least=3)
-    splits = _split_files(path)
-    source = f"the text in {path.name}"
-    if splits:
-        lines = {split: list(map(str.split, _read(file).splitlines())) for split, file in splits.items()}
-        return encode(path.name, lines, source=source, max_vocabulary=max_vocabulary)
-    text = "\n".join(map(_read, _text_files(path)))
-    return from_text(path.name, text, source=source, max_vocabulary=max_vocabulary)
+    if not path.is_file():
+        raise DataError(f"The corpus {path} does not exist or is no file. Give a text file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not readable UTF-8 text ({error}). Convert or replace it.") from error
+    return from_text(path.name, text, source=f"the text in {path.name}", max_vocabulary=max_vocabulary)
 
 
 def load_topics(*, max_vocabulary: int = 10_000) -> Corpus:
@@ -124,32 +121,3 @@ def encode(
 def _words_of(lines: Iterable[Sequence[str]]) -> list[str]:
     """The words of all lines, each line with its end."""
     return list(chain.from_iterable((*line, EOS) for line in filter(None, lines)))
-
-
-def _split_files(path: Path) -> dict[str, Path]:
-    """The file of each split in a folder, by the words in its name; empty unless there is one of each."""
-    found = []
-    for file in filter(Path.is_file, sorted(path.glob("*"))):
-        found += [(split, file) for split in SPLITS if split in re.split(r"[\W_]+", file.name.lower())]
-    return dict(found) if sorted(split for split, _ in found) == sorted(SPLITS) else {}
-
-
-def _text_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"The corpus {path} does not exist. Give a text file or a folder of text files.")
-    files = list(filter(Path.is_file, sorted(path.rglob("[!.]*"))))
-    if not files:
-        raise DataError(f"The corpus folder {path} holds no files. Give a text file or a folder of them.")
-    return files
-
-
-def _read(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{file} is not readable UTF-8 text ({error}). Convert or remove it.") from error
-    if "\0" in text:
-        raise DataError(f"{file} is not plain text: it holds NUL characters. Convert or remove it.")
-    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,10 +19,19 @@ class Images:
     train_y: Tensor  # their classes, int64
     test_x: Tensor  # test images, uint8
     test_y: Tensor  # their classes, int64
-    mean: tuple[float, ...]  # mean of each channel over the training images, on the scale 0 to 1
-    std: tuple[float, ...]  # standard deviation of each channel over the training images, on the same scale
     classes: tuple[str, ...]  # the name of each class
     source: str  # where the images came from, in words for the report
+
+    @cached_property
+    def mean_and_std(self) -> Tensor:
+        """Mean and standard deviation of each channel of the training images, on the scale 0 to 1."""
+        whole = self.train_x.permute(1, 0, 2, 3).flatten(1)
+        # Counting the 256 values keeps the sums exact and needs no floating copy of all images.
+        counts = torch.stack([torch.bincount(channel.int(), minlength=256) for channel in whole]).double()
+        levels = torch.arange(256, dtype=torch.float64) / 255
+        mean = counts @ levels / whole.shape[1]
+        variance = counts @ levels**2 / whole.shape[1] - mean**2
+        return torch.stack([mean, variance.clamp(min=0).sqrt()])
 
 
 def normalise(images: Images, x: Tensor) -> Tensor:
@@ -33,8 +43,7 @@ def normalise(images: Images, x: Tensor) -> Tensor:
     In the default float type, on the device and in the memory format of ``x``.
     """
     x = x.to(torch.get_default_dtype())
-    mean = torch.tensor(images.mean, dtype=x.dtype, device=x.device).view(1, -1, 1, 1)
-    std = torch.tensor(images.std, dtype=x.dtype, device=x.device).view(1, -1, 1, 1)
+    mean, std = images.mean_and_std.to(x).view(2, 1, -1, 1, 1)
     return (x / 255 - mean) / std
 
 
@@ -50,28 +59,14 @@ def augment(x: Tensor, generator: torch.Generator, *, padding: int = 4) -> Tenso
         torch.Size([1, 3, 2, 2])
     """
     num, _, height, width = x.shape
-    device = generator.device
-    top = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator, device=device).to(x.device)
-    left = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator, device=device).to(x.device)
-    flip = (torch.rand(num, 1, generator=generator, device=device) < 0.5).to(x.device)
-    columns = torch.arange(width, device=x.device)
-    rows = top + torch.arange(height, device=x.device)
+    top = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator)
+    left = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator)
+    flip = torch.rand(num, 1, generator=generator) < 0.5
+    rows, columns = top + torch.arange(height), torch.arange(width)
     columns = left + torch.where(flip, columns.flip(0), columns)
     padded = F.pad(x, (padding,) * 4).permute(0, 2, 3, 1)
-    picked = padded[torch.arange(num, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    picked = padded[torch.arange(num)[:, None, None], rows[:, :, None], columns[:, None, :]]
     return picked.permute(0, 3, 1, 2).contiguous()
-
-
-def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of uint8 images, on the scale 0 to 1, exact sums."""
-    whole = x.permute(1, 0, 2, 3).flatten(1)
-    count = whole.shape[1]
-    # Counting the 256 values keeps the sums exact and needs no floating copy of all images.
-    counts = torch.stack([torch.bincount(channel.int(), minlength=256) for channel in whole]).double()
-    levels = torch.arange(256, dtype=torch.float64) / 255
-    mean = counts @ levels / count
-    variance = counts @ levels**2 / count - mean**2
-    return tuple(mean.tolist()), tuple(variance.clamp(min=0).sqrt().tolist())
 
 
 def first_of_each_class(y: Tensor, count: int) -> Tensor:
@@ -94,15 +89,12 @@ def load_digits() -> Images:
     pixels = (levels * (255 / 16)).round().to(torch.uint8)
     x = pixels.repeat_interleave(4, 2).repeat_interleave(4, 3).repeat(1, 3, 1, 1)
     y = torch.as_tensor(target).long()
-    mean, std = channel_statistics(x[:1437])
     return Images(
         name="digits",
         train_x=x[:1437],
         train_y=y[:1437],
         test_x=x[1437:],
         test_y=y[1437:],
-        mean=mean,
-        std=std,
         classes=tuple(map(str, range(10))),
         source="stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
     )
