@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from curvestep.lab.data import download as fetching
-from curvestep.lab.data.download import DataError, Source, Unreachable, fetch
+from curvestep.lab.data.download import DataError, Source, Unreachable, find
 from tests.lab.data.servers import serving
 
 FILES = {"a.txt": b"first " * 9000, "b.txt": random.Random(0).randbytes(100_000)}
@@ -47,6 +47,10 @@ def server():
         yield server
 
 
+def fetch(hashes, sources, **where):
+    return find("set", hashes, sources, lambda folder: None, progress=False, **where)
+
+
 def source(url, known_hash, title="official archive"):
     def read(progress):
         archive = fetching.download(url, known_hash, fetching.download_folder("set"), progress=progress)
@@ -56,7 +60,7 @@ def source(url, known_hash, title="official archive"):
 
 
 def get(server, **kwargs):
-    return fetch("set", HASHES, [source(f"{server.url}/set.tgz", server.md5)], progress=False, **kwargs)
+    return fetch(HASHES, [source(f"{server.url}/set.tgz", server.md5)], **kwargs)
 
 
 def left_over(cache):
@@ -83,7 +87,7 @@ def test_transfer_that_keeps_breaking_passes_to_the_next_source(server, cache, c
     server.broken = 2
     mirror = source(f"{server.url}/mirror.tgz", server.md5, "mirror")
     both = [source(f"{server.url}/set.tgz", server.md5), mirror]
-    files, origin = fetch("set", HASHES, both, progress=False)
+    files, origin = fetch(HASHES, both)
     assert (files, origin) == (FILES, "from the mirror")
     said = capsys.readouterr().err.splitlines()
     assert "set.tgz did not answer" in said[0]
@@ -94,7 +98,7 @@ def test_no_answer_at_all_is_unreachable(server, cache):
     missing = source(f"{server.url}/nothing.tgz", server.md5)
     closed = source("http://127.0.0.1:9/set.tgz", server.md5)
     with pytest.raises(Unreachable, match=r"nothing.tgz did not answer \(HTTPError\).*127.0.0.1:9"):
-        fetch("set", HASHES, [missing, closed], progress=False)
+        fetch(HASHES, [missing, closed])
     assert left_over(cache) == []
 
 
@@ -109,7 +113,7 @@ def test_wrong_archive_hash_names_file_expected_and_found(server, cache):
     found = hashlib.md5(server.files["/set.tgz"]).hexdigest()
     wrong = source(f"{server.url}/set.tgz", "md5:" + "0" * 32)
     with pytest.raises(DataError, match=rf"set\.tgz.*expected md5:{'0' * 32}.*{found}") as caught:
-        fetch("set", HASHES, [wrong, source(f"{server.url}/set.tgz", server.md5)], progress=False)
+        fetch(HASHES, [wrong, source(f"{server.url}/set.tgz", server.md5)])
     assert not isinstance(caught.value, Unreachable)
     assert "\n" not in str(caught.value)
     assert left_over(cache) == []
@@ -120,7 +124,7 @@ def test_wrong_file_inside_a_right_archive_names_file_expected_and_found(server,
     with pytest.raises(
         DataError, match=rf"b\.txt from the official.*expected sha256 f+, found {HASHES['b.txt']}"
     ):
-        fetch("set", hashes, [source(f"{server.url}/set.tgz", server.md5)], progress=False)
+        fetch(hashes, [source(f"{server.url}/set.tgz", server.md5)])
     assert not (cache / "set" / "b.txt").exists()
 
 
@@ -171,7 +175,7 @@ def fetch_in_process(cache, url, md5, file_limit, answer):
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     try:
-        files, _ = fetch("set", HASHES, [source(url, md5)], progress=False)
+        files, _ = fetch(HASHES, [source(url, md5)])
         answer.send("whole" if files == FILES else "not whole")
     except DataError as error:
         answer.send(str(error))

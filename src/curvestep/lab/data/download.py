@@ -99,15 +99,7 @@ def read_verified(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] |
     paths = {name: folder / name for name in hashes}
     if not all(map(Path.is_file, paths.values())):
         return None
-    return {name: check_hash(path, read(path), hashes[name]) for name, path in paths.items()}
-
-
-def read(path: Path) -> bytes:
-    """The bytes of a file that is there."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
+    return {name: check_hash(path, path.read_bytes(), hashes[name]) for name, path in paths.items()}
 
 
 def find(
@@ -116,36 +108,25 @@ def find(
     sources: Iterable[Source],
     given: Callable[[Path], dict[str, bytes] | None],
     *,
-    offline: bool,
-    progress: bool,
-) -> tuple[dict[str, bytes], str]:
-    """Files from the folder in ``CURVESTEP_DATA``, as ``given`` finds them there, or by :func:`fetch`."""
-    folder = data_folder()
-    files = given(folder) if folder else None
-    if files is not None:
-        return files, "from CURVESTEP_DATA"
-    return fetch(name, hashes, sources, offline=offline, progress=progress)
-
-
-def fetch(
-    name: str,
-    hashes: Mapping[str, str],
-    sources: Iterable[Source],
-    *,
     offline: bool = False,
     progress: bool = True,
 ) -> tuple[dict[str, bytes], str]:
-    """Files of the data set ``name`` from the cache, filled from the first source that answers.
+    """Files of the data set ``name`` by name, and where they came from, for the report.
 
-    One process fetches at a time (file lock); the others wait and then read what it left. A broken file in
-    the cache is fetched again. Files appear in the cache whole and verified or not at all. A source that
-    raises `Unreachable` passes to the next with one line; ``offline`` uses the cache alone. Returns the bytes
-    of all files by name, and where they came from, for the report.
+    Taken from the folder in ``CURVESTEP_DATA``, as ``given`` finds them there, else from the cache, which the
+    first source that answers fills; ``offline`` uses no source. One process fetches at a time (file lock);
+    the others wait and then read what it left. A broken file in the cache is fetched again. Files appear in
+    the cache whole and verified or not at all. A source that raises `Unreachable` passes to the next with
+    one line.
 
     Raises:
         Unreachable: no source answered.
         DataError: a file has the wrong hash, or the cache cannot be written.
     """
+    own = data_folder()
+    files = given(own) if own else None
+    if files is not None:
+        return files, "from CURVESTEP_DATA"
     folder = cache_folder() / name
 
     def cached() -> dict[str, bytes] | None:

@@ -19,7 +19,6 @@ from curvestep.lab.data.download import (
     find,
     members,
     pip_archive,
-    read,
 )
 
 HASHES = {
@@ -69,7 +68,7 @@ def _given(folder: Path) -> dict[str, bytes] | None:
 
 
 def _plain(path: Path) -> bytes:
-    data = read(path)
+    data = path.read_bytes()
     if path.suffix != ".gz":
         return data
     try:
