@@ -93,12 +93,13 @@ def sweep(
         errors[outcome.name] = outcome.error
         if progress:
             trial = trial_in(points[outcome.name], folder / outcome.name, outcome.error)
-            print(f"[{number}/{len(jobs)}] {outcome.name}: {_ending(trial)}", flush=True)
+            print(f"[{number}/{len(jobs)}] {outcome.name}: {ending(trial)}", flush=True)
     found = (trial_in(fields, folder / name, errors.get(name, "")) for name, fields in points.items())
     return SweepResult(folder=folder, trials=tuple(found))
 
 
-def _ending(trial: Trial) -> str:
+def ending(trial: Trial) -> str:
+    """How a trial ended, in a few words."""
     if math.isfinite(trial.train_loss):
         return f"{trial.status}, training loss {trial.train_loss:.4f}"
     return f"{trial.status}: {trial.message}".removesuffix(": ")

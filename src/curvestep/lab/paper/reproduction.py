@@ -1,8 +1,8 @@
 r"""All experiments of the paper with one call: data, runs, figures, the table of claims, and the page.
 
 ``reproduce`` loops over :data:`FIGURES`; to add a figure, write its file and put it into that list. In the
-reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``claims.md``,
-``reproduction.json``, ``report.html``, and ``figures.json``, from which the page takes its pictures:
+reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``claims.md``, ``report.html``,
+and ``figures.json``, from which the page takes its pictures:
 
     {"figures": [{"figure": "fig4", "name": "fig4", "title": "Figure 4: training with and without clipping",
                   "caption": "...", "png": "figures/fig4.png", "svg": "figures/fig4.svg"}, ...]}
@@ -16,13 +16,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from curvestep._checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.lab.cost import steps_of
+from curvestep.lab.grid import ending, trial_in
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.paper.fig1_scatter import FIG1, FIG2, FIG3, FIG5
 from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
@@ -47,12 +48,12 @@ from curvestep.lab.progress import Progress, duration
 from curvestep.lab.recipes import SCALES
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import FINISHED, Run, RunResult, has_ended, last_step, read_json, write_json
+from curvestep.lab.run.folder import Run, RunResult, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import load_data
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
-SUMMARY, PICTURES, PAGE = "reproduction.json", "figures.json", "report.html"
+PICTURES, PAGE = "figures.json", "report.html"
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -156,8 +157,6 @@ def reproduce(
         page=page,
         seconds=time.monotonic() - start,
     )
-    paths = {"folder": str(folder), "page": str(page), "figures": {k: str(v) for k, v in drawn.main.items()}}
-    write_json(folder / SUMMARY, asdict(result) | paths)
     if progress:
         print(as_markdown(claims, data=sources, notes=notes), flush=True)
     return result
@@ -303,11 +302,9 @@ def run_all(
         outcomes = run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch)
         for count, outcome in enumerate(outcomes, len(plan.runs) - len(jobs) + 1):
             stop_if_interrupted(outcome)
-            said = outcome.error
-            if said:
-                failures.append(f"{outcome.name}: {said}")
-            else:
-                said = _ending(folders[outcome.name])
+            if outcome.error:
+                failures.append(f"{outcome.name}: {outcome.error}")
+            said = ending(trial_in({}, folders[outcome.name], outcome.error))
             time_left = shown.time_left(_done(plan.runs, jobs))
             shown.print(f"[{count}/{len(plan.runs)}] {outcome.name}: {said} ({time_left} left)")
     return failures
@@ -338,10 +335,3 @@ def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
         share = float(has_ended(job.folder)) or last_step(job.folder) / job.total
         shares[job.name] = min(1.0, share)
     return sum(run.cost * shares.get(run.name, 1.0) for run in runs)
-
-
-def _ending(folder: Path) -> str:
-    status = Run.load(folder).status
-    if status["status"] == FINISHED:
-        return f"finished, training loss {status['train_loss']:.3f}"
-    return f"{status['status']}, {status['message']}"
