@@ -59,7 +59,7 @@ def test_one_field_can_be_measured_and_the_other_given(fields, tmp_path):
 
 
 @pytest.mark.slow
-def test_threshold_that_the_rule_does_not_use_is_a_usage_error(fields):
-    _, err = curvestep("train", *fields, "2", "--lr", "auto", "--offset", "auto", code=2)
-    assert "Use --max-norm auto." in err
+def test_threshold_that_the_rule_does_not_use_is_one_line(fields):
+    _, err = curvestep("train", *fields, "2", "--lr", "auto", "--offset", "auto", code=1)
+    assert "`auto` must be one of 'lr', 'max_norm', got 'offset'" in err
     assert err.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import webbrowser
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,6 @@ def reproduce(args: list[str]) -> int:
     parser.flag("--offline", "Use no network; stand-ins replace missing data")
     parser.flag("--quiet", "Show no progress")
     parser.flag("--dry-run", "Only print which runs it would make, and their cost in core-hours")
-    parser.flag("--no-open", "Do not show the report in a browser at the end")
     chosen = parser.read(args)
     from curvestep.lab.paper.reproduction import cost_table, make_plan, reproduce as library
 
@@ -63,8 +61,6 @@ def reproduce(args: list[str]) -> int:
     names = ("scale", "offline", "engine", "workers", "address")
     result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
     say(result)
-    if sys.stdout.isatty() and not chosen.no_open:
-        webbrowser.open(result.page.resolve().as_uri())
     return _code(failed=bool(result.failures))
 
 
@@ -138,8 +134,6 @@ def report(args: list[str]) -> int:
     parser.positional("RUN", "Run folders, folders of runs, or trace files to show")
     output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
-    parser.flag("--overwrite", "Replace the file whatever it is")
-    parser.option("--title", "Heading of the page", shown="what was found")
     parser.option("--figures", "Folder for each figure as PNG and SVG", shown="no files")
     parser.flag("--json", "Print the verdict as JSON instead of words")
     parser.flag("--open", "Open the page in a browser")
@@ -148,7 +142,7 @@ def report(args: list[str]) -> int:
         parser.error("name a run folder or a trace file")
     from curvestep.lab.report.page import save_figures, write_page
 
-    page = write_page(chosen.RUN, chosen.output, title=chosen.title, overwrite=chosen.overwrite)
+    page = write_page(chosen.RUN, chosen.output)
     if chosen.figures:
         save_figures(page.runs, chosen.figures)
     if chosen.json:
@@ -267,13 +261,6 @@ def _measure(recipe: Recipe, folder: Path, names: list[str], chosen: Namespace) 
     """The recipe with the fields that were ``auto``: measured now, or those of the run that is resumed."""
     from curvestep.lab.run.auto import calibrate_run
 
-    used, unused = ("max_norm", "offset") if recipe.optimizer == "clipped" else ("offset", "max_norm")
-    if unused in names:
-        wrong, right = unused.replace("_", "-"), used.replace("_", "-")
-        raise UsageError(
-            f"curvestep train {recipe.name}: --{wrong} auto is not for the optimizer "
-            f"{recipe.optimizer}, which does not use it. Use --{right} auto."
-        )
     recipe, calibration = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
     if calibration is not None and not chosen.quiet:
         say(calibration)

@@ -103,5 +103,5 @@ def test_folder_without_a_calibration_has_none_and_a_foreign_file_is_refused(tmp
 
 
 def test_threshold_of_the_other_rule_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`names` must be"):
+    with pytest.raises(ValueError, match="`auto` must be"):
         calibrate_run(small(), tmp_path / "run", ["offset"], offline=True)

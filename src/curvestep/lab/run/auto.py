@@ -77,7 +77,7 @@ def calibrate_run(
     """
     folder = Path(folder)
     for name in names:
-        check_choice("names", name, ("lr", _threshold(recipe)))
+        check_choice("auto", name, ("lr", _threshold(recipe)))
     if (folder / CONFIG).exists():
         if not resume:
             raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
