@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from curvestep.display.drawing import save
 from curvestep.fit.fit import fit_smoothness
-from curvestep.lab.paper import agreement, compare, curves, data_fraction, lstm_gd, save, scatter
-from curvestep.lab.paper.fig4_curves import Curve, curve_chart, gather
+from curvestep.lab.paper.fig1_scatter import scatter
+from curvestep.lab.paper.fig4_curves import Curve, curve_chart, curves, gather
+from curvestep.lab.paper.fig6_data_fraction import agreement, data_fraction
+from curvestep.lab.paper.fig8_lstm_gd import compare, lstm_gd
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import METRICS, RowFile, Run, open_run, write_status
 from curvestep.smoothness.trace import Trace

@@ -293,16 +293,6 @@ def test_a_run_that_fails_says_how_far_it_was(tmp_path, monkeypatch):
     assert result.seconds > status["seconds"]
 
 
-@pytest.mark.parametrize("row", [{"step": 2, "loss": 1.0}, {"split": "train", "loss": 1.0}, {"step": "2"}])
-def test_metrics_that_are_no_rows_are_one_line(tmp_path, row):
-    folders.open_run(tmp_path / "run", small_language(tmp_path), resume=False)
-    rows = folders.RowFile(tmp_path / "run" / "metrics.jsonl")
-    rows.append({"step": 1, "split": "train", "loss": 2.0})
-    rows.append(row)
-    with pytest.raises(ValueError, match=r"metrics.jsonl: row 2 has no whole number `step` or no `split`"):
-        Run.load(tmp_path / "run").column("loss")
-
-
 def test_a_run_reads_and_fits_its_trace_once(tmp_path):
     train(small_language(tmp_path, steps=30, probe_every=1), tmp_path / "run", **quiet)
     run = Run.load(tmp_path / "run")

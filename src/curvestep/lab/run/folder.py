@@ -89,14 +89,7 @@ class Run:
         if not path.exists():
             return []
         with path.open("rb") as file:
-            rows = list(read_rows(file, path, skip_damaged=False))
-        for number, row in enumerate(rows, 1):
-            if not isinstance(row.get("step"), int) or not isinstance(row.get("split"), str):
-                raise ValueError(
-                    f"{path}: row {number} has no whole number `step` or no `split`: the file is damaged. "
-                    "Delete the run folder, then train again."
-                )
-        return rows
+            return list(read_rows(file, path, skip_damaged=False))
 
     @cached_property
     def trace(self) -> Trace:
