@@ -84,7 +84,9 @@ def test_a_plot_shows_what_the_page_shows(folder, shown):
     np.testing.assert_array_equal(edge.series[0].y, page["edge"].series[0].y)
 
 
-@pytest.mark.parametrize(("limit", "name", "edges"), [(2.0, "lr·L/2", [0.3, 0.6]), (38.0, "lr·L/38", [1, 2])])
+@pytest.mark.parametrize(
+    ("limit", "name", "edges"), [(2.0, "lr·sharpness/2", [0.3, 0.6]), (38.0, "lr·sharpness/38", [1, 2])]
+)
 def test_the_edge_is_the_optimizers_own(limit, name, edges):
     with cs.Trace() as trace:
         for step in (0, 1):

@@ -214,7 +214,7 @@ def test_edge_of_stability_is_named_only_where_steps_are_not_clipped():
     rng = np.random.default_rng(0)
     g = np.exp(0.4 * autoregression(rng, 200, 0.5))
     ell = 2 / 0.1 * rng.uniform(0.8, 1.05, 200)
-    assert warned(make_trace(g, ell, step_norm=0.1 * g, lr=0.1), "measures the learning rate")
+    assert warned(make_trace(g, ell, step_norm=0.1 * g, lr=0.1), "measures your lr")
     assert not warned(make_trace(g, ell / 10, step_norm=0.1 * g, lr=0.1), "Edge of stability")
 
 
@@ -234,7 +234,7 @@ def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
 def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
     g, ell = simulated(np.random.default_rng(1), phi=0.8, L0=0.2, noise=0.1)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
-    assert says(fit, "no secants", "Measure again")
+    assert says(fit, "No point inside a step", "Measure again")
     assert fit.grows == (not fit.explained) is True
     assert "within steps" not in fit.details()
 
@@ -450,6 +450,6 @@ def test_short_form_gives_the_answer_first_in_at_most_eight_lines():
     assert lines[0].startswith("Does sharpness grow with the gradient norm?  GROWS")
     assert "fit.details()" in lines[-1]
     bare = str(fit_smoothness(make_trace(g, ell), control=False))
-    assert "CANNOT TELL  (inside steps: no-secants)" in bare
+    assert "CANNOT TELL  (not tested inside steps: no secants)" in bare
     assert "inside-steps" in {note.kind for note in fit_smoothness(make_trace(g, ell)).warnings}
     assert len(bare.splitlines()) <= 8

@@ -398,7 +398,7 @@ EXPONENTIAL = along(np.exp, points(high=2.0), lr=0.02)
     [
         (trace_of(EXPONENTIAL, drop=("secants",), fractions=DEFAULT), "no-secants", "Measure again"),
         (trace_of(EXPONENTIAL), "no-fractions", "Add `fractions`"),
-        (trace_of(EXPONENTIAL, drop=("kappa",), fractions=DEFAULT), "no-kappa", "Record one of them"),
+        (trace_of(EXPONENTIAL, drop=("kappa",), fractions=DEFAULT), "no-kappa", "Record `kappa` or"),
         (
             trace_of(along(np.exp, points(), lr=0.02, fractions=(1.0,)), fractions=(1.0,)),
             "one-fraction",

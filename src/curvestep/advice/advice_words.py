@@ -26,7 +26,7 @@ VERDICTS = {
     "no-rows": "CANNOT TELL: no step was measured. Use `probe.watch(optimizer)` and `probe.record(loss_fn)`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
-    "no-step": "CANNOT TELL: no row shows a step. Does the optimizer hold the parameters, is lr above 0?",
+    "no-step": "CANNOT TELL: no parameter moved. Does the optimizer hold the parameters? Is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
     "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Train or probe more.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
@@ -63,11 +63,11 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
     if math.isfinite(run.kappa):
         gain = ""
         if run.efficiency >= 0:  # else it rose, or is not known
-            gain = f"gains {run.efficiency:.0%} of what its slope promises and "
+            gain = f"achieves {run.efficiency:.0%} of the predicted fall of the loss and "
         change = f"changes the gradient by {run.kappa:.2g} of its norm"
         texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"
     if run.start_factor > 0 and found.action != KEEP:
-        texts["start"] = f"the largest working step was {run.start_factor:.2g}x the step taken"
+        texts["start"] = f"the largest step that worked was {run.start_factor:.2g}x yours"
     if run.clipped == 0:
         texts["clipping"] = "no step was clipped"
     elif run.clipped > 0:
@@ -84,7 +84,7 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     """Doubts about the answer; of Adam none, for which a threshold does nothing."""
     if run.family.is_adaptive or not run.floor > run.max_norm / 2:
         return ()
-    held = f"Clipping at {run.max_norm:.3g} can keep gradient norms at {run.floor:.2g}: noise is larger."
+    held = f"Noise is above max_norm {run.max_norm:.3g}: gradients may never fall below {run.floor:.2g}."
     return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
 
 
@@ -106,7 +106,7 @@ def reasons_for_settings(best: TriedSetting, settings: list[TriedSetting]) -> tu
     found = [Note("setting", line) for line in lines]
     ties = [setting_name(setting.run) for setting in ranked if setting.ties_with(best)]
     if ties:
-        found.insert(0, Note("tie", f"Tied within two standard errors: {'; '.join(ties[:3])}."))
+        found.insert(0, Note("tie", f"As good within noise (two standard errors): {'; '.join(ties[:3])}."))
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ ANSWERS = {
         "Lower lr, or warm up longer.",
     ),
     "momentum": (
-        "the momentum. With that of this batch alone the step is no spike.",
+        "the momentum. Built from this batch alone, it makes no spike.",
         "Find what wrote to the momentum. A smaller momentum forgets sooner.",
     ),
     "second moment": (

@@ -48,11 +48,11 @@ def headline(found: Calibration) -> str:
 def trust(found: Calibration) -> str:
     """How far to trust it, in a sentence."""
     if found.confidence == "cannot tell":
-        return "cannot tell: no trial gained for sure, so lr is only a safe value"
+        return "cannot tell: no trial surely lowered the loss, so lr is only a safe value"
     missed = EVIDENCE.get((found.family, found.schedule))
     if missed is None:
         return f"{found.confidence}: {found.optimizer} is not part of the benchmark"
-    return f"{found.confidence}: answers missed {missed}"
+    return f"{found.confidence}: answers came within {missed}"
 
 
 def lines(found: Calibration) -> list[str]:
@@ -67,7 +67,7 @@ def lines(found: Calibration) -> list[str]:
     return [
         headline(found),
         f"  tried lr  {rates}",
-        f"  loss fell {gains}   on batches not stepped on, in {arms[0].num_steps} steps",
+        f"  loss fell {gains}   on other batches, in {arms[0].num_steps} steps",
         f"  trust     {trust(found)}",
         f"  to check  lr {found.lr / 2:.2g} and {found.lr * 2:.2g}, with two runs to spare",
         *(f"  warning   {first}{more}" for first in found.warnings[:1]),

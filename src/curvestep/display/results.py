@@ -140,7 +140,7 @@ def edge(rows: Columns) -> Chart | None:
     edges, limit = stability(rows)
     if not np.isfinite(edges).any():
         return None
-    name = f"lr·L/{limit:.3g}"
+    name = f"lr·sharpness/{limit:.3g}"
     series = [Series(name, rows["step"], edges)]
     if limit == 2.0:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -163,7 +163,7 @@ def within(fit: SmoothnessFit) -> Chart | None:
     series = (
         Series("single steps", x, y, dash="", mark="circle", shade=step, extra={"step": step}),
         Series(f"slope {elasticity:.2f}", ends, elasticity * ends, colour=1),
-        level(ends, 0.0, "constant Hessian"),
+        level(ends, 0.0, "constant sharpness"),
     )
     axes = Axis("change of log gradient norm"), Axis("change of log sharpness")
     return Chart("within", "Inside single steps", *axes, series)

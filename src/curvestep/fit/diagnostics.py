@@ -56,7 +56,7 @@ def few_points(samples: Samples, effective: float) -> str | None:
     if len(samples) >= 50 and effective >= 10:
         return None
     return (
-        f"Few points: {len(samples)} rows count as about {max(effective, 1):.0f} independent. "
+        f"Few points: {len(samples)} rows count as only {max(effective, 1):.0f} independent ones. "
         "Read all intervals as rough; probe more often or longer."
     )
 
@@ -114,8 +114,8 @@ def edge_of_stability(samples: Samples) -> str | None:
     if not (0.65 <= number <= 1.35 and rank < 0.5):  # NaN where one of them is constant
         return None
     return (
-        f"Edge of stability: lr·L/2 is {number:.2f} in the median of the unclipped steps. Smoothness has "
-        "settled near 2/lr whatever the gradient norm: the fit measures the learning rate."
+        f"Edge of stability: lr·L/2 is {number:.2f} in the median of the unclipped steps. Sharpness has "
+        "settled near 2/lr whatever the gradient norm. So the fit measures your lr."
     )
 
 
@@ -132,7 +132,7 @@ def noise_floor(samples: Samples) -> str | None:
         )
     if middle < 10 * samples.self_test:
         return (
-            f"{said}what a replay of the same gradient differs by ({samples.self_test:.1e}). Take the "
+            f"{said}the difference of two runs of the same gradient ({samples.self_test:.1e}). Take the "
             "randomness out of the closure, or measure over longer steps."
         )
     return None
@@ -177,7 +177,7 @@ def kinks(samples: Samples) -> str | None:
         return None
     return (
         f"Kinks: in {apart.mean():.0%} of the short steps sharpness differs by half or more along the step. "
-        "So the estimate shows jumps of the gradient, not curvature. Look at local smoothness."
+        'So it shows jumps of the gradient, not sharpness. Add `estimators={"local_smoothness": 1}`.'
     )
 
 
@@ -188,9 +188,9 @@ def noisy_norms(samples: Samples) -> str | None:
     if len(share) < _FEW or np.median(share) < 0.3:
         return None
     return (
-        f"Noise in the gradient norm: it is {np.median(share):.0%} of the norm in the median. L0 and L1 "
-        "refer to the gradient of a batch; for the full gradient they would differ. Use larger batches, or "
-        "an oracle of fixed ones."
+        f"Noise in the gradient norm: it makes {np.median(share):.0%} of the norm. L0 and L1 hold for the "
+        "gradient of a batch; for that of all data they would differ. Use larger batches, or an oracle of "
+        "fixed ones."
     )
 
 
@@ -206,6 +206,6 @@ def uneven_spread(samples: Samples) -> str | None:
     if not (rank > 0.15 and rank * math.sqrt(len(away) / block_length(away, g[known])) > 0.9):
         return None
     return (
-        f"The scatter of smoothness grows with the gradient norm (rank correlation {rank:.2f}). So L0 is "
+        f"The scatter of sharpness grows with the gradient norm (rank correlation {rank:.2f}). So L0 is "
         "too small, and its interval too narrow."
     )

@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
 # Why something cannot be told, and the way out.
 DOUBTS = {
-    "no-secants": "The rows hold no secants and gradient norms at fractions of the step. Measure again with "
-    "the estimator `smoothness`, which records both.",
-    "no-fractions": "Neither rows nor header say at which fractions of the step the secants are. Add "
+    "no-secants": "No point inside a step was measured. Measure again with the estimator `smoothness`, "
+    "which does.",
+    "no-fractions": "Neither rows nor header name the fractions of the step that were measured. Add "
     "`fractions` to the header, or measure again.",
-    "no-kappa": "No row has `kappa` or `step_norm`, so how far steps change the gradient is unknown. Record "
-    "one of them, or measure again.",
-    "across": "No growth shows, but steps run across the gradient (cosine {cosine:.2f}). Curvature along the "
-    "gradient may differ. Measure on the training batch, or with plain SGD.",
+    "no-kappa": "No row says how much a step changes the gradient. Record `kappa` or `step_norm`, or "
+    "measure again.",
+    "across": "No growth shows, but steps do not follow the gradient (cosine {cosine:.2f}). Along the "
+    "gradient it may differ. Measure on the training batch, or with plain SGD.",
     "one-fraction": "Only one fraction of each step was measured: there is nothing to compare it with. "
     "Measure with the probe's own fractions (its default).",
-    "few-rows": "{readable} of {rows} rows hold positive, finite secants and gradient norms at every "
-    "fraction, and {least} are needed. Measure more steps.",
-    "overshoot": "Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, too much of it "
-    "before the second fraction. Beyond that point sharp stretches themselves enlarge the gradient. Measure "
+    "few-rows": "{readable} of {rows} rows were measured at every fraction without trouble, and {least} are "
+    "needed. Measure more steps.",
+    "overshoot": "Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, most of it "
+    "too early. After that the overshoot itself enlarges the gradient. Measure "
     "with the probe's own fractions (its default), or with fractions=({first:.2g}, {second:.2g}, 1.0).",
-    "alike": "Steps are too short, or too much alike, in {unresolved} of {rows} rows. A step changes the "
+    "alike": "Steps are too short or too similar in {unresolved} of {rows} rows. A step changes the "
     "gradient by {kappa:.2g} of its norm. Measure with a larger lr or max_norm, earlier in training, or in a "
     "higher precision.",
     "no-losses": "Not every row has a loss above `loss_floor` ({floor:g}), so the law of the loss cannot be "
     "compared. Record losses (the probe does), or give the least loss that can be reached.",
-    "laws-alike": "Which law sharpness follows cannot be told: {reason}. Measure more rows, or a longer part "
-    "of the run, over which gradient norms vary more.",
+    "laws-alike": "These rows cannot tell the law of sharpness: {reason}. Measure more rows, or a longer "
+    "part of the run.",
 }
 
 
@@ -96,7 +96,7 @@ def fit_words(fit: SmoothnessFit) -> str:
 
 def _inside(within: Within) -> str:
     if within.doubt is not None:
-        return f"inside steps: {within.doubt.kind}"
+        return f"not tested inside steps: {within.doubt.kind.replace('-', ' ')}"
     test = f"shuffled {within.zero:.2f}, p {within.p_value:.1g}"
     if not within.size_known:
         return f"inside steps: of unknown size, {test}"
@@ -124,8 +124,8 @@ def _law(fit: SmoothnessFit) -> str:
 
 def _reliable(warnings: tuple[Note, ...]) -> str:
     """Kinds of the warnings; what the first line says already is left out."""
-    told = [warning.kind for warning in warnings if warning.kind != "inside-steps"]
-    return f"see details: {', '.join(told)}" if told else "no warning"
+    told = [warning.kind.replace("-", " ") for warning in warnings if warning.kind != "inside-steps"]
+    return f"with care: {', '.join(told)}" if told else "no warning"
 
 
 def _estimate(value: float, interval: tuple[float, float]) -> str:

@@ -97,7 +97,7 @@ class SelfTest:
     def _why_not_again(self, reason: str, record: ObservedStep, *, clipped: bool) -> str:
         if clipped:
             return (
-                "`.grad` is not the gradient of the recorded losses times a factor. Give "
+                "`.grad` does not belong to the recorded losses. Give "
                 "`probe.record` every loss that is run backward, all of it, and each once; and begin "
                 "every step with `zero_grad()`."
             )

@@ -316,7 +316,5 @@ def test_the_caption_of_the_edge_counts_the_steps_above_it():
     measured |= {"smoothness": np.array([1.0, 3.0, 4.0, 6.0]), "step": np.arange(4.0)}
     view = RunView(name="run", setting="lr 1", measured=measured)
     words = captions.edge(view)
-    assert words.startswith(
-        "lr times sharpness over two is 1.75 in the median and goes from 0.5 to 3; 75% of"
-    )
-    assert words.endswith("With the step as it was taken the median is 1.75.")
+    assert words.startswith("The stability margin is 1.75 in the median and goes from 0.5 to 3; 75% of")
+    assert words.endswith("with the step as it was taken the median is 1.75.")

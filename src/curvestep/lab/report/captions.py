@@ -83,7 +83,7 @@ def scatter(view: RunView) -> str:
         return words
     fit, control = view.fit, view.fit.control
     low, high = fit.spearman_interval
-    expected = f"; a constant Hessian would show {control.spearman:.2f}" if control else ""
+    expected = f"; constant sharpness would show {control.spearman:.2f}" if control else ""
     return (
         f"{words} Their rank correlation is {fit.spearman:.2f} "
         f"({fit.level:.0%} interval {low:.2f} to {high:.2f}){expected}. "
@@ -116,24 +116,20 @@ def loss(view: RunView) -> str:
 
 
 def edge(view: RunView) -> str:
-    """lr·L/2: how much of the run lies above the edge of stability."""
+    """How much of the run lies above the edge of stability."""
     edges, limit = stability(view.measured)
     edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
         return "There is no learning rate or no positive sharpness on record."
-    found = f"{np.median(edges):.3g} in the median and goes from {_range(edges)}; {np.mean(edges > 1):.0%} "
-    found += "of the measured steps are above the edge at 1."
-    if limit != 2.0:
-        return (
-            f"The stability margin is lr times sharpness in the optimizer's metric over {limit:.3g}. "
-            f"It is {found} Read it as a trend: along one step it is less than over all directions."
-        )
+    words = (
+        f"The stability margin is {np.median(edges):.3g} in the median and goes from {_range(edges)}; "
+        f"{np.mean(edges > 1):.0%} of the steps shown are above 1. It is lr times sharpness over {limit:.3g}"
+    )
     rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
+    if limit != 2.0 or not len(rows["step_norm"]):
+        return f"{words}, in the optimizer's metric: read it as a trend."
     taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    words = f"lr times sharpness over two is {found}"
-    if len(taken):
-        words += f" With the step as it was taken the median is {np.median(taken):.3g}."
-    return words
+    return f"{words}; with the step as it was taken the median is {np.median(taken):.3g}."
 
 
 def within(view: RunView) -> str:
@@ -166,7 +162,7 @@ def calibration(found: Calibration) -> str:
     best = max(arms, key=lambda arm: arm.gain)
     return (
         f"{len(arms)} trials of {arms[0].num_steps} steps ran before training and took "
-        f"{found.num_gradients} gradients in all. The loss of batches that they did not step on fell most, "
+        f"{found.num_gradients} gradients in all. The loss of other batches fell most, "
         f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
         f"{found.confidence}."
     )
@@ -259,13 +255,13 @@ def _range(values: np.ndarray) -> str:
 GLOSSARY = {
     "sharpness": "How fast the gradient changes along the step. The sharper, the shorter safe steps.",
     "gradient norm": "Length of the gradient of all parameters together, before clipping.",
-    "stability margin": "lr times sharpness over the largest stable value. Above 1 steps overshoot.",
-    "edge of stability": "The limit of the stability margin, 1.",
+    "stability margin": "lr times sharpness, over the largest stable value. Above 1 steps overshoot.",
+    "edge of stability": "A stability margin of 1: longer steps overshoot.",
     "elasticity": "How sharpness follows the gradient norm: 0 is not at all, 1 is in proportion.",
     "frontier": "The lowest line above all measured points.",
     "rank correlation": "1 where two numbers always rise together, 0 where they are unrelated.",
     "max_norm": "Gradient norm at which clipping starts.",
-    "efficiency": "The fall of the loss in a step, over what its slope promises. Below 20% steps are long.",
+    "predicted fall": "Length of the step times slope of the loss. Short steps achieve nearly all of it.",
     "peak lr": "The largest learning rate of the schedule.",
 }
 _WORDS = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)

@@ -37,8 +37,8 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         "answer": f"{so_far}{advice.verdict.removeprefix(advice.action.upper())}",
         "advice": advice_table(advice, task),
         "code": code_for(advice, first),
-        "sure": how_sure(task),
-        "reasons": [_reason(note) for note in advice.reasons],
+        "sure": how_sure(task, [note.text for note in advice.reasons if note.kind == "tie"]),
+        "reasons": [_reason(note) for note in advice.reasons if note.kind != "tie"],
         **_parted([*map(str, advice.warnings), *missing]),
     }
 
@@ -101,11 +101,11 @@ def advice_table(advice: Advice, task: Task) -> dict[str, str]:
     return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
 
 
-def how_sure(task: Task) -> str:
+def how_sure(task: Task, ties: list[str]) -> str:
     """What the verdict rests on, in a line."""
     view, *others = task.runs
     if others:
-        return f"{len(task.runs)} runs are compared by their final training loss."
+        return " ".join([f"{len(task.runs)} runs are compared by their final training loss.", *ties])
     return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 10."
 
 
