@@ -1,7 +1,5 @@
 import math
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -150,31 +148,6 @@ if __name__ == "__main__":
     grid = {"lr": [0.5, 2.0], "max_norm": [0.25, float("inf")], "seed": [0, 1]}
     sweep(from_dict(read_json(folder / "recipe.json")), grid, folder / "sweep", checkpoint_seconds=0.05)
 """
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_killed_whole_completes_the_rest_when_run_again(on_joblib, tmp_path):
-    recipe = Run.load(on_joblib.trials[0].folder).recipe
-    write_json(tmp_path / "recipe.json", to_dict(recipe))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    for _ in range(20):  # on a busy machine it may end before it is killed
-        # A session of its own, so that the sweep and its workers can be killed together.
-        process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], start_new_session=True)
-        while len(finished(tmp_path / "sweep")) < 2 and process.poll() is None:
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if len(finished(tmp_path / "sweep")) < 8:
-            break
-        shutil.rmtree(tmp_path / "sweep")
-    done = {
-        path: path.stat().st_mtime_ns for folder in finished(tmp_path / "sweep") for path in folder.iterdir()
-    }
-    assert 2 * 6 <= len(done) < 8 * 6
-    result = sweep(recipe, GRID, tmp_path / "sweep", progress=False, workers=1)
-    assert {t.status for t in result.trials} == {"finished"}
-    assert fingerprint(tmp_path / "sweep") == fingerprint(on_joblib.folder)
-    assert {path: path.stat().st_mtime_ns for path in done} == done
 
 
 @pytest.mark.slow
