@@ -43,6 +43,10 @@ def planned(figure, *settings, seeds=THREE):
     return replace(plan, runs=tuple(chosen))
 
 
+def curves_plan(*more):
+    return make_plan("laptop", ("fig4", *more), language={"steps": 100, "eval_every": 0})
+
+
 def write_trace(path, alpha, *, seed, fractions=FRACTIONS, factor=1.0, rows=40, noise=0.0):
     """Rows with smoothness ``2 g**alpha`` at every fraction, times noise of this size in the logarithm."""
     rng = np.random.default_rng(seed)
@@ -85,8 +89,7 @@ def test_correlation_and_exponent_are_those_of_the_logs(tmp_path):
     for run in results.of(BY_HAND):
         assert exponent(run) == pytest.approx(0.8, abs=0.05)
         assert correlation(run) > 0.99
-    assert results_with(tmp_path / "noisy", plan, lambda *_: 0.0, noise=1.0) is not None
-    noisy = Results(plan, tmp_path / "noisy").of(BY_HAND)
+    noisy = results_with(tmp_path / "noisy", plan, lambda *_: 0.0, noise=1.0).of(BY_HAND)
     assert abs(np.mean([correlation(run) for run in noisy])) < 0.3
 
 
@@ -135,13 +138,12 @@ def test_smoothness_follows_from_a_correlation_of_one_half(tmp_path):
         assert found.verdict == verdict
 
 
-@pytest.mark.parametrize(("alpha", "verdict"), [(1.0, NOT_REPRODUCED), (-1.0, NOT_REPRODUCED), (0.0, OPEN)])
-def test_no_correlation_is_told_both_ways(tmp_path, alpha, verdict):
+@pytest.mark.parametrize("alpha", [1.0, -1.0])
+def test_no_correlation_is_told_both_ways(tmp_path, alpha):
     plan = planned("fig3", "cifar-momentum", seeds=MEASURED_IMAGES)
     results = at_scale(results_with(tmp_path, plan, lambda *_: alpha), "paper")
-    options = {"setting": "cifar-momentum", "scales": judges.PAPER_ONLY}
-    found = judges.no_correlation(results, **options)
-    assert found.verdict in ((verdict, REPRODUCED) if alpha == 0 else (verdict,))
+    found = judges.no_correlation(results, setting="cifar-momentum", scales=judges.PAPER_ONLY)
+    assert found.verdict == NOT_REPRODUCED
 
 
 def test_the_papers_explanation_needs_rougher_ground_with_clipping(tmp_path):
@@ -163,7 +165,7 @@ def test_growth_is_at_most_linear_up_to_an_exponent_near_one(tmp_path, alpha, ve
 
 
 def test_verdicts_on_training_follow_the_losses(tmp_path):
-    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    plan = curves_plan()
     speeds = {"lm-lr30clip0.25": 4.0, "lm-lr10clip0.25": 2.0}
 
     def loss_of(setting, seed):
@@ -173,8 +175,6 @@ def test_verdicts_on_training_follow_the_losses(tmp_path):
     claims = verdicts_of(plan, tmp_path)
     assert claims["large-lr-diverges"].verdict == REPRODUCED
     assert claims["large-lr-diverges"].numbers["lr 30"] == "3 of 3 runs diverge without clipping, 0 of 5 with"
-    at_30 = "At lr 30 100% of the runs diverge without clipping, 0% with it."
-    assert claims["large-lr-diverges"].sentence == at_30
     assert claims["clipping-accelerates"].verdict == REPRODUCED
     # Means over 5 steps lag 2 behind: 98 of 100 plain steps are 24.5 of the fast run's, seen at 27.
     assert "needs 3.7 times fewer steps" in claims["clipping-accelerates"].sentence
@@ -183,7 +183,7 @@ def test_verdicts_on_training_follow_the_losses(tmp_path):
 
 
 def test_slower_clipping_leaves_the_claim_open_below_the_papers_length(tmp_path):
-    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    plan = curves_plan()
 
     def loss_of(setting, seed):
         return 9.0 - (0.01 if "clip" in setting else 0.02) * np.arange(1, 101) - 0.0001 * seed
@@ -198,7 +198,7 @@ def test_slower_clipping_leaves_the_claim_open_below_the_papers_length(tmp_path)
 
 
 def test_one_learning_rate_without_clipping_is_no_choice(tmp_path):
-    plan = make_plan("laptop", ("fig4",), language={"steps": 100, "eval_every": 0})
+    plan = curves_plan()
     plan = replace(plan, runs=tuple(run for run in plan.runs if run.setting in (BY_HAND, "lm-lr2")))
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
     claims = verdicts_of(plan, tmp_path)
@@ -221,13 +221,6 @@ def test_statements_without_runs_are_not_tested(tmp_path):
             assert claim.sentence
 
 
-def test_seeds_that_both_settings_have_are_compared(tmp_path):
-    plan = planned("fig2", BY_HAND, "lm-lr2clip0.25", seeds=FIVE)
-    results = results_with(tmp_path, plan, lambda setting, seed: 1.0 if seed in THREE else 9.0)
-    one, other = results.paired(BY_HAND, "lm-lr2clip0.25")
-    assert [run.recipe.seed for run in one] == [run.recipe.seed for run in other] == list(THREE)
-
-
 @pytest.mark.slow
 def test_growth_beyond_the_control_is_told_from_none(tmp_path):
     plan = planned("fig2", BY_HAND)
@@ -236,37 +229,32 @@ def test_growth_beyond_the_control_is_told_from_none(tmp_path):
     assert judges.beyond_control(none).verdict != HOLDS
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.05, REPRODUCED), (1.5, OPEN), ("mixed", IN_PART)])
-def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_path, factor, verdict):
+@pytest.mark.parametrize(
+    ("scale", "every", "verdict"), [(1.0, 1, REPRODUCED), (1.5, 1, OPEN), (2.0, 5, IN_PART)]
+)
+def test_a_tenth_of_the_data_is_accurate_where_nine_of_ten_errors_are_small(tmp_path, scale, every, verdict):
+    """Smoothness from a tenth is 1.05 times that of all data, at every so many rows ``scale`` times more."""
     plan = planned("fig6", *DATA_SHARES, seeds=THREE[:1])
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 120))
     for run in plan.runs:
-        path = tmp_path / "runs" / run.name / "trace.jsonl"
-        own = 1.05 if factor == "mixed" else factor
-        write_trace(path, 1.0, seed=0, fractions=(0.5,), factor=own if run.setting == "lm-share0.1" else 1.0)
-    if factor == "mixed":
-        path = tmp_path / "runs" / f"lm-share0.1-seed{THREE[0]}" / "trace.jsonl"
-        rows = list(Trace.load(path))
-        path.unlink()
-        trace = Trace(path, header={"fractions": [0.5]})
-        for index, row in enumerate(rows):
-            scale = 2.0 if index % 5 == 0 else 1.0
-            kept = {key: value for key, value in row.items() if value is not None}
-            trace.append(kept | {"smoothness": scale * row["smoothness"]})
-        trace.close()
+        with Trace(tmp_path / "runs" / run.name / "trace.jsonl") as trace:
+            for row, norm in enumerate(np.linspace(1, 2, 40)):
+                off = 1.05 if run.setting == "lm-share0.1" else 1.0
+                if off > 1 and row % every == 0:
+                    off *= scale
+                trace.append({"step": row, "grad_norm": float(norm), "smoothness": float(off * norm)})
     found = judges.accurate_share(Results(plan, tmp_path), quantity=1, name="smoothness")
     assert found.verdict == verdict
-    assert "nine of ten are below" in found.sentence
 
 
 def test_normalized_descent_is_compared_with_the_best_clipped_setting(tmp_path):
-    plan = make_plan("laptop", ("fig4", "equivalence"), language={"steps": 400, "eval_every": 0})
+    plan = curves_plan("equivalence")
     twin = plan.of(NORMALIZED)[0].recipe
     assert (twin.optimizer, twin.lr, twin.offset) == ("normalized", 7.5, 0.25)
     ends = {"lm-lr10clip0.25": 5.0, NORMALIZED: 5.05}
 
     def loss_of(setting, seed):
-        return np.r_[9.0, np.full(399, ends.get(setting, 7.0))]
+        return np.r_[9.0, np.full(99, ends.get(setting, 7.0))]
 
     fake_runs(plan, tmp_path, loss_of=loss_of)
     results = Results(plan, tmp_path)
@@ -278,21 +266,15 @@ def test_normalized_descent_is_compared_with_the_best_clipped_setting(tmp_path):
     assert judges.same_up_to_a_factor(Results(plan, tmp_path / "other")).verdict == NOT_REPRODUCED
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(0.0, HOLDS), (0.1, HOLDS), (0.5, DOES_NOT_HOLD)])
+@pytest.mark.parametrize(("gain", "verdict"), [(0.1, HOLDS), (0.5, DOES_NOT_HOLD), (math.inf, DOES_NOT_HOLD)])
 def test_a_calibrated_run_may_miss_a_twentieth_of_the_way(tmp_path, gain, verdict):
-    plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
+    plan = curves_plan()
 
     def loss_of(setting, seed):
         return [9.0, *np.full(49, 6.0 + (gain if setting == CALIBRATED else 0.0))]
 
-    fake_runs(plan, tmp_path, loss_of=loss_of)
+    fake_runs(plan, tmp_path, loss_of=loss_of, diverged=(CALIBRATED,) * math.isinf(gain))
     assert judges.calibrated_as_good(Results(plan, tmp_path)).verdict == verdict
-
-
-def test_a_calibrated_run_that_diverged_does_not_hold(tmp_path):
-    plan = make_plan("laptop", ("fig4",), language={"steps": 50, "eval_every": 0})
-    fake_runs(plan, tmp_path, loss_of=lambda *_: np.linspace(9, 5, 50), diverged=(CALIBRATED,))
-    assert judges.calibrated_as_good(Results(plan, tmp_path)).verdict == DOES_NOT_HOLD
 
 
 def test_what_a_scale_does_not_plan_is_not_tested_there(tmp_path):
@@ -323,20 +305,15 @@ def test_a_run_with_few_rows_decides_nothing(tmp_path):
         assert "has 4 usable rows, 10 are needed" in claims[name].numbers["why"]
 
 
-def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path):
-    plan = make_plan("laptop", ("fig8",), language={"steps": 100})
-    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(100) < 50, 2.0, 1.0))
+@pytest.mark.parametrize(("every", "found"), [(1, [5, 55]), (10, [10, 110])])
+def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path, every, found):
+    """The mean is over a twentieth of the steps, of which each, or every tenth, is a row."""
+    plan, rows = make_plan("laptop", ("fig8",)), {1: 100, 10: 20}[every]
+    losses = np.where(np.arange(rows) < rows / 2, 2.0, 1.0)
+    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: losses, every=every)
     run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
-    assert steps_to(run, 2.0) == 5  # a mean over a twentieth of the steps
-    assert steps_to(run, 1.0) == 55
+    assert [steps_to(run, loss) for loss in (2.0, 1.0)] == found
     assert math.isnan(steps_to(run, 0.5))
-
-
-def test_steps_are_counted_where_not_every_one_is_a_row(tmp_path):
-    plan = make_plan("laptop", ("fig8",), language={"steps": 200, "log_every": 10})
-    fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.where(np.arange(20) < 10, 2.0, 1.0), every=10)
-    run = Run.load(tmp_path / "runs" / "lm-lr2-seed10")
-    assert (steps_to(run, 2.0), steps_to(run, 1.0)) == (10, 110)
 
 
 def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
