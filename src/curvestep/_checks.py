@@ -11,8 +11,6 @@ Number = TypeVar("Number", bound=float)
 
 def check_positive(name: str, value: float) -> float:
     """``value`` if it is positive and finite."""
-    if type(value) is float and 0.0 < value < math.inf:
-        return value  # at once: this runs in every step of an optimizer
     return _check_number(name, value, "positive and finite", lambda number: 0 < number < math.inf)
 
 

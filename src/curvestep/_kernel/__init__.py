@@ -55,15 +55,9 @@ class View(NamedTuple):
 class Units:
     """Units of gradients, tensors or rows of them, each clipped at a bound of its own while it is updated.
 
-    Args:
-        starts: The number of each tensor's first unit, and at last the number of all.
-        of_weights: Ratio to the norm of a unit's weights and least such norm, which make its bound; else the
-            bounds are given.
-
-    Attributes:
-        norms: Of the gradients.
-        bounds: Largest norms, where these are given.
-        factors: What clips each, known after the update.
+    ``starts`` is the number of each tensor's first unit, and at last of all. A bound is given, or made of
+    ``of_weights``: ratio to the norm of a unit's weights, and least such norm. Factors are known after the
+    update.
     """
 
     def __init__(self, starts: Any, of_weights: tuple[float, float] | None = None) -> None:

@@ -48,22 +48,14 @@ _kind, _shape = attrgetter("dtype", "device", "layout"), attrgetter("shape")
 
 @dataclass(slots=True)
 class Rule(ABC):
-    """The constants of an update, all but the factor on the gradient, and the update on each path.
-
-    Attributes:
-        lr: Learning rate, a float or a one-element tensor.
-        weight_decay: Weight decay.
-        maximize: Whether to ascend.
-        counts_steps: Whether the state of a parameter has the number of its steps, ``step``.
-        sparse_error: Why a sparse gradient is refused, empty if it is not.
-    """
+    """The constants of an update, all but the factor on the gradient, and the update on each path."""
 
     lr: Number
     weight_decay: float = 0.0
     maximize: bool = False
 
-    counts_steps: ClassVar[bool] = False
-    sparse_error: ClassVar[str] = ""
+    counts_steps: ClassVar[bool] = False  # whether the state of a parameter has the number of its `step`s
+    sparse_error: ClassVar[str] = ""  # why a sparse gradient is refused
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -369,15 +361,15 @@ def _is_step_for(device: torch.device, step: object) -> bool:
 
 def _step_of(step: Tensor | float | None, p: Tensor) -> Tensor:
     """The number of steps as torch keeps it, where the parameter is; nothing is read."""
-    if isinstance(step, Tensor) and step.numel() != 1:
-        raise ValueError(f"`step` must be one number, got shape {tuple(step.shape)}. Load a whole state.")
-    if isinstance(step, Tensor) and _is_step_for(p.device, step):
-        return step
     dtype = _get_scalar_dtype(is_fused=not p.is_cpu)
     if step is None:
         return torch.zeros((), dtype=dtype, device=p.device)
     if not isinstance(step, Tensor):
-        step = torch.tensor(step, device="cpu")
+        step = torch.tensor(float(step), device="cpu")
+    if step.numel() != 1:
+        raise ValueError(f"`step` must be one number, got shape {tuple(step.shape)}. Load a whole state.")
+    if _is_step_for(p.device, step):
+        return step
     return step.to(p.device, dtype, non_blocking=True)
 
 

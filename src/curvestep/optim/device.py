@@ -49,12 +49,7 @@ _check_capture: Callable[[Optimizer], None] = getattr(
 
 
 class DeviceCounters:
-    """Counters of steps whose numbers are device scalars, changed in place.
-
-    Args:
-        start: What was counted so far.
-        device: Where the numbers are.
-    """
+    """Counters of steps whose numbers are device scalars, changed in place."""
 
     def __init__(self, start: HostCounters, device: torch.device) -> None:
         self._start = start  # with what is not counted on a device

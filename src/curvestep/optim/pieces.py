@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostPieces:
-    """Pieces that our kernel measures: their numbers are arrays.
-
-    Args:
-        rule: The rule that clips them.
-        view: Where gradients and parameters lie.
-        starts: The number of each tensor's first piece, and at last the number of all.
-    """
+    """Pieces that our kernel measures: their numbers are arrays. ``starts`` are those of :class:`Units`."""
 
     units: Units | None = None  # that our kernel clips while it updates
 
@@ -109,10 +103,8 @@ class KernelPieces(HostPieces):
 class TensorPieces:
     """Pieces whose numbers are tensors: on a device, of shards, or without our kernel.
 
-    Args:
-        rule: The rule that clips them.
-        norms: A vector with the norm of each tensor, or for each tensor those of its units.
-        weights: The norms of the parameters likewise, zero for a rule that does not ask for them.
+    ``norms`` is one vector with the norm of each tensor, or has for each tensor those of its units;
+    ``weights`` are those of the parameters, zero for a rule that does not ask for them.
     """
 
     units = None

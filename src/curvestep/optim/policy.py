@@ -113,17 +113,7 @@ def is_on_host(decision: Decision) -> bool:
 
 
 class Policy:
-    """How gradients are clipped and which steps are left out, apart from the threshold.
-
-    Args:
-        norm_scope: Whose norm is clipped: ``"global"``, ``"group"`` or ``"tensor"``.
-        nonfinite: ``"raise"``, ``"skip"`` or ``"propagate"``.
-        skip_above: Largest gradient norm of a step, a multiple of the running median such as ``"10x"``,
-            standard deviations above the mean such as ``"6sigma"``, or None.
-
-    Attributes:
-        limit: What a step is left out above, ``inf`` if nothing.
-    """
+    """How gradients are clipped and which steps are left out, apart from the threshold; as ``clip`` says."""
 
     def __init__(self, norm_scope: str, nonfinite: str, skip_above: float | str | None) -> None:
         self.norm_scope = check_choice("norm_scope", norm_scope, ("global", "group", "tensor"))

@@ -56,12 +56,7 @@ Saved: TypeAlias = dict[str, Any]  # what a rule remembers, as plain numbers
 
 
 class HostMemory:
-    """Memory of a rule on the host: floats of one norm, or arrays of several.
-
-    Args:
-        rule: The rule.
-        saved: What it remembered before.
-    """
+    """Memory of a rule on the host: floats of one norm, or arrays of several."""
 
     def __init__(self, rule: ClipRule, saved: Saved) -> None:
         self.rule = rule
@@ -94,13 +89,7 @@ class HostMemory:
 
 
 class TensorMemory:
-    """Memory of a rule of one norm or of several: tensors that change in place.
-
-    Args:
-        rule: The rule.
-        saved: What it remembered before.
-        like: The norms: dtype, device and shape of what is remembered.
-    """
+    """Memory of a rule of one norm or of several: tensors ``like`` the norms, that change in place."""
 
     def __init__(self, rule: ClipRule, saved: Saved, like: Tensor) -> None:
         self.rule = rule
@@ -221,11 +210,7 @@ def _beside(norm: Tensor, number: Quantity) -> Quantity:
 
 
 class StepRecord:
-    """Counters of an optimizer, kept where the numbers of its last step were.
-
-    Args:
-        whose: Name of the optimizer, for the warning.
-    """
+    """Counters of an optimizer, kept where the numbers of its last step were."""
 
     def __init__(self, whose: str) -> None:
         self._whose = whose

@@ -66,19 +66,11 @@ class ScaledOptimizer(Optimizer, ABC):
     A subclass names the group entry at which the rule bends (``threshold``), gives the factor on the
     gradient (:meth:`coefficient`) and says what is done with the scaled gradient (:meth:`rule`). Norms and
     their scopes, gradients that are not finite, counters, sharded tensors and checkpoints are the same for
-    all.
-
-    Args:
-        params: Parameters, named parameters or parameter groups, as for every torch optimizer.
-        values: ``lr`` and what else a group may have of its own.
-        defaults: The options that there are beyond those of every optimizer, with their defaults.
-        options: Options by name.
-
-    Attributes:
-        threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
+    all. ``values`` are ``lr`` and what else a group may have of its own, ``defaults`` the options beyond
+    those of every optimizer.
     """
 
-    threshold: str
+    threshold: str  # name of the group entry with the gradient norm beyond which a step counts as clipped
 
     def __init__(
         self, params: ParamsT, values: Group, defaults: Mapping[str, object], options: Mapping[str, object]
@@ -341,7 +333,7 @@ def _check_same_device(bundles: list[Bundle]) -> None:
 
 def check_between(name: str, value: Quantity, words: str, low: float = 0.0, high: float = math.inf) -> None:
     """Raise as torch does if ``value`` is no number, not finite or out of range."""
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+    if not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
     if not low <= value < high:
         raise ValueError(f"Invalid {words}: {value}")
