@@ -10,6 +10,15 @@ def reference_norm(tensors):
     return math.sqrt(sum(float((t.detach().to_dense().abs().double() ** 2).sum()) for t in tensors))
 
 
+def exact_clip_(params, max_norm):
+    """`clip_grad_norm_` without the 1e-6 that it adds to the norm."""
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = reference_norm(grads)
+    for grad in grads:
+        grad *= min(1.0, max_norm / norm) if norm else 1.0
+    return norm
+
+
 class ReferenceSGD:
     """Clipped or normalized SGD for a list of parameters, written from the formula."""
 
@@ -55,44 +64,6 @@ class ReferenceSGD:
         else:
             self.buffers[p] = d.clone()
         return d + self.momentum * self.buffers[p] if self.nesterov else self.buffers[p]
-
-
-class ReferenceAdamW:
-    """AdamW with the gradient clipped before both moments, for a list of parameters, from the formula."""
-
-    def __init__(
-        self,
-        params,
-        lr,
-        max_norm,
-        *,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        maximize=False,
-    ):
-        self.params = list(params)
-        self.lr, self.max_norm, self.betas, self.eps = lr, max_norm, betas, eps
-        self.weight_decay, self.amsgrad, self.maximize = weight_decay, amsgrad, maximize
-        self.first, self.second, self.largest, self.steps = {}, {}, {}, {}
-
-    @torch.no_grad()
-    def step(self):
-        params = [p for p in self.params if p.grad is not None]
-        norm = reference_norm([p.grad for p in params])
-        c = min(1.0, self.max_norm / norm) if norm else 1.0
-        beta1, beta2 = self.betas
-        for p in params:
-            g = (-c if self.maximize else c) * p.grad
-            k = self.steps[p] = self.steps.get(p, 0) + 1
-            m = self.first[p] = beta1 * self.first.get(p, 0.0) + (1 - beta1) * g
-            v = self.second[p] = beta2 * self.second.get(p, 0.0) + (1 - beta2) * g**2
-            if self.amsgrad:
-                v = self.largest[p] = torch.maximum(self.largest.get(p, torch.zeros_like(v)), v)
-            u = (m / (1 - beta1**k)) / ((v / (1 - beta2**k)).sqrt() + self.eps)
-            # The factor is rounded as torch rounds it: in float32 that is what 50 steps show most.
-            p.copy_((1 - self.lr * self.weight_decay) * p - self.lr * u)
 
 
 def quantile_line_by_enumeration(g, smoothness, *, quantile):

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 import curvestep as cs
 from curvestep.optim.counters import RECENT_STEPS
 from tests.models import reloaded
-from tests.reference import reference_norm
+from tests.reference import exact_clip_
 
 OPTIMIZERS = {
     "SGD": lambda params, **o: torch.optim.SGD(params, lr=0.1, momentum=0.9, **o),
@@ -39,14 +39,6 @@ def give_gradients(params, step, scale=1.0):
 def clipped_sgd(params, max_norm, lr=1.0, **options) -> Any:
     """torch's SGD with clipping in its steps."""
     return cs.clip(torch.optim.SGD(params, lr=lr), max_norm, **options).optimizer
-
-
-def exact_clip_(params, max_norm):
-    """`clip_grad_norm_` without the 1e-6 that it adds to the norm."""
-    norm = reference_norm([p.grad for p in params])
-    for p in params:
-        p.grad *= min(1.0, max_norm / norm)
-    return norm
 
 
 @every_optimizer

@@ -10,7 +10,7 @@ from torch import nn
 
 from curvestep import ClippedSGD, NormalizedSGD
 from tests.models import mlp
-from tests.reference import ReferenceSGD
+from tests.reference import ReferenceSGD, exact_clip_
 
 OPTIONS = [
     {"momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": x}
@@ -58,16 +58,6 @@ def run_both(ours, theirs, net, twin, batches, maximize=False):
         torch.testing.assert_close(flat(net), flat(twin), rtol=1e-9, atol=1e-9)
 
 
-def torch_clip_without_epsilon(params, max_norm):
-    """clip_grad_norm_, with its division by (norm + 1e-6) made exact."""
-    params = list(params)
-    norm = nn.utils.clip_grad_norm_(params, max_norm)
-    given = min(1.0, max_norm / (float(norm) + 1e-6))
-    exact = min(1.0, max_norm / float(norm))
-    for p in params:
-        p.grad.mul_(exact / given)
-
-
 @every_path
 @pytest.mark.parametrize("options", OPTIONS, ids=names)
 @pytest.mark.parametrize("max_norm", [1.5, math.inf])
@@ -77,7 +67,7 @@ def test_clipped_sgd_is_clip_grad_norm_and_sgd(options, path, max_norm):
     theirs = torch.optim.SGD(twin.parameters(), lr=0.02, **options)
 
     def step():
-        torch_clip_without_epsilon(twin.parameters(), max_norm)
+        exact_clip_(list(twin.parameters()), max_norm)
         theirs.step()
 
     run_both(ours, step, net, twin, batches, options["maximize"])
