@@ -252,6 +252,20 @@ def test_advise_of_a_folder_has_one_line_a_setting_whatever_its_seeds(folder, ca
     assert all(line.endswith("3 runs") for line in settings)
 
 
+def test_advise_lists_ten_of_many_settings_and_counts_the_others():
+    runs = []
+    for number in range(12):
+        runs.append(Trace())
+        for step in range(20):
+            row = {"loss": 2.0 - step / 20 + number / 9, "lr": 0.1 * (1 + number), "step_norm": 0.1}
+            runs[-1].append({"step": step, "grad_norm": 1.0, "smoothness": 0.5, "kappa": 0.05, **row})
+    advice = cs.advise(*runs)
+    listed = [note.text for note in advice.reasons if note.kind == "setting"]
+    assert [text.startswith("lr ") for text in listed] == [True] * 10 + [False]
+    assert listed[-1].startswith("2 other settings")
+    assert len(str(advice).splitlines()) <= 8
+
+
 def write_trace(path, *, seed, lr=0.5):
     """A trained run, kept from call to call: the command line only reads it."""
     known = KEPT.get((seed, lr))
