@@ -112,10 +112,6 @@ class SmoothnessFit(Correlations):
         """The least that any pair on the frontier allows at each gradient norm: above every point."""
         return envelope(np.array(self.frontier_points), grad_norm)
 
-    def bound(self, grad_norm: float) -> float:
-        """Largest smoothness that the quantile line allows at this gradient norm."""
-        return self.L0 + self.L1 * grad_norm
-
     def changes_within(self) -> tuple[np.ndarray, np.ndarray]:
         """Change of log gradient norm and of log smoothness over the last part of each step."""
         samples = self.samples
@@ -151,32 +147,28 @@ class SmoothnessFit(Correlations):
         return figure_of(fit_charts(self))
 
     def _table(self) -> list[tuple[str, str, str]]:
-        share = f"{self.level:.0%} interval"
+        span, control, within = words.span, self.control, self.within
+        meaning = f"{self.quantile:.0%} line, {self.level:.0%} intervals"
+        exponent = f"{span(self.exponent_interval)}  smoothness ~ ‖g‖^exponent"
         table = [
-            ("L0", f"{self.L0:.4g}", f"{_words(self.L0_interval)}  {self.quantile:.0%} line, {share}s"),
-            ("L1", f"{self.L1:.4g}", _words(self.L1_interval)),
-            (
-                "exponent",
-                f"{self.exponent:.2f}",
-                f"{_words(self.exponent_interval)}  smoothness ~ ‖g‖^exponent",
-            ),
-            ("rank corr.", f"{self.spearman:.2f}", _words(self.spearman_interval)),
-            ("corr. of logs", f"{self.pearson:.2f}", _words(self.pearson_interval)),
+            ("L0", f"{self.L0:.4g}", f"{span(self.L0_interval)}  {meaning}"),
+            ("L1", f"{self.L1:.4g}", span(self.L1_interval)),
+            ("exponent", f"{self.exponent:.2f}", exponent),
+            ("rank corr.", f"{self.spearman:.2f}", span(self.spearman_interval)),
+            ("corr. of logs", f"{self.pearson:.2f}", span(self.pearson_interval)),
+            ("all points below", f"{self.frontier(self.L1):.4g}", "+ L1 ‖g‖: the frontier at this L1"),
         ]
-        if self.control is not None:
-            span, slope = _words(self.control.spearman_interval), f"{self.control.L1:.3g}"
-            note = f"{span}  rank corr. that a constant Hessian would show, L1 {slope}"
-            table.append(("control", f"{self.control.spearman:.2f}", note))
-        if not self.within.missing:
-            note = f"{_words(self.within.elasticity_interval)}  elasticity d log L/d log ‖g‖ inside steps, p "
-            value = f"{self.within.elasticity:.2f}" if self.within.size_known else "unknown"
-            table.append(("within steps", value, f"{note}{self.within.p_value:.1g}"))
+        if control is not None:
+            note = f"rank corr. that a constant Hessian would show, L1 {control.L1:.3g}"
+            table.append(("control", f"{control.spearman:.2f}", f"{span(control.spearman_interval)}  {note}"))
+        if not within.missing:
+            note = f"elasticity d log L/d log ‖g‖ inside steps, p {within.p_value:.1g}"
+            value = f"{within.elasticity:.2f}" if within.size_known else "unknown"
+            table.append(("within steps", value, f"{span(within.elasticity_interval)}  {note}"))
         if self.noise_scale is not None:
-            table.append(
-                ("noise scale", f"{self.noise_scale:.3g}", "samples a batch: below it, mostly noise")
-            )
-        frontier = f"{self.frontier(self.L1):.4g}"
-        return [*table, ("all points below", frontier, "+ L1 ‖g‖: the frontier at this L1")]
+            meaning = "samples a batch: below it, mostly noise"
+            table.append(("noise scale", f"{self.noise_scale:.3g}", meaning))
+        return table
 
 
 def fit_smoothness(
@@ -284,7 +276,3 @@ def fit_samples(samples: Samples, *, quantile: float, level: float, control: boo
         warnings=fit_warnings(samples, within, L1=L1, effective=len(g[few]) / correlations.block_length),
         samples=samples,
     )
-
-
-def _words(interval: Interval) -> str:
-    return f"[{interval[0]:.3g}, {interval[1]:.3g}]"

@@ -100,13 +100,13 @@ def _inside(within: Within) -> str:
     test = f"shuffled {within.zero:.2f}, p {within.p_value:.1g}"
     if not within.size_known:
         return f"inside steps: of unknown size, {test}"
-    size = f"{within.elasticity:.2f} {_span(within.elasticity_interval)}"
+    size = f"{within.elasticity:.2f} {span(within.elasticity_interval)}"
     return f"inside steps: {size}, {test}; 0 = no, 1 = proportionally"
 
 
 def _along(fit: SmoothnessFit) -> str:
-    said = f"rank correlation {fit.spearman:.2f} {_span(fit.spearman_interval)}"
-    said += f", exponent {fit.exponent:.2f} {_span(fit.exponent_interval)}"
+    said = f"rank correlation {fit.spearman:.2f} {span(fit.spearman_interval)}"
+    said += f", exponent {fit.exponent:.2f} {span(fit.exponent_interval)}"
     if fit.control is None:
         return said
     verdict = "no evidence" if fit.explained else "both are more"
@@ -132,8 +132,9 @@ def _estimate(value: float, interval: tuple[float, float]) -> str:
     """A coefficient with its interval; one without width says nothing of how sure it is."""
     if interval[0] == interval[1]:
         return f"{value:.3g} (not identified)"
-    return f"{value:.3g} {_span(interval)}"
+    return f"{value:.3g} {span(interval)}"
 
 
-def _span(interval: tuple[float, float]) -> str:
+def span(interval: tuple[float, float]) -> str:
+    """An interval as it is printed."""
     return f"[{interval[0]:.3g}, {interval[1]:.3g}]"

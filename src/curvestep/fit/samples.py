@@ -25,6 +25,10 @@ MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and th
 _LARGEST = 1e50
 Key = TypeVar("Key")
 _ALIKE = ("model", "num_parameters", "optimizer", "momentum", "batch_size")  # facts of a task
+_COLUMNS = (
+    "step", "loss", "grad_norm", "step_norm", "lr", "kappa", "cosine", "noise", "secants", "grad_norms",
+    "fractions", "grad_variance", "grad_signal", "eps", "self_test",
+)  # fmt: skip
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -83,7 +87,6 @@ class Samples:
     smoothness: np.ndarray
     step_norm: np.ndarray
     lr: np.ndarray
-    coefficient: np.ndarray
     kappa: np.ndarray
     cosine: np.ndarray  # between the step and −g
     noise: np.ndarray
@@ -157,20 +160,7 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
     if len(order) < LEAST_ROWS:
         raise ValueError(_too_few(trace, measured, keep, estimator))
-    names = (
-        "step",
-        "loss",
-        "grad_norm",
-        "step_norm",
-        "lr",
-        "coefficient",
-        "kappa",
-        "cosine",
-        "noise",
-        "secants",
-    )
-    names += ("grad_norms", "fractions", "grad_variance", "grad_signal", "eps", "self_test")
-    column = {name: trace.column(name)[order] for name in names}
+    column = {name: trace.column(name)[order] for name in _COLUMNS}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
     rounding = {str(dtype).removeprefix("torch."): torch.finfo(dtype).eps for dtype in _FLOATS}
     dtype = str(trace.header.get("dtype")).removeprefix("torch.")
