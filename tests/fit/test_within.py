@@ -45,8 +45,8 @@ def of_two_kinds(one, two, take):
     matrices = {
         name: np.where(take[:, None], one[name], two[name]) for name in ("secants", "grad_norms", "fractions")
     }
-    columns = {name: np.where(take, one[name], two[name]) for name in ("grad_norm", "kappa", "eps")}
-    return {**matrices, **columns}
+    columns = {name: np.where(take, one[name], two[name]) for name in ("grad_norm", "kappa")}
+    return {**matrices, **columns, "eps": EPS}
 
 
 def points(num=60, dim=1, *, low=0.5, high=3.0, seed=0):
@@ -173,7 +173,7 @@ def test_units_of_smoothness_and_gradient_do_not_matter(seed, curvature, norm):
         "grad_norms": norm * rows["grad_norms"],
     }
     one, two = within_steps(**rows), within_steps(**scaled)
-    for name in ("elasticity", "elasticity_interval", "zero", "zero_interval", "p_value"):
+    for name in ("elasticity", "elasticity_interval", "zero", "p_value"):
         assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=1e-9, nan_ok=True)
 
 
@@ -242,7 +242,6 @@ def test_one_wild_row_moves_the_elasticity_little():
 def test_same_rows_give_the_same_answer():
     rows = drifting(np.random.default_rng(0))
     assert within_steps(**rows) == within_steps(**rows)
-    assert within_steps(**rows, seed=1).zero == pytest.approx(within_steps(**rows).zero, rel=0.2)
 
 
 def test_stretch_ends_before_the_overshoot():
@@ -326,8 +325,8 @@ def untested(kind, **changes) -> Within:
 
 
 def test_missing_columns_are_told():
-    untested("no-secants", secants=None)
-    untested("no-secants", grad_norms=None, fractions=None)
+    untested("no-secants", secants=math.nan)
+    untested("no-secants", grad_norms=math.nan, fractions=math.nan)
     untested("no-fractions", fractions=())
 
 

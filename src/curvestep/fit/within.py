@@ -70,7 +70,6 @@ class Within:
         elasticity: :math:`d\log L/d\log\lVert g\rVert`: 0 for a constant Hessian, 1 where L1 rules.
         elasticity_interval: Its confidence interval.
         zero: The elasticity that the same steps show where curvature has nothing to do with the gradient.
-        zero_interval: What shuffles give, all but a share ``1 - level`` of them.
         through_origin: The same slope with means and trends left in: u over v inside the steps.
         p_value: One-sided, of an elasticity that exceeds neither its zero nor 0. NaN if nothing was tested.
         num_rows: Rows that were used.
@@ -86,7 +85,6 @@ class Within:
     elasticity: float = math.nan
     elasticity_interval: tuple[float, float] = (math.nan, math.nan)
     zero: float = math.nan
-    zero_interval: tuple[float, float] = (math.nan, math.nan)
     through_origin: float = math.nan
     p_value: float = math.nan
     num_rows: int = 0
@@ -137,16 +135,15 @@ class Within:
 
 def within_steps(
     *,
-    secants: ArrayLike | None,
+    secants: ArrayLike,
     grad_norm: ArrayLike,
-    grad_norms: ArrayLike | None,
-    fractions: ArrayLike | None,
+    grad_norms: ArrayLike,
+    fractions: ArrayLike,
     kappa: ArrayLike,
-    eps: ArrayLike,
+    eps: float,
     cosine: ArrayLike = math.nan,
     level: float = 0.9,
     most_kappa: float = MOST_KAPPA,
-    seed: int = 0,
 ) -> Within:
     r"""Elasticity of smoothness with the gradient norm inside steps, its zero, and a test against it.
 
@@ -159,11 +156,10 @@ def within_steps(
         grad_norms: Gradient norm of the same batch at each fraction, shaped like ``secants``.
         fractions: Fractions of the step, rising, two or more: one list, or one a row; NaN where unknown.
         kappa: :math:`\lVert\Delta g\rVert/\lVert g\rVert` over the step, to its last fraction.
-        eps: Machine precision of the gradients, one number or one a row.
+        eps: Machine precision of the gradients.
         cosine: Between the step and −g, one number or one a row; NaN where unknown.
         level: Confidence level in (0, 1).
         most_kappa: How much of its norm the gradient may change by up to the last fraction that is compared.
-        seed: Of the shuffles.
 
     Example:
         >>> x = np.linspace(3, 1, 48)                        # f = eˣ, whose Hessian is its gradient
@@ -189,12 +185,12 @@ def within_steps(
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
         return Within(level=level, kappa=steps.kappa_median, missing=missing)
-    found = _tested(steps.up_to(last), level=level, kappa=steps.kappa_median, rng=np.random.default_rng(seed))
-    return replace(found, cosine=typical(np.asarray(cosine, dtype=float)))
+    found = _tested(steps.up_to(last), level=level)
+    return replace(found, kappa=steps.kappa_median, cosine=typical(np.asarray(cosine, dtype=float)))
 
 
-def _unknown(values: ArrayLike | None) -> bool:
-    """Whether no number is there; None is NaN."""
+def _unknown(values: ArrayLike) -> bool:
+    """Whether no number is there."""
     return not np.isfinite(np.asarray(values, dtype=float)).any()
 
 
@@ -207,7 +203,7 @@ class _Steps:
     fractions: np.ndarray
     start: np.ndarray
     kappa: np.ndarray
-    eps: np.ndarray
+    eps: float
     given: int  # rows, readable or not
 
     @property
@@ -228,14 +224,13 @@ class _Steps:
         """These steps to the fraction in column ``last``, without the rows that rounding hides."""
         cut = slice(last + 1)
         kept = self.resolved(last)
-        return _Steps(
+        return replace(
+            self,
             secants=self.secants[kept, cut],
             norms=self.norms[kept, cut],
             fractions=self.fractions[kept, cut],
             start=self.start[kept],
             kappa=self.change[kept, last],
-            eps=self.eps[kept],
-            given=self.given,
         )
 
     def resolved(self, last: int) -> np.ndarray:
@@ -247,12 +242,12 @@ class _Steps:
 
 
 def _read(
-    secants: ArrayLike | None,
+    secants: ArrayLike,
     grad_norm: ArrayLike,
-    grad_norms: ArrayLike | None,
-    fractions: ArrayLike | None,
+    grad_norms: ArrayLike,
+    fractions: ArrayLike,
     kappa: ArrayLike,
-    eps: ArrayLike,
+    eps: float,
 ) -> _Steps:
     """The rows with positive, finite numbers everywhere."""
     s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
@@ -265,17 +260,17 @@ def _read(
         )
     if np.any(along <= 0) or np.any(np.diff(along, axis=1) <= 0):  # not where one is unknown
         raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
-    single = [np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa, eps)]
-    columns = np.column_stack([s, m, np.broadcast_to(along, s.shape), *single])
+    along = np.broadcast_to(along, s.shape)
+    start, change = (np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa))
+    columns = np.column_stack([s, m, along, start, change])
     read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
-    start, change, precision = (column[read] for column in single)
     return _Steps(
         secants=s[read],
         norms=m[read],
-        fractions=np.broadcast_to(along, s.shape)[read],
-        start=start,
-        kappa=change,
-        eps=precision,
+        fractions=along[read],
+        start=start[read],
+        kappa=change[read],
+        eps=eps,
         given=rows,
     )
 
@@ -296,7 +291,7 @@ def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
     return None, last
 
 
-def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generator) -> Within:
+def _tested(steps: _Steps, *, level: float) -> Within:
     """The elasticity of steps that do not overshoot, beside what it is with their profiles shuffled."""
     start, change = steps.start[:, None], steps.change
     cosine = np.clip(((steps.norms / start) ** 2 - 1 - change**2) / (2 * change), -1, 1)
@@ -320,9 +315,8 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
 
     u, v = changes(growth, turn)
     products, squares = parts(u, v)
-    order = np.argsort(rng.random((SHUFFLES, len(start))), axis=1)
+    order = np.argsort(np.random.default_rng(0).random((SHUFFLES, len(start))), axis=1)
     shuffled_products, shuffled_squares = parts(*changes(growth[order], turn[order]))
-    zeros = shuffled_products.sum(axis=1) / shuffled_squares.sum(axis=1)
     zero = float(shuffled_products.sum() / shuffled_squares.sum())
     elasticity = float(products.sum() / squares.sum())
     away = products - elasticity * squares
@@ -332,18 +326,15 @@ def _tested(steps: _Steps, *, level: float, kappa: float, rng: np.random.Generat
     excess = products - max(zero, 0.0) * squares
     deviation = max(float(excess.std(ddof=1)), 1e-300)
     p_value = float(stats.t.sf(excess.mean() * math.sqrt(num) / deviation, num - 1))
-    low, high = np.quantile(zeros, [0.5 - level / 2, 0.5 + level / 2])
     return Within(
         level=level,
         elasticity=elasticity,
         elasticity_interval=(elasticity - reach, elasticity + reach),
         zero=zero,
-        zero_interval=(float(low), float(high)),
         through_origin=float(u @ v / (v @ v)),
         p_value=max(p_value, 2.0**-num),
         num_rows=len(steps.start),
         stretch=(float(np.median(steps.fractions[:, 0])), float(np.median(steps.fractions[:, -1]))),
-        kappa=kappa,
         along=float(np.median(np.abs(cosine[:, -1]))),
     )
 
