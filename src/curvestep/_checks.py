@@ -14,6 +14,13 @@ def check_positive(name: str, value: float) -> float:
     return _check_number(name, value, "positive and finite", lambda number: 0 < number < math.inf)
 
 
+def check_threshold(name: str, value: float) -> float:
+    """``value`` if it is positive; infinity is a threshold that never clips."""
+    if type(value) is float and value > 0.0:
+        return value  # at once, as above
+    return _check_number(name, value, "positive: a number, or inf for no limit", lambda number: number > 0)
+
+
 def check_nonnegative(name: str, value: float) -> float:
     """``value`` if it is zero or more, and finite."""
     return _check_number(name, value, "zero or more, and finite", lambda number: 0 <= number < math.inf)

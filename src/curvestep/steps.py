@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from curvestep._checks import check_nonnegative, check_positive
+from curvestep._checks import check_nonnegative, check_positive, check_threshold as check_threshold
 from curvestep.optimizer_family import Family, family_of
 
 if TYPE_CHECKING:
@@ -225,11 +225,6 @@ def normalized_from_smoothness(*, L0: float, L1: float) -> NormalizedParameters:
     check_positive("L0", L0)
     check_positive("L1", L1)
     return {"lr": 1.0 / (1.5 * L1), "offset": L0 / (1.5 * L1)}
-
-
-def check_threshold(name: str, value: float) -> float:
-    """``value`` if it is positive; infinity is a threshold that never clips."""
-    return value if value == math.inf else check_positive(name, value)
 
 
 # What a parameter of this name may be; any other must be positive and finite.

@@ -481,7 +481,8 @@ def test_wrong_arguments_are_named(make, options, error, message):
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        ("clipped", {"max_norm": 0}, ValueError, "`max_norm` must be positive and finite, got 0"),
+        ("clipped", {"max_norm": 0}, ValueError, "`max_norm` must be positive: a number, or inf .*, got 0"),
+        ("clipped", {"max_norm": "1.0"}, TypeError, "`max_norm` must be positive: a number, or inf"),
         ("clipped", {"max_norm": -1.0}, ValueError, "`max_norm`.*got -1.0"),
         ("clipped", {"max_norm": math.nan}, ValueError, "`max_norm`.*got nan"),
         ("clipped", {"max_norm": None}, TypeError, "`max_norm`.*got None"),
