@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from textwrap import shorten
 
 from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
@@ -49,7 +48,7 @@ def verdict_on(found: Condition, run: Outcome) -> str:
         steps=f"step {since}" if since == run.lost_at else f"steps {since} to {run.lost_at}",
         least=LEAST_ROWS,
         run=run,
-        failure=shorten(run.failure, 110, placeholder=" …"),
+        failure=" ".join(run.failure.split()),  # whole: what to do stands at its end
     )
 
 

@@ -43,7 +43,7 @@ class Outcome:
     failure: str  # why the first measurement failed that did; empty if none did
     kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
     agreement: float  # cosine of late steps with their batch's descent: with momentum noise turns them away
-    efficiency: float  # fall of the loss of a step's own batch over what the slope promised, likewise
+    efficiency: float  # fall of a batch's loss in its step over what a straight line predicts, likewise
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
 
