@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +26,11 @@ from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
     Options,
     State,
+    StepMeasurement,
     backward_by,
     can_be_read_once,
     clips,
+    first_then,
     groups_of,
     log_to,
     need,
@@ -39,7 +40,6 @@ from curvestep.integrations.reporting import (
 )
 from curvestep.loaders import unmoved
 from curvestep.smoothness.observer import batch_length
-from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone
 
 need("lightning", "2.5", "lightning")
@@ -53,7 +53,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn  #
 Step = Callable[..., STEP_OUTPUT]
 
 
-class SmoothnessCallback(Callback):
+class SmoothnessCallback(StepMeasurement, Callback):
     """Measures smoothness along a run, and sends it to the Trainer's loggers; training stays bit for bit.
 
     With automatic optimization nothing else is needed. With manual optimization ``training_step`` computes
@@ -96,9 +96,8 @@ class SmoothnessCallback(Callback):
             "on_error": on_error,
         }  # fmt: skip
         self.log = log
-        self.probe: SmoothnessProbe | None = None
         self._saved: State = {}
-        self._begins = self._begun = False
+        self._begins = False
         self._num_parts = 0  # micro-batches of this step so far
         self._batch_size: int | None = None
         self._undo: list[Callable[[], object]] = []
@@ -131,7 +130,7 @@ class SmoothnessCallback(Callback):
         if by_hooks:
             probe.watch(optimizer)
         else:
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._end()).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._end).remove)
         self._begins = not by_hooks
         if pl_module.automatic_optimization:
             strategy.training_step = self._recorded(strategy.training_step, trainer, pl_module)
@@ -172,12 +171,6 @@ class SmoothnessCallback(Callback):
         """Kept until the probe is made."""
         self._saved = state_dict
 
-    def _end(self) -> None:
-        if self._begun:
-            assert self.probe is not None
-            self._begun = False
-            self.probe._end()
-
     def _recorded(self, training_step: Step, trainer: Trainer, pl_module: LightningModule) -> Step:
         """The strategy's ``training_step``, its loss recorded at steps that are due."""
         probe = self.probe
@@ -192,17 +185,18 @@ class SmoothnessCallback(Callback):
             outputs: list[STEP_OUTPUT] = []
             kept = [copy.copy(value) for value in args]  # a training step may pop from its batch
 
-            def loss_fn() -> Tensor:
-                if not outputs:
-                    outputs.append(training_step(*args, **kwargs))
-                    return _loss_of(outputs[0])
+            def trained() -> Tensor:
+                outputs.append(training_step(*args, **kwargs))
+                return _loss_of(outputs[0])
+
+            def replayed() -> Tensor:
                 with _without_logging(pl_module):
                     loss = _loss_of(training_step(*map(copy.copy, kept), **kwargs))
                 # Lightning divides by the number it was given, also where an epoch ends with fewer batches.
                 share = self._num_parts / trainer.accumulate_grad_batches
                 return loss * share
 
-            probe.record(loss_fn, batch_size=round(batch_length(args)))
+            probe.record(first_then(trained, replayed), batch_size=round(batch_length(args)))
             return outputs[0]
 
         return step
@@ -229,16 +223,13 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Tensor], weight: fl
     callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
     if not callbacks or callbacks[0].probe is None:
         return loss_fn()
-    calls = itertools.count()
 
-    def logged_once() -> Tensor:
-        if next(calls) == 0:
-            return loss_fn()
+    def replayed() -> Tensor:
         with _without_logging(pl_module):
             return loss_fn()
 
     size, callbacks[0]._batch_size = callbacks[0]._batch_size, None  # a batch counts once
-    return callbacks[0].probe.record(logged_once, weight, batch_size=size)
+    return callbacks[0].probe.record(first_then(loss_fn, replayed), weight, batch_size=size)
 
 
 class Calibrate(Callback):

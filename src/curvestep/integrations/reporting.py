@@ -62,6 +62,26 @@ def probe_at(step: int, model: nn.Module, state: State, options: Options) -> Smo
     return probe
 
 
+class StepMeasurement:
+    """The part of a callback that both frameworks have: a probe, and whether it is inside a step."""
+
+    probe: SmoothnessProbe | None = None
+    _begun = False
+
+    def _end(self, *_: object) -> None:
+        """End the step, also where the optimizer did not take it."""
+        if self._begun:
+            assert self.probe is not None
+            self._begun = False
+            self.probe._end()
+
+
+def first_then(first: Callable[[], Item], again: Callable[[], Item]) -> Callable[[], Item]:
+    """A function that calls ``first`` once, and ``again`` from then on."""
+    calls = itertools.chain([first], itertools.repeat(again))
+    return lambda: next(calls)()
+
+
 def can_be_read_once(data: object) -> bool:
     """Whether reading a data set uses it up: an iterator, or what hands out the same one every time."""
     if isinstance(data, Iterator):

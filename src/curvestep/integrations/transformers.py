@@ -35,9 +35,11 @@ from curvestep.calibration.result import Calibration, read_calibration, write_ca
 from curvestep.integrations.reporting import (
     Options,
     State,
+    StepMeasurement,
     backward_by,
     can_be_read_once,
     clips,
+    first_then,
     log_to,
     need,
     probe_at,
@@ -95,7 +97,7 @@ def watch(trainer: Trainer, **options: Unpack[SmoothnessOptions]) -> SmoothnessC
     return callback
 
 
-class SmoothnessCallback(TrainerCallback):
+class SmoothnessCallback(StepMeasurement, TrainerCallback):
     """Measures smoothness along ``trainer.train()``: one of ``Trainer(callbacks=[...])``, or :func:`watch`.
 
     Gradient accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and
@@ -137,19 +139,15 @@ class SmoothnessCallback(TrainerCallback):
         log: bool = True,
         console: bool = False,
     ) -> None:
-        self.probe: SmoothnessProbe | None = None
         self._options: Options = {
             "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
             "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
             "on_error": on_error,
         }  # fmt: skip
         self._log, self._console = log, console
-        self._begun = False
         self._hooks: list[RemovableHandle] = []
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_init_end(self, *_: object, **__: object) -> None:
         """Attach to the Trainer in whose ``callbacks`` this is."""
         self._attach(_calling_trainer())
 
@@ -168,16 +166,14 @@ class SmoothnessCallback(TrainerCallback):
         """Warn where the Trainer clips before an optimizer that clips as well."""
         if not hasattr(self, "_trainer"):  # by trainer.add_callback
             self._attach(_calling_trainer())
-        self.on_train_end(args, state, control)
+        self.on_train_end()
         self.probe = None
         optimizer = kwargs.get("optimizer")
         if args.max_grad_norm and optimizer is not None:
             setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
             warn_if_clipped_twice(check_optimizer(optimizer), setting, "Set max_grad_norm=0.")
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
         """End a step that the optimizer did not take."""
         self._end()
 
@@ -189,9 +185,7 @@ class SmoothnessCallback(TrainerCallback):
         if self.probe is not None and state.is_world_process_zero and folder.is_dir():
             write_atomically(folder / STATE, json.dumps(self.probe.state_dict()))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Close the trace; ``callback.probe`` keeps the rows."""
         for hook in self._hooks:
             hook.remove()
@@ -212,7 +206,7 @@ class SmoothnessCallback(TrainerCallback):
         if self._log:
             probe.listen(log_to(optimizer, self._report))
         if scaler is None:
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end()))
+            self._hooks.append(optimizer.register_step_post_hook(self._end))
         else:  # which may skip the step after the gradients were shown
             probe.watch(optimizer)
         return probe
@@ -227,27 +221,22 @@ class SmoothnessCallback(TrainerCallback):
             num_parts = trainer.current_gradient_accumulation_steps
             kept, outputs = copy.copy(inputs), []  # a training step may pop from its inputs
 
-            def loss_fn() -> Tensor | float:
-                # Each loss is this batch's share of a sum, and the probe takes means.
-                if not outputs:
-                    outputs.append(self._training_step(model, inputs, num_items_in_batch))
-                    return outputs[0].item() * num_parts
+            # Each loss is this batch's share of a sum, and the probe takes means.
+            def trained() -> Tensor | float:
+                outputs.append(self._training_step(model, inputs, num_items_in_batch))
+                return outputs[0].item() * num_parts
+
+            def replayed() -> Tensor | float:
                 with _untouched(trainer), _caught_loss(trainer) as caught:
                     self._training_step(model, copy.copy(kept), num_items_in_batch)
                 return caught[0] * num_parts
 
-            probe.record(loss_fn, batch_size=round(batch_length(inputs)))
+            probe.record(first_then(trained, replayed), batch_size=round(batch_length(inputs)))
             loss = outputs[0]
         if trainer.accelerator.sync_gradients and trainer.accelerator.scaler is None:
             probe._begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
             self._begun = True
         return loss
-
-    def _end(self) -> None:
-        if self._begun:
-            assert self.probe is not None
-            self._begun = False
-            self.probe._end()
 
     def _report(self, numbers: dict[str, float], _: int) -> None:
         """To the callbacks at once: one more call of ``trainer.log`` would empty the metrics of TRL."""
