@@ -27,6 +27,27 @@ def test_without_an_accelerator_nobody_asks_which_it_is(monkeypatch):
     assert torch.equal(torch.rand(3), drawn)
 
 
+@pytest.mark.parametrize("twister", [True, False])
+def test_numpys_state_is_exact_between_the_two_numbers_of_one_draw(twister, monkeypatch):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937(3) if twister else np.random.PCG64(3))
+    if not twister:  # whose memory is another
+        monkeypatch.delattr("ctypes.string_at")
+    try:
+        for draw in (np.random.rand, np.random.randn, np.random.randn, np.random.randn, float):
+            draw()
+            state = RandomState.capture()
+            drawn = np.random.randn(3)
+            state.restore()
+            again = RandomState.capture()
+            assert np.array_equal(np.random.randn(3), drawn)
+            again.restore()
+            assert np.array_equal(np.random.randn(3), drawn)
+            state.restore()
+    finally:
+        np.random.set_bit_generator(before)
+
+
 class Counting(nn.Module):
     """A layer whose output depends on what earlier calls left behind, in one of many ways."""
 

@@ -145,8 +145,9 @@ def _numbers_of(group: Settings) -> Settings:
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The norm of each gradient, left where the gradient is."""
-    there = [g.detach().to_dense() for g in gradients if g is not None]
-    norms = iter(torch._foreach_norm(there) if there else ())
+    with torch.no_grad():
+        there = [g.to_dense() for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(there) if there else ())
     return [None if g is None else next(norms) for g in gradients]
 
 

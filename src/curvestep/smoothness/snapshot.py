@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import signal
 import threading
@@ -26,6 +27,7 @@ _CONTAINERS = (*_SEQUENCES, dict, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS, *_GENERATORS)
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
+_MERSENNE_BYTES = ctypes.sizeof(ctypes.c_uint32) * 624 + ctypes.sizeof(ctypes.c_int)  # words and place
 _TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
 
 
@@ -45,7 +47,7 @@ class RandomState:
         if _is_accelerator_in_use():
             device = _accelerator_module()
             states = getattr(device, "get_rng_state_all", device.get_rng_state)()
-        return cls(torch.get_rng_state(), states, random.getstate(), np.random.get_state())
+        return cls(torch.get_rng_state(), states, random.getstate(), _NumpyState.capture())
 
     def restore(self) -> None:
         """Put the states back."""
@@ -55,6 +57,27 @@ class RandomState:
             getattr(device, "set_rng_state_all", device.set_rng_state)(self.accelerator)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+class _NumpyState:
+    """State of numpy's global generator, which takes numpy thirty times as long to tell as to compare.
+
+    While the words of its Mersenne twister are those of the last state, and that one held no second normal
+    number for the next call, it is the last state.
+    """
+
+    _words: ClassVar[bytes] = b""
+    _state: ClassVar[Any] = None
+
+    @classmethod
+    def capture(cls) -> Any:
+        generator = np.random.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):  # somebody put another in its place
+            return np.random.get_state(legacy=False)
+        words = ctypes.string_at(generator.ctypes.state_address, _MERSENNE_BYTES)
+        if words != cls._words or cls._state["has_gauss"]:
+            cls._words, cls._state = words, np.random.get_state(legacy=False)
+        return cls._state
 
 
 class PassState:
@@ -241,18 +264,17 @@ def _inside(values: Sequence[object]) -> list[object]:
 
 def _is_wrapper(module: nn.Module) -> bool:
     """DDP or a compiled module: its attributes are machinery, not state of the model."""
-    return isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
+    return isinstance(module, DistributedDataParallel) or "_orig_mod" in module._modules
 
 
 def _state_of(owner: nn.Module) -> dict[str, object]:
     """Own attributes: public ones of any kind, and what is plain of the private ones."""
     if _is_wrapper(owner):
         return {}
-    own = vars(owner)
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
     plain = () if type(owner).__module__.startswith("torch.") else _PLAIN
-    names = own.keys() - _TORCHS_OWN
-    return {name: own[name] for name in names if not name.startswith("_") or isinstance(own[name], plain)}
+    own = [(name, value) for name, value in vars(owner).items() if name not in _TORCHS_OWN]
+    return {name: value for name, value in own if name[0] != "_" or isinstance(value, plain)}
 
 
 def _may_change_in_place(value: object) -> TypeGuard[Tensor]:
