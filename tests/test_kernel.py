@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-import curvestep as cs
 from curvestep import _kernel as _native
 from curvestep._kernel import LIBRARY, Kernel, native, parallel_for
 from curvestep.optim.sgd import SGDRule, update_loop
@@ -46,6 +45,14 @@ def sum_of_squares(tensors):
     return native().sum_of_squares(native().view(tensors))
 
 
+def squared_distance(new, old):
+    return native().squared_distance(native().view(new, old))
+
+
+def reference_distance(new, old):
+    return reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
+
+
 def update(*lists, scale=1.0, lr=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False):
     native().update(
         native().view(*lists), scale=scale, lr=lr, weight_decay=weight_decay, momentum=momentum,
@@ -67,22 +74,27 @@ def test_kernel_is_there_wherever_a_compiler_is():
 
 @needs_kernel
 @for_many_lists
-def test_sum_of_squares_equals_the_reference(sizes, dtype, exponent, seed):
+def test_sums_of_squares_equal_the_reference(sizes, dtype, exponent, seed):
     torch.manual_seed(seed)
-    tensors = tensors_of(sizes, dtype, 10.0**exponent)
-    exact = reference_norm(tensors)
-    assert cpu_norm(tensors) == pytest.approx(exact, rel=1e-6, abs=0)
-    if 1e-12 < exact < 1e18:  # what the kernel is asked for; the rest is left to torch
-        assert math.sqrt(sum_of_squares(tensors)) == pytest.approx(exact, rel=1e-6)
+    new, old = tensors_of(sizes, dtype, 10.0**exponent), tensors_of(sizes, dtype, 10.0**exponent)
+    exact, apart = reference_norm(new), reference_distance(new, old)
+    assert cpu_norm(new) == pytest.approx(exact, rel=1e-6, abs=0)
+    assert math.hypot(*map(float, map(distance, new, old))) == pytest.approx(apart, rel=1e-6, abs=0)
+    if 1e-12 < min(exact, apart) < max(exact, apart) < 1e18:  # the rest is left to torch
+        assert math.sqrt(sum_of_squares(new)) == pytest.approx(exact, rel=1e-6)
+        assert math.sqrt(squared_distance(new, old)) == pytest.approx(apart, rel=1e-6)
 
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
-def test_sum_of_squares_over_several_blocks(sizes, dtype, threads):
-    tensors = tensors_of(sizes, dtype)
-    norm = math.sqrt(sum_of_squares(tensors))
-    assert norm == pytest.approx(reference_norm(tensors), rel=1e-7 if dtype is torch.float32 else 1e-13)
+def test_squared_distance_over_several_blocks_changes_nothing(sizes, dtype, threads):
+    new, old = tensors_of(sizes, dtype), tensors_of(sizes, dtype)
+    kept = [t.clone() for t in (*new, *old)]
+    tolerance = 1e-7 if dtype is torch.float32 else 1e-13
+    assert math.sqrt(sum_of_squares(new)) == pytest.approx(reference_norm(new), rel=tolerance)
+    assert math.sqrt(squared_distance(new, old)) == pytest.approx(reference_distance(new, old), rel=tolerance)
+    assert all(map(torch.equal, (*new, *old), kept))
 
 
 def test_kernel_is_linked_with_no_threads_of_its_own():
@@ -122,7 +134,7 @@ def steps_and_norms(sizes, threads):
     rule = {"scale": 0.5, "weight_decay": 0.1, "lr": 0.125}
     update(g, p, b, momentum=0.5, dampening=0.75, **rule)
     adamw(steps, g, p, m, v, betas=(0.9, 0.99), eps=1e-8, **rule)
-    squares = (sum_of_squares(g), native().squared_distance(native().view(g, p)))
+    squares = (sum_of_squares(g), squared_distance(g, p))
     return squares, torch.cat([*p, *b, *m, *v, *map(torch.atleast_1d, steps)])
 
 
@@ -146,30 +158,6 @@ def test_torchs_own_threads_change_no_bit(from_torch, calls):
     again, shared = steps_and_norms([5, 3 * BLOCK - 1, 0, 77], 2)
     assert again == norms
     assert torch.equal(shared, alone)
-
-
-@needs_kernel
-@for_many_lists
-def test_squared_distance_equals_the_reference_of_the_difference(sizes, dtype, exponent, seed):
-    torch.manual_seed(seed)
-    new, old = tensors_of(sizes, dtype, 10.0**exponent), tensors_of(sizes, dtype, 10.0**exponent)
-    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
-    found = math.hypot(*(distance(a, b).item() for a, b in zip(new, old, strict=True)))
-    assert found == pytest.approx(exact, rel=1e-6, abs=0)
-    if 1e-12 < exact < 1e18:
-        assert math.sqrt(native().squared_distance(native().view(new, old))) == pytest.approx(exact, rel=1e-6)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [[BLOCK], [BLOCK + 1, 3], [5, 3 * BLOCK - 1, 0, 77, 2 * BLOCK + 63, 1]])
-def test_squared_distance_over_several_blocks_changes_nothing(sizes, dtype, threads):
-    new, old = tensors_of(sizes, dtype), tensors_of(sizes, dtype)
-    kept = [t.clone() for t in (*new, *old)]
-    exact = reference_norm([a.double() - b.double() for a, b in zip(new, old, strict=True)])
-    found = math.sqrt(native().squared_distance(native().view(new, old)))
-    assert found == pytest.approx(exact, rel=1e-7 if dtype is torch.float32 else 1e-13)
-    assert all(map(torch.equal, (*new, *old), kept))
 
 
 @needs_kernel
@@ -331,18 +319,6 @@ def test_lists_of_two_dtypes_or_of_other_lengths_are_refused(kernel):
     assert kernel.view([a], [b.float()]) is None
     assert kernel.view([a, b], [a]) is None
     assert kernel.view([a], [b], [torch.ones(6)]) is None
-
-
-@needs_kernel
-@pytest.mark.parametrize("path", [{}, {"fused": True}, {"foreach": True}])
-def test_buffer_of_another_size_in_a_loaded_state_never_reaches_the_kernel(path):
-    p = nn.Parameter(torch.ones(5))
-    p.grad = torch.ones(5)
-    optimizer = cs.ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=0.9, **path)
-    optimizer.step()
-    optimizer.state[p]["momentum_buffer"] = torch.zeros(3)
-    with pytest.raises(ValueError, match="shape of its parameter"):
-        optimizer.step()
 
 
 def test_torch_without_the_interface_for_c_is_noticed(monkeypatch):

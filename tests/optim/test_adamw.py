@@ -266,6 +266,17 @@ def test_state_dicts_are_exchanged_with_torch(direction, amsgrad, path):
     assert all(b.state[q]["step"].item() == 10 for q in second)
 
 
+@pytest.mark.parametrize("path", ["default", "foreach", "loop", "fused"])
+def test_a_state_of_another_shape_is_refused(path):
+    (params,) = twins([(4,)], count=1)
+    opt = ClippedAdamW(params, lr=0.02, max_norm=1.0, **PATHS[path])
+    set_gradients(0, params)
+    opt.step()
+    opt.state[params[0]]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"`exp_avg_sq`, \(3,\), does not have the shape .* \(4,\)"):
+        opt.step()
+
+
 def test_amsgrad_can_be_switched_on_later():
     ours, theirs = twins([(4,)])
     opt, torch_opt = ClippedAdamW(ours, lr=0.02, max_norm=math.inf), torch.optim.AdamW(theirs, lr=0.02)

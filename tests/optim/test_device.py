@@ -9,7 +9,6 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD, clip
 from curvestep.steps import clipped_step
-from curvestep.vectors import global_norm
 from tests.support.strict import strict_device, waits
 
 
@@ -174,16 +173,6 @@ def test_parameters_on_the_device_and_on_cpu_in_one_optimizer(make, scope, polic
         theirs.step()
     assert_equal_to_rounding(mixed, here)
     assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
-
-
-def test_memory_of_the_device_is_not_read_as_if_it_were_the_hosts(device):
-    t = torch.ones(70_000, device=device)
-    with waits(1):
-        assert float(global_norm([t])) == pytest.approx(70_000**0.5)
-    with pytest.raises(RuntimeError, match="tensors on several devices"):
-        torch._foreach_norm([t, torch.ones(3)])
-    with pytest.raises(RuntimeError, match="on the same device"):
-        t + torch.ones(70_000)
 
 
 def test_counters_go_on_after_a_checkpoint_and_on_another_device(device):
