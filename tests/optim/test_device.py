@@ -175,6 +175,14 @@ def test_parameters_on_the_device_and_on_cpu_in_one_optimizer(make, scope, polic
     assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
 
 
+def test_the_device_refuses_tensors_of_the_host(device):
+    t = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="tensors on several devices"):
+        torch._foreach_norm([t, torch.ones(3)])
+    with pytest.raises(RuntimeError, match="on the same device"):
+        t + torch.ones(3)
+
+
 def test_counters_go_on_after_a_checkpoint_and_on_another_device(device):
     (away, here), _ = parameters([device, "cpu"])
     first, second = (ClippedSGD(params, 0.05, 1.0, nonfinite="skip") for params in (away, here))
@@ -234,20 +242,6 @@ def test_a_scaler_unscales_inside_the_fused_step(make, options, policy, place, d
     assert_equal_to_rounding(ours, theirs)
     assert scaled.clip_stats() == pytest.approx(plain.clip_stats(), rel=1e-5)
     assert scaled.clip_stats()["skipped"] == 1
-
-
-def test_a_scaler_unscales_first_where_the_step_is_not_fused(device):
-    (ours, theirs), (groups, other_groups) = parameters([device, "cpu"])
-    scaled, plain = ClippedSGD(groups, 0.05, 1.0), ClippedSGD(other_groups, 0.05, 1.0)
-    scaler = torch.amp.GradScaler("strict", init_scale=64.0)
-    scaler.scale(torch.ones((), device=device))
-    set_gradients(0, ours, theirs)
-    for p in ours:
-        p.grad.mul_(64)
-    scaler.step(scaled)
-    plain.step()
-    assert_equal_to_rounding(ours, theirs)
-    assert scaled.clip_stats()["grad_norm"] == pytest.approx(plain.clip_stats()["grad_norm"])
 
 
 # --- clipping in the steps of torch's optimizers ------------------------------------------------------
