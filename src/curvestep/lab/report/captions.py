@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +14,6 @@ from markupsafe import Markup
 from curvestep.calibration.result import Calibration
 from curvestep.display.markup import plain, visible
 from curvestep.display.results import finite, stability, usable
-from curvestep.lab.recipe_fields import Fields
-from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.report.views import RunView
 
 
@@ -59,17 +55,6 @@ def _ending(view: RunView) -> str:
         "running": f"It is not finished: it has taken {view.step:,} steps.",
     }
     return endings.get(view.status, f"The trace ends at step {view.step:,}.")
-
-
-def optimizer(view: RunView) -> str:
-    """The optimizer with its setting and main options, from the recipe or the trace."""
-    names = [OPTIMIZERS.get(view.fields.get("optimizer", "")), view.header.get("optimizer")]
-    if view.trace is not None:
-        names += view.trace.column("optimizer").tolist()
-    words = [*filter(None, names)][:1]
-    options = [name for name in ("weight_decay", "batch_size", "seed") if name in view.fields]
-    words += [view.setting, *(f"{name.replace('_', ' ')} {view.fields[name]:g}" for name in options)]
-    return ", ".join(words)
 
 
 def scatter(view: RunView) -> str:
@@ -225,26 +210,13 @@ def subtitle(views: Sequence[RunView]) -> str:
     return "; ".join(filter(None, facts))
 
 
-def setup(views: Sequence[RunView]) -> Fields:
-    """Recipe, status and header of the trace: ``shared`` by all runs, and a row a run of what differs."""
-    runs = [{**view.fields, **view.facts, **view.header} for view in views]
-    shared: dict[str, str] = {}
-    differ: dict[str, list[str]] = {}
-    for name in dict.fromkeys(chain(*runs)):
-        column = [_plain(run.get(name)) for run in runs]
-        if len(set(column)) > 1:
-            differ[name.replace("_", " ")] = column
-        elif name not in ("format", "schema"):
-            shared[name.replace("_", " ")] = column[0]
-    names = [view.name for view in views]
-    rows = list(zip(names, zip(*differ.values(), strict=True), strict=False))
-    return {"shared": shared, "names": list(differ), "rows": rows}
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else json.dumps(value)
+def setup(views: Sequence[RunView]) -> dict[str, str]:
+    """Recipe, status and header of the trace: each field with the values that runs have."""
+    table: dict[str, dict[str, None]] = {}
+    for view in views:
+        for name, value in {**view.fields, **view.facts, **view.header}.items():
+            table.setdefault(name.replace("_", " "), {})[str(value)] = None
+    return {name: "; ".join(values) for name, values in table.items()}
 
 
 def _range(values: np.ndarray) -> str:

@@ -135,7 +135,6 @@ def render_page(
     specs = {
         "template": TEMPLATE,
         "charts": {key: to_plotly(chart) for key, chart in drawn.items()},
-        "figures": [picture["image"] for picture in figures],
     }
     environment = Environment(
         loader=PackageLoader("curvestep.lab.report", "template"),
@@ -247,21 +246,17 @@ def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
 def _picture(folder: Path, about: Fields) -> dict[str, str]:
     file = folder / str(about.get("png"))
     title = str(about.get("title", file.stem))
-    if not all(map(Path.is_file, (file, file.with_suffix(".svg")))):
+    if not file.is_file():
         return {"title": title, "caption": f"There is no {about.get('png')}.", "image": ""}
     return {"title": title, "caption": str(about.get("caption", "")), "image": _image(file)}
 
 
 def _image(file: Path) -> str:
-    """The SVG beside a PNG; where it has so many points that it takes more bytes, the PNG in few colours."""
-    # A tenth of a point is a tenth of a pixel: the other digits are half of the bytes.
-    svg = re.sub(r"(\d\d\.\d)\d+", r"\1", file.with_suffix(".svg").read_text(encoding="utf-8"))
+    """The picture in few colours, for the source of an image."""
     with Image.open(file) as image:
         few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE).convert("RGB")
     packed = io.BytesIO()
     few.save(packed, "WEBP", lossless=True)
-    if len(packed.getvalue()) > len(gzip.compress(svg.encode())):
-        return svg
     return f"data:image/webp;base64,{base64.b64encode(packed.getvalue()).decode()}"
 
 

@@ -10,12 +10,7 @@
   const script = document.createElement("script");
   script.textContent = source;
   document.head.append(script);
-  const { template, charts, figures: pictures } = JSON.parse(packed);
-  await Promise.all([...document.querySelectorAll("[data-figure]")].map((image) => {
-    const picture = pictures[image.dataset.figure];
-    image.src = picture.startsWith("data:") ? picture : URL.createObjectURL(new Blob([picture], { type: "image/svg+xml" }));
-    return image.decode().catch(() => {});  // its size is known before charts are drawn
-  }));
+  const { template, charts } = JSON.parse(packed);
 
   // Colours of a chart are variables of the style sheet, which knows day and night.
   const paint = (value) => {
