@@ -96,8 +96,6 @@ def test_the_edge_is_the_optimizers_own(limit, name, edges):
     chart = results.edge(results.columns_of(trace))
     assert chart.series[0].name == chart.y.label == name
     np.testing.assert_allclose(chart.series[0].y, edges)
-    # That of the step as it was taken is plain descent's.
-    assert [one.name for one in chart.series[1:-1]] == ["with the step as taken"] * (limit == 2.0)
     assert chart.series[-1].name == "edge of stability"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -97,24 +97,15 @@ def _draw_cloud(panel: Axes, series: Series) -> None:
 
 
 def _draw_grid(panel: Axes, grid: Grid) -> None:
+    """A map whose colours are logarithms."""
     assert panel.figure is not None
     panel.set_facecolor("0.85")
     panel.grid(visible=False)
-    shown = grid.values[np.isfinite(grid.values)]
-    scale = Normalize
-    if grid.log:
-        shown, scale = shown[shown > 0], LogNorm
-    colours = "viridis_r" if grid.reverse else "viridis"
-    image = panel.imshow(grid.values, cmap=colours, aspect="auto", interpolation="nearest")
-    ink = np.full(grid.values.shape, "black")
+    shown = grid.values[np.isfinite(grid.values) & (grid.values > 0)]
+    image = panel.imshow(grid.values, cmap="viridis", aspect="auto", interpolation="nearest")
     if len(shown):
-        image.set_norm(scale(shown.min(), shown.max()))
+        image.set_norm(LogNorm(shown.min(), shown.max()))
         panel.figure.colorbar(image, ax=panel, label=grid.label)
-        ink[grid.values > shown.mean()] = "white"
-    look = {"ha": "center", "va": "center", "fontsize": 8}
-    for i, row in enumerate(grid.text):
-        for j, text in enumerate(row):
-            panel.text(j, i, _literal(text).replace(", ", "\n"), color=ink[i, j], **look)
     few = slice(None, None, -(-len(grid.across) // 10))
     panel.set_xticks(range(len(grid.across))[few], list(map(_tick, grid.across))[few])
     panel.set_yticks(range(len(grid.down)), [*map(_literal, grid.down)])

@@ -141,14 +141,9 @@ def edge(rows: Columns) -> Chart | None:
     if not np.isfinite(edges).any():
         return None
     name = f"lr·sharpness/{limit:.3g}"
-    series = [Series(name, rows["step"], edges)]
-    if limit == 2.0:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-        series.append(Series("with the step as taken", rows["step"], taken, colour=2, dash="dot"))
-    series.append(level(rows["step"], 1.0, "edge of stability", colour=1))
+    limit_line = level(rows["step"], 1.0, "edge of stability", colour=1)
     axes = Axis("iteration"), Axis(name, log=True)
-    return Chart("edge", "Stability margin", *axes, tuple(series))
+    return Chart("edge", "Stability margin", *axes, (Series(name, rows["step"], edges), limit_line))
 
 
 def within(fit: SmoothnessFit) -> Chart | None:

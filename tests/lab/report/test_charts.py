@@ -317,4 +317,4 @@ def test_the_caption_of_the_edge_counts_the_steps_above_it():
     view = RunView(name="run", setting="lr 1", measured=measured)
     words = captions.edge(view)
     assert words.startswith("The stability margin is 1.75 in the median and goes from 0.5 to 3; 75% of")
-    assert words.endswith("with the step as it was taken the median is 1.75.")
+    assert words.endswith("It is lr times sharpness over 2.")

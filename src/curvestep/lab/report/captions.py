@@ -106,15 +106,12 @@ def edge(view: RunView) -> str:
     edges = edges[np.isfinite(edges) & (edges > 0)]
     if not len(edges):
         return "There is no learning rate or no positive sharpness on record."
-    words = (
+    metric = "" if limit == 2.0 else ", in the optimizer's metric: read it as a trend"
+    return (
         f"The stability margin is {np.median(edges):.3g} in the median and goes from {_range(edges)}; "
-        f"{np.mean(edges > 1):.0%} of the steps shown are above 1. It is lr times sharpness over {limit:.3g}"
+        f"{np.mean(edges > 1):.0%} of the steps shown are above 1. "
+        f"It is lr times sharpness over {limit:.3g}{metric}."
     )
-    rows = usable(view.measured, "step_norm", "grad_norm", "smoothness")
-    if limit != 2.0 or not len(rows["step_norm"]):
-        return f"{words}, in the optimizer's metric: read it as a trend."
-    taken = rows["step_norm"] / rows["grad_norm"] * rows["smoothness"] / 2
-    return f"{words}; with the step as it was taken the median is {np.median(taken):.3g}."
 
 
 def within(view: RunView) -> str:

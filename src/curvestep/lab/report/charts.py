@@ -164,15 +164,13 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
 def _calm_range(series: Sequence[Series], *, log: bool) -> tuple[float, float] | None:
     """Runs that diverge would press the others flat: the axis ends a little above the ones with a name."""
     calm = [one.y for one in series if not one.is_lost and one.legend is None]
-    if len(calm) in (0, len(series)):
-        return None
-    values = results.finite(np.concatenate(calm))
+    values = results.finite(np.concatenate([[], *calm]))
     if log:
-        values = np.log2(values[values > 0])
-    if not len(values):
+        values = values[values > 0]
+    if len(calm) == len(series) or not len(values):
         return None
-    room = 0.08 * float(np.ptp(values)) or 1.0
-    ends = np.array([values.min() - room, values.max() + room])
+    low, high = float(values.min()), float(values.max())
     if log:
-        ends = np.exp2(ends)
-    return float(ends[0]), float(ends[1])
+        return low / 1.2, high * 1.2
+    room = 0.08 * (high - low) or 1.0
+    return low - room, high + room

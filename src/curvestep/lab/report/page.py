@@ -109,7 +109,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
     if not overwrite and output.exists() and GENERATOR.encode() not in output.read_bytes()[:2000]:
         raise ValueError(
             f"{output} is there already and is no page of curvestep. Choose another `output` "
-            "(-o other.html), or set `overwrite` (--overwrite)."
+            "(-o other.html), or delete it."
         )
 
 
