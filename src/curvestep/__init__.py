@@ -37,11 +37,9 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.loaders import representative_batches as representative_batches
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
     from curvestep.optim.clip import clip as clip
-    from curvestep.optim.sgd import (
-        ClippedSGD as ClippedSGD,
-        NormalizedSGD as NormalizedSGD,
-        ScaledSGD as ScaledSGD,
-    )
+    from curvestep.optim.clipped import ClippedSGD as ClippedSGD
+    from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
+    from curvestep.optim.sgd import ScaledSGD as ScaledSGD
     from curvestep.smoothness.determinism import (
         NonDeterministicError as NonDeterministicError,
         UntrackedParametersError as UntrackedParametersError,
@@ -62,9 +60,11 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "calibration.calibrate": ("calibrate",),
     "calibration.result": ("Calibration",),
+    "optim.clipped": ("ClippedSGD",),
     "optim.adamw": ("ClippedAdamW",),
     "optim.clip": ("clip",),
-    "optim.sgd": ("ClippedSGD", "NormalizedSGD", "ScaledSGD"),
+    "optim.normalized": ("NormalizedSGD",),
+    "optim.sgd": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
     "smoothness.trace": ("Trace",),
     "smoothness.oracle": ("GradientOracle",),

@@ -16,7 +16,8 @@ from curvestep._checks import check_nonnegative
 from curvestep.clip_rules import ClipRule
 from curvestep.lr_schedules import group_peak, peak_lr
 from curvestep.optim.adamw import ClippedAdamW
-from curvestep.optim.sgd import ClippedSGD, NormalizedSGD
+from curvestep.optim.clipped import ClippedSGD
+from curvestep.optim.normalized import NormalizedSGD
 from curvestep.optimizer_family import Family, family_of, momenta, parameters_of
 from curvestep.smoothness.replay import trainable_parameters
 
