@@ -3,13 +3,15 @@
 import json
 import math
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from curvestep.display.drawing import save
 from curvestep.lab.paper.fig7_synthetic import (
-    _DRAW,
+    FIG7,
+    FOLDER,
     RULES,
     SyntheticConfig,
     grids,
@@ -121,17 +123,12 @@ def test_what_a_fixed_step_loses_grows_with_M_as_predicted_over_three_decades():
 
 @pytest.mark.slow
 def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
+    (tmp_path / FOLDER).mkdir()
     for name in ("config.json", "numbers.npz"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    saved = load_synthetic(tmp_path)
-    drawn = [save(draw(*saved, title), tmp_path / name) for name, (draw, title, _) in _DRAW.items()]
-    paths = [path for pair in drawn for path in pair]
-    assert {path.name for path in paths} == {
-        f"{name}.{kind}" for name in ("fig7", "fig7_growth") for kind in ("png", "svg")
-    }
-    for path in paths:
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
-    text = (tmp_path / "fig7.svg").read_text()
+        (tmp_path / FOLDER / name).write_bytes((folder / name).read_bytes())
+    results = SimpleNamespace(folder=tmp_path)
+    svgs = [save(picture.draw(results, "x⁴"), tmp_path / picture.name)[1] for picture in FIG7.pictures]
+    assert [svg.name for svg in svgs] == ["fig7.svg", "fig7_growth.svg"]
+    text = svgs[0].read_text()
     assert "(f) clipped GD, |f′(x)| = 4|x|³" in text
     assert text.count("step size 0.000305, best") == 1

@@ -101,13 +101,7 @@ PAPERS_CONFIG = SyntheticConfig()
 def run_synthetic(
     folder: Path, *, progress: bool = True, config: SyntheticConfig = PAPERS_CONFIG
 ) -> SyntheticResult:
-    """Run the experiment and save what it was made with and its numbers: ``config.json``, ``numbers.npz``.
-
-    Args:
-        folder: Where to; made if missing, and its two files replaced.
-        progress: Show how far it is: a bar, or a line for each part without a terminal.
-        config: What to run; the paper's settings if not given.
-    """
+    """Run the experiment and save what it was made with and its numbers: ``config.json``, ``numbers.npz``."""
     folder.mkdir(parents=True, exist_ok=True)
     stages = {"one start": grids, "many starts": jittered, "iterations against M": growth}
     numbers: dict[str, Array] = {}
@@ -267,11 +261,7 @@ def _slope(x: Array, y: Array) -> float:
 
 def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
     """The six panels of the paper: distance, value and derivative, without and with clipping."""
-    quantities = {
-        "|x|": np.abs,
-        "f(x) = x⁴": lambda x: x**4,
-        "|f′(x)| = 4|x|³": lambda x: np.abs(4 * x**3),
-    }
+    quantities = {"|x|": np.abs, "f(x) = x⁴": lambda x: x**4, "|f′(x)| = 4|x|³": lambda x: np.abs(4 * x**3)}
     charts = []
     for name, method in {"gd": "GD", "clipped": "clipped GD"}.items():
         for label, quantity in quantities.items():
@@ -337,28 +327,8 @@ def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) 
     return figure_of(charts, title=title, note=note, size=PANEL)
 
 
-Draw = Callable[[SyntheticResult, dict[str, Array], str], Figure]
-_DRAW: dict[str, tuple[Draw, str, str]] = {
-    "fig7": (
-        draw_trajectories,
-        "Figure 7: gradient descent and clipped gradient descent on x⁴",
-        "A line is one step size from x = 30: its distance to the minimum, value or gradient.",
-    ),
-    "fig7_growth": (
-        draw_growth,
-        "Theorems 3, 4 and 6: iterations against the largest gradient norm",
-        "The charts count iterations on the functions behind Theorem 4, with fixed steps and with clipping.",
-    ),
-}
-
-
-def _picture(name: str) -> Picture:
-    draw, title, caption = _DRAW[name]
-
-    def drawn(results: Results, title: str) -> Figure:
-        return draw(*load_synthetic(results.folder / FOLDER), title)
-
-    return Picture(name=name, title=title, caption=caption, draw=drawn)
+def _drawn(draw: Callable[[SyntheticResult, dict[str, Array], str], Figure]) -> Callable[..., Figure]:
+    return lambda results, title: draw(*load_synthetic(results.folder / FOLDER), title)
 
 
 def run_once(folder: Path, progress: bool) -> None:
@@ -378,6 +348,20 @@ def summary_of(results: Results) -> SyntheticResult:
 FIG7 = PaperFigure(
     name="fig7",
     runs=lambda scale: (),
-    pictures=tuple(map(_picture, _DRAW)),
+    pictures=(
+        Picture(
+            name="fig7",
+            title="Figure 7: gradient descent and clipped gradient descent on x⁴",
+            caption="A line is one step size from x = 30: its distance to the minimum, value or gradient.",
+            draw=_drawn(draw_trajectories),
+        ),
+        Picture(
+            name="fig7_growth",
+            title="Theorems 3, 4 and 6: iterations against the largest gradient norm",
+            caption="The charts count iterations on the functions behind Theorem 4, with fixed steps and "
+            "with clipping.",
+            draw=_drawn(draw_growth),
+        ),
+    ),
     experiment=run_once,
 )

@@ -44,6 +44,7 @@ HEADINGS = {
     ERRATUM: ("Errata", "the paper says"),
     ADDITION: ("Our additions", "asked"),
 }
+_VERBS = {IN_PART: ("holds", "hold")}  # of one claim, of several; others are, or are not
 CONFIDENCE = 0.9
 CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
 
@@ -142,11 +143,6 @@ class Spread:
 def decide(plain: Spread, *strong: Spread, at_size: bool) -> str:
     """The verdict on a claim from the margins that it says are positive: plain form first, then the strong.
 
-    Args:
-        plain: What holds if the claim holds at all.
-        strong: What must hold, too, for all of it.
-        at_size: Whether model, data and length are the paper's, or the claim is about any network.
-
     Example:
         >>> clear, none = Spread(values=(1.0, 1.1, 0.9)), Spread(values=(-0.1, 0.1, 0.0))
         >>> decide(clear, at_size=True), decide(clear, none, at_size=True)
@@ -162,11 +158,7 @@ def decide(plain: Spread, *strong: Spread, at_size: bool) -> str:
 
 
 def decided(by_scale: Mapping[str, Sequence[Claim]]) -> list[Claim]:
-    """One claim for each statement: that of the last scale whose runs tested it, with the others beside it.
-
-    Args:
-        by_scale: The claims of each scale, the largest scale last.
-    """
+    """One claim a statement: that of the last scale whose runs tested it, with the others beside it."""
     rows: dict[str, list[Claim]] = {}
     for claims in by_scale.values():
         for claim in claims:
@@ -190,8 +182,10 @@ def tally(claims: Sequence[Claim]) -> str:
     """
     counts = Counter(claim.verdict for claim in claims if claim.kind == PAPER)
     total = counts.total()
-    verbs = {1: "is"}
-    parts = [f"{counts[v]} {verbs.get(counts[v], 'are')} {v}" for v in VERDICTS if counts[v]]
+    parts = []
+    for verdict in filter(counts.get, VERDICTS):
+        one, many = _VERBS.get(verdict, ("is", "are"))
+        parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else many} {verdict}")
     return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
 
 
@@ -215,12 +209,7 @@ def as_markdown(claims: Sequence[Claim], *, data: Sequence[str] = (), notes: Seq
 
 
 def claims_tables(claims: Sequence[Claim], *, link: str = "") -> str:
-    """A table for the paper's claims, one for errata, one for additions; each row links to its numbers.
-
-    Args:
-        claims: The rows.
-        link: Page that holds the numbers; default this one.
-    """
+    """Tables for the paper's claims, errata and additions; each row links to its numbers in page ``link``."""
     parts = []
     for kind, (heading, asked) in HEADINGS.items():
         rows = [["where", asked, "what we found", "verdict", "scale", ""], ["---"] * 6]

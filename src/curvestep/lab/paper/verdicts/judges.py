@@ -7,10 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from curvestep.lab.paper.fig6_data_fraction import DATA_SHARES, agreement
-from curvestep.lab.paper.fig7_synthetic import summary_of
 from curvestep.lab.paper.fig8_lstm_gd import compare, two_layer_settings
 from curvestep.lab.paper.legend import (
     ALWAYS_CLIPPED,
@@ -26,7 +23,6 @@ from curvestep.lab.paper.legend import (
 )
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.verdicts.claims import (
-    CORRECTED,
     DOES_NOT_HOLD,
     HOLDS,
     IN_PART,
@@ -40,6 +36,7 @@ from curvestep.lab.paper.verdicts.claims import (
     decide,
 )
 from curvestep.lab.paper.verdicts.statistics import (
+    accuracy,
     best_of,
     clipped_share,
     control_exponents,
@@ -47,6 +44,7 @@ from curvestep.lab.paper.verdicts.statistics import (
     elasticity_beyond_zero,
     exponent,
     final_loss,
+    late_over_early,
     log_spread,
     measured,
     missed_share,
@@ -58,7 +56,6 @@ from curvestep.lab.paper.verdicts.statistics import (
     variation,
 )
 from curvestep.lab.run.folder import DIVERGED, Run
-from curvestep.theory import ExponentialWall, Guarantee, certify, certify_lower_bound, theorem4
 
 FOLLOWS = 0.5  # correlation of logs from which smoothness follows the gradient norm
 ABSENT = 0.2  # correlation of logs up to which there is none, either way
@@ -70,16 +67,13 @@ STAYS = 0.9  # a gradient norm of this share of the one before is not lowered
 ABOUT_THREE = 3.0  # the paper's ratio of gradient norms
 SAME = 0.05  # share of the way down by which two final losses may differ and count as the same
 MATCHES = 2.0  # points of accuracy that count as the same
-CERTIFICATES, MOST_ITERATIONS = 100, 20_000  # random problems of a theorem, and what each may take
+OTHER_MODEL = Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
 AWD_LSTM, PAPER_ONLY, TWO_LAYER = ("epoch", "paper"), ("paper",), ("longer", "paper")
 
 
 def at_size(results: Results, scales: Sequence[str]) -> bool:
     """Whether the runs have the model, data and length of the paper."""
     return results.plan.scale in scales
-
-
-# Smoothness and the gradient norm
 
 
 def follows(results: Results, *, setting: str, scales: Sequence[str], past: float = 0.0) -> Finding:
@@ -156,18 +150,14 @@ def at_most_linear(results: Results) -> Finding:
     )
 
 
-# Training with and without clipping
-
-
 def allows_large_lr(results: Results) -> Finding:
     """Whether there is an lr that trains with clipping on every seed and diverges without on every seed."""
     words, verdict, sentence = {}, OPEN, ""
     for lr in ("10", "30"):
         plain, clipped = results.of(f"lm-lr{lr}"), results.of(f"lm-lr{lr}clip0.25")
         lost, broke = (sum(run.status["status"] == DIVERGED for run in runs) for runs in (plain, clipped))
-        words[f"lr {lr}"] = (
-            f"{lost} of {len(plain)} runs diverge without clipping, {broke} of {len(clipped)} with"
-        )
+        counts = f"{lost} of {len(plain)} runs diverge without clipping, {broke} of {len(clipped)} with"
+        words[f"lr {lr}"] = counts
         shares = f"{lost / len(plain):.0%} of the runs diverge without clipping, {broke / len(clipped):.0%}"
         sentence = f"At lr {lr} {shares} with it."
         if lost == len(plain) and broke == 0:
@@ -234,15 +224,13 @@ def language_more(results: Results) -> Finding:
 def fastest_on_images(results: Results) -> Finding:
     """Final training loss of clipped descent against momentum, after all of the paper's epochs."""
     momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), final_loss)
-    sentence = (
-        f"Training loss ends at {clipped.mean:.3g} with clipping and {momentum.mean:.3g} with momentum."
-    )
-    return _only_at_size(results, momentum - clipped, sentence)
+    ends = f"{clipped.mean:.3g} with clipping and {momentum.mean:.3g} with momentum"
+    return _only_at_size(results, momentum - clipped, f"Training loss ends at {ends}.")
 
 
 def images_accuracy(results: Results) -> Finding:
     """Test accuracy of clipped descent against momentum, after all of the paper's epochs."""
-    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), _accuracy)
+    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), accuracy)
     sentence = f"Test accuracy is {clipped.mean:.1f} % with clipping and {momentum.mean:.1f} % with momentum."
     return _only_at_size(results, (clipped - momentum).less(-MATCHES), sentence)
 
@@ -250,13 +238,9 @@ def images_accuracy(results: Results) -> Finding:
 def reaches_95(results: Results) -> Finding:
     """Test accuracy of ResNet20 after the paper's epochs against the 95 % that the paper prints."""
     runs = results.of(MOMENTUM)
-    found = spread(runs, _accuracy)
+    found = spread(runs, accuracy)
     sentence = f"ResNet20 with momentum reaches {found.mean:.1f} % here."
     return _only_at_size(results, found.less(95.0 - MATCHES), sentence)
-
-
-def _accuracy(run: Run) -> float:
-    return float(run.rows("test")[-1]["accuracy"])
 
 
 def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
@@ -265,9 +249,6 @@ def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
         steps = results.of(MOMENTUM)[0].status["step"]
         return Finding(verdict=NOT_TESTED, sentence=f"Not run for 200 epochs; these runs have {steps} steps.")
     return Finding(verdict=decide(margin, at_size=True), sentence=sentence, numbers={"margin": str(margin)})
-
-
-# A tenth of the data, figure 8, normalizing
 
 
 def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
@@ -293,10 +274,10 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
 def gradients_stay(results: Results) -> Finding:
     """Loss and gradient norm on the oracle along gradient descent: last quarter against the second."""
     runs = results.all_finished(two_layer_settings(results.plan.scale)[0])
-    kept = log_spread(runs, _late_over_early)
+    kept = log_spread(runs, late_over_early)
     falls = spread(runs, lambda run: float(run.column("loss")[1][0]) - final_loss(run))
     if not at_size(results, TWO_LAYER):
-        return Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
+        return OTHER_MODEL
     return Finding(
         verdict=decide(falls, kept.less(math.log(STAYS)), at_size=True),
         sentence=f"The loss falls by {falls.mean:.1f}; late gradients are {math.exp(kept.mean):.2f} times "
@@ -305,17 +286,10 @@ def gradients_stay(results: Results) -> Finding:
     )
 
 
-def _late_over_early(run: Run) -> float:
-    steps, norms, _ = measured(run)
-    total = run.status["step"]
-    early = norms[(steps > total / 4) & (steps <= total / 2)]
-    return float(norms[steps > 3 * total / 4].mean() / early.mean())
-
-
 def about_three_times(results: Results) -> Finding:
     """Gradient norms of GD over those of clipped GD."""
     if not at_size(results, TWO_LAYER):
-        return Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
+        return OTHER_MODEL
     found = list(map(compare, *results.paired(*two_layer_settings(results.plan.scale))))
     factor = Spread(values=tuple(one.measured for one in found))
     low, high = factor.interval
@@ -355,78 +329,6 @@ def same_up_to_a_factor(results: Results) -> Finding:
             "share of the way down that is missed": str(Spread(values=missed)),
             "steps": "the two step sizes agree within a factor of two at every gradient norm (section 3)",
         },
-    )
-
-
-# Without training: the synthetic experiment, and the theorems as printed
-
-
-def _verdict(holds: bool) -> str:
-    return REPRODUCED if holds else NOT_REPRODUCED
-
-
-def quartic_faster(results: Results) -> Finding:
-    """Final gradients on x⁴."""
-    found = summary_of(results)
-    low, high = found.jittered_range
-    return Finding(
-        verdict=_verdict(low > 1),
-        sentence=f"After {found.config.num_steps} steps |f'| is {found.gd_grad_norm:.2g} for GD, "
-        f"{found.clipped_grad_norm:.2g} with clipping.",
-        numbers={
-            "ratio": f"{found.ratio:.2g}",
-            "median over jittered starts": f"{found.jittered_ratio:.2g}, from {low:.2g} to {high:.2g}",
-        },
-    )
-
-
-def quartic_conservative(results: Results) -> Finding:
-    """Whether the measured gain is at least what theory predicts."""
-    found = summary_of(results)
-    return Finding(
-        verdict=_verdict(found.ratio >= found.predicted_ratio),
-        sentence=f"Theory predicts a factor of {found.predicted_ratio:.0f}; measured is {found.ratio:.2g}.",
-        numbers={row.quantity: f"measured {row.measured}" for row in found.table},
-    )
-
-
-def quartic_arithmetic(results: Results) -> Finding:
-    """The paper's prediction for x⁴, computed again."""
-    found = summary_of(results)
-    return Finding(
-        verdict=CORRECTED,
-        sentence=f"The ratio is {found.predicted_ratio**2:.3g}; its square root, which the bounds have, "
-        f"{found.predicted_ratio:.0f}.",
-        numbers={row.quantity: f"printed {row.printed}, corrected {row.corrected}" for row in found.table},
-    )
-
-
-def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Finding:
-    """A theorem as printed, run on random exponential walls: iterations and decreases that it promises."""
-    rng, kept = np.random.default_rng(0), []
-    while len(kept) < CERTIFICATES:
-        L0, L1 = 10 ** rng.uniform(-1, 1, size=2)
-        problem, x0 = ExponentialWall(L0=L0, L1=L1), rng.normal() * 3 / L1
-        eps = float(problem.grad_norm(np.asarray(x0))) * 10 ** rng.uniform(-2, -0.05)
-        gap = float(problem.gap(np.asarray(x0)))
-        guarantee = theorem(L0=L0, L1=L1, gap=gap, eps=eps, version="printed")
-        if guarantee.bound < MOST_ITERATIONS:
-            kept.append(certify(problem, guarantee, x0).status == "holds")
-    return Finding(
-        verdict=_verdict(all(kept)),
-        sentence=f"As printed it holds on {sum(kept)} of {len(kept)} random exponential walls.",
-        numbers={"more": "docs/theorems.md; thousands of random certificates in the tests"},
-    )
-
-
-def lower_bound_corrected(results: Results) -> Finding:
-    """Theorem 4 as printed and corrected, on the pair of functions of its proof."""
-    numbers = {"L0": 1.0, "L1": 5.0, "M": 50.0, "gap": 12.0, "eps": 0.1}
-    found = {v: certify_lower_bound(theorem4(**numbers, version=v)).status for v in ("printed", "corrected")}
-    return Finding(
-        verdict=CORRECTED,
-        sentence="The printed pair of functions leaves its class; the corrected pair stays inside.",
-        numbers={"on one pair": ", ".join(f"{version}: {status}" for version, status in found.items())},
     )
 
 
@@ -485,7 +387,6 @@ def calibrated_as_good(results: Results) -> Finding:
 
 
 def _of_addition(margin: Spread) -> str:
-    """The verdict on a question of our own: does it hold on these runs?"""
     return {REPRODUCED: HOLDS, NOT_REPRODUCED: DOES_NOT_HOLD}.get(decide(margin, at_size=True), OPEN)
 
 

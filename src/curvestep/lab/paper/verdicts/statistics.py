@@ -137,6 +137,19 @@ def _if_finished(run: Run, loss: float = math.inf) -> float:
     return float(loss) if run.status["status"] == FINISHED else math.inf
 
 
+def accuracy(run: Run) -> float:
+    """Test accuracy at the end, in per cent."""
+    return float(run.rows("test")[-1]["accuracy"])
+
+
+def late_over_early(run: Run) -> float:
+    """Mean gradient norm of the last quarter of the run over that of the second."""
+    steps, norms, _ = measured(run)
+    total = run.status["step"]
+    early = norms[(steps > total / 4) & (steps <= total / 2)]
+    return float(norms[steps > 3 * total / 4].mean() / early.mean())
+
+
 def steps_to(run: Run, loss: float) -> float:
     """First step at which the mean over as many steps as a final loss has is at most ``loss``; or NaN."""
     steps, losses = run.column("loss")
