@@ -33,8 +33,7 @@ import torch
 import curvestep as cs
 from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, SMALL_LSTM
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.run.controls import random_cuts
-from curvestep.lab.tasks import LanguageTask, make_task
+from curvestep.lab.tasks import LanguageTask, make_task, random_cuts
 from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
 

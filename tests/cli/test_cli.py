@@ -211,8 +211,7 @@ def test_a_wrong_file_gets_one_helpful_line_and_code_1_and_stays(capsys, wrong_f
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("one", "it needs 10 measured rows and has 1."), ("none", "no step was measured.")],
+    ("name", "words"), [("one", "it needs 10 measured rows and has 1."), ("none", "no step was measured.")]
 )
 def test_a_trace_of_few_rows_gets_a_page_and_what_can_be_said(capsys, wrong_files, name, words):
     Trace("none").close()

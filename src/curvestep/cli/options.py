@@ -56,15 +56,7 @@ KINDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one command.
-
-    Args:
-        command: As it is typed: ``curvestep report``.
-        text: One sentence about it.
-        example: Words after the command, and after its recipe if it has one.
-        names: Placeholder of the words that are no options.
-        add_help: Whether ``--help`` prints these options and ends.
-    """
+    """The options of one command, an example, and a placeholder of the words that are no options."""
 
     def __init__(
         self, command: str, text: str = "", *, example: str = "", names: str = "", add_help: bool = True
@@ -103,12 +95,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, help=words, type=kind, nargs="*", metavar=name)
 
     def read(self, args: Sequence[str]) -> Namespace:
-        """The values by name.
-
-        Raises:
-            UsageError: with one line that names the option and what it needs.
-            SystemExit: after ``--help``.
-        """
+        """The values by name; :class:`UsageError` names the option and what it needs."""
         words = list(map(_dashed, args))
         for word in words:
             name = word.partition("=")[0]

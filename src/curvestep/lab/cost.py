@@ -65,10 +65,8 @@ def steps_of(recipe: Recipe) -> int:
 
     Example:
         >>> from curvestep.lab.recipes import get_recipe
-        >>> steps_of(get_recipe("ptb-lstm", "longer"))
-        1328
-        >>> steps_of(get_recipe("cifar-resnet20", "paper"))
-        78000
+        >>> steps_of(get_recipe("ptb-lstm", "longer")), steps_of(get_recipe("cifar-resnet20", "paper"))
+        (1328, 78000)
     """
     return recipe.steps or round(recipe.epochs * _epoch(recipe))
 

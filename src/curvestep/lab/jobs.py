@@ -67,14 +67,9 @@ def run_jobs(
     """Run ``jobs`` on ``workers`` processes and yield each outcome as it comes.
 
     A job that raises is an outcome with an error, and the rest go on. If its process dies, it is run again in
-    another one; a job whose process dies three times is an outcome with an error too.
-
-    Args:
-        jobs: What to run; long ones first keeps all processes busy to the end.
-        engine: ``joblib`` or ``ray``.
-        workers: Processes on this machine; on a cluster, tasks at a time.
-        address: Of a Ray cluster; None starts one on this machine. Its nodes must share the folders.
-        watch: Called twice a second meanwhile, to show how far things are.
+    another one; a job whose process dies three times is an outcome with an error too. Long jobs first keep
+    all processes busy to the end. ``address`` is that of a Ray cluster, whose nodes must share the folders;
+    None starts one here. ``watch`` is called twice a second meanwhile, to show how far things are.
     """
     check_choice("engine", engine, ENGINES)
     check_count("workers", workers)

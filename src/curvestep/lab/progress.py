@@ -27,13 +27,8 @@ _COUNT: dict[Unit, bars.ProgressColumn] = {
 class Progress:
     """Progress of one piece of work, inside ``with``: a bar in a terminal, lines without one.
 
-    Args:
-        title: What is done.
-        total: How much there is to do; may be changed later.
-        start: How much was done before, which the time left must not count.
-        unit: How ``done`` is written: ``steps``, 12/60; ``share``, 20 %; ``bytes``, 12/60 MB.
-        interval: Seconds between two lines without a terminal.
-        shown: False shows nothing.
+    ``total`` may be changed later; the time left does not count what was done at the ``start``. Without a
+    terminal a line comes every ``interval`` seconds. ``unit`` writes 12/60, 20 % or 12/60 MB.
 
     Example:
         >>> with Progress("counting", 3) as progress:

@@ -8,11 +8,7 @@ from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from tests.lab.small import small_language, write_text
 
-PARAMETERS = {
-    "ptb-lstm": 4_043_472,
-    "ptb-awd-lstm": 24_221_600,
-    "cifar-resnet20": 269_722,
-}
+PARAMETERS = {"ptb-lstm": 4_043_472, "ptb-awd-lstm": 24_221_600, "cifar-resnet20": 269_722}
 
 
 @pytest.mark.slow

@@ -58,15 +58,7 @@ def load_cifar10(*, subset: bool = True, offline: bool = False, progress: bool =
 
     The subset is the first 1,000 training and the first 200 test images of each class, in the order of the
     release; it is the same tensors whether read from ``cifar10-subset.npz`` or cut from the whole set.
-
-    Args:
-        subset: The laptop subset; False for all 60,000 images.
-        offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
-        progress: Show progress bars while fetching.
-
-    Raises:
-        Unreachable: nothing was found.
-        DataError: a file is not what it should be.
+    ``offline`` looks only in ``CURVESTEP_DATA`` and the cache. Raises what :func:`find` does.
     """
     folder = data_folder()
     if subset and folder and (folder / SUBSET_FILE).is_file():

@@ -50,19 +50,11 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
 
 
 def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
-    """A plain-text file as a corpus.
+    """A plain-text file as a corpus; :class:`DataError` if there is none or it is no text.
 
     It is lower-cased, punctuation becomes words of its own, and lines go to train, valid and test in the
-    order of the text, 90 : 5 : 5. ``<eos>`` ends each line that is not empty; words outside the vocabulary
+    order of the text, 90 : 5 : 5. ``<eos>`` ends each line that is not empty; words other than the commonest
     become ``<unk>``.
-
-    Args:
-        path: A UTF-8 text file.
-        max_vocabulary: Number of words kept, the commonest of the training split, ``<eos>`` and ``<unk>``
-            among them.
-
-    Raises:
-        DataError: nothing is there, it is not text, or it is too short to split.
     """
     path = Path(path)
     if not path.is_file():

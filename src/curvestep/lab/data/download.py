@@ -228,15 +228,7 @@ class ByteCounter:
 
 
 def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path:
-    """The archive at ``url`` in ``folder``, verified by ``known_hash``.
-
-    A transfer that breaks is tried once more from the start; what pooch writes has a temporary name until
-    its hash is right.
-
-    Raises:
-        Unreachable: no answer, or the transfer broke twice.
-        DataError: the hash is wrong.
-    """
+    """The archive at ``url`` in ``folder``, verified; :class:`Unreachable` after two broken transfers."""
     pooch.get_logger().setLevel(logging.WARNING)
     file = url.rsplit("/", 1)[-1]
     archives = pooch.create(

@@ -39,15 +39,8 @@ WHEEL = Archive(
 def load_ptb(*, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress: bool = True) -> Corpus:
     """Penn Treebank: 929,589 training, 73,760 validation and 82,430 test tokens over 10,000 words.
 
-    Args:
-        max_vocabulary: Number of words kept, the commonest of the training split, ``<eos>`` and ``<unk>``
-            among them; the others become ``<unk>``.
-        offline: Look only where no network is needed: ``CURVESTEP_DATA`` and the cache.
-        progress: Show progress bars while fetching.
-
-    Raises:
-        Unreachable: nothing was found.
-        DataError: a file is not what it should be.
+    Of the words the ``max_vocabulary`` commonest are kept, ``<eos>`` and ``<unk>`` among them. ``offline``
+    looks only in ``CURVESTEP_DATA`` and the cache. Raises what :func:`find` does.
     """
     files, source = find("ptb", HASHES, SOURCES, _given, offline=offline, progress=progress)
     texts = {split: files[f"ptb.{split}.txt"].decode("ascii").splitlines() for split in SPLITS}

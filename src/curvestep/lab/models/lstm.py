@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from curvestep._checks import check_count
-
 # Hidden and cell state of each layer, shaped (1, batch, width).
 State = tuple[tuple[Tensor, Tensor], ...]
 
@@ -134,7 +132,6 @@ def random_bptt_length(generator: torch.Generator, base: int) -> int:
 
     Short windows would weigh more per word; the task scales the learning rate by the length to even it out.
     """
-    check_count("base", base)
     usual = torch.rand((), generator=generator).item() < 0.95
     centre = base if usual else base / 2
     return max(5, int(centre + 5 * torch.randn((), generator=generator).item()))

@@ -48,14 +48,7 @@ def scatter(
     linear: Sequence[int] = (),
     letters: str = LETTERS,
 ) -> Figure:
-    """One panel a setting, each on axes of its own.
-
-    Args:
-        settings: For each panel the seeds of one setting.
-        title: Title of the figure.
-        linear: Panels with linear axes.
-        letters: Of the panels; default (a), (b), … where there are several.
-    """
+    """One panel a setting, with its seeds, on axes of its own, which of the panels ``linear`` are linear."""
     charts = [scatter_chart(runs, log=panel not in linear) for panel, runs in enumerate(settings)]
     size = SMALL_PANEL if len(charts) > 1 else PANEL
     return described(lettered(charts, letters), list(chain(*settings)), title=title, columns=3, size=size)
@@ -147,10 +140,7 @@ FIG3 = PaperFigure(
 FIG5 = PaperFigure(
     name="fig5",
     # At laptop scale a run that is half as long again.
-    runs=lambda scale: [
-        *legend_runs(scale, [BY_HAND]),
-        *run_again(scale, LONG, steps=600, probe_every=10),
-    ],
+    runs=lambda scale: [*legend_runs(scale, [BY_HAND]), *run_again(scale, LONG, steps=600, probe_every=10)],
     pictures=(
         Picture(
             name="fig5",

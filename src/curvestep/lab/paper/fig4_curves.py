@@ -60,10 +60,8 @@ class Curve:
 def curves(runs: Sequence[Run], *, title: str = "Training with and without clipping") -> Figure:
     """A row of two panels for each task: training loss, and what the paper shows beside it.
 
-    For a language model that is the validation loss, for images the test accuracy. A line is the mean over
-    the seeds of a setting, the band their range; a triangle at the upper edge marks where a run diverged.
-    Colours are learning rates; lines are solid with clipping and dashed without. Runs may be of both tasks,
-    of any settings and seeds.
+    A line is the mean over the seeds of a setting, the band their range; a triangle at the upper edge marks
+    where a run diverged. Colours are learning rates; lines are solid with clipping and dashed without.
     """
     charts: list[Chart] = []
     for kind, beside in _BESIDE.items():

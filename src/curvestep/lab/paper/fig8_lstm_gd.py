@@ -78,10 +78,7 @@ def lstm_gd(*sides: Sequence[Run], title: str = "GD against clipped GD on the 2-
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:
-    """GD and clipped GD on the two-layer LSTM.
-
-    The longer runs have lr 30 in place of the paper's 10; at larger scales the legend's names are AWD-LSTM's.
-    """
+    """GD and clipped GD on the two-layer LSTM; at larger scales the legend's names are AWD-LSTM's."""
     at_size = "lstm-lr2", "lstm-lr10clip0.25"
     return {"laptop": SETTINGS, "longer": (SETTINGS[0], BY_HAND)}.get(scale, at_size)
 

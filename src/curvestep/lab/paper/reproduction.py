@@ -191,16 +191,7 @@ def make_plan(scale: str = "laptop", figures: Sequence[str] | None = None, **fie
 def draw_all(
     results: Results, *, progress: bool, folder: Path, where: str = "", suffix: str = "", words: str = ""
 ) -> Drawn:
-    """Draw every picture of the plan.
-
-    Args:
-        results: The runs, and the plan with its figures.
-        progress: Print a line a picture.
-        folder: Where pictures go, in ``figures``.
-        where: Put after each title: which runs these are.
-        suffix: Put after each file name.
-        words: Put after each caption.
-    """
+    """Draw every picture of the plan; ``where``, ``suffix``, ``words`` end its title, name and caption."""
     drawn = Drawn()
     for figure, picture in results.plan.pictures:
         name, title = f"{picture.name}{suffix}", f"{picture.title}{where}"

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from curvestep.distributed import copies
-from curvestep.lab.models.lstm import random_bptt_length
 from curvestep.lab.run.session import Session
-from curvestep.lab.tasks import LanguageTask, generator, seed_of
+from curvestep.lab.tasks import LanguageTask, generator, random_cuts, seed_of
 from curvestep.smoothness.replay import Replay
-from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm
 
 WITHOUT_DROPOUT, AUTHORS = "without dropout", "authors"  # splits of the metrics
@@ -71,15 +69,6 @@ def without_dropout(session: Session) -> dict[str, float]:
         session.model.train()
 
 
-def random_cuts(num_rows: int, bptt: int, source: torch.Generator) -> list[tuple[int, int]]:
-    """Start and length of pieces as AWD-LSTM draws them: 70 words give or take 5, now and then half of it."""
-    pieces, start = [], 0
-    while start < num_rows:
-        pieces.append((start, min(random_bptt_length(source, bptt), num_rows - start)))
-        start = sum(pieces[-1])
-    return pieces
-
-
 def summed_gradient(
     task: LanguageTask, model: nn.Module, source: torch.Generator
 ) -> tuple[list[Tensor], int]:
@@ -89,7 +78,6 @@ def summed_gradient(
     for start, length in pieces:
         words, following = (task.streams[start + i : start + i + length] for i in (0, 1))
         loss, state = task.loss(model, (words, following), state)
-        state = detach_state(state)
         loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None], len(pieces)
 

@@ -193,10 +193,7 @@ def check_recipe(run: Run, recipe: Recipe, *, apart_from: Sequence[str] = ()) ->
 
 
 def has_ended(folder: Path, recipe: Recipe | None = None, *, apart_from: Sequence[str] = ()) -> bool:
-    """Whether there is a run in ``folder`` that finished or diverged.
-
-    One of another ``recipe``, ``apart_from`` these fields, is an error.
-    """
+    """Whether a run in ``folder`` finished or diverged; one of another ``recipe`` is an error."""
     if read_status(folder, {}).get("status") not in ENDED:
         return False
     if recipe is not None:

@@ -6,8 +6,8 @@ import errno
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,7 @@ from curvestep.fit.samples import final_loss
 from curvestep.lab.progress import Progress, error_line
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.controls import measured_beside
-from curvestep.lab.run.devices import (
-    ignore_sigint,
-    make_fabric,
-    raised_by_process,
-    run_context,
-    stop_signal,
-)
+from curvestep.lab.run.devices import ignore_sigint, make_fabric, raised_by_process, run_context, stop_signal
 from curvestep.lab.run.folder import (
     DIVERGED,
     ENDED,
@@ -50,14 +44,6 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    progress: bool
-    checkpoint_seconds: float
-    threads: int | None
-    offline: bool
 
 
 def train(
@@ -94,12 +80,11 @@ def train(
     fabric = make_fabric(recipe, devices=devices)
     if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
-    options = _Options(
-        progress=progress, checkpoint_seconds=checkpoint_seconds, threads=threads, offline=offline
-    )
     try:
         with locked(folder), ignore_sigint(fabric):
-            _launch(fabric, open_run(folder, recipe, resume=resume), options)
+            run = open_run(folder, recipe, resume=resume)
+            options = {"progress": progress, "threads": threads, "offline": offline}
+            _launch(fabric, run, partial(_train, run=run, checkpoint_seconds=checkpoint_seconds, **options))
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
@@ -109,12 +94,12 @@ def train(
     return Run.load(folder).result
 
 
-def _launch(fabric: Fabric, run: Run, options: _Options) -> None:
+def _launch(fabric: Fabric, run: Run, process: Callable[[Fabric], None]) -> None:
     """Train on every process; what one of them raises is raised here and left in ``status.json``."""
     start = time.monotonic()
     try:
         try:
-            fabric.launch(partial(_train, run=run, options=options))
+            fabric.launch(process)
         except ProcessRaisedException as error:
             raise raised_by_process(error) from error
     except BaseException as error:
@@ -130,23 +115,29 @@ def _launch(fabric: Fabric, run: Run, options: _Options) -> None:
         raise
 
 
-def _train(fabric: Fabric, run: Run, options: _Options) -> None:
+def _train(
+    fabric: Fabric,
+    run: Run,
+    *,
+    progress: bool,
+    checkpoint_seconds: float,
+    threads: int | None,
+    offline: bool,
+) -> None:
     """One process of a run, from the start or the checkpoint to the end."""
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe
-    with run_context(recipe, threads=options.threads), stop_signal() as stop:
-        task = make_task(
-            recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=options.offline
-        )
+    with run_context(recipe, threads=threads), stop_signal() as stop:
+        task = make_task(recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=offline)
         session = Session(fabric, run, task)
-        status_file = _StatusFile(run, session, options.checkpoint_seconds)
+        status_file = _StatusFile(run, session, checkpoint_seconds)
         total = task.num_steps()
         title = f"{recipe.name} {recipe.label}"
-        shown = options.progress and fabric.is_global_zero
-        with closing(session), Progress(title, total, start=session.step, shown=shown) as progress:
+        shown = progress and fabric.is_global_zero
+        with closing(session), Progress(title, total, start=session.step, shown=shown) as bar:
             status_file.write(RUNNING)
-            status, message = _loop(session, total, status_file, stop, progress)
+            status, message = _loop(session, total, status_file, stop, bar)
         status_file.write(status, message)
         fabric.barrier()
 

@@ -19,11 +19,7 @@ Source = Run | Path | Trace
 
 
 def find_sources(paths: Iterable[str | Path | Trace]) -> list[Source]:
-    """The runs, trace files and traces in ``paths``.
-
-    Raises:
-        ValueError: a path does not exist, or holds neither a run nor a trace nor a reproduction's claims.
-    """
+    """The runs, trace files and traces in ``paths``; an error if one holds nothing of the kind."""
     places = list(paths)
     if not places:
         raise ValueError("`paths` must name at least one run folder or trace file, got none.")
@@ -62,11 +58,7 @@ def _is_trace(file: Path) -> bool:
 
 
 def traces_by_task(paths: Iterable[str | Path | Trace]) -> dict[str, list[Trace]]:
-    """The traces in ``paths``, found as for the page, those that can be compared together.
-
-    Raises:
-        ValueError: there is no trace.
-    """
+    """The traces in ``paths``, found as for the page, those that can be compared together."""
     found: dict[str, list[Trace]] = {}
     sources = find_sources(paths)
     for source in sources:
