@@ -341,7 +341,7 @@ def test_norms_of_layers_are_given_by_name_or_number(make):
     opt = make([w, v])
     w.grad, v.grad = torch.tensor([3.0, 4.0]), None
     assert "layers" not in opt.clip_stats()
-    assert opt.clip_stats(layers=True)["layers"] == {"0.0": 5.0}
+    assert opt.clip_stats(layers=True)["layers"] == {"parameter 0 of group 0": 5.0}
     named = make([("weight", w), ("bias", v)])
     assert named.clip_stats(layers=True)["layers"] == {"weight": 5.0}
 

@@ -39,7 +39,7 @@ class Spike(TypedDict):
         grad_norm: Norm of the gradient.
         clipped_norm: The same after clipping, 0 if the step was left out.
         loss: What the closure of the step returned, None without one.
-        layer: The parameter with the largest gradient.
+        layer: The parameter with the largest gradient: its name, if the optimizer was given names.
         share: Its share of the squared norm.
     """
 

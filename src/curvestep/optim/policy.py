@@ -209,17 +209,17 @@ def clipped_norms(
     return [norm * c if p is None else float(p.clipped_norm()) for p, norm, c in triples]
 
 
-def _named(groups: list[Group], unnamed: str = "{}.{}") -> Iterator[tuple[str, Tensor]]:
+def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:
     """The parameters with their names, or with numbers where they were given without."""
     for number, group in enumerate(groups):
-        numbered = [unnamed.format(number, i) for i in range(len(group["params"]))]
+        numbered = [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
         yield from zip(group.get("param_names", numbered), group["params"], strict=True)
 
 
 def nonfinite_gradient(groups: list[Group]) -> str:
     """Which parameter has the first gradient that is not finite, in words for an error."""
     found = "All gradients are finite, but their norm overflows."
-    for name, p in _named(groups, "parameter {1} of group {0}"):
+    for name, p in _named(groups):
         # Times zero, a finite number is zero and any other is NaN; the norm itself may overflow.
         if p.grad is not None and math.isnan(global_norm([p.grad * 0])):
             found = f"The gradient of `{name}`, shape {tuple(p.shape)}, is not finite."

@@ -107,7 +107,7 @@ def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_pat
         trace.append({"step": 50, "grad_norm": 1.0, "loss": 1.0, "spikes": []})
         trace.append({"step": 75, "spikes": [{"step": 55, "layer": "a"}, {"step": 57, "layer": HOSTILE}]})
     text = write_page([tmp_path / "t.jsonl"], tmp_path / "page.html").path.read_text()
-    assert f"Spikes: 2; the last is at step 57 in layer {HOSTILE}." in html.unescape(text)
+    assert f"Spikes: 2. The last is at step 57, most of it in {HOSTILE}." in html.unescape(text)
     assert HOSTILE not in text
 
 

@@ -41,7 +41,7 @@ def _spikes(view: RunView) -> str:
     if not spikes:
         return ""
     step, layer = spikes[-1]["step"], visible(str(spikes[-1].get("layer")))
-    return f"Spikes: {len(spikes):,}; the last is at step {step:,} in layer {layer}."
+    return f"Spikes: {len(spikes):,}. The last is at step {step:,}, most of it in {layer}."
 
 
 def _ending(view: RunView) -> str:
