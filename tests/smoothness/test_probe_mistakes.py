@@ -1,5 +1,6 @@
 """Mistakes that loops make with a probe, each named in one sentence."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -187,6 +188,20 @@ def test_a_forgotten_zero_grad_is_noticed_at_the_second_row_and_in_all_after_it(
     assert first == "ok"
     assert len(others) == 3
     assert all("zero_grad" in status for status in others)
+
+
+@pytest.mark.parametrize("form", ["record", "block"])
+def test_a_forgotten_backward_is_said_at_the_first_row(form):
+    model, x, y = task()
+    optimizer, probe = measured_sgd(model)
+    block = contextlib.nullcontext()
+    if form == "record":
+        probe.watch(optimizer).record(lambda: F.cross_entropy(model(x), y))
+    else:
+        block = probe(lambda: F.cross_entropy(model(x), y))
+    with pytest.warns(UserWarning, match=r"`.grad` is empty before the step. Call `loss.backward"), block:
+        optimizer.step()
+    assert "loss.backward()" in probe.trace[0]["status"]
 
 
 def run(path, **options):

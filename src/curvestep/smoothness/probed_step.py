@@ -275,17 +275,17 @@ class ProbedStep:
         """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""
         gradients = gradients_of(self.setup.parameters)
         hidden = is_empty(gradients)
-        if clipped:
-            # A hook that leaves a step out hides the gradient: there is nothing to compare with.
-            trained = None if hidden else gradients
-            with self.replaying(loss, most=1) as replay:
-                return self.setup.test.run(replay, trained, self.record, clipped=True)
-        if hidden:
+        if hidden and not any(part.summed for part in self.record.passes):
             raise ValueError(
-                "`.grad` is empty at the start of the block. Call `loss.backward()` before it, and "
-                "`zero_grad()` after it."
+                "`.grad` is empty before the step. Call `loss.backward()` before it, and `zero_grad()` "
+                "after it."
             )
-        return gradients
+        if not clipped:
+            return gradients
+        # A hook that leaves a step out hides the gradient: there is nothing to compare with.
+        trained = None if hidden else gradients
+        with self.replaying(loss, most=1) as replay:
+            return self.setup.test.run(replay, trained, self.record, clipped=True)
 
     def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
         """Test the closure that is measured, where the gradient was not replayed and tested already."""
