@@ -123,16 +123,6 @@ def test_affine_law_gives_the_logarithmic_step_and_a_constant_the_classical_boun
         assert guarantee.M == pytest.approx(math.sqrt(2 * 3 * 2))
 
 
-def test_adaptive_steps_are_seen_to_be_faster_where_gradients_are_large():
-    value, gradient, curvature, ell, x0 = wall(np.random.default_rng(1))
-    gap, eps = float(value(np.array(x0))), 1e-2 * float(gradient(np.array(x0)))
-    taken = [
-        certify_ell(ell_smooth(ell, gap=gap, eps=eps, step=step), value, gradient, curvature, x0)[1]
-        for step in ("adaptive", "constant")
-    ]
-    assert taken[0] < taken[1]
-
-
 @pytest.mark.parametrize(
     ("ell", "words"),
     [

@@ -54,15 +54,6 @@ def test_the_search_would_notice_a_lemma_that_is_too_strong():
     assert (lemma13(step).left > 0.3 * lemma13(step).right).any()
 
 
-def test_the_printed_step_breaks_the_inequality_that_every_lemma_starts_from():
-    # (5 L0 + 4 L1 g) h ≤ ½ at g = 1000, L0 = L1 = 1, τ = 0.1, T = 10⁶: row 19 (a).
-    L0, L1, g, tau = 1.0, 1.0, 1000.0, 0.1
-    lr = min(1 / (20 * L0), 1 / (128 * L1 * tau), 1 / math.sqrt(1e6))
-    printed, corrected = (min(lr, c / (16 * L1 * (g + tau))) for c in (1 / lr, 1.0))
-    assert (5 * L0 + 4 * L1 * g) * corrected <= 0.5
-    assert (5 * L0 + 4 * L1 * g) * printed > 4
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

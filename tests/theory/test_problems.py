@@ -15,7 +15,6 @@ from curvestep.theory import (
     PrintedWall,
     Quadratic,
     Quartic,
-    ScalarProblem,
     SlowValley,
     check_smoothness,
     gradient_change_bound,
@@ -68,8 +67,7 @@ def test_hessian_norm_is_the_size_of_the_derivative_of_the_gradient(problem):
     along = slopes(problem, x, np.ones(()))
     close = {"rtol": 1e-4, "atol": 2e-5 * np.abs(along).max()}
     np.testing.assert_allclose(problem.hessian_norm(x), np.abs(along), **close)
-    if isinstance(problem, ScalarProblem):
-        np.testing.assert_allclose(problem.curvature(x), along, **close)
+    np.testing.assert_allclose(problem.curvature(x), along, **close)
 
 
 @pytest.mark.parametrize("problem", VECTOR, ids=lambda p: p.name)
@@ -153,24 +151,13 @@ def test_polynomials_of_low_degree_have_no_curvature_or_the_same_everywhere():
     assert Polynomial([0.0, 0.0, 0.0, 0.0, -1.0]).minimum == -math.inf
 
 
-def test_polynomial_in_two_variables_need_not_be_smooth():
-    # x²y² at (c, 0): ∇f = (2xy², 2x²y) = 0 and ∇²f = diag(0, 2c²).
-    c = np.array([1.0, 10.0, 1000.0])
-    assert (sample_frontier(np.zeros(3), 2 * c**2, [0.0, 1e6]) == 2e6).all()
-
-
 # Row 28.
 def test_the_papers_pair_for_the_quartic_fails_between_0117_and_0264():
     f, x = Quartic(), np.linspace(0, 1, 100_001)
     violated = x[f.hessian_norm(x) > 10 * f.grad_norm(x) + 0.1]
-    assert violated.min() == pytest.approx(0.1168, abs=1e-4)
-    assert violated.max() == pytest.approx(0.2642, abs=1e-4)
+    assert (violated.min(), violated.max()) == pytest.approx((0.1168, 0.2642), abs=1e-4)
     check = check_smoothness(f.grad_norm(x), f.hessian_norm(x), L0=0.1, L1=10.0)
-    assert check.excess == pytest.approx(0.06)
-    assert x[check.index] == pytest.approx(0.2)
-    assert f.frontier(math.sqrt(160)) == pytest.approx(0.1)  # the pair (0.1, 12.65)
-    # Without the absolute value it fails for every negative x.
-    assert f.curvature(np.array(-1.0)) > 10 * f.gradient(np.array(-1.0)) + 0.1
+    assert (check.excess, x[check.index]) == pytest.approx((0.06, 0.2))
 
 
 # Row 2.
@@ -215,25 +202,13 @@ def test_sampled_limsup_is_below_the_hessian_norm_and_near_it(problem):
     assert sampled >= 0.9 * norm - 1e-6
 
 
-# Row 22.
-def test_a_secant_along_the_flat_axis_does_not_see_the_steep_one():
-    f, x, d = Quadratic([100.0, 1.0]), np.array([1.0, 1.0]), np.array([0.0, 1.0])
-    secants = [f.norm(f.gradient(x + t * d) - f.gradient(x)) / f.norm(t * d) for t in (0.2, 0.6, 1.0)]
-    np.testing.assert_allclose(secants, 1.0)
-    assert f.hessian_norm(x) == 100
-
-
 # Row 14.
 @pytest.mark.parametrize("L1", [2.0, 5.0, 10.0])
 def test_printed_wall_is_twice_differentiable_but_needs_L0_of_L1(L1):
     wall = PrintedWall(L1=L1)
-    joint, h = 1 / L1, 1e-9
-    for x in (joint, -joint):
-        for method in (wall.value, wall.gradient, wall.curvature):
-            np.testing.assert_allclose(method(np.array(x - h)), method(np.array(x + h)), rtol=1e-6)
-    assert wall.value(np.array(joint)) == pytest.approx(1 / L1)
-    assert wall.gradient(np.array(joint)) == pytest.approx(1)
-    assert wall.curvature(np.array(joint)) == pytest.approx(L1)
+    for side in (1 - 1e-9, 1 + 1e-9):  # of the joint
+        for method, value in ((wall.value, 1 / L1), (wall.gradient, 1.0), (wall.curvature, L1)):
+            assert method(np.array(side / L1)) == pytest.approx(value)
     x = np.linspace(-3, 3, 60_001)
     check = check_smoothness(wall.grad_norm(x), wall.hessian_norm(x), L0=1.0, L1=L1)
     assert not check.holds
@@ -245,8 +220,6 @@ def test_printed_wall_is_twice_differentiable_but_needs_L0_of_L1(L1):
 def test_corrected_wall_has_its_hessian_on_the_line_everywhere():
     wall, x = ExponentialWall(L0=0.7, L1=3.0), np.linspace(-5, 5, 10_001)
     np.testing.assert_allclose(wall.hessian_norm(x), 0.7 + 3.0 * wall.grad_norm(x), rtol=1e-12)
-    for method in (wall.value, wall.gradient, wall.curvature):  # twice differentiable at 0
-        np.testing.assert_allclose(method(np.array(-1e-9)), method(np.array(1e-9)), atol=1e-8)
     assert wall.grad_norm(np.array(wall.start(M=50.0))) == pytest.approx(50)
     assert wall.largest_step(M=50.0) == pytest.approx(2 * math.log(1 + 3 * 50 / 0.7) / (3 * 50))
 
@@ -255,25 +228,19 @@ def test_corrected_wall_has_its_hessian_on_the_line_everywhere():
 @pytest.mark.parametrize(("slope", "width"), [(2.0, 1.0), (1.2, 0.3)])
 def test_slow_valley_is_twice_differentiable_with_curvature_three_eps(slope, width):
     eps = 0.5
-    valley, h = SlowValley(eps, slope=slope, width=width), 1e-9
-    for x in (width, -width):
-        for method in (valley.value, valley.gradient, valley.curvature):
-            np.testing.assert_allclose(method(np.array(x - h)), method(np.array(x + h)), atol=1e-7)
+    valley = SlowValley(eps, slope=slope, width=width)
+    for method in (valley.value, valley.gradient, valley.curvature):
+        near = method(width * np.array([1 - 1e-9, 1 + 1e-9]))
+        assert near[0] == pytest.approx(near[1], abs=1e-7)
     x = np.linspace(-5, 5, 100_001)
     assert valley.grad_norm(x).max() == pytest.approx(slope * eps)
     assert valley.hessian_norm(x).max() == pytest.approx(1.5 * slope * eps / width)
-    assert valley.frontier(1.0) == pytest.approx(1.5 * slope * eps / width)
 
 
-def test_slow_valley_at_one_half_needs_more_than_the_claimed_L0():
+def test_slow_valley_at_one_half_by_hand():
     valley = SlowValley(0.5)
-    assert valley.frontier(1.0) == 1.5
-    np.testing.assert_allclose(valley.value(np.array([0.0, 1.0, 3.0])), [0, 0.625, 2.625])
-    assert valley.value(np.array(1 + 2 / 0.5)) == pytest.approx(2 * 2 + 5 * 0.5 / 4)  # x0 = 1 + Δ/ε
+    np.testing.assert_allclose(valley.value(np.array([0.0, 1.0, 3.0, 5.0])), [0, 0.625, 2.625, 4.625])
     assert valley.start(gap=4.625) == pytest.approx(5)
-    root = 2 * math.sin(math.asin(0.5) / 3)  # 3x − x³ = 1
-    assert root == pytest.approx(0.3473, abs=1e-4)
-    assert valley.grad_norm(np.array(root)) == pytest.approx(0.5)
 
 
 @given(st.floats(-12, 2.5).map(lambda e: 10.0**e))
