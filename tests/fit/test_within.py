@@ -121,14 +121,6 @@ def test_smoothness_that_falls_where_the_gradient_grows_has_negative_elasticity(
     assert found.answer == "does-not-grow"
 
 
-def test_fractions_may_differ_from_row_to_row():
-    x = points(high=2.0)
-    rows = [along(np.exp, x, lr=0.02, fractions=f) for f in (DEFAULT, (0.02, 0.06, 0.5, 1.0))]
-    found = within_steps(**of_two_kinds(*rows, take=np.arange(60) < 30))
-    assert found.elasticity == pytest.approx(1, abs=0.05)
-    assert found.grows
-
-
 @pytest.mark.parametrize("lr", [0.005, 0.02])
 def test_elasticity_is_that_of_one_length_where_stretches_follow_the_run(lr):
     # The gradient norm of a stretch five times as long changes five times as much, its smoothness too.
@@ -324,12 +316,6 @@ def untested(kind, **changes) -> Within:
     return found
 
 
-def test_missing_columns_are_told():
-    untested("no-secants", secants=math.nan)
-    untested("no-secants", grad_norms=math.nan, fractions=math.nan)
-    untested("no-fractions", fractions=())
-
-
 def test_rows_without_numbers_are_left_out_and_counted():
     rows = along(np.sinh, points(100), lr=0.02)
     holes = rows["secants"].copy()
@@ -419,13 +405,6 @@ def test_fractions_of_the_rows_are_used_where_the_header_has_none():
     one, two = (fit_smoothness(trace, control=False).within for trace in (rows, header))
     assert one == two
     assert one.answer == "grows"
-
-
-def test_other_fractions_than_the_probes_own_are_used_as_they_are():
-    rows = along(np.exp, points(high=2.0), lr=0.02, fractions=(0.3, 0.6))
-    found = fit_smoothness(trace_of(rows, fractions=(0.3, 0.6)), control=False).within
-    assert found.stretch == (0.3, 0.6)
-    assert found.answer == "grows"
 
 
 def test_steps_across_the_gradient_that_show_no_growth_say_nothing():
