@@ -141,17 +141,9 @@ class Part:
 
 
 def collect(
-    groups: list[Group],
-    state: State,
-    rule_of: Callable[[Group], Rule],
-    *,
-    norm_scope: str,
-    by_kernel: bool,
+    groups: list[Group], state: State, rule_of: Callable[[Group], Rule], norm_scope: str
 ) -> list[Bundle]:
-    """The parameters that have a gradient, by clipping decision.
-
-    ``by_kernel`` says that our kernel may update them if it can walk through them.
-    """
+    """The parameters that have a gradient, by clipping decision."""
     bundles: list[Bundle] = []
     for group in groups:
         rule = rule_of(group)
@@ -159,7 +151,7 @@ def collect(
             rule.lr = rule.lr.item() if is_readable(rule.lr) else rule.lr.view(())
         for bundle in decisions_of(group, norm_scope, partial(Bundle, rule=rule)):
             _find_state(bundle, state)
-            if by_kernel and bundle.has_state:
+            if bundle.has_state:
                 lists = (bundle.grads, bundle.params, *bundle.buffers)
                 bundle.view, bundle.steps_view = _views(bundle.steps, *lists)
             if bundle.view is None:
@@ -301,12 +293,7 @@ def _is_one_by_one(part: Part, group: Group) -> bool:
     """Whether torch's functions for lists of tensors are not wanted, or not right."""
     if group["differentiable"] or part.grads[0].layout != torch.strided:
         return True
-    if group["foreach"] is False and not group["fused"]:
-        return True
-    if part.view is not None:
-        return False
-    # They do not write to tensors with the negative bit.
-    return True in map(Tensor.is_neg, chain(part.params, *part.buffers))
+    return group["foreach"] is False and not group["fused"]
 
 
 def _is_plain_and_large(part: Part) -> bool:
@@ -405,7 +392,7 @@ def _are_plain(bundle: Bundle) -> bool:
         and layout == torch.strided
         and all(map(Tensor.is_contiguous, every))
         and all(map(Tensor.dim, bundle.params))
-        and not any(map(Tensor.is_neg, chain(bundle.params, bundle.grads)))
+        and not any(map(Tensor.is_neg, bundle.grads))
         and not any(map(Tensor._is_zerotensor, bundle.grads))
         and all(_is_step_for(device, step) for step in bundle.steps)
     )
@@ -414,12 +401,10 @@ def _are_plain(bundle: Bundle) -> bool:
 def _kernel_accepts(p: Tensor, g: Tensor, *buffers: Tensor) -> bool:
     """A kernel walks memory: unequal strides give wrong values; on CPU there is none for half precision.
 
-    Nor must a negative bit say that numbers in memory have the other sign, or that they are zeros without
-    memory.
+    Nor must a mark say that a gradient's numbers in memory have the other sign, or are zeros without memory.
     """
-    is_marked = p.is_neg() or g.is_neg() or g._is_zerotensor()
     return (
-        not is_marked
+        not (g.is_neg() or g._is_zerotensor())
         and (p.dtype in DTYPES or not p.is_cpu)
         and is_non_overlapping_and_dense(p)
         and all(same_layout(t, p) for t in (g, *buffers))

@@ -153,7 +153,9 @@ class ScaledOptimizer(Optimizer, ABC):
                     )
             self.check_group(group)
         super().add_param_group(param_group)
-        self._disable_kernel_for_negated()
+        if any(map(Tensor.is_neg, self.param_groups[-1]["params"])):
+            self.param_groups.pop()
+            raise ValueError("A parameter is the negated view of another tensor. Give it `resolve_neg()`.")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -220,11 +222,6 @@ class ScaledOptimizer(Optimizer, ABC):
         self._policy = _policy_of(self.defaults)
         self._record = StepRecord(type(self).__name__)
         self._record.load(self.param_groups, self.defaults.get(self.threshold))
-        self._disable_kernel_for_negated()
-
-    def _disable_kernel_for_negated(self) -> None:
-        """Keep our kernel from parameters with torch's negative bit: their sign in memory is the other."""
-        self._by_kernel = not any(p.is_neg() for group in self.param_groups for p in group["params"])
 
     def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
@@ -232,10 +229,7 @@ class ScaledOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            bundles = collect(
-                self.param_groups, self.state, self.rule,
-                norm_scope=self._policy.norm_scope, by_kernel=self._by_kernel,
-            )  # fmt: skip
+            bundles = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
             if not bundles:
