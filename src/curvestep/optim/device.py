@@ -207,7 +207,7 @@ class DeviceStep(Step):
         averaged: list[Part] = []
         for part in parts:
             scale = 1.0 if self.unscale is None else self.unscale.to(part.params[0].device)
-            with _unless_skipped(self, list(chain(*part.buffers))):
+            with self._unless_skipped(list(chain(*part.buffers))):
                 averaged.append(along(part, *part.rule.averaged_(part, scale), group))
         return averaged
 
@@ -218,7 +218,30 @@ class DeviceStep(Step):
 
     def update(self, part: Part, coefficient: Tensor) -> None:
         """Update a part with the gradient times ``coefficient``; where ``skip`` is 1, nothing changes."""
-        update_on_device(part, self.unscaled(coefficient), self)
+        device, scale = part.params[0].device, self.unscaled(coefficient)
+        part = replace(part, rule=replace(part.rule, lr=_lr_on(device, part.rule.lr)))
+        if part.path == "kernel" or (device.type == "cpu" and not scale.is_cpu):  # which waits for the device
+            if not self.is_guarded or self.skip.item() == 0:
+                update(part, scale.item())
+            return
+        scale, skip = scale.to(device), self.skip.to(device)
+        if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
+            part.rule.by_fused(part, scale, skip)
+            tell_autograd(part.params)
+        else:
+            by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
+            with self._unless_skipped([*part.params, *chain(*part.buffers)]):
+                by_functions(part, scale)
+        if self.is_guarded and part.steps:
+            torch._foreach_sub_(part.steps, [skip] * len(part.steps))
+
+    @contextmanager
+    def _unless_skipped(self, tensors: list[Tensor]) -> Generator[None]:
+        """A block after which the tensors are as before if the step is left out; nothing is read."""
+        before = list(map(torch.clone, tensors)) if self.is_guarded else []
+        yield
+        for t, old in zip(tensors, before, strict=False):  # nothing was kept where no step is left out
+            t.copy_(torch.where(self.skip.to(t.device) > 0, old, t))
 
     def look_for_spike(self, coefficients: list[Tensor]) -> None:
         """Look for none: the norm would have to be read."""
@@ -271,37 +294,8 @@ def _has_to_know(optimizer: Optimizer, bundles: list[Bundle]) -> bool:
     return any(is_new(p, optimizer.state, bundle.rule) for bundle in damped for p in bundle.params)
 
 
-def update_on_device(part: Part, scale: Tensor, step: DeviceStep) -> None:
-    """Update a part with the gradient times ``scale``; where ``step.skip`` is 1, nothing changes."""
-    device = part.params[0].device
-    part = replace(part, rule=replace(part.rule, lr=_lr_on(device, part.rule.lr)))
-    if part.path == "kernel" or (device.type == "cpu" and not scale.is_cpu):  # which waits for the device
-        if not step.is_guarded or step.skip.item() == 0:
-            update(part, scale.item())
-        return
-    scale, skip = scale.to(device), step.skip.to(device)
-    if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
-        part.rule.by_fused(part, scale, skip)
-        tell_autograd(part.params)
-    else:
-        by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
-        with _unless_skipped(step, [*part.params, *chain(*part.buffers)]):
-            by_functions(part, scale)
-    if step.is_guarded and part.steps:
-        torch._foreach_sub_(part.steps, [skip] * len(part.steps))
-
-
 def _lr_on(device: torch.device, lr: Number) -> Number:
     """The learning rate where the parameters are; those on CPU have to wait for it."""
     if not isinstance(lr, Tensor) or lr.is_cpu:
         return lr
     return lr.item() if device.type == "cpu" else lr.to(device)
-
-
-@contextmanager
-def _unless_skipped(step: DeviceStep, tensors: list[Tensor]) -> Generator[None]:
-    """A block after which the tensors are as before if the step is left out; nothing is read."""
-    before = list(map(torch.clone, tensors)) if step.is_guarded else []
-    yield
-    for t, old in zip(tensors, before, strict=False):  # nothing was kept where no step is left out
-        t.copy_(torch.where(step.skip.to(t.device) > 0, old, t))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import starmap
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -114,7 +113,6 @@ class TensorPieces:
         self.norms: list[Quantity] = norms
         self.weights = weights
         self.norm = torch.linalg.vector_norm(_joined(norms))
-        self._fired: list[Tensor] = []
         self._factors: list[Tensor] = []
 
     def unscale(self, factor: Tensor | float) -> None:
@@ -123,9 +121,7 @@ class TensorPieces:
 
     def clip(self, bounds: Sequence[Quantity]) -> None:
         """Fix the factors, by a threshold for each norm."""
-        pairs = list(zip(self.norms, bounds, strict=True))
-        self._fired = [norms > bound for norms, bound in pairs]
-        self._factors = list(starmap(_factor, pairs))
+        self._factors = list(map(_factor, self.norms, bounds))
 
     def clip_some(self, bounds_of: Callable[[Quantity], Quantity], at: list[int], count: int) -> None:
         """The same where some of ``count`` tensors have no gradient: ``at`` are those that have one."""
@@ -137,7 +133,7 @@ class TensorPieces:
     def counted(self) -> tuple[Tensor, Tensor]:
         """The smallest factor, and the share of pieces that are clipped."""
         factors = _joined(self._factors)
-        share = _joined([fired.to(factors.dtype) for fired in self._fired]).sum() / max(len(factors), 1)
+        share = (factors < 1).to(factors.dtype).sum() / max(len(factors), 1)
         return torch.cat([factors, factors.new_ones(1)]).min(), share  # of no pieces it is one
 
     def clipped_norm(self) -> Tensor:
