@@ -369,20 +369,22 @@ def test_rule_that_is_set_later_starts_afresh():
     assert threshold_after(percentile(50), percentile(60)) == pytest.approx(4.0)
 
 
-def test_grad_scaler_leaves_the_same_steps():
+@pytest.mark.parametrize("place", ["cpu", "strict"])
+def test_grad_scaler_leaves_the_same_steps(place):
     def parameters_after(scale):
-        params = list(model().parameters())
+        params = [nn.Parameter(p.detach().to(place)) for p in model().parameters()]
         opt = ClippedSGD(params, lr=0.05, max_norm=weight_ratio(0.4), fused=True)
         for step in range(10):
             set_gradients(params, step)
             if scale != 1:
                 for p in params:
                     p.grad *= scale
-                opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+                opt.grad_scale, opt.found_inf = torch.tensor([scale, 0.0], device=place).unbind()
             opt.step()
-        return params
+        return [p.detach().cpu() for p in params]
 
-    torch.testing.assert_close(parameters_after(1.0), parameters_after(1024.0), rtol=1e-12, atol=1e-12)
+    with strict_device():
+        torch.testing.assert_close(parameters_after(1.0), parameters_after(1024.0), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("each", ["zscore", "percentile"])

@@ -322,10 +322,10 @@ def test_spikes_are_logged_with_the_layer_that_caused_them(make, skip_above):
     opt.param_groups[0]["max_norm"] = 5.0
     for step in range(60):
         w.grad, v.grad = torch.tensor([0.6, 0.8]), torch.tensor([noisy(step)])
-        opt.step()
+        opt.step(lambda: torch.tensor(2.5))
     (spike,) = opt.spikes()
     norm = math.hypot(1.0, 50.0)
-    assert (spike["step"], spike["layer"], spike["loss"]) == (40, "second", None)
+    assert (spike["step"], spike["layer"], spike["loss"]) == (40, "second", 2.5)
     assert spike["grad_norm"] == pytest.approx(norm)
     assert spike["share"] == pytest.approx(2500 / norm**2)
     assert (spike["clipped_norm"] == 0) == (skip_above is not None)
