@@ -81,8 +81,8 @@ def test_T2_steps_at_the_edge_of_stability_raise_the_warning_about_kappa():
     torch.manual_seed(0)
     model = nn.Module()
     model.x = nn.Parameter(torch.tensor([1.0]))
-    trace = Trace()
-    probe = SmoothnessProbe(model, every=1, trace=trace)
+    probe = SmoothnessProbe(model, every=1)
+    trace = probe.trace
     for _ in range(100):
         # f = a·|x|-like valley whose steepness changes from step to step; clipped steps of fixed length.
         a = float(torch.rand(()).mul(3).exp())

@@ -51,7 +51,6 @@ from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone
-from curvestep.smoothness.trace import Trace
 
 need("transformers", "4.57", "transformers")
 need("accelerate", "1.1", "transformers")
@@ -70,7 +69,7 @@ class SmoothnessOptions(TypedDict, total=False):
     every: int | None
     fractions: tuple[float, ...] | None
     estimators: list[str] | dict[str, int] | None
-    trace: Trace | str | Path | None
+    trace: str | Path | None
     if_exists: str
     max_overhead: float | None
     layers: bool
@@ -131,7 +130,7 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         every: int | None = None,
         fractions: tuple[float, ...] | None = None,
         estimators: list[str] | dict[str, int] | None = None,
-        trace: Trace | str | Path | None = None,
+        trace: str | Path | None = None,
         if_exists: str = "resume",
         max_overhead: float | None = None,
         layers: bool = False,

@@ -75,7 +75,7 @@ class SmoothnessProbe:
             same in the optimizer's metric). A mapping ``{"local_smoothness": 1, "spectral_smoothness": 50}``
             takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
-        trace: Where the rows go: a path, a :class:`~curvestep.smoothness.trace.Trace`, or None for memory.
+        trace: File that the rows go to; None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after
             :meth:`load_state_dict`, and without it writes to a new file beside it (``trace-2.jsonl``) and
             prints its name; ``"new"`` does that in any case, ``"overwrite"`` starts it again.
@@ -101,7 +101,7 @@ class SmoothnessProbe:
         fractions: Iterable[float] | None = None,
         estimators: Iterable[str] | Mapping[str, int] = (),
         oracle: GradientOracle | None = None,
-        trace: Trace | str | Path | None = None,
+        trace: str | Path | None = None,
         if_exists: str = "resume",
         max_overhead: float | None = None,
         layers: bool = False,
@@ -129,8 +129,7 @@ class SmoothnessProbe:
             self._setup.groups = layer_groups(model, self.parameters)
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
         check_choice("if_exists", if_exists, tuple(_IF_EXISTS))
-        self._is_own_file = isinstance(trace, (str, Path))
-        self.trace = trace if isinstance(trace, Trace) else self._new_trace(trace, _IF_EXISTS[if_exists])
+        self.trace = self._new_trace(trace, _IF_EXISTS[if_exists])
         self.step = 0
         self._current = ProbedStep(self._setup)
         self._resumed = self._closed = self._failed = False
@@ -353,24 +352,16 @@ class SmoothnessProbe:
         return self.due
 
     def _part_from_other_run(self) -> None:
-        """Write to a new file, or refuse: a trace would keep the first row of a step."""
+        """Write to a new file: a trace would keep the first row of a step."""
         path = self.trace.path
-        resume = "To resume that run, call `probe.load_state_dict(state)` first."
-        if self._is_own_file:
-            self.trace.close()
-            self.trace = self._new_trace(path, "new")
-            if path is not None:  # of the rank that writes
-                words = f"{path} holds another run. This run writes to {self.trace.path}. {resume}"
-                print(words, file=sys.stderr)
-            return
-        words = (
-            f"`trace` already holds a run ({path or 'in memory'}), and this probe begins at step 0. Make it "
-            f'with if_exists="new" for a new file beside it, or "overwrite" to replace it. {resume}'
-        )
-        if self.on_error != "off":
-            raise ValueError(words)
-        self._warn_once("measure", f"{words} Nothing is measured.")
-        self.close()
+        self.trace.close()
+        self.trace = self._new_trace(path, "new")
+        if path is not None:  # of the rank that writes
+            words = (
+                f"{path} holds another run. This run writes to {self.trace.path}. To resume that run, call "
+                "`probe.load_state_dict(state)` first."
+            )
+            print(words, file=sys.stderr)
 
     def _see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self.due and not self._current.stepping and torch.is_grad_enabled():
