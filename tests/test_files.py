@@ -86,8 +86,11 @@ def test_rows_go_on_after_the_end_on_any_system(path, monkeypatch, kept):
 
 def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(path):
     lines = [dump_row({"split": "train", "step": step}) for step in range(3)]
+    path.write_bytes(b"".join([lines[0], b"\x00\xff\n", lines[2]]))
+    with pytest.warns(UserWarning, match="skipped line 2, it is no JSON object"):
+        assert [row["step"] for row in rows_in(path)] == [0, 2]
     path.write_bytes(b"".join(lines).replace(b'"step": 1', b'"step": 9'))
-    with pytest.warns(UserWarning, match="skipped line 2, it does not match its checksum"):
+    with pytest.warns(UserWarning, match="skipped line 2, it does not match its checksum.*removing `crc32`"):
         assert [row["step"] for row in rows_in(path)] == [0, 2]
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is no row, it does not match its checksum"):
         rows_in(path, skip_damaged=False)

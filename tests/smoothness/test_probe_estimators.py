@@ -49,17 +49,6 @@ def test_each_layer_that_moved_has_the_largest_change_of_its_part_of_the_gradien
     assert row["layers"]["nothing"] == {"grad_norm": 0.0, "step_norm": 0.0}
 
 
-def test_row_has_kappa_edge_and_curvature_of_the_whole_step():
-    row, model, z, after = measured(())
-    H = model.H
-    d = after - z
-    assert row["status"] == "ok"
-    assert row["kappa"] == pytest.approx(((H @ d).norm() / (H @ z).norm()).item())
-    assert row["edge"] == pytest.approx(0.05 * row["smoothness"])
-    assert row["loss_after"] == pytest.approx((0.5 * after @ H @ after).item())
-    assert row["curvature"] == pytest.approx((d @ H @ d / (d @ d)).item())
-
-
 class Words(nn.Module):
     """A language model with torch's default embedding, whose norm is nearly all of the model's."""
 

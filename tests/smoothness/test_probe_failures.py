@@ -114,14 +114,6 @@ def test_exception_of_the_block_itself_passes_through():
     assert len(probe.trace) == 0
 
 
-def test_empty_gradients_are_marked_with_the_way_out():
-    model, loss_fn = net()
-    probe = SmoothnessProbe(model, every=1)
-    with pytest.warns(UserWarning, match=r"Call `loss.backward\(\)` before"), probe(loss_fn):
-        pass
-    assert "`.grad` is empty" in probe.trace[0]["status"]
-
-
 def test_closure_that_steps_the_optimizer_is_undone_and_marked():
     model, loss_fn = net()
     optimizer, probe = measured_sgd(model)

@@ -40,9 +40,9 @@ def make_optimizer(kind, model):
 
 
 def loop(
-    shape=None, *, kind=SGD, accumulate=1, clip=None, dtype=None, scale=None, wrap=None, steps=7, **options
+    watched=False, *, kind=SGD, accumulate=1, clip=None, dtype=None, scale=None, wrap=None, steps=7, **options
 ):
-    """Train, with a probe in this ``shape``: losses, tensors and random states at the end, and the probe."""
+    """Train, ``watched`` or not: losses, tensors and random states at the end, and the probe."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model = net() if dtype is None else net().float()
     model = model if wrap is None else wrap(model)
@@ -52,9 +52,9 @@ def loop(
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
     if scaler is not None:
         options["backward"] = lambda loss: scaler.scale(loss).backward()
-    probe = None if shape is None else SmoothnessProbe(model, every=2, on_error="raise", **options)
-    if shape == "watch":
-        probe.watch(optimizer)
+    probe = None
+    if watched:
+        probe = SmoothnessProbe(model, every=2, on_error="raise", **options).watch(optimizer)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -70,10 +70,8 @@ def loop(
             losses.append(loss.item())
             loss = loss / accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None and (clip is not None or shape == "begin"):
+        if scaler is not None and clip is not None:
             scaler.unscale_(optimizer)
-        if shape == "begin":
-            probe._begin()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if scaler is None:
@@ -81,8 +79,6 @@ def loop(
         else:
             scaler.step(optimizer)
             scaler.update()
-        if shape == "begin":
-            probe._end()
         schedule.step()
     state = [*model.state_dict().values(), *tensors_of(optimizer.state_dict()["state"])]
     rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -104,23 +100,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shape", ["watch", "begin"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Gradients arrive at ClippedSGD already clipped")  # one of the cases
-def test_probed_and_unprobed_runs_are_bit_identical(case, shape):
-    plain, probed = loop(**CASES[case]), loop(shape, **CASES[case])
-    assert_same_run(plain, probed)
-    trace = probed[3].trace
+def test_watched_runs_are_those_without_and_rows_hold_what_their_steps_did(case):
+    options = CASES[case]
+    plain, watched = loop(**options), loop(watched=True, **options)
+    assert_same_run(plain, watched)
+    trace = watched[3].trace
     assert trace.column("step").tolist() == [0, 2, 4, 6]
     assert trace.ok.all(), list(trace.column("status"))
-
-
-@pytest.mark.parametrize("shape", ["watch", "begin"])
-@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].get("kind") not in (ADAMW, FUSED)])
-@pytest.mark.filterwarnings("ignore:Gradients arrive at ClippedSGD already clipped")  # one of the cases
-def test_rows_hold_lr_coefficient_batch_size_and_precision(case, shape):
-    options = CASES[case]
-    trace = loop(shape, **options)[3].trace
+    if options.get("kind") == FUSED:  # a step that unscales itself
+        np.testing.assert_allclose(trace.column("coefficient"), 1.0, rtol=0.02)
+    if options.get("kind") in (ADAMW, FUSED):
+        return
     for row in trace:
         assert row["lr"] == pytest.approx(0.4 * 0.9 ** row["step"])
         assert row["batch_size"] == 8 * options.get("accumulate", 1)
@@ -134,19 +126,7 @@ def test_rows_hold_lr_coefficient_batch_size_and_precision(case, shape):
         np.testing.assert_allclose(step, trace.column("step_norm"), rtol=1e-6 if eps < 1e-10 else 0.02)
 
 
-def test_three_shapes_measure_the_same():
-    rows = {shape: loop(shape)[3].trace for shape in ("watch", "begin")}
-    for name in (
-        "loss",
-        "loss_after",
-        "grad_norm",
-        "step_norm",
-        "smoothness",
-        "kappa",
-        "curvature",
-        "cosine",
-    ):
-        np.testing.assert_allclose(rows["watch"].column(name), rows["begin"].column(name), rtol=1e-12)
+def test_block_and_hooks_measure_the_same():
     torch.manual_seed(0)
     model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
     state = [p.detach().clone() for p in model.parameters()]
@@ -181,27 +161,20 @@ def test_three_shapes_measure_the_same():
 
 def test_weights_are_the_shares_of_micro_batches():
     model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer, probe = measured_sgd(model, lr=0.3, on_error="raise")
+    optimizer, probe = watched_sgd(model, lr=0.3, on_error="raise")
     for part in (slice(0, 2), slice(2, 8)):
         count = part.stop - part.start
         loss = probe.record(lambda part=part: F.cross_entropy(model(x[part]), y[part]), weight=count)
         (loss * count / 8).backward()
     whole = F.cross_entropy(model(x), y)
     expected = torch.autograd.grad(whole, list(model.parameters()))
-    probe._begin(optimizer)
     optimizer.step()
-    probe._end()
     row = probe.trace[0]
     assert row["loss"] == pytest.approx(whole.item())
     assert row["grad_norm"] == pytest.approx(cs.vectors.global_norm(expected).item())
     assert row["self_test"] < 1e-12
     with pytest.raises(ValueError, match="`weight` must be positive"):
         probe.record(lambda: whole, weight=0.0)
-
-
-def test_coefficient_of_a_step_that_unscales_itself_is_one():
-    trace = loop("watch", **CASES["float16, fused"])[3].trace
-    np.testing.assert_allclose(trace.column("coefficient"), 1.0, rtol=0.02)
 
 
 def test_batch_size_given_to_record_stays():
@@ -350,7 +323,7 @@ def test_what_cannot_be_watched_is_refused():
 @pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
 def test_compiled_model_is_watched_bit_for_bit():
     options = {"wrap": lambda m: torch.compile(m, backend="aot_eager"), "clip": 0.2, "accumulate": 2}
-    plain, probed = loop(**options), loop("watch", **options)
+    plain, probed = loop(**options), loop(watched=True, **options)
     assert_same_run(plain, probed)
     assert probed[3].trace.ok.all()
 
@@ -374,14 +347,14 @@ def measured_in_adams_metric(wrap, share):
 def on_ranks(rank):
     wraps = (DistributedDataParallel, fully_shard)
 
-    def results(shape, wrap, accumulate):
-        *run, probe = loop(shape, wrap=lambda m: wrap(m.eval()), clip=0.2, accumulate=accumulate)
+    def results(watched, wrap, accumulate):
+        *run, probe = loop(watched, wrap=lambda m: wrap(m.eval()), clip=0.2, accumulate=accumulate)
         return run, None if probe is None else [dict(row) for row in probe.trace]
 
     share = slice(4 * rank, 4 * rank + 4)
     metric = [measured_in_adams_metric(wrap, share) for wrap in wraps]
-    shapes, cases = (None, "watch", "begin"), itertools.product(wraps, (1, 2))
-    return [(n, [results(shape, wrap, n) for shape in shapes]) for wrap, n in cases], metric
+    cases = itertools.product(wraps, (1, 2))
+    return [(n, [results(watched, wrap, n) for watched in (False, True)]) for wrap, n in cases], metric
 
 
 @pytest.mark.distributed
@@ -389,13 +362,12 @@ def on_ranks(rank):
 def test_two_ranks_are_watched_bit_for_bit():
     alone = measured_in_adams_metric(lambda m: m, slice(0, 8))
     for ranks, metric in run_on_processes(on_ranks):
-        for accumulate, ((plain, _), *probed) in ranks:
-            for run, rows in probed:
-                assert_same_run(plain, run)
-                assert [row["status"] for row in rows] == ["ok"] * 4
-                assert [row["batch_size"] for row in rows] == [16 * accumulate] * 4
-                for row in rows:
-                    assert row["coefficient"] == pytest.approx(min(1.0, 0.2 / row["grad_norm"]), rel=1e-4)
+        for accumulate, ((plain, _), (run, rows)) in ranks:
+            assert_same_run(plain, run)
+            assert [row["status"] for row in rows] == ["ok"] * 4
+            assert [row["batch_size"] for row in rows] == [16 * accumulate] * 4
+            for row in rows:
+                assert row["coefficient"] == pytest.approx(min(1.0, 0.2 / row["grad_norm"]), rel=1e-4)
         for rows in metric:
             for row, expected in zip(rows, alone, strict=True):
                 assert row.keys() == expected.keys()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import classifier
@@ -72,16 +71,3 @@ def test_optimizer_that_calls_the_model_itself_does_not_count_as_samples():
             optimizer.step(again)
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
-
-
-def test_noise_drawn_before_the_model_needs_a_snapshot():
-    model, _ = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-
-    def loss_fn():
-        return F.cross_entropy(model(x + torch.randn(5, 6)), y)
-
-    probe = SmoothnessProbe(model, every=1)
-    block_steps(probe, optimizer, loss_fn, 2, before=probe.snapshot)
-    assert probe.trace.ok.all()

@@ -12,7 +12,7 @@ import curvestep as cs
 from curvestep.smoothness.observer import StepObserver
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import labelled, mlp
-from tests.smoothness.loops import block_steps, measured_sgd, recorded_steps
+from tests.smoothness.loops import block_steps, measured_sgd
 
 
 class Halved(nn.Module):
@@ -108,22 +108,6 @@ def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():
     assert probe.trace[0]["edge"] == pytest.approx(0.1 * probe.trace[0]["smoothness"] / 2)
 
 
-def test_lr_and_coefficient_are_known_when_the_step_has_begun_already():
-    model, x, y = nn.Linear(6, 3), 10 * torch.randn(8, 6), torch.randint(3, (8,))
-    optimizer, probe = measured_sgd(model, on_error="raise")
-
-    def before(*_):  # as a framework's callback does: begin, then the framework clips, inside `step`
-        probe._begin(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: probe._end())
-    recorded_steps(probe, optimizer, lambda: F.cross_entropy(model(x), y), 2)
-    for row in probe.trace:
-        assert row["lr"] == 0.1
-        assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-4)
-
-
 def test_gradient_that_the_optimizer_itself_unscales_counts_unscaled():
     p = nn.Parameter(torch.ones(4))
     p.grad = torch.full((4,), 8.0)
@@ -133,26 +117,6 @@ def test_gradient_that_the_optimizer_itself_unscales_counts_unscaled():
     steps.stop()
     steps(optimizer)
     assert steps.coefficient(None, 2.0) == 1.0
-
-
-class Batched(nn.Module):
-    """Called with a nested batch and its index, as a framework calls a training step."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 3)
-
-    def forward(self, batch, index):
-        (x, _), y = batch["inputs"], batch["targets"]
-        return F.cross_entropy(self.inner(x), y)
-
-
-def test_batch_size_of_a_nested_batch_is_the_length_of_its_first_tensor():
-    model = Batched()
-    batch = {"name": "mine", "inputs": (torch.randn(8, 6), torch.ones(2)), "targets": torch.randint(3, (8,))}
-    optimizer, probe = measured_sgd(model)
-    block_steps(probe, optimizer, lambda: model(batch, 0), 3)
-    assert probe.trace.column("batch_size").tolist() == [8, 8, 8]
 
 
 def test_replays_of_others_do_not_count_as_samples():

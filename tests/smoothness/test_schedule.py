@@ -148,12 +148,6 @@ def test_resumed_probe_chooses_the_same_fractions(tmp_path):
     assert second.trace.column("fractions").tolist() == whole.trace.column("fractions")[4:].tolist()
 
 
-def test_fixed_fractions_are_in_every_row_and_in_the_header():
-    probe = probed(2, every=1, fractions=(1.0, 0.25))
-    assert probe.trace.fractions == (0.25, 1.0)
-    assert probe.trace[1]["fractions"] == [0.25, 1.0]
-
-
 def test_rows_without_fractions_have_those_of_the_header():
     trace = cs.Trace(header={"fractions": [0.5, 1.0]})
     trace.append({"step": 0, "secants": [2.0, 1.0]})

@@ -50,18 +50,6 @@ def test_probe_on_a_part_of_what_the_loss_trains_is_refused_untouched(kind):
     assert Tensor.backward is BACKWARD
 
 
-def test_both_parts_in_one_module_are_measured():
-    encoder, head, x, y = parts()
-    both = nn.ModuleList([encoder, head])
-    probe = SmoothnessProbe(both, every=1)
-
-    def loss_fn():
-        return F.cross_entropy(head(encoder(x)), y)
-
-    block_steps(probe, torch.optim.SGD(both.parameters(), lr=0.1), loss_fn)
-    assert probe.trace.ok.all()
-
-
 def test_input_to_differentiate_by_inside_the_closure_is_no_stranger():
     encoder, _, x, _ = parts()
     probe = SmoothnessProbe(encoder, every=1)
