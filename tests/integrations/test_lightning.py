@@ -236,36 +236,6 @@ def _csv(logger):
         return [row for row in csv.DictReader(file) if row.get("curvestep/smoothness")]
 
 
-def test_a_resumed_run_measures_the_same_steps_in_the_same_file(tmp_path):
-    def go(name, callback, epochs, ckpt=None):
-        torch.manual_seed(1)
-        model = Module(optimizer="ClippedSGD", lr=0.3)
-        trainer = trainer_of(tmp_path, [callback, calibration], max_epochs=epochs)
-        data = torch.utils.data.DataLoader(classes(), batch_size=8)  # in order: nothing to resume
-        trainer.fit(model, data, ckpt_path=ckpt)
-        trainer.save_checkpoint(tmp_path / name)
-        return model
-
-    calibration = Calibrate()
-    whole = SmoothnessCallback(every=5, trace=str(tmp_path / "whole.jsonl"))
-    go("whole.ckpt", whole, 2)
-    first = calibration.calibration
-    calibration = Calibrate()
-    trace = str(tmp_path / "halves.jsonl")
-    go("half.ckpt", SmoothnessCallback(every=5, trace=trace), 1)
-    assert calibration.calibration == first
-    calibration = Calibrate()
-    go("end.ckpt", SmoothnessCallback(every=5, trace=trace), 2, tmp_path / "half.ckpt")
-    assert calibration.calibration is None  # not repeated
-    steps = [row["step"] for row in cs.Trace.load(trace)]
-    assert steps == [row["step"] for row in cs.Trace.load(tmp_path / "whole.jsonl")] == [0, 5, 10, 15, 20]
-    states = [torch.load(tmp_path / name, weights_only=False) for name in ("whole.ckpt", "end.ckpt")]
-    groups = [state["optimizer_states"][0]["param_groups"][0] for state in states]
-    assert groups[0]["lr"] == groups[1]["lr"] == first.lr
-    assert groups[0]["max_norm"] == groups[1]["max_norm"] == first.max_norm
-    assert [group["clip_stats"]["steps"] for group in groups] == [24, 24]
-
-
 @pytest.mark.parametrize("in_file", [True, False])
 def test_fit_called_again_goes_on_measuring(in_file, tmp_path):
     trace = str(tmp_path / "trace.jsonl") if in_file else None

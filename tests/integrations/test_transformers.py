@@ -278,37 +278,6 @@ def test_rows_are_printed_only_where_that_is_asked(tmp_path, capsys):
         assert out.count("curvestep/smoothness") == printed
 
 
-@pytest.mark.parametrize("beside_the_checkpoint", [True, False])
-def test_a_resumed_run_measures_the_same_steps_in_the_same_file(beside_the_checkpoint, tmp_path):
-    def go(name, resume=None, stop=None):
-        trainer = trainer_of(tmp_path / name, save_strategy="steps", save_steps=5, max_steps=10)
-        watch(trainer, every=2, trace=tmp_path / f"{name}.jsonl", on_error="raise")
-        if stop is not None:
-            trainer.add_callback(Stop(stop))
-        trainer.train(resume_from_checkpoint=resume)
-        return digest(trainer.model.state_dict())
-
-    class Stop(TrainerCallback):
-        def __init__(self, step):
-            self.step = step
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == self.step:
-                raise KeyboardInterrupt
-
-    whole = go("whole")
-    with pytest.raises(KeyboardInterrupt):
-        go("halves", stop=7)
-    checkpoint = tmp_path / "halves" / "checkpoint-5"
-    assert (checkpoint / "curvestep.json").exists()
-    if not beside_the_checkpoint:
-        (checkpoint / "curvestep.json").unlink()
-    assert go("halves", resume=str(checkpoint)) == whole
-    one, two = (cs.Trace.load(tmp_path / f"{name}.jsonl") for name in ("whole", "halves"))
-    assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 2, 4, 6, 8]
-    assert [row["smoothness"] for row in two] == pytest.approx([row["smoothness"] for row in one], rel=1e-4)
-
-
 def test_a_second_run_is_written_beside_the_first(tmp_path):
     trainer = trainer_of(tmp_path)
     callback = watch(trainer, every=3, trace=tmp_path / "trace.jsonl", on_error="raise")

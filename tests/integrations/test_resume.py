@@ -1,8 +1,7 @@
-"""A run killed in mid-step and resumed from the framework's checkpoint is the run that was left alone."""
+"""A run that ended in mid-step and is resumed from its framework's checkpoint is the run left alone."""
 
 import os
 import signal
-import warnings
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ import torch
 import curvestep as cs
 from tests.integrations.runs import classes, digest, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def lightning_run(folder, *, resume=False, kill_at=None):
+def lightning_run(folder, *, resume=False, end=None):
     """24 steps, calibrated and measured every 5, a checkpoint after 12; what is left."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -27,7 +26,7 @@ def lightning_run(folder, *, resume=False, kill_at=None):
     calibration = Calibrate()
     saving = ModelCheckpoint(folder, filename="last")
     trainer = trainer_of(
-        folder, [calibration, measure, saving, *killer(measure, kill_at)],
+        folder, [calibration, measure, saving, *ending(measure, end)],
         max_epochs=2, enable_checkpointing=True,
     )  # fmt: skip
     torch.manual_seed(1)
@@ -37,7 +36,7 @@ def lightning_run(folder, *, resume=False, kill_at=None):
     return model, trainer.optimizers[0], calibration.calibration
 
 
-def transformers_run(folder, *, resume=False, kill_at=None):
+def transformers_run(folder, *, resume=False, end=None):
     """10 steps, calibrated and measured every 2, a checkpoint after 5; what is left."""
     from tests.integrations.test_transformers import calibrate, trainer_of, watch
 
@@ -49,29 +48,43 @@ def transformers_run(folder, *, resume=False, kill_at=None):
     assert trainer.args.max_grad_norm == found.max_norm
     assert bool(measured) is not resume  # the numbers of the checkpoint need no gradients
     callback = watch(trainer, every=2, trace=folder / "trace.jsonl", on_error="raise")
-    for one in killer(callback, kill_at, of_transformers=True):
+    for one in ending(callback, end, of_transformers=True):
         trainer.add_callback(one)
     trainer.train(resume_from_checkpoint=resume)
     return trainer.model, trainer.optimizer, found
 
 
-def killer(measure, step, *, of_transformers=False):
-    """A callback that kills the process, with no chance to tidy up, once the row of this step is written."""
-    if step is None:
+class Ended(Exception):
+    """A run ended here."""
+
+
+def stop():
+    raise Ended
+
+
+def kill():
+    """With no chance to tidy up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ending(measure, end, *, of_transformers=False):
+    """A callback that ends the run once the row of its step is written."""
+    if end is None:
         return []
     if of_transformers:
         from transformers import TrainerCallback as Callback
     else:
         from lightning import Callback
+    step, how = end
 
-    class Killer(Callback):
-        def kill(self, *_, **__):
+    class Ending(Callback):
+        def look(self, *_, **__):
             if any(row["step"] == step for row in measure.probe.trace):
-                os.kill(os.getpid(), signal.SIGKILL)
+                how()
 
-        on_step_end = on_train_batch_end = kill
+        on_step_end = on_train_batch_end = look
 
-    return [Killer()]
+    return [Ending()]
 
 
 RUNS = {
@@ -80,29 +93,20 @@ RUNS = {
 }
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("framework", RUNS)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(framework, tmp_path):
-    pytest.importorskip(framework, reason=f"needs the extra `{framework}`")
-    run, kill_at, steps = RUNS[framework]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    whole.mkdir()
-    halves.mkdir()
-    code = (
-        "import pathlib, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        "from tests.integrations import test_kill\n"
-        f"test_kill.{run.__name__}(pathlib.Path({str(halves)!r}), kill_at={kill_at})"
-    )
-    child = started("-c", code)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer, found = run(whole)  # beside the child
-    output, _ = child.communicate()
-    assert child.returncode == -signal.SIGKILL, output[-3000:]
+@pytest.fixture(params=RUNS)
+def case(request, tmp_path):
+    pytest.importorskip(request.param, reason=f"needs the extra `{request.param}`")
+    folders = tmp_path / "whole", tmp_path / "halves"
+    for folder in folders:
+        folder.mkdir()
+    return *RUNS[request.param], *folders
+
+
+def check_halves(run, step, steps, whole, halves):
+    """The run in ``halves`` has ended after this step; resumed, it is the run in ``whole``."""
     rows = list(cs.Trace.load(halves / "trace.jsonl"))
-    assert [row["step"] for row in rows] == [k for k in steps if k <= kill_at]
-    again, its_optimizer, kept = run(halves, resume=True)
+    assert [row["step"] for row in rows] == [k for k in steps if k <= step]
+    (model, optimizer, found), (again, its_optimizer, kept) = run(whole), run(halves, resume=True)
     assert digest(again.state_dict()) == digest(model.state_dict())
     assert digest(its_optimizer.state_dict()) == digest(optimizer.state_dict())
     assert found is not None
@@ -111,3 +115,34 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(framework, tmp_path):
     assert [row["step"] for row in two] == [row["step"] for row in one] == list(steps)
     same = "loss grad_norm step_norm smoothness lr coefficient batch_size eps status".split()
     assert [[row[name] for name in same] for row in two] == [[row[name] for name in same] for row in one]
+
+
+@pytest.mark.parametrize(
+    ("case", "state_kept"),
+    [("lightning", True), ("transformers", True), ("transformers", False)],
+    indirect=["case"],
+)
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(state_kept, case):
+    run, step, *rest, halves = case
+    with pytest.raises(Ended):
+        run(halves, end=(step, stop))
+    if not state_kept:
+        (halves / "checkpoint-5" / "curvestep.json").unlink()
+    check_halves(run, step, *rest, halves)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(case):
+    run, step, *rest, halves = case
+    code = (
+        "import pathlib, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "from tests.integrations import test_resume\n"
+        f"folder = pathlib.Path({str(halves)!r})\n"
+        f"test_resume.{run.__name__}(folder, end=({step}, test_resume.kill))"
+    )
+    child = started("-c", code)
+    output, _ = child.communicate()
+    assert child.returncode == -signal.SIGKILL, output[-3000:]
+    check_halves(run, step, *rest, halves)
