@@ -61,7 +61,7 @@ USES = {
     "optimizer_family": set(),
     "steps": set(),
     "clip_rules": set(),
-    "bracket": set(),
+    "bracket": {"vectors"},
     "display": {"steps"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},

@@ -1,4 +1,4 @@
-"""The search for the last safe step, with plain numbers."""
+"""The search for the last working step, with plain numbers."""
 
 import math
 
@@ -9,22 +9,22 @@ from curvestep.bracket import (
     LARGEST,
     PER_OCTAVE,
     SMALLEST,
-    Bracket,
-    NoBracket,
+    START,
     Point,
     crossing,
     find_bracket,
+    largest_step,
 )
 
 
 def ends_at(end):
-    """Points of which those up to ``end`` are safe, and the list of indices that were measured."""
+    """Points of which those up to ``end`` work, and the list of indices that were measured."""
     measured = []
 
     def measure(k):
         measured.append(k)
         step = 2.0 ** (k / PER_OCTAVE)
-        return Point(step=step, kappa=step, loss=0.0, safe=k <= end)
+        return Point(step, kappa=1.0 if k <= end else 2.0, loss=0.0, limit=0.0)
 
     return measure, measured
 
@@ -33,60 +33,71 @@ inside = st.integers(SMALLEST + 1, LARGEST - 1)
 
 
 @given(end=inside, start=inside, stride=st.integers(1, 8))
-def test_bracket_is_the_end_of_the_safe_steps_wherever_the_search_begins(end, start, stride):
+def test_bracket_is_the_end_of_the_working_steps_wherever_the_search_begins(end, start, stride):
     measure, measured = ends_at(end)
-    bracket = find_bracket(measure, start=start, stride=stride)
-    assert bracket.index == end
-    assert bracket.low.safe
-    assert not bracket.high.safe
-    assert math.isclose(bracket.high.step / bracket.low.step, 2 ** (1 / PER_OCTAVE))
+    low, high = find_bracket(measure, start, stride)
+    assert low.step == 2.0 ** (end / PER_OCTAVE)
+    assert low.works
+    assert not high.works
+    assert math.isclose(high.step / low.step, 2 ** (1 / PER_OCTAVE))
     assert len(set(measured)) == len(measured)  # nothing is measured twice
 
 
-@given(end=st.integers(SMALLEST + 1, 10 * PER_OCTAVE))
-def test_first_search_takes_at_most_thirteen_points(end):
+@given(end=st.integers(SMALLEST + 4, 10 * PER_OCTAVE), shift=st.integers(-1, 2))
+def test_first_search_takes_at_most_thirteen_points_and_a_neighbour_three(end, shift):
     measure, measured = ends_at(end)
-    find_bracket(measure, start=-5 * PER_OCTAVE, stride=8)
+    find_bracket(measure, START, 8)
     assert len(measured) <= 13
-
-
-@given(end=st.integers(SMALLEST + 4, LARGEST - 4), shift=st.integers(-1, 2))
-def test_a_neighbour_costs_three_points(end, shift):
-    measure, measured = ends_at(end)
-    find_bracket(measure, start=end + shift, stride=2)
+    measured.clear()
+    find_bracket(measure, end + shift, 2)
     assert len(measured) <= 3
 
 
-@pytest.mark.parametrize(("end", "safe"), [(LARGEST, True), (SMALLEST - 1, False)])
-def test_lattice_without_an_end_is_reported(end, safe):
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(LARGEST, r"No step up to 1.07e\+09 is too long"), (SMALLEST - 1, "No step works, down to 3.81e-06")],
+)
+def test_lattice_without_an_end_is_refused(end, words):
     measure, _ = ends_at(end)
-    with pytest.raises(NoBracket) as caught:
-        find_bracket(measure, start=0, stride=8)
-    assert caught.value.point.safe is safe
+    with pytest.raises(ValueError, match=words):
+        find_bracket(measure, 0, 8)
 
 
-def point(step, kappa, loss, safe):
-    return Point(step=step, kappa=kappa, loss=loss, safe=safe)
+@pytest.mark.parametrize("guess", [None, 1e-3, 40.0])
+def test_largest_step_does_not_depend_on_unit_or_guess(guess):
+    at = lambda step: Point(step, kappa=step / 3, loss=0.0, limit=1.0)  # noqa: E731
+    for unit in (1.0, 7.0):
+        assert math.isclose(largest_step(at, unit=unit, guess=guess), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("kappa", "loss", "works"),
+    [
+        (1.0, 0.0, True),
+        (1.01, 0.0, False),
+        (0.5, 0.01, False),
+        (0.5, -math.inf, False),
+        (math.nan, 0.0, False),
+    ],
+)
+def test_step_works_if_gradient_and_loss_keep_their_limits(kappa, loss, works):
+    assert Point(1.0, kappa, loss, limit=0.0).works == works
 
 
 @given(end=st.floats(1.0, 1.5))
 def test_crossing_is_exact_where_the_change_is_proportional_to_the_step(end):
-    bracket = Bracket(0, point(1.0, 1 / end, -1.0, True), point(1.6, 1.6 / end, -1.0, False))
-    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0), end, rel_tol=1e-12)
+    low, high = (Point(step, step / end, loss=-1.0, limit=0.0) for step in (1.0, 1.6))
+    assert math.isclose(crossing(low, high), end, rel_tol=1e-12)
 
 
-def test_crossing_of_the_loss_counts_if_it_comes_first():
-    bracket = Bracket(0, point(1.0, 0.5, -1.0, True), point(2.0, 1.1, 3.0, False))
-    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0), 1.25)
-
-
-def test_crossing_of_a_limit_that_falls_with_the_step_counts_even_if_the_loss_does_not_rise():
-    bracket = Bracket(0, point(1.0, 0.5, -1.0, True), point(2.0, 1.0, -1.0, False))
-    # -1 = -0.75 h at h = 4/3
-    assert math.isclose(crossing(bracket, max_kappa=1.0, loss=lambda step: -0.75 * step), 4 / 3)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_crossing_stays_at_the_safe_end_if_the_other_is_not_finite(bad):
-    bracket = Bracket(0, point(1.0, 0.5, 0.0, True), point(2.0, bad, bad, False))
-    assert crossing(bracket, max_kappa=1, loss=lambda step: 0.0) == 1.0
+@pytest.mark.parametrize(
+    ("low", "high", "step"),
+    [
+        ((0.5, -1.0, 0.0), (1.1, 3.0, 0.0), 1.25),  # of the loss, if it comes first
+        ((0.5, -1.0, -0.75), (1.0, -1.0, -1.5), 4 / 3),  # of a limit that falls: -1 = -0.75 h
+        ((0.5, 0.0, 0.0), (math.inf, math.inf, 0.0), 1.0),  # the lower end where the upper is not finite
+        ((0.5, 0.0, 0.0), (math.nan, math.nan, 0.0), 1.0),
+    ],
+)
+def test_crossing_of_the_loss(low, high, step):
+    assert math.isclose(crossing(Point(1.0, *low), Point(2.0, *high)), step)

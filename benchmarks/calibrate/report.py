@@ -22,7 +22,7 @@ from benchmarks.calibrate.run import Job, loss_of, read
 from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
 from curvestep.calibration import pilots
-from curvestep.calibration.calibration_words import is_proven
+from curvestep.calibration.calibration_words import confidence as confidence_of, of_arms
 from curvestep.optimizer_family import Family
 
 WITHIN = 0.05  # regret that counts as found
@@ -127,8 +127,9 @@ def said(row: Job) -> str:
     """The confidence of an answer by today's gauge, from its trials."""
     names = ("lr", "num_steps", "gain", "error")
     arms = pilots.longest([pilots.Arm(**dict(zip(names, arm, strict=True))) for arm in row["found"]["arms"]])
-    proven = is_proven(FAMILIES[row["kind"]], SCHEDULE[row["kind"]])
-    return pilots.confidence(arms, row["found"]["lr"], is_proven=proven)
+    schedule = SCHEDULE[row["kind"]]
+    _, doubts = pilots.read(arms, schedule, scale=row["found"]["lr"])  # no answer of a constant rate is sure
+    return confidence_of(FAMILIES[row["kind"]], schedule, of_arms(doubts, arms))
 
 
 def confidence(rows: list[Job], tasks: list[str]) -> list[str]:

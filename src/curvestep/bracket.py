@@ -1,13 +1,12 @@
-r"""The largest safe step along a line, by bracket and bisection.
-
-A step :math:`h` is safe if the gradient changes little over it and the loss falls enough. The calibration
-looks for the longest before training. The search knows
-nothing of models: it asks for :math:`\kappa(h)` and :math:`f(h)` at steps of a fixed lattice,
+r"""The largest working step along a gradient, by bracket and bisection.
 
 .. math::
-    h_k = u \cdot 2^{k/4}, \qquad k \in \mathbb{Z},
+    h \mapsto f(x - h\,g), \qquad g = \nabla f(x), \qquad
+    \kappa(h) = \lVert \nabla f(x - h g) - g \rVert / \lVert g \rVert
 
-so its answer depends on where the safe steps end, and not on where the search began.
+A step :math:`h` works if :math:`\kappa \le 1` and the loss falls by a tenth of what its slope promises. The
+search asks for both at steps of a fixed lattice, :math:`h_k = u \cdot 2^{k/4}`, so its answer depends on
+where the working steps end, and not on where it began.
 """
 
 from __future__ import annotations
@@ -16,93 +15,38 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from curvestep.vectors import difference, dot, global_norm, precision
+
 PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
 LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as one likes
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
-LEAST_FALL = 0.1  # of the loss over a safe step, in units of step times slope
+LEAST_FALL = 0.1  # of the loss over a working step, in units of step times slope
 
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    r"""Effect of one step.
-
-    Args:
-        step: :math:`h`.
-        kappa: Change of the gradient over the step, relative to the gradient: :math:`h\,\hat L(h)`.
-        loss: :math:`f` after the step.
-        safe: Whether the step is safe.
-    """
-
-    step: float
-    kappa: float
-    loss: float
-    safe: bool
+Gradients = list["Tensor | None"]
 
 
 @dataclass(frozen=True)
-class Bracket:
-    """Where safe steps end: the lattice index of the last safe one, and both points around the end."""
+class Point:
+    """Effect of one step."""
 
-    index: int
-    low: Point
-    high: Point
+    step: float
+    kappa: float  # change of the gradient over the step, relative to the gradient
+    loss: float  # after the step
+    limit: float  # the largest loss after a step that works
 
-
-class NoBracket(Exception):
-    """Every step of the lattice is safe, or none is; ``safe`` says which, ``point`` is the last one."""
-
-    def __init__(self, point: Point) -> None:
-        super().__init__(point)
-        self.point = point
-
-
-def find_bracket(measure: Callable[[int], Point], *, start: int, stride: int) -> Bracket:
-    """The neighbours on the lattice between which steps stop being safe.
-
-    From ``start`` the search walks up while steps are safe, or down until one is, with strides that double
-    up to a factor of four; then it halves the bracket. No point is measured twice.
-
-    Args:
-        measure: The point with a given lattice index.
-        start: Lattice index to begin at.
-        stride: First stride, in lattice points.
-
-    Returns:
-        The bracket. The answer is the same for every ``start`` if the safe steps are those below one end.
-
-    Raises:
-        NoBracket: the walk reached the end of the lattice.
-
-    Example:
-        >>> point = lambda k: Point(step=2.0 ** (k / 4), kappa=2.0 ** (k / 4), loss=0.0, safe=k <= 13)
-        >>> [find_bracket(point, start=k, stride=8).index for k in (-40, 13, 14, 30)]
-        [13, 13, 13, 13]
-    """
-    points: dict[int, Point] = {}
-
-    def at(index: int) -> Point:
-        points[index] = measure(index)
-        return points[index]
-
-    here, direction = start, 1 if at(start).safe else -1
-    while True:
-        there = min(max(here + direction * stride, SMALLEST), LARGEST)
-        if there == here:
-            raise NoBracket(points[here])
-        if at(there).safe != points[here].safe:
-            break
-        here, stride = there, min(2 * stride, LONG_STRIDE)
-    low, high = min(here, there), max(here, there)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle).safe else (low, middle)
-    return Bracket(low, points[low], points[high])
+    @property
+    def works(self) -> bool:
+        """Whether a run may take such steps."""
+        return self.kappa <= 1.0 and self.loss <= self.limit and math.isfinite(self.loss)
 
 
 def highest_loss(loss: float, promise: float, *, eps: float) -> float:
-    """The largest loss after a safe step: below the first by a tenth of what the slope promises.
+    """The largest loss after a working step: below the first by a tenth of what the slope promises.
 
     A loss that cannot be told from the limit, at the relative precision ``eps``, keeps it.
 
@@ -113,28 +57,118 @@ def highest_loss(loss: float, promise: float, *, eps: float) -> float:
     return loss + 4 * eps * abs(loss) - LEAST_FALL * promise
 
 
-def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], float]) -> float:
-    r"""The step within the bracket at which :math:`\kappa` or the loss reaches its limit, by interpolation.
+def step_along_gradient(
+    gradient_at: Callable[[Gradients, float], tuple[float, Gradients]],
+    parameters: Sequence[Tensor],
+    shares: Sequence[float],
+    guess: float | None = None,
+) -> tuple[float, Gradients]:
+    r"""The largest working step of the parameters along their gradient, and that gradient.
+
+    Parameters whose learning rates are shares :math:`r` of the largest step along :math:`r g`; norms are
+    those of :math:`\sqrt r\,g`. ``gradient_at`` gives loss and gradient at :math:`x + \gamma d`.
+    """
+
+    def weighted(gradients: Gradients) -> Gradients:  # itself, not a copy, where all are alike
+        if set(shares) == {1.0}:
+            return gradients
+        pairs = zip(gradients, shares, strict=True)
+        return [share * g if g is not None and share > 0 else None for g, share in pairs]
+
+    def at(step: float) -> Point:
+        if step > min(torch.finfo(p.dtype).max for p in parameters):
+            raise ValueError(
+                f"A gradient norm of {global_norm(here).item():.2g} needs steps beyond the parameters' "
+                "precision. Multiply the loss by a constant, or calibrate in float64."
+            )
+        there, gradients = gradient_at(direction, -step)
+        changes = difference(gradients, here, overwrite=True)
+        kappa = math.sqrt(dot(changes, weighted(changes)) / slope)
+        return Point(step, kappa, there, limit=highest_loss(loss, step * slope, eps=eps))
+
+    eps = precision(parameters)
+    loss, here = gradient_at([None] * len(shares), 0.0)
+    direction = weighted(here)
+    slope, width = dot(here, direction), global_norm(direction).item()
+    moved = [p for p, d in zip(parameters, direction, strict=True) if d is not None]
+    unit = global_norm(moved).item() / width
+    if unit == 0:  # a start at the origin has the loss to measure steps by
+        unit = abs(loss) / slope or 1.0 / width
+    return largest_step(at, unit=unit, guess=guess), here
+
+
+def largest_step(measure: Callable[[float], Point], *, unit: float, guess: float | None = None) -> float:
+    """The largest working step on the lattice of ``unit``; the search begins near the ``guess``, if any.
+
+    Raises:
+        ValueError: every step works, or none does.
+
+    Example:
+        >>> at = lambda step: Point(step, kappa=step / 3, loss=0.0, limit=1.0)
+        >>> round(largest_step(at, unit=1.0), 12)
+        3.0
+    """
+    start, stride = START, LONG_STRIDE
+    if guess is not None:
+        start, stride = round(PER_OCTAVE * math.log2(guess / unit)), PER_OCTAVE // 2
+    return crossing(*find_bracket(lambda k: measure(unit * 2.0 ** (k / PER_OCTAVE)), start, stride))
+
+
+def find_bracket(measure: Callable[[int], Point], start: int, stride: int) -> tuple[Point, Point]:
+    """The neighbours on the lattice between which steps stop working; no point is measured twice.
+
+    From ``start`` the search walks up while steps work, or down until one does, with strides that double up
+    to a factor of four; then it halves the bracket. If the steps that work are those below one end, the
+    answer is the same for every ``start``.
+    """
+    index, here = start, measure(start)
+    direction = 1 if here.works else -1
+    while True:
+        beyond = min(max(index + direction * stride, SMALLEST), LARGEST)
+        if beyond == index:
+            raise ValueError(_no_end(here))
+        there = measure(beyond)
+        if there.works != here.works:
+            break
+        index, here, stride = beyond, there, min(2 * stride, LONG_STRIDE)
+    (low, last), (high, first) = sorted([(index, here), (beyond, there)])
+    while high - low > 1:
+        middle = (low + high) // 2
+        point = measure(middle)
+        if point.works:
+            low, last = middle, point
+        else:
+            high, first = middle, point
+    return last, first
+
+
+def _no_end(point: Point) -> str:
+    if point.works:
+        return (
+            f"No step up to {point.step:.3g} is too long: the loss falls without end along its gradient. "
+            "Is it bounded below, and is it the one to train on?"
+        )
+    return (
+        f"No step works, down to {point.step:.3g}, which takes the loss to {point.loss:.6g}, not below "
+        f"{point.limit:.6g}. The loss may jump, or rounding may drown its differences: calibrate in float64."
+    )
+
+
+def crossing(low: Point, high: Point) -> float:
+    r"""The step at which :math:`\kappa` or the loss reaches its limit; ``low`` works, ``high`` does not.
 
     :math:`\log\kappa` is taken to be linear in :math:`\log h`, exact for a quadratic, and the loss and its
     limit linear in :math:`h`. Where the upper point is not finite, the answer is the lower one.
 
-    Args:
-        bracket: Its lower point is safe, its upper one is not.
-        max_kappa: Largest safe :math:`\kappa`.
-        loss: Largest safe loss, by the step.
-
     Example:
-        >>> low = Point(step=1.0, kappa=0.8, loss=0.0, safe=True)
-        >>> high = Point(step=1.5, kappa=1.2, loss=-1.0, safe=False)
-        >>> round(crossing(Bracket(0, low, high), max_kappa=1.0, loss=lambda step: 0.0), 12)
+        >>> low, high = Point(1.0, kappa=0.8, loss=0.0, limit=0.0), Point(1.5, 1.2, loss=-1.0, limit=0.0)
+        >>> round(crossing(low, high), 12)
         1.25
     """
-    low, high = bracket.low, bracket.high
     shares = []
-    if high.kappa > max_kappa and low.kappa > 0:
-        shares.append(math.log(max_kappa / low.kappa) / math.log(high.kappa / low.kappa))
-    room, excess = loss(low.step) - low.loss, high.loss - loss(high.step)
+    if high.kappa > 1.0 and low.kappa > 0:
+        shares.append(math.log(1.0 / low.kappa) / math.log(high.kappa / low.kappa))
+    room, excess = low.limit - low.loss, high.loss - high.limit
     if excess > 0:
         part = room / (room + excess)
         shares.append(math.log1p(part * (high.step / low.step - 1.0)) / math.log(high.step / low.step))
@@ -143,47 +177,12 @@ def crossing(bracket: Bracket, *, max_kappa: float, loss: Callable[[float], floa
     return low.step * (high.step / low.step) ** share
 
 
-def longest_step(
-    measure: Callable[[float], Point],
-    *,
-    unit: float,
-    max_kappa: float,
-    loss: Callable[[float], float],
-    guess: float | None = None,
-) -> float:
-    r"""The longest safe step on the lattice of ``unit``.
-
-    Args:
-        measure: What a step does, by its length.
-        unit: :math:`u` of the lattice.
-        max_kappa: Largest safe :math:`\kappa`.
-        loss: Largest safe loss, by the step.
-        guess: A step near the answer, to begin at.
-
-    Raises:
-        NoBracket: every step is safe, or none is.
-
-    Example:
-        >>> at = lambda step: Point(step=step, kappa=step / 3, loss=0.0, safe=step <= 3)
-        >>> round(longest_step(at, unit=1.0, max_kappa=1.0, loss=lambda step: 1.0), 12)
-        3.0
-    """
-    start, stride = START, LONG_STRIDE
-    if guess is not None:
-        start, stride = round(PER_OCTAVE * math.log2(guess / unit)), PER_OCTAVE // 2
-    bracket = find_bracket(
-        lambda index: measure(unit * 2.0 ** (index / PER_OCTAVE)), start=start, stride=stride
-    )
-    return crossing(bracket, max_kappa=max_kappa, loss=loss)
-
-
 def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficiency: float) -> float:
     r"""How many times a step that was taken still works, from :math:`\kappa` at ascending fractions of it.
 
-    The same notion as :func:`crossing`'s, from what a probe has measured already: :math:`\kappa \le 1`, and
-    the loss falls by a tenth of what its slope promises. Between the fractions it grows as a power
-    of the step. Beyond the last it goes on in proportion; before the first as between the first two, or in
-    proportion where it hardly grew. A loss that fell by less over the step fell early.
+    From what a probe has measured already. Between the fractions :math:`\kappa` grows as a power of the step.
+    Beyond the last it goes on in proportion; before the first as between the first two, or in proportion
+    where it hardly grew. A loss that fell by less over the step fell early.
 
     Args:
         fractions: Where on the step :math:`\kappa` was measured.
@@ -198,8 +197,8 @@ def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficie
         >>> round(working_fraction([0.5, 1.0], [0.5, 2.0], math.nan), 12)
         0.707106781187
     """
-    points = [Point(step=h, kappa=k, loss=0.0, safe=k <= 1) for h, k in zip(fractions, kappa, strict=True)]
-    beyond = next((i for i, point in enumerate(points) if not point.safe), len(points))
+    points = [Point(h, k, loss=0.0, limit=0.0) for h, k in zip(fractions, kappa, strict=True)]
+    beyond = next((i for i, point in enumerate(points) if not point.works), len(points))
     if beyond == len(points):
         found = fractions[-1] / max(kappa[-1], 1e-300)
     elif beyond == 0:
@@ -208,8 +207,7 @@ def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficie
             growth = max(growth, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
         found = fractions[0] * kappa[0] ** (-1 / growth)
     else:
-        bracket = Bracket(0, points[beyond - 1], points[beyond])
-        found = crossing(bracket, max_kappa=1.0, loss=lambda step: 0.0)
+        found = crossing(points[beyond - 1], points[beyond])
     if 0 < efficiency < LEAST_FALL:
         return min(found, efficiency / LEAST_FALL)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -40,7 +41,27 @@ def _is_single_batch(batches: object) -> bool:
     return isinstance(batches, (Tensor, Mapping, str)) or not is_iterable
 
 
-def shared(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
+class Supply:
+    """Batches to judge by and others to step on, read only as far as needed."""
+
+    def __init__(self, batches: Iterable[Batch], model: nn.Module) -> None:
+        self._stream = _shared(batches, model)
+        self.known: list[Batch] = []
+
+    def split(self, num_judges: int, num_steps: int) -> tuple[list[Batch], list[Batch]]:
+        """As many judges and steps; of few batches a third and the rest."""
+        self.known.extend(islice(self._stream, num_judges + num_steps - len(self.known)))
+        count = len(self.known)
+        if count < 3:
+            raise ValueError(
+                "`batches` must hold at least three batches, one to step on and two others to judge by, got "
+                f"{count}. Is it a used-up iterator? Else use smaller batches; 24 are better."
+            )
+        num_judges = max(2, min(num_judges, count // 3))
+        return self.known[:num_judges], self.known[num_judges:]
+
+
+def _shared(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:
     """The batches, as long as every rank has one."""
     iterator, end = iter(batches), object()
     while not any_rank((batch := next(iterator, end)) is end, model):

@@ -47,6 +47,19 @@ def peak_lr(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> float:
     return max(peaks)
 
 
+def shares_of_groups(optimizer: Optimizer) -> list[float]:
+    """Learning rates of the groups, relative to the largest."""
+    peak = peak_lr(optimizer)
+    return [group_peak(group) / peak for group in optimizer.param_groups]
+
+
+def shares_of_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[float]:
+    """Learning rates of parameters, relative to the largest; zero for one that is not trained."""
+    pairs = zip(optimizer.param_groups, shares_of_groups(optimizer), strict=True)
+    known = {id(p): share for group, share in pairs for p in group["params"]}
+    return [known.get(id(p), 0.0) for p in parameters]
+
+
 def flattened(schedulers: Iterable[Any]) -> list[Any]:
     """The schedulers, and those that they are made of."""
     found = []

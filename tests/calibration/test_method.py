@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip, clip_rules
 from curvestep.calibration.method import method_of
+from curvestep.lr_schedules import shares_of_groups, shares_of_parameters
 from tests.calibration.models import Lion, kinds, network
 
 
@@ -124,32 +125,31 @@ def test_rates_are_read_from_the_peak_of_a_schedule_that_is_there_already():
     assert {group["lr"] for group in opt.param_groups} == {0.0}
 
 
-def test_what_an_instance_cannot_say_is_refused():
+@pytest.mark.parametrize(
+    ("make", "words", "options"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.0), "no learning rate above zero", {}),
+        (lambda p: torch.optim.SGD(p, lr=1.0, maximize=True), "maximises", {}),
+        (lambda p: torch.optim.LBFGS(p), "searches for its step itself", {}),
+        (lambda p: torch.optim.LBFGS, "searches for its step itself", {}),
+        (lambda p: [torch.optim.SGD(p, lr=1.0)] * 2, "must be one optimizer, its class, .* got a list", {}),
+        (lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "1 parameters that are not", {}),
+        (lambda p: torch.optim.SGD(p, lr=1.0), "`momentum` is read from the optimizer", {"momentum": 0.9}),
+        (lambda p: torch.optim.AdamW(p), "`weight_decay` is read", {"weight_decay": 0.1}),
+        (lambda p: torch.optim.SGD([{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=1.0),
+         "unequal momentum, 0 and 0.9", {}),
+        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=1.0), r"`momentum` must be in \[0, 1\)", {}),
+        (lambda p: ClippedAdamW(p, lr=1.0, max_norm=clip_rules.percentile(10)),
+         "clips by the rule percentile, and trials clip at a number", {}),
+        (lambda p: "Liom", "a name such as 'AdamW', got 'Liom'", {}),
+        (lambda p: nn.Linear, "a name such as 'AdamW', got <class", {}),
+        (lambda p: Lion, "give the Lion that will train", {}),
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_cannot_say_is_refused(make, words, options):
     model, loss, batches = network()
-    parameters = list(model.parameters())
-
-    def refused(optimizer, match, **options):
-        with pytest.raises(ValueError, match=match):
-            calibrate(model, loss, batches, optimizer=optimizer, **options)
-
-    refused(torch.optim.SGD(parameters, lr=0.0), "no learning rate above zero")
-    refused(torch.optim.SGD(parameters, lr=1.0, maximize=True), "maximises")
-    refused(torch.optim.LBFGS(parameters), "searches for its step itself")
-    refused(
-        [torch.optim.SGD(parameters, lr=1.0)] * 2, "must be one optimizer, its class, or a name .* got a list"
-    )
-    refused(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "1 parameters that are not in `model`")
-    refused(torch.optim.SGD(parameters, lr=1.0), "`momentum` is read from the optimizer", momentum=0.9)
-    refused(torch.optim.AdamW(parameters), "`weight_decay` is read", weight_decay=0.1)
-    unequal = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
-    refused(torch.optim.SGD(unequal, lr=1.0), "unequal momentum, 0 and 0.9")
-    refused(torch.optim.SGD(parameters, lr=1.0, momentum=1.0), r"`momentum` must be in \[0, 1\)")
-    refused(torch.optim.LBFGS, "searches for its step itself")
-    by_rule = ClippedAdamW(parameters, lr=1.0, max_norm=clip_rules.percentile(10))
-    refused(by_rule, "clips by the rule percentile, and trials clip at a number")
-    refused("Liom", "a name such as 'AdamW', got 'Liom'")
-    refused(nn.Linear, "a name such as 'AdamW', got <class")
-    refused(Lion, "give the Lion that will train")
+    with pytest.raises(ValueError, match=words):
+        calibrate(model, loss, batches, optimizer=make(list(model.parameters())), **options)
 
 
 def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_parameters():
@@ -157,11 +157,10 @@ def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_para
     given = ClippedAdamW(groups(model, 0.1, 0.2, weight_decay=0.3), lr=1.0, max_norm=1.0, betas=(0.8, 0.95))
     loss(batches[0]).backward()
     given.step()
-    method = method_of(given, model)
-    copied = method.copy(7.0)
-    assert method.shares == [0.5, 1.0]
+    copied = method_of(given, model).copy(7.0)
+    assert shares_of_groups(given) == [0.5, 1.0]
     strange = torch.zeros(1)
-    assert method.shares_of([*model.parameters(), strange]) == [0.5, 0.5, 1.0, 1.0, 0.0]
+    assert shares_of_parameters(given, [*model.parameters(), strange]) == [0.5, 0.5, 1.0, 1.0, 0.0]
     assert [p for group in copied.param_groups for p in group["params"]] == list(model.parameters())
     for group in copied.param_groups:
         assert (group["betas"], group["weight_decay"], group["max_norm"]) == ((0.8, 0.95), 0.3, 1.0)
@@ -176,29 +175,28 @@ def test_copy_of_an_optimizer_has_its_groups_options_and_state_and_the_same_para
 # apply
 
 
-def schedule_of(opt, kind):
-    if kind == "lambda":
-        return lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 4))
-    if kind == "cosine":
-        return lr_scheduler.CosineAnnealingLR(opt, 10, eta_min=0.05 * opt.param_groups[0]["lr"])
-    if kind == "restarts":
-        return lr_scheduler.CosineAnnealingWarmRestarts(opt, 4)
-    if kind == "one cycle":
-        peaks = [group["lr"] for group in opt.param_groups]
-        return lr_scheduler.OneCycleLR(opt, peaks, total_steps=12, cycle_momentum=False)
-    if kind == "cyclic":
-        peaks = [group["lr"] for group in opt.param_groups]
-        return lr_scheduler.CyclicLR(opt, [lr / 4 for lr in peaks], peaks, 3, cycle_momentum=False)
-    if kind == "plateau":
-        floors = [0.2 * group["lr"] for group in opt.param_groups]
-        return lr_scheduler.ReduceLROnPlateau(opt, patience=0, min_lr=floors)
-    warmup, decay = lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(opt, 7)
-    if kind == "chained":
-        return lr_scheduler.ChainedScheduler([warmup, decay])
-    return lr_scheduler.SequentialLR(opt, [warmup, decay], [3])
+def peaks(opt):
+    return [group["lr"] for group in opt.param_groups]
 
 
-KINDS = ("lambda", "cosine", "restarts", "one cycle", "cyclic", "plateau", "chained", "sequential")
+def warmup_and_decay(opt):
+    return [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(opt, 7)]
+
+
+SCHEDULERS = {
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 4)),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10, eta_min=0.05 * peaks(opt)[0]),
+    "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 4),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, peaks(opt), total_steps=12, cycle_momentum=False),
+    "cyclic": lambda opt: lr_scheduler.CyclicLR(
+        opt, [lr / 4 for lr in peaks(opt)], peaks(opt), 3, cycle_momentum=False
+    ),
+    "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(
+        opt, patience=0, min_lr=[0.2 * lr for lr in peaks(opt)]
+    ),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler(warmup_and_decay(opt)),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(opt, warmup_and_decay(opt), [3]),
+}
 
 
 def rates_of_a_run(opt, scheduler, steps):
@@ -215,19 +213,21 @@ def found():
     """A calibration of AdamW with two groups, one of plain ClippedSGD, and of NormalizedSGD."""
     torch.set_default_dtype(torch.float64)
     model, loss, batches = network()
-    kinds = torch.optim.AdamW(groups(model, 8.0, 1.0)), "ClippedSGD", NormalizedSGD
-    return [calibrate(model, loss, batches, optimizer=kind, budget=48) for kind in kinds]
+    opt = torch.optim.AdamW(groups(model, 8.0, 1.0))
+    scheduled = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay", budget=48)
+    kinds = "ClippedSGD", NormalizedSGD
+    return [scheduled, *(calibrate(model, loss, batches, optimizer=kind, budget=48) for kind in kinds)]
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step()`")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("stepped", [0, 2, 5])
 def test_schedule_keeps_its_shape_wherever_it_stands_and_groups_their_ratio(found, kind, stepped):
     model, _, _ = network()
     cal, rates = found[0], []
     for peak in (1.0, cal.lr):
         opt = ClippedAdamW(groups(model, peak, peak / 8), lr=1.0, max_norm=math.inf)
-        scheduler = schedule_of(opt, kind)
+        scheduler = SCHEDULERS[kind](opt)
         rates_of_a_run(opt, scheduler, stepped)
         if peak == 1.0:
             cal.apply(opt, scheduler)
@@ -328,8 +328,6 @@ def test_apply_refuses_what_it_was_not_measured_for(found):
     scheduler = lr_scheduler.LinearLR(opt, 0.1)
     refused(opt, r"has a scheduler.*Give it too")
     refused(other, "LinearLR belongs to another optimizer", scheduler)
-    clip(opt, max_norm=math.inf)
-    cal.apply(opt, scheduler)
     by_tensor = ClippedSGD(model.parameters(), lr=1.0, max_norm=math.inf, norm_scope="tensor")
     with pytest.warns(UserWarning, match="keeps its own, inf"):
         cal.apply(by_tensor)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from time import perf_counter
 
 from torch import Tensor, nn
@@ -14,12 +12,12 @@ from torch.optim import Optimizer
 from curvestep._checks import check_choice, check_count, check_positive
 from curvestep.calibration import calibration_words as words, pilots
 from curvestep.calibration.method import Method, method_of
-from curvestep.calibration.passes import Passes, check_start
-from curvestep.calibration.pilots import LONG_STEPS, MOST_ARMS, NUM_STEPS
+from curvestep.calibration.pilots import LONG, MOST_ARMS, NUM_JUDGES, SHORT
 from curvestep.calibration.result import Calibration
-from curvestep.calibration.scale import scale_and_threshold
-from curvestep.loaders import Batch, check_batches, shared, unmoved
-from curvestep.lr_schedules import SCHEDULES
+from curvestep.calibration.scale import check_start, scale_and_threshold
+from curvestep.loaders import Batch, Supply, check_batches, unmoved
+from curvestep.lr_schedules import SCHEDULES, shares_of_parameters
+from curvestep.smoothness.oracle import BatchReplay
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.vectors import global_norm
 
@@ -40,15 +38,13 @@ def calibrate(
 ) -> Calibration:
     r"""Learning rate and ``max_norm`` found by short trials where training is about to start.
 
-    Up to five trials of 16 steps run the whole schedule at learning rates a factor of two to four apart,
-    judged by batches that they do not step on. The smallest rate with 96 % of the best gain is taken. Where
-    noise hides the gains, the trials are repeated at twice the length. Those of SGD under a schedule have 48
-    steps without momentum, and 0.7 of the best rate is taken.
+    Up to five trials of 16 steps run the whole schedule, judged by batches that they do not step on. The
+    smallest rate with 96 % of the best gain is taken. Where noise hides the gains, trials of twice the length
+    follow. Those of SGD under a schedule have 48 plain steps, and 0.7 of the best rate is taken.
 
-    Nothing is changed: parameters, buffers, ``.grad``, optimizer, random states and a loader's own generator
-    are the same bits afterwards, after an interrupt too. Batch size, and gradient accumulation inside
-    ``loss_of_batch``, are part of what is measured. Under DDP and FSDP2 every rank calls with its share of
-    each batch, and all get the same answer.
+    Parameters, buffers, ``.grad``, optimizer, random states and a loader's own generator are the same bits
+    afterwards, after an interrupt too. Batch size, and gradient accumulation inside ``loss_of_batch``, are
+    part of what is measured. Under DDP and FSDP2 every rank calls with its share of each batch.
 
     Args:
         model: The model to be trained, in the mode it will be trained in: plain, DDP or FSDP2.
@@ -63,16 +59,10 @@ def calibrate(
         schedule: ``"constant"``, or ``"warmup-decay"``: ``lr`` is then the peak of a warm-up over about a
             tenth of the steps and a decay to zero.
         num_steps: Steps that training will take, if known.
-        budget: Gradients that the trials may take, or, below one, their share of ``num_steps``. Default: a
-            twentieth of ``num_steps``, at least 80, for SGD under a schedule 240; about 130 more where noise
-            hides the answer. Each multiple of that repeats the trials on other batches.
+        budget: Gradients that the trials may take, or, below one, their share of ``num_steps``; each multiple
+            of 80 repeats them on other batches. Default: a twentieth of ``num_steps``, at least 80, for SGD
+            under a schedule 240; about 130 more where noise hides the answer.
         progress: Whether to show the trials on standard error. Default: where that is a terminal.
-
-    Returns:
-        A :class:`Calibration`; print it.
-
-    Raises:
-        ValueError: the start is unusable, and the message says why and what to do.
 
     Example:
         >>> import torch
@@ -93,31 +83,35 @@ def calibrate(
     check_batches(batches)
     check_choice("schedule", schedule, tuple(SCHEDULES))
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
-    is_long = method.family.is_descent and schedule == "warmup-decay"
-    length = LONG_STEPS if is_long else NUM_STEPS
-    gradients, may_double = budget_of(budget, num_steps, length), budget is None and not is_long
-    most = min(MOST_ARMS, gradients // length)
+    rule = LONG if method.family.is_descent and schedule == "warmup-decay" else SHORT
+    gradients, may_double = budget_of(budget, num_steps, rule.num_steps), budget is None and rule is SHORT
+    most = min(MOST_ARMS, gradients // rule.num_steps)
+    turns = gradients // (most * rule.num_steps)
     given = method.max_norm
     if max_norm is not None:  # what clips less does nothing
         given = min(given, check_positive("max_norm", max_norm))
-    show = _printer(progress)
-    show(words.before(method.name, length, gradients, may_double=may_double))
+    is_shown = sys.stderr.isatty() if progress is None else progress
+
+    def show(text: str) -> None:
+        if is_shown:
+            print(text, file=sys.stderr, flush=True)
+
+    show(words.before(method.name, rule.num_steps, gradients, may_double=may_double))
     began = perf_counter()
-    try:
-        with unmoved(batches):
-            supply = pilots.Supply(shared(batches, model), gradients // (most * length) * length)
-            _, steps = supply.split(1)
-            with Passes(model, loss_of_batch) as passes:
-                loss, grad_norm, num_idle = _look(passes, steps[0], method)
-                scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
-                center = scale / 2 if schedule == "constant" else scale * 2
-                tell = lambda length, lr: show(words.trial(length, lr))  # noqa: E731
-                trials = pilots.Pilots(passes, method, schedule, threshold, center, length, tell)
-                tried, num_judges = trials.tried(supply, most, may_double=may_double)
-    finally:
-        show(words.CLEAR_LINE)
+    with unmoved(batches):
+        supply = Supply(batches, model)
+        _, steps = supply.split(NUM_JUDGES, turns * rule.num_steps)
+        passes = BatchReplay(model, loss_of_batch)
+        with passes:
+            loss, grad_norm, num_idle = _look(passes, steps[0], method)
+            scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
+            center = scale / 2 if schedule == "constant" else scale * 2
+            trials = pilots.Pilots(passes, method, schedule, threshold, center, show)
+            tried = trials.tried(supply, rule, turns, most, may_double=may_double)
     arms = pilots.longest(tried)
-    lr = pilots.answer(arms, schedule, scale)
+    lr, doubts = pilots.read(arms, schedule, scale)
+    start = words.of_start(passes, method, grad_norm, num_idle, len(supply.known))
+    warnings = (*start, *words.of_arms(doubts, arms))  # the first is printed
     return Calibration(
         optimizer=method.name,
         family=method.family,
@@ -125,16 +119,13 @@ def calibrate(
         lr=lr,
         max_norm=threshold,
         schedule=schedule,
-        confidence=pilots.confidence(arms, lr, is_proven=words.is_proven(method.family, schedule)),
+        confidence=words.confidence(method.family, schedule, warnings),
         arms=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,
         num_gradients=passes.num_gradients,
         seconds=perf_counter() - began,
-        warnings=(
-            *words.of_start(model, method, grad_norm, passes.num_outside, num_idle),  # the first is printed
-            *words.of_arms(arms, lr, num_judges=num_judges),
-        ),
+        warnings=warnings,
     )
 
 
@@ -155,20 +146,12 @@ def budget_of(budget: float | None, num_steps: int | None, length: int) -> int:
     return int(gradients)
 
 
-def _printer(progress: bool | None) -> Callable[[str], None]:
-    """Print on standard error, or nowhere."""
-    if progress is None:
-        progress = sys.stderr.isatty()
-    screen = sys.stderr if progress else io.StringIO()
-    return partial(print, end="", file=screen, flush=True)
-
-
-def _look(passes: Passes, batch: Batch, method: Method) -> tuple[float, float, int]:
+def _look(passes: BatchReplay, batch: Batch, method: Method) -> tuple[float, float, int]:
     """Loss and gradient norm of a batch, and how many parameters with a gradient the optimizer leaves."""
     loss, gradients = passes.gradient_of(batch)
     norm = global_norm(gradients).item()
     check_start(loss, norm)
-    shares = method.shares_of(passes.parameters)
+    shares = shares_of_parameters(method.optimizer, passes.parameters)
     trained = [share > 0 for share, g in zip(shares, gradients, strict=True) if g is not None]
     if not any(trained):
         raise ValueError("`optimizer` trains no parameter that the loss depends on, or with an lr of zero.")

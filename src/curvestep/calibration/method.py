@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from curvestep._checks import check_nonnegative
 from curvestep.clip_rules import ClipRule
-from curvestep.lr_schedules import group_peak, peak_lr
 from curvestep.optim.adamw import ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD
 from curvestep.optim.normalized import NormalizedSGD
@@ -34,31 +33,11 @@ class Method:
     """An optimizer, which is never stepped, and what it says of itself."""
 
     optimizer: Optimizer
+    name: str  # of its class
     family: Family
-    momentum: float  # of SGD, normalised or not; zero for the others
+    momentum: float
     max_norm: float  # the threshold (or offset) that the caller gave its groups; infinite if none
-
-    @property
-    def name(self) -> str:
-        """The optimizer's class."""
-        return type(self.optimizer).__name__
-
-    @property
-    def clips_itself(self) -> bool:
-        """Whether its own step clips, or normalises; so does a copy's."""
-        return isinstance(self.optimizer, OURS)
-
-    @property
-    def shares(self) -> list[float]:
-        """Learning rates of the groups, relative to the largest."""
-        peak = peak_lr(self.optimizer)
-        return [group_peak(group) / peak for group in self.optimizer.param_groups]
-
-    def shares_of(self, parameters: Sequence[Tensor]) -> list[float]:
-        """Learning rates of parameters, relative to the largest; zero for one that is not trained."""
-        pairs = zip(self.optimizer.param_groups, self.shares, strict=True)
-        known = {id(p): share for group, share in pairs for p in group["params"]}
-        return [known.get(id(p), 0.0) for p in parameters]
+    clips_itself: bool  # or normalises; so does a copy
 
     def copy(self, max_norm: float) -> Optimizer:
         """Another of these settings and state, with ``max_norm`` if it clips, and at nothing smaller."""
@@ -82,61 +61,48 @@ def method_of(
     """The method of an instance, or of a class or a name with these settings."""
     given = {"momentum": momentum, "weight_decay": weight_decay}
     settings = {name: check_nonnegative(name, value) for name, value in given.items() if value is not None}
+    threshold, thresholds = family_of(optimizer).threshold, []
     if not isinstance(optimizer, Optimizer):
-        return _method(_made(_class_of(optimizer), model, settings), math.inf)
-    if settings:
+        optimizer = _made(optimizer, model, settings)
+    elif settings:
         raise ValueError(f"`{min(settings)}` is read from the optimizer itself: leave it out.")
-    if any(group.get("maximize") for group in optimizer.param_groups):
-        raise ValueError("`optimizer` maximises: give a loss to minimise, and an optimizer without it.")
+    else:
+        thresholds = [group[threshold] for group in optimizer.param_groups if threshold in group]
+    family, momentums = family_of(optimizer), momenta(optimizer)
+    rules = [rule.name for rule in thresholds if isinstance(rule, ClipRule)]
     strangers = set(parameters_of(optimizer)).difference(model.parameters())
-    if strangers:
-        raise ValueError(
-            f"`optimizer` trains {len(strangers)} parameters that are not in `model`. Make it from the "
-            "parameters of this model, after that is moved or wrapped."
-        )
-    return _method(optimizer, _smallest_threshold(optimizer))
+    for is_wrong, why in (
+        (isinstance(optimizer, torch.optim.LBFGS),
+         "`optimizer` is LBFGS, which searches for its step itself: there is no lr to find."),
+        (any(group.get("maximize") for group in optimizer.param_groups),
+         "`optimizer` maximises: give a loss to minimise, and an optimizer without it."),
+        (len(strangers) > 0,
+         f"`optimizer` trains {len(strangers)} parameters that are not in `model`. Make it from the "
+         "parameters of this model, after that is moved or wrapped."),
+        (len(rules) > 0, f"`optimizer` clips by the rule {', '.join(rules)}, and trials clip at a number. "
+         "Calibrate with max_norm=math.inf, then set the rule."),
+        (len(momentums) > 1, "`optimizer` has groups of unequal momentum, "
+         f"{' and '.join(f'{momentum:g}' for momentum in momentums)}. Calibrate with one."),
+        (family.is_descent and momentums[0] >= 1, f"`momentum` must be in [0, 1), got {momentums[0]!r}."),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(why)
+    max_norm = min(map(float, thresholds), default=math.inf)
+    name, clips_itself = type(optimizer).__name__, isinstance(optimizer, OURS)
+    return Method(optimizer, name, family, momentums[0], max_norm, clips_itself)
 
 
-def _smallest_threshold(optimizer: Optimizer) -> float:
-    name = family_of(optimizer).threshold
-    bounds = [group.get(name, math.inf) for group in optimizer.param_groups]
-    for rule in bounds:
-        if isinstance(rule, ClipRule):
-            raise ValueError(
-                f"`optimizer` clips by the rule {rule.name}, and trials clip at a number. Calibrate with "
-                "max_norm=math.inf, then set the rule."
-            )
-    return min(map(float, bounds))
-
-
-def _method(optimizer: Optimizer, max_norm: float) -> Method:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("`optimizer` is LBFGS, which searches for its step itself: there is no lr to find.")
-    family, (momentum, *others) = family_of(optimizer), momenta(optimizer)
-    if others:
-        raise ValueError(
-            f"`optimizer` has groups of unequal momentum, {momentum:g} and {others[0]:g}. Calibrate with one."
-        )
-    if not family.is_descent:
-        momentum = 0.0
-    if momentum >= 1:
-        raise ValueError(f"`momentum` must be in [0, 1), got {momentum!r}.")
-    return Method(optimizer, family, momentum, max_norm)
-
-
-def _class_of(optimizer: object) -> type[Optimizer]:
+def _made(optimizer: object, model: nn.Module, settings: dict[str, float]) -> Optimizer:
+    """An optimizer of this class or name; a learning rate that it asks for does not matter to ours."""
     kind = optimizer
     if isinstance(optimizer, str):
         known = {kind.__name__.lower(): kind for kind in (*Optimizer.__subclasses__(), *OURS)}
         kind = {**known, "adamw": torch.optim.AdamW}.get(optimizer.lower())
-    if isinstance(kind, type) and issubclass(kind, Optimizer):
-        return kind
-    said = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
-    raise ValueError(f"`optimizer` must be one optimizer, its class, or a name such as 'AdamW', got {said}.")
-
-
-def _made(kind: type[Optimizer], model: nn.Module, settings: dict[str, float]) -> Optimizer:
-    """An optimizer of this class; a learning rate that it asks for does not matter to ours."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        said = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+        raise ValueError(
+            f"`optimizer` must be one optimizer, its class, or a name such as 'AdamW', got {said}."
+        )
     if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
         raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
     make = cast("Callable[..., Optimizer]", kind)

@@ -83,9 +83,8 @@ class Calibration:
     def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
         """Set the learning rate of an optimizer and of all its schedulers, and a threshold where it has none.
 
-        Groups keep their ratios and schedules their shape and place. An infinite ``max_norm`` of an optimizer
-        that clips becomes the one found; a finite one is yours and stays. Refused: an optimizer of another
-        kind, and one with a scheduler that was not given.
+        Groups keep their ratios, schedules their shape and place, and a finite ``max_norm`` is yours and
+        stays. Refused: an optimizer of another kind, and one with a scheduler that was not given.
         """
         own = _kind(self.family, self.optimizer, [self.momentum])
         given = _kind(family_of(optimizer), type(optimizer).__name__, momenta(optimizer))

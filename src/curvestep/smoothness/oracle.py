@@ -1,15 +1,19 @@
-r"""The gradient of the mean loss over a fixed set of batches: the paper's "10 % of the training data"."""
+r"""Gradients of batches: one after another, or the mean of a fixed set, as "10 % of the training data"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvestep._checks import check_positive
+from curvestep.distributed import is_sharded, over_ranks
+from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable, leaves
 from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.replay import Gradients, Replay, checked_loss
 from curvestep.smoothness.snapshot import detach_state
 
 
@@ -95,3 +99,77 @@ def check_oracle(oracle: object) -> GradientOracle | None:
 
 def _described(value: object) -> str:
     return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+
+
+class BatchReplay(Replay):
+    """Losses and gradients of one batch after another, the same on all ranks; a replay that keeps count."""
+
+    function = "loss_of_batch"
+
+    def __init__(self, model: nn.Module, loss_of_batch: Callable[[object], Tensor | float]) -> None:
+        super().__init__(model, lambda: None)  # each pass sets the closure of its batch
+        self._loss_of_batch = loss_of_batch
+        self._needs_graph = False  # a loss that differentiates inside fails without
+        self._known = set(map(id, model.parameters()))
+        self._is_sharded = any(map(is_sharded, self.parameters))  # computes with tensors of its own
+        self._outside: list[tuple[Tensor, Tensor | None]] = []
+        self.num_gradients = 0  # computed so far
+        self.keep_home()
+
+    def _put_back(self) -> None:
+        super()._put_back()
+        for leaf, gradient in self._outside:
+            leaf.grad = gradient
+
+    @property
+    def num_outside(self) -> int:
+        """Tensors outside the model that the loss trains too; not those that it only differentiates by."""
+        return sum(isinstance(leaf, nn.Parameter) or g is not None for leaf, g in self._outside)
+
+    def gradient_of(self, batch: object, *, seed: int | None = None) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradient where the parameters are; a ``seed`` gives the pass randomness of its own."""
+        self._look_at(batch, seed)
+        there = self.gradient()
+        self.num_gradients += 1
+        return over_ranks(there.loss.item(), self.model, mean=True), there.gradients
+
+    def losses_of(self, batches: Sequence[object]) -> np.ndarray:
+        """Losses where the parameters are, by forward passes if the loss allows it."""
+        return np.array(list(map(self._loss_of, batches)))
+
+    def _loss_of(self, batch: object) -> float:
+        self._look_at(batch)
+        if not self._needs_graph:
+            try:
+                return over_ranks(self.loss().item(), self.model, mean=True)
+            except RuntimeError:  # torch: "element 0 of tensors does not require grad"
+                self._needs_graph = True
+        return self.gradient_of(batch)[0]
+
+    def restart(self) -> None:
+        """Put the parameters back at the start, and stay open."""
+        self.move([None] * len(self.parameters), 0.0)
+
+    def check_repeatable(self, batch: object, gradients: Gradients, *, tolerance: float) -> None:
+        """Refuse a loss whose gradient at the start differs from itself."""
+        self._look_at(batch)
+        self.num_gradients += 1
+        try:
+            check_repeatable(self, gradients, tolerance=tolerance)
+        except NonDeterministicError as error:
+            said = str(error).replace("The closure", "`loss_of_batch`").replace("the closure", "it")
+            raise ValueError(said) from None
+
+    def _look_at(self, batch: object, seed: int | None = None) -> None:
+        def closure() -> Tensor:
+            if seed is not None:  # else every step would have the same dropout masks
+                torch.manual_seed(seed)
+            loss = checked_loss(self._loss_of_batch(batch), self.function)
+            for leaf in leaves(loss):  # sets gradients outside aside, before a backward pass adds to them
+                if id(leaf) not in self._known and not self._is_sharded:
+                    self._known.add(id(leaf))
+                    self._outside.append((leaf, leaf.grad))
+                    leaf.grad = None
+            return loss
+
+        self.closure = closure
