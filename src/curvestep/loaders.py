@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -39,6 +40,16 @@ def _is_single_batch(batches: object) -> bool:
         return len({(part.dtype, part.dim()) for part in batches if isinstance(part, Tensor)}) > 1
     is_iterable = isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")
     return isinstance(batches, (Tensor, Mapping, str)) or not is_iterable
+
+
+@dataclass(frozen=True)
+class Readable:
+    """Batches that ``make`` gives again whenever they are read: none is lost, as an iterator's are."""
+
+    make: Callable[[], Iterator[Batch]]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.make()
 
 
 class Supply:

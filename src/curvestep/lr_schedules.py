@@ -30,6 +30,16 @@ def warmup_decay(num_steps: int) -> list[float]:
 SCHEDULES: dict[str, Callable[[int], list[float]]] = {"constant": constant, "warmup-decay": warmup_decay}
 
 
+def check_schedule(schedule: str) -> None:
+    """Refuse a schedule of another name, with the one to take instead."""
+    if schedule not in SCHEDULES:
+        listed = " or ".join(map(repr, SCHEDULES))
+        raise ValueError(
+            f"`schedule` must be {listed}, got {schedule!r}. Every decay, cosine, linear or one-cycle, is "
+            "'warmup-decay'."
+        )
+
+
 def group_peak(group: dict[str, Any]) -> float:
     """Largest learning rate that a group's schedule reaches, as far as the group says."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
@@ -58,6 +68,11 @@ def shares_of_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> 
     pairs = zip(optimizer.param_groups, shares_of_groups(optimizer), strict=True)
     known = {id(p): share for group, share in pairs for p in group["params"]}
     return [known.get(id(p), 0.0) for p in parameters]
+
+
+def is_below_peak(optimizer: Optimizer) -> bool:
+    """Whether a schedule holds a learning rate below its peak now, as where a warm-up begins."""
+    return any(float(group["lr"]) < group_peak(group) for group in optimizer.param_groups)
 
 
 def flattened(schedulers: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip, clip_rules
 from curvestep.calibration.method import method_of
-from curvestep.lr_schedules import shares_of_groups, shares_of_parameters
+from curvestep.lr_schedules import peak_lr, shares_of_groups, shares_of_parameters
 from tests.calibration.models import Lion, kinds, network
 
 
@@ -236,6 +237,21 @@ def test_schedule_keeps_its_shape_wherever_it_stands_and_groups_their_ratio(foun
     if kind == "plateau" and stepped:  # it keeps no peak: what it has come down to is the one that is set
         rates = [rate / rate[0, 0] for rate in rates]
     torch.testing.assert_close(rates[0], rates[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"), [("one cycle", 1), ("sequential", 1), ("plateau", 0), ("cosine", 0)]
+)
+def test_constant_rate_given_to_a_schedule_that_warms_up_is_said(found, kind, warned):
+    model, _, _ = network()
+    opt = ClippedSGD(model.parameters(), lr=1.0, max_norm=math.inf)
+    scheduler = SCHEDULERS[kind](opt)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found[1].apply(opt, scheduler)
+    assert len(said) == warned
+    assert all("warmup-decay" in str(warning.message) for warning in said)
+    assert peak_lr(opt, [scheduler]) == pytest.approx(found[1].lr)
 
 
 def test_apply_sets_lr_and_nothing_else_but_a_threshold_that_is_infinite(found):

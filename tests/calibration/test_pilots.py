@@ -219,7 +219,7 @@ def test_confidence_is_high_only_for_adam_under_a_schedule_and_without_any_doubt
     def said(*kinds, family=Family.ADAM, schedule="warmup-decay"):
         return confidence(family, schedule, [Note(kind, "") for kind in kinds])
 
-    assert said() == "high"
+    assert said() == said("iterator") == "high"
     assert said("unknown", "few-batches") == "cannot tell"
     doubts = (
         "noise",

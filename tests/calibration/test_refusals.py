@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep import calibrate
+from curvestep.loaders import Readable
 from tests.calibration.models import Noisy, kinds, targets
 from tests.models import batch_loss, mlp
 
@@ -95,7 +96,7 @@ DRAW = torch.Generator().manual_seed(0)
         ({"budget": 0.05}, "`budget` must be at least 48.*got 0.*share of `num_steps`: give both"),
         ({"budget": 0.01, "num_steps": 100}, "at least 48 gradients.*got 1"),
         ({"num_steps": 0}, "`num_steps`"),
-        ({"schedule": "cosine"}, "`schedule` must be one of 'constant', 'warmup-decay'"),
+        ({"schedule": "cosine"}, "must be 'constant' or 'warmup-decay', got 'cosine'.* is 'warmup-decay'"),
     ],
 )
 def test_wrong_options_are_named(options, words):
@@ -158,6 +159,19 @@ def test_layers_in_eval_mode_are_said_and_make_the_answer_less_sure(mode):
     model.dropout = nn.Dropout()
     cal = calibrate(model.train(mode), model, targets(0.01), optimizer="AdamW", schedule="warmup-decay")
     assert (kinds(cal), cal.confidence) == ((set(), "high") if mode else ({"eval-mode"}, "medium"))
+
+
+def test_batches_that_an_iterator_loses_are_said_and_a_loader_loses_none():
+    model, batches = Noisy(0.2), targets(0.01)
+    loader = torch.utils.data.DataLoader(batches, 1)
+    for given, lost in ((batches, 0), (loader, 0), (Readable(lambda: iter(batches)), 0), (iter(batches), 24)):
+        cal = calibrate(model, model, given, optimizer="AdamW", schedule="warmup-decay")
+        said = [note.text for note in cal.warnings if note.kind == "iterator"]
+        assert len(said) == (lost > 0)
+        assert all(f"lost {lost} batches" in text for text in said)
+        assert cal.confidence == "high"
+        if lost:
+            assert len(list(given)) == len(batches) - lost
 
 
 @pytest.mark.parametrize(("scale", "warned"), [(1e-4, True), (1.0, False), (1e4, True)])

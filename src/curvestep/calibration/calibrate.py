@@ -9,14 +9,14 @@ from time import perf_counter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_count, check_positive
+from curvestep._checks import check_count, check_positive
 from curvestep.calibration import calibration_words as words, pilots
 from curvestep.calibration.method import Method, method_of
 from curvestep.calibration.pilots import LONG, MOST_ARMS, NUM_JUDGES, SHORT
 from curvestep.calibration.result import Calibration
 from curvestep.calibration.scale import check_start, scale_and_threshold
 from curvestep.loaders import Batch, Supply, check_batches, unmoved
-from curvestep.lr_schedules import SCHEDULES, shares_of_parameters
+from curvestep.lr_schedules import check_schedule, shares_of_parameters
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.vectors import global_norm
@@ -81,7 +81,7 @@ def calibrate(
             f"{type(loss_of_batch).__name__}. The order is `calibrate(model, loss_of_batch, batches)`."
         )
     check_batches(batches)
-    check_choice("schedule", schedule, tuple(SCHEDULES))
+    check_schedule(schedule)
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
     rule = LONG if method.family.is_descent and schedule == "warmup-decay" else SHORT
     gradients, may_double = budget_of(budget, num_steps, rule.num_steps), budget is None and rule is SHORT
@@ -110,7 +110,7 @@ def calibrate(
             tried = trials.tried(supply, rule, turns, most, may_double=may_double)
     arms = pilots.longest(tried)
     lr, doubts = pilots.read(arms, schedule, scale)
-    start = words.of_start(passes, method, grad_norm, num_idle, len(supply.known))
+    start = words.of_start(passes, method, grad_norm, num_idle, batches, len(supply.known))
     warnings = (*start, *words.of_arms(doubts, arms))  # the first is printed
     return Calibration(
         optimizer=method.name,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from curvestep.calibration.method import Method
 from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, Arm
+from curvestep.loaders import Batch
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.observer import differs_in_eval
@@ -39,7 +40,7 @@ DOUBTS = {
 
 def confidence(family: Family, schedule: str, warnings: Iterable[Note]) -> str:
     """How far to trust the answer: where a doubt was noted, no judged answer says that it was good."""
-    kinds = {note.kind for note in warnings}
+    kinds = {note.kind for note in warnings} - {"iterator"}  # which says nothing of the answer
     if "unknown" in kinds:
         return "cannot tell"
     is_sure = (family, schedule) in PROVEN and not kinds
@@ -120,6 +121,12 @@ def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str
     )
 
 
+def other_schedule(found: Calibration) -> str:
+    """That a constant rate is given to a schedule."""
+    what = f"lr {found.lr:.3g} is for a constant rate, and this schedule varies it"
+    return f'{what}. Calibrate with schedule="warmup-decay".'
+
+
 def of_arms(doubts: Iterable[str], arms: Sequence[Arm]) -> list[Note]:
     """Doubts that the trials leave, by their kinds."""
     ends = f"{arms[0].lr:.2g} to {arms[-1].lr:.2g}"
@@ -131,6 +138,7 @@ def of_start(
     method: Method,
     grad_norm: float,
     num_idle: int,
+    batches: Iterable[Batch],
     num_read: int,
 ) -> list[Note]:
     """Oddities of what was given: model, optimizer, loss, of which tensors may be idle, and batches."""
@@ -153,5 +161,7 @@ def of_start(
          "If another optimizer trains them, try a tenth of this lr."),
         (num_read < 3 * NUM_JUDGES, "few-batches",
          f"Only {num_read} batches were there, a third of them to judge by. Give 24 or more, for SGD 56."),
+        (isinstance(batches, Iterator), "iterator",
+         f"The iterator lost {num_read} batches: training will not see them. Give a list or a loader."),
     )  # fmt: skip
     return [Note(kind, text) for holds, kind, text in found if holds]

@@ -14,7 +14,7 @@ from curvestep._files import dump_json, load_json, write_atomically
 from curvestep.calibration import calibration_words as words
 from curvestep.calibration.pilots import Arm, longest
 from curvestep.display.markup import html_table
-from curvestep.lr_schedules import set_peak
+from curvestep.lr_schedules import is_below_peak, set_peak
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, momenta
 
@@ -93,6 +93,8 @@ class Calibration:
                 f"This was measured for {own}, got {given}. Calibrate with `optimizer=` the one that trains."
             )
         set_peak(optimizer, schedulers, self.lr)
+        if self.schedule == "constant" and is_below_peak(optimizer):
+            python_warnings.warn(words.other_schedule(self), stacklevel=2)
         if math.isfinite(self.max_norm):
             self._set_threshold(optimizer)
 

@@ -38,7 +38,7 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
-from curvestep.loaders import unmoved
+from curvestep.loaders import Readable, unmoved
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.snapshot import undone
 
@@ -345,7 +345,7 @@ def _calibration(
             total += loss.item()
         return total
 
-    parts = groups_of(batches(), trainer.accumulate_grad_batches)
+    parts = Readable(lambda: groups_of(batches(), trainer.accumulate_grad_batches))
     steps = trainer.estimated_stepping_batches
     num_steps = int(steps) if 0 < steps < math.inf else None
     with ExitStack() as stack:

@@ -46,7 +46,7 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
-from curvestep.loaders import unmoved
+from curvestep.loaders import Readable, unmoved
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
@@ -377,7 +377,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
             return trials.calibrate(
                 spread.train(),
                 loss_of_batch,
-                batches(),
+                Readable(batches),
                 optimizer=optimizer,
                 max_norm=max_norm,
                 schedule=schedule,

@@ -18,6 +18,7 @@ from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task, seed_of
+from curvestep.loaders import Readable
 from curvestep.optimizer_family import family_of
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
@@ -50,7 +51,7 @@ def calibrate_recipe(
         found = calibrate(
             model,
             lambda batch: task.loss(model, batch)[0],
-            map(task.batch, count()),
+            Readable(lambda: map(task.batch, count())),
             optimizer=OPTIMIZERS[recipe.optimizer],
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,
