@@ -25,9 +25,9 @@ PROVEN = {(Family.ADAM, "warmup-decay"): ("12 unseen tasks", "99.6", "97")}
 EVIDENCE = PROVEN | {
     (Family.MOMENTUM, "warmup-decay"): ("5 unseen tasks", "98.6", "81"),
     (Family.SGD, "warmup-decay"): ("5 unseen tasks", "99.7", "81"),
-    (Family.ADAM, "constant"): ("the 19 tasks it was tuned on", "98.3", "91"),
-    (Family.MOMENTUM, "constant"): ("the 19 tasks it was tuned on", "98.4", "77"),
-    (Family.SGD, "constant"): ("the 13 tasks it was tuned on", "99.8", "90"),
+    (Family.ADAM, "constant"): ("19 tuning tasks", "98.3", "91"),
+    (Family.MOMENTUM, "constant"): ("19 tuning tasks", "98.4", "77"),
+    (Family.SGD, "constant"): ("13 tuning tasks", "99.8", "90"),
 }
 WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
 DOUBTS = {
