@@ -14,6 +14,11 @@ def without_native(monkeypatch):
 
 
 @pytest.fixture
+def with_all():
+    """As here."""
+
+
+@pytest.fixture
 def without_fused(monkeypatch, without_native):
     """As on a device for which torch has no fused kernels either."""
     monkeypatch.setattr(_update, "_get_fused_kernels_supported_devices", list)

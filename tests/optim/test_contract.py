@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, vectors
+from curvestep._kernel import native
 from curvestep.optim import _update
 from tests.reference import ReferenceSGD
 
@@ -100,7 +101,9 @@ def test_no_gradient_at_all_is_no_step(make):
 
 
 @every_optimizer_in_every_mode
-def test_a_graph_from_before_the_step_is_stale(make, mode):
+@pytest.mark.parametrize("world", ["without_native", "on_device", "with_all"])
+def test_a_graph_from_before_the_step_is_stale(make, mode, world, request):
+    request.getfixturevalue(world)
     p = nn.Parameter(torch.ones(3))
     opt = make([p], **mode)
     for _ in range(2):
@@ -437,19 +440,32 @@ def test_normalized_sgd_reports_its_step_relative_to_zero_gradient():
 
 @every_optimizer_in_every_mode
 @pytest.mark.parametrize("world", ["without_native", "without_fused", "on_device"])
-def test_every_world_gives_the_same_steps(world, make, mode, request):
+def test_every_world_gives_the_same_steps(world, make, mode, request, paths):
     params = parameters((4, 3), (5,))
     twins = copies(params)
     theirs = make(twins, **mode)
     for _ in range(3):
         theirs.step()
     stats = theirs.clip_stats()
+    paths.clear()
     request.getfixturevalue(world)
     ours = make(params, **mode)
     for _ in range(3):
         ours.step()
     torch.testing.assert_close(params, twins, rtol=1e-7, atol=1e-7)
     assert ours.clip_stats() == pytest.approx(stats)
+    assert not paths or ("fused" in paths) <= (world == "without_native")
+
+
+def test_plain_steps_of_large_tensors_stream_unless_the_kernel_has_two_threads(paths, monkeypatch):
+    for size in (_update._LARGE, _update._LARGE + 1):
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            ClippedSGD(parameters((size,)), lr=0.1, max_norm=1.0).step()
+    monkeypatch.setattr(vectors, "native", lambda: None)
+    ClippedSGD(parameters((size,)), lr=0.1, max_norm=1.0).step()
+    by_kernel = "kernel" if native() else "fused"
+    assert paths == [by_kernel, by_kernel, "foreach", "kernel" if native() else "foreach", "foreach"]
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -175,6 +175,16 @@ def test_parameters_on_the_device_and_on_cpu_in_one_optimizer(make, scope, polic
     assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("make", "name"), [(ClippedSGD, "_fused_sgd_"), (ClippedAdamW, "_fused_adamw_")])
+def test_fused_kernels_get_a_tensor_lr_in_single_precision(make, name, device, monkeypatch):
+    (params,), _ = parameters([device])
+    set_gradients(0, params)
+    given = []
+    monkeypatch.setattr(torch, name, lambda *_, lr, **__: given.append(lr.dtype))
+    make(params, torch.tensor(0.1, dtype=torch.float64, device=device), 1.0, fused=True).step()
+    assert set(given) == {torch.float32}
+
+
 def test_the_device_refuses_tensors_of_the_host(device):
     t = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="tensors on several devices"):

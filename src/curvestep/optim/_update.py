@@ -355,8 +355,6 @@ def _step_of(step: Tensor | float | None, p: Tensor) -> Tensor:
         step = torch.tensor(float(step), device="cpu")
     if step.numel() != 1:
         raise ValueError(f"`step` must be one number, got shape {tuple(step.shape)}. Load a whole state.")
-    if _is_step_for(p.device, step):
-        return step
     return step.to(p.device, dtype, non_blocking=True)
 
 
