@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from curvestep import _kernel as _native
 from curvestep._kernel import LIBRARY, Kernel, native, parallel_for
@@ -274,6 +275,7 @@ def kinds_of_tensors():
         "complex": torch.randn(3, dtype=torch.complex64),
         "sparse": torch.eye(3).to_sparse(),
         "on no device": torch.empty(3, device="meta"),
+        "wrapper": TwoTensor(base, base.clone()),
         "negated": torch.randn(1, dtype=torch.complex128).conj().imag,
     }
 

@@ -373,19 +373,26 @@ def test_hooks_run_before_and_after_saving_and_loading(make, settings):
         assert seen.pop() == 0.003
 
 
+REGISTER = {
+    "before": lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
+    "after": lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+    "before all": lambda _, hook: register_optimizer_step_pre_hook(hook),
+    "after all": lambda _, hook: register_optimizer_step_post_hook(hook),
+}
+
+
 @every_class
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_runs_at_every_step_until_it_is_removed(make, settings, when):
-    for options in on_every_path(settings):
-        optimizer, seen = make([torch.tensor([[1.0, 1.0]])], **options), []
-        handle = getattr(optimizer, f"register_step_{when}_hook")(
-            lambda *given, seen=seen: seen.append(given)
-        )
+@pytest.mark.parametrize("register", REGISTER.values(), ids=REGISTER)
+def test_a_hook_runs_at_every_step_until_it_is_removed(make, settings, register):
+    seen = []
+    for optimizer in optimizers_of(make, settings):
+        handle = register(optimizer, lambda *given: seen.append(given[0]))
         optimizer.step()
         optimizer.step()
         handle.remove()
         optimizer.step()
-        assert [given[0] for given in seen] == [optimizer] * 2
+        assert [seen.pop(), seen.pop()] == [optimizer] * 2
+    assert seen == []
 
 
 @every_class
