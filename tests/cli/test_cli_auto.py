@@ -48,18 +48,3 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     again, _ = curvestep(*line, "--resume")
     assert "finished after 25 steps" in again
     assert Run.load(folder).recipe == recipe
-
-
-@pytest.mark.slow
-def test_one_field_can_be_measured_and_the_other_given(fields, tmp_path):
-    folder = tmp_path / "run"
-    curvestep("train", *fields, "2", "--lr", "auto", "--max-norm", "0.5", "--quiet", "--folder", str(folder))
-    recipe, cal = Run.load(folder).recipe, read_calibration(folder)
-    assert (recipe.lr, recipe.max_norm) == (cal.lr, 0.5)
-
-
-@pytest.mark.slow
-def test_threshold_that_the_rule_does_not_use_is_one_line(fields):
-    _, err = curvestep("train", *fields, "2", "--lr", "auto", "--offset", "auto", code=1)
-    assert "`auto` must be one of 'lr', 'max_norm', got 'offset'" in err
-    assert err.count("\n") == 1

@@ -61,3 +61,11 @@ def interrupt_at(step, recipe, folder, kind=signal.SIGINT):
     with mock.patch("curvestep.lab.progress.Progress.update", update):
         result = train(recipe, folder, resume=True, progress=False)
     assert (result.status, result.step) == ("interrupted", step)
+
+
+def assert_same_rows(one, other):
+    """Two run folders have the same metrics and measurements, byte for byte."""
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        left, right = one / name, other / name
+        assert left.exists() == right.exists()
+        assert not left.exists() or left.read_bytes() == right.read_bytes(), name

@@ -163,12 +163,8 @@ def test_cache_that_cannot_be_made_says_how_to_move_it(server, tmp_path, monkeyp
 # Other processes, forked from a helper that has imported everything once.
 
 
-def fetch_in_process(cache, url, md5, file_limit, answer):
+def fetch_in_process(cache, url, md5, answer):
     os.environ["CURVESTEP_CACHE"] = cache
-    if file_limit:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     try:
         files, _ = fetch(HASHES, [source(url, md5)])
         answer.send("whole" if files == FILES else "not whole")
@@ -176,11 +172,11 @@ def fetch_in_process(cache, url, md5, file_limit, answer):
         answer.send(str(error))
 
 
-def start(server, cache, *, file_limit=0):
+def start(server, cache):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     answer, theirs = context.Pipe(duplex=False)
-    arguments = (str(cache), f"{server.url}/set.tgz", server.md5, file_limit, theirs)
+    arguments = (str(cache), f"{server.url}/set.tgz", server.md5, theirs)
     process = context.Process(target=fetch_in_process, args=arguments)
     process.start()
     theirs.close()
@@ -221,13 +217,4 @@ def test_killed_in_the_middle_of_a_transfer_the_next_process_starts_cleanly(serv
     assert left_over(cache) != []
     server.gate.set()
     assert result(*start(server, cache)) == "whole"
-    assert left_over(cache) == []
-
-
-@pytest.mark.slow
-def test_full_disk_is_one_clear_line_and_leaves_no_part(server, cache):
-    # A limit on file size fails the write exactly as a disk without space does.
-    words = result(*start(server, cache, file_limit=20_000))
-    assert words.startswith("Cannot write to the cache")
-    assert "\n" not in words
     assert left_over(cache) == []

@@ -1,6 +1,5 @@
 """What is measured beside the probe, on a small AWD-LSTM with dropout."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import PIECE_WORDS, make_task
 from curvestep.vectors import global_norm
-from tests.lab.small import interrupt_at, write_text
+from tests.lab.small import assert_same_rows, interrupt_at, write_text
 
 
 @pytest.fixture
@@ -81,9 +80,7 @@ def test_an_interrupted_run_resumes_to_the_same_rows(recipe, tmp_path):
     train(recipe, tmp_path / "whole", progress=False)
     interrupt_at(6, recipe, tmp_path / "cut")
     train(recipe, tmp_path / "cut", resume=True, progress=False)
-    for name in ("metrics.jsonl", "trace.jsonl"):
-        assert (tmp_path / "cut" / name).read_text() == (tmp_path / "whole" / name).read_text()
-    assert json.loads((tmp_path / "cut" / "status.json").read_text())["status"] == "finished"
+    assert_same_rows(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_the_authors_estimate_of_a_quadratic_is_its_curvature():

@@ -7,7 +7,7 @@ import pytest
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
-from tests.lab.small import small_language
+from tests.lab.small import assert_same_rows, small_language
 from tests.processes import run_command
 
 pytestmark = pytest.mark.slow
@@ -51,11 +51,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
 
     assert run_command(*command).returncode == 0
     train(recipe, tmp_path / "never-full", progress=False, threads=1)
-    for name in ("metrics.jsonl", "trace.jsonl"):
-        again, once = (tmp_path / folder / name for folder in ("run", "never-full"))
-        assert again.exists() == once.exists()
-        if once.exists():
-            assert again.read_bytes() == once.read_bytes()
+    assert_same_rows(tmp_path / "run", tmp_path / "never-full")
 
 
 def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path):

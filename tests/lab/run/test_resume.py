@@ -9,7 +9,7 @@ import torch
 
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
-from tests.lab.small import small_language
+from tests.lab.small import assert_same_rows, small_language
 from tests.processes import CONTEXT
 
 
@@ -41,8 +41,7 @@ def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_kill
     child.join()
     assert child.exitcode == 0
 
-    for name in ("metrics.jsonl", "trace.jsonl"):
-        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert_same_rows(killed, tmp_path / "whole")
     one, other = (load_checkpoint(folder / "checkpoint.pt") for folder in (killed, tmp_path / "whole"))
     _assert_identical(one, other)
 
