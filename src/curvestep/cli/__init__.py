@@ -78,9 +78,9 @@ def _run(args: list[str]) -> int:
 
     name, *rest = args or [""]
     if name in ("", "--help", "-h", "help"):
-        listed = "\n".join(f"  {command:<11}{words}" for command, (_, words) in COMMANDS.items())
+        listed = "\n".join(f"  {name:<11}{command.words}" for name, command in COMMANDS.items())
         print(USAGE.format(commands=listed))
-        return OK if name else WRONG_USAGE
+        return OK if args else WRONG_USAGE
     name, *given = SHORT_FOR.get(name, (name,))
     if name not in COMMANDS:
         listed = ", ".join([*COMMANDS, *SHORT_FOR])
@@ -88,7 +88,7 @@ def _run(args: list[str]) -> int:
             f"curvestep: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
         )
     try:
-        return COMMANDS[name][0]([*rest, *given])
+        return COMMANDS[name].run(name, [*rest, *given])
     except SystemExit:  # after --help
         return OK
 

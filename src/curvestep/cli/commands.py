@@ -6,6 +6,7 @@ import math
 import webbrowser
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,14 +35,8 @@ if TYPE_CHECKING:
 AUTO = ("lr", "max_norm", "offset")  # fields that may be measured before training
 
 
-def reproduce(args: list[str]) -> int:
+def reproduce(parser: Parser, args: list[str]) -> int:
     """``curvestep reproduce``: runs, figures, claims, and the page about them."""
-    parser = Parser(
-        "curvestep reproduce",
-        "Make every figure and table of the paper, and one HTML report.",
-        example="fig2 fig8 --folder reproduction",
-        names="[FIGURE ...]",
-    )
     kind = one_of(*map("fig{}".format, range(1, 9)))
     parser.positional("FIGURE", "fig1 to fig8 (default: all)", kind=kind)
     parser.option("--folder", "Where runs, figures, claims.md and report.html go", default="reproduction")
@@ -64,13 +59,8 @@ def reproduce(args: list[str]) -> int:
     return _code(failed=bool(result.failures))
 
 
-def train(args: list[str]) -> int:
+def train(parser: Parser, args: list[str]) -> int:
     """``curvestep train``: one run."""
-    parser = Parser(
-        "curvestep train",
-        "Train one recipe and keep everything in a run folder.",
-        example="--lr auto --max-norm auto",
-    )
     parser.option("--folder", "Run folder", shown="runs/<recipe>-<setting>")
     add_scale(parser)
     parser.flag("--resume", "Continue from the folder's checkpoint")
@@ -95,13 +85,8 @@ def train(args: list[str]) -> int:
     return {"interrupted": INTERRUPTED}.get(result.status, OK)
 
 
-def sweep(args: list[str]) -> int:
+def sweep(parser: Parser, args: list[str]) -> int:
     """``curvestep sweep``: a grid of runs."""
-    parser = Parser(
-        "curvestep sweep",
-        "Train one recipe at every point of a grid; give fields several values.",
-        example="--lr 0.1 1 10 --max-norm inf 0.25",
-    )
     parser.option("--folder", "Where the sweep goes", shown="runs/sweep-<recipe>")
     add_scale(parser)
     add_engine(parser, "How many runs train at a time")
@@ -123,14 +108,8 @@ def sweep(args: list[str]) -> int:
     return _code(failed="failed" in {trial.status for trial in result.trials})
 
 
-def report(args: list[str]) -> int:
+def report(parser: Parser, args: list[str]) -> int:
     """``curvestep report``: runs as one page."""
-    parser = Parser(
-        "curvestep report",
-        "Write one HTML page about runs, sweeps, or traces of your own loop.",
-        example="runs/mine runs/other -o report.html",
-        names="RUN ...",
-    )
     parser.positional("RUN", "Run folders, folders of runs, or trace files to show")
     output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
@@ -159,14 +138,8 @@ def report(args: list[str]) -> int:
     return OK
 
 
-def advise(args: list[str]) -> int:
+def advise(parser: Parser, args: list[str]) -> int:
     """``curvestep advise``: what a trace says, in words or JSON."""
-    parser = Parser(
-        "curvestep advise",
-        "Say whether to keep, raise or lower lr after a run, and why; rank several runs.",
-        example="runs/mine/trace.jsonl",
-        names="TRACE ...",
-    )
     parser.positional("TRACE", "Run folders, folders of runs, or trace files; tasks are judged one by one")
     parser.flag("--details", "Print all reasons, and for a single run its (L0, L1)")
     parser.flag("--json", "Print JSON instead of words")
@@ -189,13 +162,8 @@ def advise(args: list[str]) -> int:
     return _code(failed=any(advice.action == CANNOT_TELL for advice in advices.values()))
 
 
-def calibrate(args: list[str]) -> int:
+def calibrate(parser: Parser, args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
-    parser = Parser(
-        "curvestep calibrate",
-        "Find lr and max_norm of a recipe by short trials before training.",
-        example="--batch-size 40",
-    )
     add_scale(parser)
     budget = "Gradients that trials may take, or below 1 their share of the steps"
     parser.option("--budget", budget, default=None, shown="a twentieth, at least 80", kind=NUMBER)
@@ -210,17 +178,12 @@ def calibrate(args: list[str]) -> int:
     return OK
 
 
-def data(args: list[str]) -> int:
+def data(parser: Parser, args: list[str]) -> int:
     """``curvestep data get``: fetch data sets."""
-    parser = Parser(
-        "curvestep data get",
-        "Fetch data sets, verify them, and keep them in the cache.",
-        example="ptb cifar10",
-        names="[NAME ...]",
-    )
     parser.positional("NAME", "Data sets to fetch (default: all)", kind=one_of("ptb", "cifar10"))
     parser.flag("--offline", "Only check what is here already")
     parser.flag("--quiet", "Show no progress")
+    parser.prog = "curvestep data get"
     action, rest = args[:1], args[1:]
     if action in (["-h"], ["--help"]):
         parser.read(action)
@@ -235,15 +198,45 @@ def data(args: list[str]) -> int:
     return OK
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "reproduce": (reproduce, "make every figure and table of the paper, and one HTML report"),
-    "train": (train, "train one built-in recipe, with the probe"),
-    "sweep": (sweep, "train a grid of such runs: --lr 3 10 30 --max-norm inf 0.25"),
-    "report": (report, "show runs or traces of any script on one HTML page"),
-    "advise": (advise, "say whether to keep, raise or lower lr after runs of any script"),
-    "calibrate": (calibrate, "find lr and max_norm of a built-in recipe before training"),
-    "data": (data, "fetch and verify the data sets"),
-}
+@dataclass(frozen=True)
+class Command:
+    """A command: its function, what it does, words to type after it, and a placeholder of such words."""
+
+    function: Callable[[Parser, list[str]], int]
+    words: str
+    example: str
+    names: str = ""
+
+    def run(self, name: str, args: list[str]) -> int:
+        """The exit code of ``curvestep name args``."""
+        text = f"{self.words[:1].upper()}{self.words[1:]}."
+        return self.function(Parser(f"curvestep {name}", text, example=self.example, names=self.names), args)
+
+
+COMMANDS = {
+    "reproduce": Command(
+        reproduce, "make every figure and table of the paper, and one HTML report",
+        "fig2 fig8 --folder reproduction", "[FIGURE ...]",
+    ),
+    "train": Command(
+        train, "train one built-in recipe and keep everything in a run folder", "--lr auto --max-norm auto"
+    ),
+    "sweep": Command(
+        sweep, "train one recipe over a grid: give fields several values", "--lr 0.1 1 10 --max-norm inf 0.25"
+    ),
+    "report": Command(
+        report, "write one HTML page about runs, sweeps, or traces of any script",
+        "runs/mine runs/other -o report.html", "RUN ...",
+    ),
+    "advise": Command(
+        advise, "say whether to keep, raise or lower lr after runs of any script", "runs/mine/trace.jsonl",
+        "TRACE ...",
+    ),
+    "calibrate": Command(
+        calibrate, "find lr and max_norm of a built-in recipe before training", "--batch-size 40"
+    ),
+    "data": Command(data, "fetch and verify the data sets", "ptb cifar10", "[NAME ...]"),
+}  # fmt: skip
 
 
 def _code(*, failed: bool) -> int:

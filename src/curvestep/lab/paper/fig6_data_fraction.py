@@ -32,7 +32,7 @@ class Agreement:
     errors: tuple[float, float]  # median, and 90 % quantile, of the relative error ``|part / whole - 1|``
 
 
-def data_fraction(part: Run, whole: Run, *, title: str = "") -> Figure:
+def data_fraction(part: Run, whole: Run, *, title: str) -> Figure:
     """Above, estimates from a part and the whole of the data over the iterations; below, against each other.
 
     The two runs must be the same training with another ``probe_data``: measuring does not change a run, so
@@ -54,8 +54,7 @@ def data_fraction(part: Run, whole: Run, *, title: str = "") -> Figure:
         axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
         words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
         below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
-    default = f"Measured on {names[0]} and on {names[1]} ({part.recipe.label})"
-    return described([*lettered(above), *below], [part, whole], title=title or default)
+    return described([*lettered(above), *below], [part, whole], title=title)
 
 
 def share(run: Run) -> str:
@@ -66,11 +65,6 @@ def share(run: Run) -> str:
 
 def agreement(part: Run, whole: Run) -> tuple[Agreement, Agreement]:
     """How well the estimates of gradient norm and of smoothness agree, at the steps that both measured."""
-    if part.recipe.label != whole.recipe.label or part.recipe.seed != whole.recipe.seed:
-        raise ValueError(
-            f"`part` and `whole` must be the same training, got {part.recipe.label} with seed "
-            f"{part.recipe.seed} and {whole.recipe.label} with seed {whole.recipe.seed}."
-        )
     some, everything = measured(part), measured(whole)
     steps, at, there = np.intersect1d(some[0], everything[0], return_indices=True)
     gradient, smoothness = (_compare(steps, some[i][at], everything[i][there]) for i in (1, 2))

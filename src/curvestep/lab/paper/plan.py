@@ -176,11 +176,9 @@ class Results:
     def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
         """Finished runs of two settings, with the seeds that both have."""
         left, right = self.all_finished(one), self.all_finished(other)
-        pairs = [(a, b) for a in left for b in right if a.recipe.seed == b.recipe.seed]
-        if not pairs:
-            raise MissingRuns(f"{one} and {other} have no seed in common")
-        first, second = zip(*pairs, strict=True)
-        return list(first), list(second)
+        seeds = {run.recipe.seed for run in left} & {run.recipe.seed for run in right}
+        first, second = ([run for run in runs if run.recipe.seed in seeds] for runs in (left, right))
+        return first, second
 
     def all_finished(self, setting: str) -> list[Run]:
         """Runs of a setting by seed; an error if one of them diverged."""
