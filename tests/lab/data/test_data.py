@@ -131,10 +131,9 @@ def test_truncated_and_foreign_ptb_files_are_one_clear_line(folder):
         (folder / f"{name}.gz").write_bytes(whole)
     with pytest.raises(DataError, match=r"ptb.train.txt.gz .*expected sha256 fcea.*found [0-9a-f]{64}"):
         ptb.load_ptb()
-    for content in (whole[:20] + bytes(9) + whole[29:], whole[:40]):
-        (folder / "ptb.train.txt.gz").write_bytes(content)
-        with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
-            ptb.load_ptb()
+    (folder / "ptb.train.txt.gz").write_bytes(whole[:40])
+    with pytest.raises(DataError, match=r"ptb.train.txt.gz is not a whole gzip file"):
+        ptb.load_ptb()
 
 
 def official_ptb(folder):
@@ -196,14 +195,6 @@ def test_running_text_is_lowered_tokenised_and_split_by_lines(tmp_path):
     assert [len(s) for s in (corpus.train, corpus.valid, corpus.test)] == [36 * 7, 2 * 7, 2 * 7]
 
 
-def test_vocabulary_keeps_the_commonest_words(tmp_path):
-    lines = [f"often word{i}" for i in range(100)]
-    (tmp_path / "t.txt").write_text("\n".join(lines))
-    corpus = load_corpus(tmp_path / "t.txt", max_vocabulary=5)
-    assert corpus.vocabulary == ("<unk>", "<eos>", "often", "word0", "word1")
-    assert corpus.train[:9].tolist() == [2, 3, 1, 2, 4, 1, 2, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -239,21 +230,18 @@ def test_subset_of_cifar10_is_balanced_and_exact(real):
 
 
 def test_foreign_subset_is_one_clear_line(folder):
-    np.savez(folder / "cifar10-subset.npz", x_train=np.zeros(3))
-    with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset of CIFAR-10 .*y_train"):
-        cifar10.load_cifar10()
+    path = folder / "cifar10-subset.npz"
     arrays = {"x_train": np.zeros((1, 32, 32, 3)), "y_train": np.zeros(1)}
-    np.savez(folder / "cifar10-subset.npz", **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
+    np.savez(path, **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
     with pytest.raises(DataError, match=r"cifar10-subset.npz .*expected sha256 .*found"):
         cifar10.load_cifar10()
-    whole = (folder / "cifar10-subset.npz").read_bytes()
-    one_array = io.BytesIO()
+    whole, one_array, partial = path.read_bytes(), io.BytesIO(), io.BytesIO()
     np.save(one_array, np.zeros(3))
-    for content in (whole[:400], b"PK\x03\x04 cut", b"no archive at all", one_array.getvalue()):
-        (folder / "cifar10-subset.npz").write_bytes(content)
+    np.savez(partial, **arrays)
+    for content in (whole[:400], b"no archive at all", one_array.getvalue(), partial.getvalue()):
+        path.write_bytes(content)
         with pytest.raises(DataError, match=r"cifar10-subset.npz is not the subset"):
             cifar10.load_cifar10()
-        assert (folder / "cifar10-subset.npz").read_bytes() == content
 
 
 def test_records_of_the_release_are_class_then_red_green_blue_rows():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep.cli import main
-from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
+from curvestep.lab.models.resnet import GlobalBatchNorm2d
 from curvestep.lab.run.devices import make_fabric, raised_by_process
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
@@ -164,16 +164,6 @@ def test_batch_norm_over_processes_is_batch_norm_of_the_whole_batch():
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), y.detach())
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), x.grad)
     torch.testing.assert_close(parts[0][2:], (layer.running_mean, layer.running_var))
-
-
-def test_alone_batch_norm_over_processes_is_plain_batch_norm():
-    torch.manual_seed(0)
-    plain, over_processes = ResNet20(), ResNet20(norm=GlobalBatchNorm2d)
-    over_processes.load_state_dict(plain.state_dict())
-    assert sum(isinstance(m, GlobalBatchNorm2d) for m in over_processes.modules()) == 19
-    x = torch.randn(4, 3, 32, 32)
-    torch.testing.assert_close(over_processes(x), plain(x), rtol=0, atol=0)
-    torch.testing.assert_close(over_processes.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

