@@ -259,9 +259,6 @@ def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
     assert captions.within(views[0]) == ""
 
 
-# ---- the trials of a calibration ----
-
-
 def test_chart_has_every_trial_and_the_choice():
     cal = make_calibration()
     (chart,) = calibration_charts(cal)
@@ -271,6 +268,8 @@ def test_chart_has_every_trial_and_the_choice():
     assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx([2 * arm.error for arm in cal.arms])
     assert set(chosen.x) == {cal.lr}
     assert chart.x.log
+    for said in (f"lr {cal.lr:.3g}", cal.confidence, f"{cal.num_gradients} gradients"):
+        assert said in chart.words
 
 
 def test_trial_that_broke_is_left_out_and_doubled_ones_have_a_line_of_their_own():
@@ -283,13 +282,6 @@ def test_trial_that_broke_is_left_out_and_doubled_ones_have_a_line_of_their_own(
     assert len(chart.series[0].x) == len(cal.arms) - 1
     assert json.dumps(to_plotly(chart), allow_nan=False)
     assert "32 steps" in captions.calibration(odd)
-
-
-def test_words_name_the_choice_the_confidence_and_the_cost():
-    cal = make_calibration()
-    words = captions.calibration(cal)
-    for said in (f"lr {cal.lr:.3g}", cal.confidence, f"{cal.num_gradients} gradients"):
-        assert said in words
 
 
 @pytest.mark.parametrize(("optimizer", "threshold"), [
