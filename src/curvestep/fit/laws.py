@@ -36,41 +36,24 @@ _CONSTANT_SHARES = np.append(
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """A law through the middle of the rows.
+    """A law through the middle of the rows."""
 
-    Attributes:
-        name: One of :data:`LAWS`.
-        offset: L0 or H0.
-        slope: L1, Lα or H1.
-        exponent: α; 1 unless the law is a power.
-        error: Root mean square error of log smoothness on held-out rows.
-    """
-
-    name: str
-    offset: float
-    slope: float
-    exponent: float
-    error: float
+    name: str  # one of LAWS
+    offset: float  # L0 or H0
+    slope: float  # L1, Lα or H1
+    exponent: float  # α; 1 unless the law is a power
+    error: float  # root mean square error of log smoothness on held-out rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class LawComparison:
-    """Result of :func:`compare_laws`.
+    """Result of :func:`compare_laws`."""
 
-    Attributes:
-        laws: Every law that could be fitted, by name.
-        best: The winner's name; empty where the run does not tell.
-        exponent_interval: Interval of α, at level ``(1 + level)/2``.
-        loss_gain_interval: Interval of how much larger the squared error by the gradient norm is than that by
-            the loss; NaN without losses.
-        doubt: Why there is no winner; else None.
-    """
-
-    laws: dict[str, Law]
-    best: str
-    exponent_interval: Interval
-    loss_gain_interval: Interval
-    doubt: Note | None
+    laws: dict[str, Law]  # every law that could be fitted, by name
+    best: str  # the winner's name; empty where the run does not tell
+    exponent_interval: Interval  # interval of α, at level `(1 + level)/2`
+    loss_gain_interval: Interval  # squared error by gradient norm less that by loss; NaN without losses
+    doubt: Note | None  # why there is no winner; else None
 
 
 def check_law(law: str) -> str:

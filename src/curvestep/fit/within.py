@@ -64,35 +64,20 @@ RESOLVED = 100.0  # spread of v in units of the rounding error of u, from which 
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    r"""How smoothness follows the gradient norm inside steps.
+    """How smoothness follows the gradient norm inside steps."""
 
-    Attributes:
-        elasticity: :math:`d\log L/d\log\lVert g\rVert`: 0 for a constant Hessian, 1 where L1 rules.
-        elasticity_interval: Its confidence interval.
-        zero: The elasticity that the same steps show where curvature has nothing to do with the gradient.
-        through_origin: The same slope with means and trends left in: u over v inside the steps.
-        p_value: One-sided, of an elasticity that exceeds neither its zero nor 0. NaN if nothing was tested.
-        num_rows: Rows that were used.
-        stretch: First and last fraction of the step that were compared.
-        kappa: Median of :math:`\lVert\Delta g\rVert/\lVert g\rVert` over whole steps.
-        along: Median cosine between the gradient and its change, in size.
-        cosine: Median cosine between the step and −g; NaN if unknown.
-        level: Of the intervals; growth counts as shown where ``p_value <= 1 - level``.
-        missing: Why nothing could be tested, and the way out; else None.
-    """
-
-    level: float
-    elasticity: float = math.nan
-    elasticity_interval: tuple[float, float] = (math.nan, math.nan)
-    zero: float = math.nan
-    through_origin: float = math.nan
-    p_value: float = math.nan
-    num_rows: int = 0
-    stretch: tuple[float, float] = (math.nan, math.nan)
-    kappa: float = math.nan
-    along: float = math.nan
-    cosine: float = math.nan
-    missing: Note | None = None
+    level: float  # of the intervals; growth counts as shown where `p_value <= 1 - level`
+    elasticity: float = math.nan  # d log L/d log ‖g‖: 0 for a constant Hessian, 1 where L1 rules
+    elasticity_interval: tuple[float, float] = (math.nan, math.nan)  # its confidence interval
+    zero: float = math.nan  # what the same steps show where curvature has nothing to do with the gradient
+    through_origin: float = math.nan  # the slope with means and trends left in: u over v inside steps
+    p_value: float = math.nan  # one-sided, of an elasticity above neither its zero nor 0; NaN if untested
+    num_rows: int = 0  # rows that were used
+    stretch: tuple[float, float] = (math.nan, math.nan)  # first and last fraction that were compared
+    kappa: float = math.nan  # median of ‖Δg‖/‖g‖ over whole steps
+    along: float = math.nan  # median cosine between the gradient and its change, in size
+    cosine: float = math.nan  # median cosine between the step and −g; NaN if unknown
+    missing: Note | None = None  # why nothing could be tested, and the way out; else None
 
     @property
     def grows(self) -> bool:

@@ -20,30 +20,16 @@ from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """A guarantee held against a run.
+    """A guarantee held against a run."""
 
-    Attributes:
-        guarantee: The guarantee that was tried.
-        problem: Name of the problem it was tried on.
-        status: ``"holds"``, ``"violated"``, or ``"undecided"`` if the run was stopped before it could tell.
-        measured: Iterations to gradient norm eps; with noise the median over runs; ``inf`` if not reached.
-        bound: Iterations that the guarantee promises.
-        descent_excess: Largest amount by which a step fell short of the promised decrease, relative to the
-            values compared; at most 0 up to rounding if the descent inequality held. ``None`` without a
-            promise.
-        num_steps: Iterations that were run.
-        reasons: Violations: ``outside-class``, ``gap``, ``gradient-norm``, ``decrease``, ``slower`` or
-            ``faster`` than promised; empty if there is none.
-    """
-
-    guarantee: Guarantee
-    problem: str
-    status: str
-    measured: float
-    bound: float
-    descent_excess: float | None
-    num_steps: int
-    reasons: tuple[Note, ...]
+    guarantee: Guarantee  # the guarantee that was tried
+    problem: str  # name of the problem it was tried on
+    status: str  # "holds", "violated", or "undecided" if the run was stopped before it could tell
+    measured: float  # iterations to gradient norm eps; with noise the median over runs; inf if not reached
+    bound: float  # iterations that the guarantee promises
+    descent_excess: float | None  # by how much a step fell short of its decrease, relative; None: no promise
+    num_steps: int  # iterations that were run
+    reasons: tuple[Note, ...]  # outside-class, gap, gradient-norm, decrease, slower or faster than promised
 
 
 def certify(

@@ -44,17 +44,11 @@ def first_hit(grad_norms: ArrayLike, eps: float) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class HittingTime:
-    """Iteration complexity of a random process, from many runs.
+    """Iteration complexity of a random process, from many runs."""
 
-    Attributes:
-        median: The first iteration by which at least half of the runs have hit; ``inf`` if fewer ever did.
-        low: Lower end of the interval for it.
-        high: Upper end of the interval for it; ``inf`` if too few runs hit to know one.
-    """
-
-    median: float
-    low: float
-    high: float
+    median: float  # the first iteration by which at least half of the runs have hit; inf if fewer ever did
+    low: float  # lower end of the interval for it
+    high: float  # upper end of the interval for it; inf if too few runs hit to know one
 
 
 def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
@@ -89,25 +83,15 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """Many runs of descent, side by side.
+    """Many runs of descent, side by side."""
 
-    Attributes:
-        steps: Iterations that were kept, starting with 0.
-        points: Iterates at these, iterations along the first axis.
-        values: f at these.
-        grad_norms: Gradient norms at these.
-        hits: First iteration with gradient norm at most eps, exact whatever was kept; ``None`` without eps.
-        best_grad_norm: Smallest gradient norm of each run over all iterations.
-        status: ``"done"`` or ``"diverged"`` for each run.
-    """
-
-    steps: Array
-    points: Array
-    values: Array
-    grad_norms: Array
-    hits: Array | None
-    best_grad_norm: Array
-    status: Array
+    steps: Array  # iterations that were kept, starting with 0
+    points: Array  # iterates at these, iterations along the first axis
+    values: Array  # f at these
+    grad_norms: Array  # gradient norms at these
+    hits: Array | None  # first iteration with gradient norm at most eps, of all; None without eps
+    best_grad_norm: Array  # smallest gradient norm of each run over all iterations
+    status: Array  # "done" or "diverged" for each run
 
 
 def descend(

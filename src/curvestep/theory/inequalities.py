@@ -17,19 +17,12 @@ from curvestep.theory.problems.walls import phi
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothnessCheck:
-    """A claimed pair (L0, L1) held against a sample of points.
+    """A claimed pair (L0, L1) held against a sample of points."""
 
-    Attributes:
-        holds: Whether every point keeps the claim, up to rounding.
-        index: The point that comes closest to breaking it, or breaks it most.
-        excess: Hessian norm less L0 + L1·gradient norm at that point; positive if the claim is broken.
-        needed_L0: The least L0 that these points allow with this L1.
-    """
-
-    holds: bool
-    index: int
-    excess: float
-    needed_L0: float
+    holds: bool  # whether every point keeps the claim, up to rounding
+    index: int  # the point that comes closest to breaking it, or breaks it most
+    excess: float  # Hessian norm less L0 + L1·gradient norm at that point; positive if the claim is broken
+    needed_L0: float  # the least L0 that these points allow with this L1
 
 
 def sample_frontier(grad_norms: ArrayLike, hessian_norms: ArrayLike, L1: ArrayLike) -> Array:

@@ -232,19 +232,12 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEquivalence:
-    """Normalized step over clipped step: what is promised, and what the given gradient norms show.
+    """Normalized step over clipped step: what is promised, and what the given gradient norms show."""
 
-    Attributes:
-        version: ``"printed"`` or ``"sharp"``.
-        lower: The ratio is at least this.
-        upper: The ratio is at most this.
-        ratios: The ratio at each gradient norm.
-    """
-
-    version: str
-    lower: float
-    upper: float
-    ratios: Array
+    version: str  # "printed" or "sharp"
+    lower: float  # the ratio is at least this
+    upper: float  # the ratio is at most this
+    ratios: Array  # the ratio at each gradient norm
 
     @property
     def holds(self) -> bool:

@@ -26,15 +26,10 @@ from curvestep._checks import check_nonnegative, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class SkewedNoise:
-    """Noise of two values with mean 0.
+    """Noise of two values with mean 0."""
 
-    Attributes:
-        values: The two values, the rare one last.
-        probabilities: Theirs.
-    """
-
-    values: tuple[float, float]
-    probabilities: tuple[float, float]
+    values: tuple[float, float]  # the two values, the rare one last
+    probabilities: tuple[float, float]  # theirs
 
     def sample(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """Independent draws."""

@@ -42,27 +42,16 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(40)
 
 @dataclass(frozen=True, kw_only=True)
 class EllGuarantee:
-    """Descent on an ℓ-smooth function.
+    """Descent on an ℓ-smooth function."""
 
-    Attributes:
-        ell: The law ℓ.
-        step: ``"adaptive"``, h(g), or ``"constant"``, 1/ℓ(2M).
-        gap: f(x0) − f*.
-        eps: The gradient norm to reach.
-        M: Largest gradient norm on the sublevel set of x0.
-        bound: Iterations until the gradient norm is at most ``eps``.
-        step_size: Step size at each gradient norm.
-        decrease: Least decrease of f by a step from each gradient norm.
-    """
-
-    ell: Ell
-    step: str
-    gap: float
-    eps: float
-    M: float
-    bound: float
-    step_size: Ell
-    decrease: Ell
+    ell: Ell  # the law ℓ
+    step: str  # "adaptive", h(g), or "constant", 1/ℓ(2M)
+    gap: float  # f(x0) − f*
+    eps: float  # the gradient norm to reach
+    M: float  # largest gradient norm on the sublevel set of x0
+    bound: float  # iterations until the gradient norm is at most `eps`
+    step_size: Ell  # step size at each gradient norm
+    decrease: Ell  # least decrease of f by a step from each gradient norm
 
 
 def ell_step(ell: Ell, grad_norm: Array) -> Array:

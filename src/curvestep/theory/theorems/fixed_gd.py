@@ -92,21 +92,13 @@ def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBoundPair:
-    """The two functions between which a fixed step size has to choose.
+    """The two functions between which a fixed step size has to choose."""
 
-    Attributes:
-        wall: The fast function: steps above ``largest_step`` never reach the minimum.
-        wall_start: Where to start on it, with gradient norm M.
-        valley: The slow function, on which small steps take long.
-        valley_start: Where to start on it, with the given gap.
-        largest_step: The step size at which descent on the wall begins to diverge.
-    """
-
-    wall: ExponentialWall
-    wall_start: float
-    valley: SlowValley
-    valley_start: float
-    largest_step: float
+    wall: ExponentialWall  # the fast function: steps above `largest_step` never reach the minimum
+    wall_start: float  # where to start on it, with gradient norm M
+    valley: SlowValley  # the slow function, on which small steps take long
+    valley_start: float  # where to start on it, with the given gap
+    largest_step: float  # the step size at which descent on the wall begins to diverge
 
 
 def lower_bound_pair(

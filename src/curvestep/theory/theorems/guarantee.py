@@ -22,55 +22,32 @@ class AssumptionError(ValueError):
 
 @dataclass(frozen=True)
 class Assumption:
-    """One condition of a theorem.
+    """One condition of a theorem."""
 
-    Attributes:
-        statement: The condition in words.
-        holds: Whether the numbers given fulfil it; ``None`` if it is about the function, which
-            :func:`curvestep.theory.certify` checks.
-    """
-
-    statement: str
-    holds: bool | None = None
+    statement: str  # the condition in words
+    holds: bool | None = None  # whether the numbers fulfil it; None if it is about f, which `certify` checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """A theorem applied to numbers.
+    """A theorem applied to numbers."""
 
-    Attributes:
-        theorem: Its name in the paper.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        row: The row of docs/theorems.md that says what was wrong.
-        kind: ``"upper"`` if descent needs at most ``bound`` iterations, ``"lower"`` if at least.
-        bound: Iterations until the gradient norm is at most ``eps``; with noise, the median over runs.
-        rule: The step rule with its hyperparameters; ``None`` for a lower bound, which holds for every step.
-        assumptions: What the theorem needs.
-        L0: L0 of the class.
-        L1: L1 of the class.
-        gap: f(x0) − f*.
-        eps: The gradient norm to reach.
-        M: Largest gradient norm, where the theorem uses one.
-        tau: Radius of the noise, where the theorem has noise.
-        decrease: The decrease of f that one step from a given gradient norm is promised, if any is.
-        up_to_constant: Whether the bound is an order only.
-    """
-
-    theorem: str
-    version: str
-    row: int
-    kind: str
-    bound: float
-    rule: StepRule | None
-    assumptions: tuple[Assumption, ...]
+    theorem: str  # its name in the paper
+    version: str  # "printed", "corrected" or "sharp"
+    row: int  # the row of docs/theorems.md that says what was wrong
+    kind: str  # "upper" if descent needs at most `bound` iterations, "lower" if at least
+    bound: float  # iterations until the gradient norm is at most `eps`; with noise, the median over runs
+    rule: StepRule | None  # None for a lower bound, which holds for every step
+    assumptions: tuple[Assumption, ...]  # what the theorem needs
     L0: float
     L1: float
-    gap: float
-    eps: float
-    M: float | None = None
-    tau: float | None = None
+    gap: float  # f(x0) − f*
+    eps: float  # the gradient norm to reach
+    M: float | None = None  # largest gradient norm, where the theorem uses one
+    tau: float | None = None  # radius of the noise, where the theorem has noise
+    # of f, that one step from a given gradient norm is promised
     decrease: Callable[[Array], Array] | None = field(default=None, repr=False, compare=False)
-    up_to_constant: bool = False
+    up_to_constant: bool = False  # whether the bound is an order only
 
     @property
     def hyperparameters(self) -> dict[str, Parameter]:
@@ -90,21 +67,13 @@ class Guarantee:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A number that a lemma gives, with what it rests on.
+    """A number that a lemma gives, with what it rests on."""
 
-    Attributes:
-        statement: Its name in the paper.
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        row: The row of docs/theorems.md that says what was wrong.
-        value: The number; ``float(bound)`` is the same.
-        assumptions: What it needs.
-    """
-
-    statement: str
-    version: str
-    row: int
-    value: float
-    assumptions: tuple[Assumption, ...]
+    statement: str  # its name in the paper
+    version: str  # "printed", "corrected" or "sharp"
+    row: int  # the row of docs/theorems.md that says what was wrong
+    value: float  # the number; `float(bound)` is the same
+    assumptions: tuple[Assumption, ...]  # what it needs
 
     def __float__(self) -> float:
         return self.value

@@ -40,19 +40,12 @@ def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientBound:
-    """Lemma 9 applied to numbers.
+    """Lemma 9 applied to numbers."""
 
-    Attributes:
-        version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        grad_norm: Largest gradient norm within the distance.
-        hessian_norm: Largest Hessian norm within the distance.
-        assumptions: What the lemma needs.
-    """
-
-    version: str
-    grad_norm: float
-    hessian_norm: float
-    assumptions: tuple[Assumption, ...]
+    version: str  # "printed", "corrected" or "sharp"
+    grad_norm: float  # largest gradient norm within the distance
+    hessian_norm: float  # largest Hessian norm within the distance
+    assumptions: tuple[Assumption, ...]  # what the lemma needs
 
 
 def lemma9(
@@ -87,15 +80,10 @@ def lemma9(
 
 @dataclass(frozen=True, kw_only=True)
 class Inequality:
-    """The two sides of an inequality, for many cases at once.
+    """The two sides of an inequality, for many cases at once."""
 
-    Attributes:
-        left: Left sides.
-        right: Right sides; the left must not exceed them.
-    """
-
-    left: Array
-    right: Array
+    left: Array  # left sides
+    right: Array  # right sides; the left must not exceed them
 
     @property
     def holds(self) -> Array:
