@@ -19,15 +19,7 @@ _FEW = 5  # rows that make a pattern
 
 
 def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: float) -> tuple[Note, ...]:
-    """Reasons to doubt a fit of these samples; empty if there is none.
-
-    Args:
-        samples: What was fitted.
-        within: What the steps say by themselves.
-        L1: The slope that came out.
-        effective: Number of rows over the block length: how many independent pieces of evidence there are.
-            Fewer are counted where the gradient norm itself drifts slowly.
-    """
+    """Reasons to doubt a fit; ``effective`` is the number of rows over the block length."""
     found = {
         "few-points": few_points(samples, effective),
         "narrow-range": narrow_range(samples),

@@ -45,11 +45,8 @@ def envelope(points: np.ndarray, grad_norm: np.ndarray) -> np.ndarray:
     .. math::
         \min_{L_1 \ge 0}\ \{L_0(L_1) + L_1 g\}, \qquad L_0(L_1) = \max_k (\ell_k - L_1 g_k)_+
 
-    It lies above every measured point and touches the outermost ones.
-
-    Args:
-        points: What :func:`frontier_points` returned.
-        grad_norm: Where to bound the smoothness.
+    It lies above every measured point and touches the outermost ones. ``points`` are those of
+    :func:`frontier_points`.
 
     Example:
         >>> envelope(np.array([[1.0, 1.0], [2.0, 4.0]]), np.array([0.5, 1.5, 2.0, 9.0]))
@@ -85,14 +82,7 @@ def quantile_lines(grad_norm: np.ndarray, smoothness: np.ndarray, *, quantile: f
     For a fixed slope the best intercept is a quantile of :math:`\ell - L_1 g`, or zero; what is left is
     convex in :math:`L_1` alone, and its derivative has the sign of :math:`\sum_i \psi_q(r_i) g_i`,
     :math:`\psi_q(r) = q - 1[r < 0]`. So bisection finds the slope, for all samples in step.
-
-    Args:
-        grad_norm: Samples as rows, shape (samples, points).
-        smoothness: Likewise.
-        quantile: Share of points below the line, in (0, 1).
-
-    Returns:
-        Shape (samples, 2).
+    Samples are rows, shape (samples, points); what comes back has shape (samples, 2).
     """
     num = grad_norm.shape[1]
     rank = min(num - 1, max(0, int(np.ceil(quantile * num)) - 1))

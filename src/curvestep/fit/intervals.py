@@ -78,15 +78,8 @@ def block_interval(
     takes that away. The quantile of Student's law pays for a variance known from few blocks (its degrees of
     freedom are those of overlapping batch means).
 
-    Args:
-        statistic: Takes samples as rows, shape (samples, points), and returns one number each, on a scale
-            where it is roughly normal.
-        x: First series, in the order of the steps.
-        y: Second series.
-        length: Block length b, at least 1.
-        level: Confidence level in (0, 1).
-        resamples: Bootstrap samples at each of the two lengths.
-        rng: Where the samples come from.
+    ``statistic`` takes samples as rows, shape (samples, points), and returns one number each, on a scale
+    where it is roughly normal.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -141,13 +134,7 @@ def slope_interval(x: np.ndarray, y: np.ndarray, *, quantile: float, level: floa
 
     The truth that the interval covers: the slope of the q-quantile line of the law that the steps come from.
     With x = 1/g and y = ℓ/g the same line has slope L0 and intercept L1, so this gives both intervals.
-
-    Args:
-        x: Gradient norms, in the order of the steps.
-        y: Smoothness, likewise.
-        quantile: q in (0, 1).
-        level: Confidence level in (0, 1).
-        slope: The estimate; always inside the interval.
+    ``slope``, the estimate, always lies inside.
 
     Example:
         >>> rng = np.random.default_rng(0)

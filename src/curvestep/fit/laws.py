@@ -62,13 +62,7 @@ def check_law(law: str) -> str:
 
 
 def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.0) -> LawComparison:
-    """The laws of a run, and the one that predicts held-out rows best.
-
-    Args:
-        samples: Rows of a trace.
-        level: Confidence level of the intervals.
-        loss_floor: f*, the least loss that can be reached.
-    """
+    """The laws of a run, and the one that predicts held-out rows best; ``loss_floor`` is f*."""
     used = samples.rows(samples.smoothness > 0)
     log_ell = np.log(used.smoothness)
     power = _Family(np.log(used.grad_norm), log_ell, _EXPONENTS)

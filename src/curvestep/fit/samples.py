@@ -234,10 +234,6 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     NaN if a loss in there is not finite: a run that ended so has no final loss. The only definition of it;
     a training run stores the value, and everything else reads that.
 
-    Args:
-        steps: Number of the training step of each row; rows need not be consecutive.
-        losses: Loss at that step.
-
     Example:
         >>> final_loss(range(100), [9.0] * 95 + [1.0, 2.0, 3.0, 4.0, 5.0])
         3.0
@@ -258,13 +254,8 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
 def best_setting(scores: Mapping[Key, Sequence[float]]) -> Key:
     """Which of several settings won: the lowest mean score among those that lost no run.
 
-    The one rule for "best" in the library: advice on several runs, sweeps and claims all use it.
-
-    Args:
-        scores: Of each setting's runs, lower is better: usually final losses; not finite for a lost run.
-
-    Raises:
-        ValueError: If every setting lost a run.
+    The one rule for "best" in the library: advice on several runs, sweeps and claims all use it. Scores are
+    final losses as a rule, not finite for a lost run; it raises where every setting lost one.
 
     Example:
         >>> best_setting({"lr 1": [2.0, 2.2], "lr 3": [1.5, 1.7], "lr 9": [1.0, float("inf")]})
