@@ -294,7 +294,7 @@ def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
         (lambda: BoundedNoise(-1.0), "`tau` must be positive"),
         (lambda: BoundedNoise(1.0, "cube"), "`law` must be one of"),
         (lambda: sample_frontier([1.0], [1.0, 2.0], 1.0), "equal length"),
-        (lambda: sample_frontier([math.nan], [1.0], 1.0), "`grad_norms` must be finite"),
+        (lambda: sample_frontier([math.nan], [1.0], 1.0), "`hessian_norms` must be finite"),
         (lambda: sample_frontier([1.0], [1.0], -1.0), "`L1` must be zero or more"),
         (lambda: check_smoothness([1.0], [1.0], L0=-1.0, L1=1.0), "`L0` must be zero or more"),
         (lambda: Quartic().check_start(math.nan), "`x0` must be finite, got nan"),

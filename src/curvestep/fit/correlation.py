@@ -46,26 +46,25 @@ def correlations_of(
         "rng": rng,
     }
 
-    def on_fishers_scale(statistic: Callable) -> Interval:
+    def interval(statistic: Callable, scaled: Callable, back: Callable) -> Interval:
         if not np.isfinite(statistic(x[None], y[None])[0]):
             return UNKNOWN
+        low, high = block_interval(lambda a, b: scaled(statistic(a, b)), x, y, **settings)
+        return back(low), back(high)
 
-        def transformed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            return np.arctanh(np.clip(np.nan_to_num(statistic(a, b)), -1 + 1e-12, 1 - 1e-12))
-
-        low, high = block_interval(transformed, x, y, **settings)
-        return math.tanh(low), math.tanh(high)
-
-    exponent = float(slope(x[None], y[None])[0])
     return Correlations(
         spearman=float(spearman(x[None], y[None])[0]),
-        spearman_interval=on_fishers_scale(spearman),
+        spearman_interval=interval(spearman, _fisher, math.tanh),
         pearson=float(correlation(x[None], y[None])[0]),
-        pearson_interval=on_fishers_scale(correlation),
-        exponent=exponent,
-        exponent_interval=block_interval(slope, x, y, **settings) if np.isfinite(exponent) else UNKNOWN,
+        pearson_interval=interval(correlation, _fisher, math.tanh),
+        exponent=float(slope(x[None], y[None])[0]),
+        exponent_interval=interval(slope, np.asarray, float),
         block_length=chosen,
     )
+
+
+def _fisher(r: np.ndarray) -> np.ndarray:
+    return np.arctanh(np.clip(np.nan_to_num(r), -1 + 1e-12, 1 - 1e-12))
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

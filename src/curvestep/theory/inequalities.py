@@ -44,10 +44,9 @@ def sample_frontier(grad_norms: ArrayLike, hessian_norms: ArrayLike, L1: ArrayLi
     """
     g, ell = _pairs(grad_norms, hessian_norms)
     slopes = np.asarray(L1, dtype=np.float64)
-    if not (np.isfinite(slopes).all() and (slopes >= 0).all()):
+    if not (np.isfinite(slopes) & (slopes >= 0)).all():
         raise ValueError(f"`L1` must be zero or more, and finite, got {L1!r}.")
-    least = [max(0.0, float((ell - slope * g).max())) for slope in slopes.flat]
-    return np.reshape(least, slopes.shape)
+    return np.maximum((ell - slopes[..., None] * g).max(axis=-1), 0.0)
 
 
 def check_smoothness(
@@ -145,7 +144,8 @@ def _pairs(grad_norms: ArrayLike, hessian_norms: ArrayLike) -> tuple[Array, Arra
             "`grad_norms` and `hessian_norms` must be of equal length, at least one, "
             f"got {g.size} and {ell.size}."
         )
-    for name, values in (("grad_norms", g), ("hessian_norms", ell)):
-        if not (np.isfinite(values).all() and (values >= 0).all()):
-            raise ValueError(f"`{name}` must be finite and zero or more. Leave out points that are not.")
+    if not (np.isfinite(g + ell) & (g >= 0) & (ell >= 0)).all():
+        raise ValueError(
+            "`grad_norms` and `hessian_norms` must be finite and zero or more. Leave others out."
+        )
     return g, ell

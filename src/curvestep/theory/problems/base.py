@@ -80,8 +80,7 @@ class Problem(ABC):
             )
         if not np.isfinite(x).all():
             raise ValueError(f"`x0` must be finite, got {float(x[~np.isfinite(x)][0])!r}.")
-        values, norms = self.value(x), self.grad_norm(x)
-        if not (np.isfinite(values).all() and np.isfinite(norms).all()):
+        if not (np.isfinite(self.value(x)) & np.isfinite(self.grad_norm(x))).all():
             raise ValueError(
                 f"`x0` is outside the domain of {self.name} in float64: f or its gradient overflows there. "
                 "Start closer to the minimum."
