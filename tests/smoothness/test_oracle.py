@@ -102,7 +102,12 @@ def test_size_of_a_batch_is_the_length_of_its_first_tensor(batch, size):
         (abs, [], {}, "at least one batch"),
         (abs, [torch.ones(1), torch.ones(1)], {"sizes": [1]}, "2 numbers, one a batch, got 1"),
         (abs, [torch.ones(1)], {"sizes": [0]}, "`sizes` must be positive"),
-        (abs, [torch.ones(2)], {}, r"scalar tensor, got one of shape \(2,\)"),
+        (
+            abs,
+            [torch.ones(2)],
+            {},
+            r"`loss_of_batch` must return a scalar loss, got a tensor of shape \(2,\)",
+        ),
     ],
 )
 def test_bad_oracles_are_refused(loss_of_batch, batches, options, words):

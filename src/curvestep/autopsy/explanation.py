@@ -52,14 +52,7 @@ class Explanation:
 def explained(
     model: nn.Module, starts: Sequence[StepStart], steps: Sequence[KeptStep], number: int | None
 ) -> Explanation:
-    """Why a kept step raised the loss.
-
-    Args:
-        model: The model, where the last step left it.
-        starts: Where some of the kept steps began; the first of them among these.
-        steps: The kept steps, in order.
-        number: The step's; None for the one that raised the loss most, among those with enough before them.
-    """
+    """Why a kept step raised the loss: that of this ``number``, or the one that raised it most."""
     with Retakes(model, starts, steps) as again:
         walked = again.walk()
         rises = [rise(step.before, step.after) for step in walked]

@@ -22,18 +22,7 @@ _NUMBERS = (bool, int, float, str, type(None))
 
 
 class KeptBatch:
-    """A copy of a batch in host memory.
-
-    Args:
-        batch: Tensors, numbers and strings, in tuples, lists and dicts however deep.
-
-    Example:
-        >>> x = torch.zeros(2, dtype=torch.float64)
-        >>> kept = KeptBatch({"x": x})
-        >>> _ = x.add_(1.0)
-        >>> kept.batch()["x"].tolist(), kept.nbytes
-        ([0.0, 0.0], 16)
-    """
+    """A copy in host memory of tensors, numbers and strings, in tuples, lists and dicts however deep."""
 
     def __init__(self, batch: object) -> None:
         parts = _parts(batch)
@@ -78,31 +67,19 @@ class KeptLoss:
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step of training.
+    """A step of training."""
 
-    Attributes:
-        number: How many steps came before it.
-        passes: Its batches, with the random states and buffers that each pass started from.
-        settings: Of each parameter group, as the step found them.
-        norms: Of the gradient that the optimizer was handed, one a parameter; None without gradient.
-        nbytes: Size of its batches.
-    """
-
-    number: int
-    passes: list[Pass]
-    settings: list[Settings]
-    norms: list[Tensor | None]
-    nbytes: int
+    number: int  # of the steps before it
+    passes: list[Pass]  # its batches, with the random states and buffers that each pass started from
+    settings: list[Settings]  # of each parameter group, as the step found them
+    norms: list[Tensor | None]  # of the gradient that the optimizer was handed, one a parameter
+    nbytes: int  # of its batches
 
 
 class StepStart:
     """Parameters and optimizer before a step, in host memory.
 
-    Args:
-        number: How many steps came before.
-        parameters: The model's.
-        optimizer: The one that trains them. Its state is copied with all that a checkpoint of it has.
-        is_break: Whether something else than a step led here, such as a loaded checkpoint.
+    ``is_break`` where something else than a step led here, such as a loaded checkpoint.
     """
 
     def __init__(
@@ -113,7 +90,6 @@ class StepStart:
         self.point = list(map(on_host, parameters))
         self._devices = [tensor.device for tensor in _state_tensors(optimizer)]
         self._optimizer = _copy_of(optimizer, on_host)
-
         self.nbytes = sum(tensor.nbytes for tensor in (*self.point, *_state_tensors(self._optimizer)))
 
     def optimizer(self) -> Optimizer:

@@ -27,15 +27,10 @@ def has_second(state: Entries) -> bool:
 
 @dataclass(frozen=True)
 class BatchMoments:
-    """Moments as if all gradients so far had been this one. The length of a usual step stays what it is.
+    """Moments as if all gradients so far had been this one. The length of a usual step stays what it is."""
 
-    Attributes:
-        parameters: Those whose gradients are given.
-        coefficient: The factor by which the optimizer itself clips this gradient.
-    """
-
-    parameters: Sequence[Tensor]
-    coefficient: float
+    parameters: Sequence[Tensor]  # those whose gradients are given
+    coefficient: float  # by which the optimizer itself clips this gradient
 
     def set_first(self, optimizer: Optimizer, gradients: Gradients) -> None:
         r"""Adam's :math:`m = (1 - \beta_1^t)\,g`; of SGD with dampening d, :math:`g\,(1 - d)/(1 - \beta)`."""

@@ -26,23 +26,15 @@ Losses = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Alteration:
-    """One thing to change in a step; by default nothing.
+    """One thing to change in a step; by default nothing."""
 
-    Attributes:
-        fraction: Of the step's length.
-        batch: The step whose batch gives the gradient.
-        max_norm: Norm at which the gradient is clipped before the optimizer gets it.
-        moments: Changes the optimizer's state, given the gradient, before the step.
-        computing: A context to compute the gradient in.
-        left_out: Indices of parameters that are not moved.
-    """
-
-    fraction: float = 1.0
-    batch: KeptStep | None = None
-    max_norm: float = math.inf
+    fraction: float = 1.0  # of the step's length
+    batch: KeptStep | None = None  # the step whose batch gives the gradient
+    max_norm: float = math.inf  # at which the gradient is clipped before the optimizer gets it
+    # Changes the optimizer's state, given the gradient, before the step.
     moments: Callable[[Optimizer, Gradients], None] = lambda optimizer, gradients: None
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext
-    left_out: Sequence[int] = ()
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext  # to compute the gradient in
+    left_out: Sequence[int] = ()  # parameters that are not moved
 
 
 @dataclass(frozen=True)
@@ -55,12 +47,9 @@ class Walked:
 
 
 class Retakes:
-    """Kept steps in the model again. It is put back at the end of the ``with`` block.
+    """Kept steps, in order, in the model again; ``starts`` is where some of them began, the first among them.
 
-    Args:
-        model: The model.
-        starts: Where some of the steps began; the first of them among these.
-        steps: The kept steps, in order.
+    The model is put back at the end of the ``with`` block.
     """
 
     def __init__(self, model: nn.Module, starts: Sequence[StepStart], steps: Sequence[KeptStep]) -> None:

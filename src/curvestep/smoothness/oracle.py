@@ -75,9 +75,7 @@ class GradientOracle:
                 state = detach_state(state)
             else:
                 loss = self.loss_of_batch(batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"`loss_of_batch` must return a scalar tensor, got {_described(loss)}.")
-            part = loss * (size / total)
+            part = checked_loss(loss, "loss_of_batch") * (size / total)
             if part.requires_grad:
                 part.backward()
             mean = mean + part.detach().to(mean.device, torch.float64)
@@ -92,7 +90,7 @@ def check_oracle(oracle: object) -> GradientOracle | None:
     if oracle is None or isinstance(oracle, GradientOracle):
         return oracle
     raise TypeError(
-        f"`oracle` must be a GradientOracle, got {_described(oracle)}. "
+        f"`oracle` must be a GradientOracle, got {type(oracle).__name__}. "
         "Make one: `GradientOracle(loss_of_batch, batches)`."
     )
 

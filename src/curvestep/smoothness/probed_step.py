@@ -95,25 +95,16 @@ class Setup:
 
 
 class ProbedStep:
-    """One training step that a probe measures.
-
-    Attributes:
-        record: What training did, as far as the probe saw it.
-        row: The parts measured so far.
-        optimizers: The optimizers that step; None until the step begins.
-        start: What is known before the step; None if that could not be measured.
-        stepping: Whether the optimizer is stepping: it may call the model as often as it likes.
-        num_gradients: How many of them measuring took; of an oracle, one for each of its batches. Without
-            the self-test, which a resumed run takes again.
-    """
+    """One training step that a probe measures."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.record = ObservedStep()
-        self.row: Row = {}
-        self.optimizers: StepObserver | None = None
-        self.start: Start | None = None
-        self.stepping = False
+        self.record = ObservedStep()  # what training did, as far as the probe saw it
+        self.row: Row = {}  # the parts measured so far
+        self.optimizers: StepObserver | None = None  # that step; None until the step begins
+        self.start: Start | None = None  # None if it could not be measured
+        self.stepping = False  # while the optimizer may call the model as often as it likes
+        # For measuring, one for each batch of an oracle. Without the self-test, which a resumed run repeats.
         self.num_gradients = 0
         self._loss: TrainingLoss | None = None
         self._oracle_state: PassState | None = None  # where the first gradient of the oracle started

@@ -38,7 +38,7 @@ class RandomState:
     cpu: Tensor
     accelerator: Tensor | list[Tensor] | None  # None if it was not in use
     python: tuple[object, ...]
-    numpy: Any
+    numpy: dict[str, Any]
 
     @classmethod
     def capture(cls) -> RandomState:
@@ -67,10 +67,10 @@ class _NumpyState:
     """
 
     _words: ClassVar[bytes] = b""
-    _state: ClassVar[Any] = None
+    _state: ClassVar[dict[str, object]] = {}
 
     @classmethod
-    def capture(cls) -> Any:
+    def capture(cls) -> dict[str, object]:
         generator = np.random.get_bit_generator()
         if not isinstance(generator, np.random.MT19937):  # somebody put another in its place
             return np.random.get_state(legacy=False)
