@@ -2,23 +2,19 @@
 
 ``probe.listen(cs.loggers.tensorboard(writer))`` and the others below.
 All write the same numbers, under names that are shown together: ``curvestep/grad_norm`` (before
-clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/elasticity``,
-``curvestep/edge`` and the others below, at the step of the row.
+clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/edge`` and the others below,
+at the step of the row.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from curvestep.fit.within import within_steps
-from curvestep.steps import clip_norms
-
-# Of a row, as they are; the two that need several rows are added.
+# Of a row, as they are; spikes are counted and clipped rows averaged.
 COLUMNS = (
     "loss",
     "grad_norm",
@@ -32,7 +28,7 @@ COLUMNS = (
     "optimizer_smoothness",
     "optimizer_spectral",
 )
-WINDOW = 100  # rows that the share of clipped steps and the elasticity are taken over
+WINDOW = 100  # rows that the share of clipped steps is taken over
 
 
 Row = Mapping[str, Any]
@@ -43,23 +39,21 @@ class Logger:
 
     Steps never go back: a row at or before the last step, as after a restart from an older checkpoint, is
     left out. ``spikes`` is how many the optimizer logged since the row before, ``clipped_fraction`` the share
-    of clipped steps among the last 100 rows, ``elasticity`` how the smoothness follows the gradient norm
-    within the steps of these rows, from the twelfth on.
+    of clipped steps among the last 100 rows.
 
     Args:
         write: Called with ``{name: number}`` and the step. Only finite numbers are handed over.
 
     Example:
         >>> log = Logger(lambda numbers, step: print(step, numbers))
-        >>> log({"step": 5, "grad_norm": 2.0, "coefficient": 0.5, "smoothness": 8.0, "kappa": float("nan")})
-        5 {'curvestep/grad_norm': 2.0, 'curvestep/smoothness': 8.0, 'curvestep/coefficient': 0.5,
-         'curvestep/clipped_fraction': 1.0}
+        >>> log({"step": 5, "grad_norm": 2.0, "clipped": True, "smoothness": 8.0, "kappa": float("nan")})
+        5 {'curvestep/grad_norm': 2.0, 'curvestep/smoothness': 8.0, 'curvestep/clipped_fraction': 1.0}
         >>> log({"step": 5, "grad_norm": 3.0})
     """
 
     def __init__(self, write: Callable[[dict[str, float], int], object]) -> None:
         self._write = write
-        self._rows: deque[Row] = deque(maxlen=WINDOW)
+        self._clipped: deque[bool] = deque(maxlen=WINDOW)  # where it is known
         self._last_step = -1
 
     def __call__(self, row: Row) -> None:
@@ -68,12 +62,13 @@ class Logger:
         if step <= self._last_step:
             return
         self._last_step = step
-        self._rows.append(row)
         numbers = {name: row.get(name) for name in COLUMNS}
         if row.get("spikes") is not None:
             numbers["spikes"] = len(row["spikes"])
-        numbers["clipped_fraction"] = self._clipped_fraction()
-        numbers["elasticity"] = self._elasticity()
+        if row.get("clipped") is not None:
+            self._clipped.append(row["clipped"])
+        if self._clipped:
+            numbers["clipped_fraction"] = fmean(self._clipped)
         finite = {
             f"curvestep/{name}": float(value)
             for name, value in numbers.items()
@@ -81,31 +76,6 @@ class Logger:
         }
         if finite:
             self._write(finite, step)
-
-    def _clipped_fraction(self) -> float:
-        names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
-        columns = _columns(self._rows, names)
-        columns["optimizer"] = [row.get("optimizer") for row in self._rows]
-        norms = clip_norms(columns)
-        known = norms[~np.isnan(norms)]
-        return float(np.isfinite(known).mean()) if len(known) else math.nan
-
-    def _elasticity(self) -> float:
-        count = _num_secants(self._rows[-1])
-        if count < 2:
-            return math.nan
-        rows = [row for row in self._rows if _num_secants(row) == count]
-        names = ("secants", "grad_norm", "grad_norms", "fractions", "kappa", "eps")
-        return within_steps(**_columns(rows, names)).elasticity
-
-
-def _columns(rows: Collection[Row], names: Iterable[str]) -> dict[str, Any]:
-    """Columns of these rows; float turns None into NaN."""
-    return {name: np.array([row.get(name) for row in rows], dtype=float) for name in names}
-
-
-def _num_secants(row: Row) -> int:
-    return len(row.get("secants") or ())
 
 
 def tensorboard(writer: Any) -> Logger:
