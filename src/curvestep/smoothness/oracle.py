@@ -95,10 +95,6 @@ def check_oracle(oracle: object) -> GradientOracle | None:
     )
 
 
-def _described(value: object) -> str:
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
-
-
 class BatchReplay(Replay):
     """Losses and gradients of one batch after another, the same on all ranks; a replay that keeps count."""
 
