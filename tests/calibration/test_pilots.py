@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,12 +24,15 @@ from tests.models import mlp
 # A slow twin, written from the rule
 
 
-def twin_arm(model, loss, make, lr, train, judges, *, max_norm, schedule):
+def loss_of(model, batch):
+    return model(batch) if isinstance(model, Noisy) else F.cross_entropy(model(batch[0]), batch[1])
+
+
+def twin_arm(model, make, lr, train, judges, *, max_norm=1.0, schedule="warmup-decay"):
     """Gains of the judges after training a copy, as in a loop of one's own."""
     twin = copy.deepcopy(model)
-    twin_loss = lambda batch: loss(twin, batch)  # noqa: E731
     with torch.no_grad():
-        before = np.array([twin_loss(batch).item() for batch in judges])
+        before = np.array([loss_of(twin, batch).item() for batch in judges])
     opt, k = make(twin.parameters()), len(train)
     warm = max(1, round(k / 10))
     for i, batch in enumerate(train):
@@ -36,13 +40,13 @@ def twin_arm(model, loss, make, lr, train, judges, *, max_norm, schedule):
         for group in opt.param_groups:
             group["lr"] = lr * (multiple if schedule == "warmup-decay" else 1.0)
         opt.zero_grad()
-        twin_loss(batch).backward()
+        loss_of(twin, batch).backward()
         norm = math.sqrt(sum(p.grad.square().sum().item() for p in twin.parameters()))
         for p in twin.parameters():
             p.grad *= min(1.0, max_norm / norm)
         opt.step()
     with torch.no_grad():
-        return before - np.array([twin_loss(batch).item() for batch in judges])
+        return before - np.array([loss_of(twin, batch).item() for batch in judges])
 
 
 def twin_search(gain_of, center, most=5):
@@ -71,15 +75,10 @@ def twin_search(gain_of, center, most=5):
 @pytest.mark.parametrize("seed", range(4))
 def test_adamw_under_a_schedule_is_the_slow_twin_of_the_rule(seed):
     model, loss, batches = network(seed)
-    judges, train = batches[:8], batches[8:24]
-
-    def gain_of(lr):
-        make = lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.1)  # noqa: E731
-        of = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
-        return twin_arm(model, of, make, lr, train, judges, max_norm=1.0, schedule="warmup-decay").mean()
-
+    make = partial(torch.optim.AdamW, lr=123.0, weight_decay=0.1)
+    gain_of = lambda lr: twin_arm(model, make, lr, batches[8:24], batches[:8]).mean()  # noqa: E731
     gains, sufficient = twin_search(gain_of, 0.008)
-    opt = torch.optim.AdamW(model.parameters(), lr=123.0, weight_decay=0.1)
+    opt = make(model.parameters())
     cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
     assert [arm.lr for arm in cal.arms] == pytest.approx(sorted(gains), rel=1e-12)
     assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-9)
@@ -93,20 +92,11 @@ def test_sgd_at_a_constant_rate_is_tried_around_the_scale_of_its_first_step(mome
     # On a quadratic of curvature 4 the largest working step is 1/4.
     model, batches = Noisy(3.0, curvature=4.0), targets(0.1)
     cal = calibrate(model, model, batches, optimizer="SGD", momentum=momentum)
-    scale = (1 - momentum) / 4
-    center = scale / 2
-    octaves = [math.log2(arm.lr / center) for arm in cal.arms]
-    assert octaves == pytest.approx([round(octave) for octave in octaves], abs=1e-6)
-    assert {-2, 0, 2} <= {round(octave) for octave in octaves}
-
-    def gain_of(lr):
-        make = lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum)  # noqa: E731
-        return twin_arm(
-            model, lambda m, b: m(b), make, lr, batches[8:24], batches[:8], max_norm=cal.max_norm,
-            schedule="constant",
-        ).mean()  # fmt: skip
-
-    gains, sufficient = twin_search(gain_of, center)
+    scale, options = (1 - momentum) / 4, {"max_norm": cal.max_norm, "schedule": "constant"}
+    make = partial(torch.optim.SGD, lr=1.0, momentum=momentum)
+    gain_of = lambda lr: twin_arm(model, make, lr, batches[8:24], batches[:8], **options).mean()  # noqa: E731
+    gains, sufficient = twin_search(gain_of, scale / 2)
+    assert [arm.lr for arm in cal.arms] == pytest.approx(sorted(gains), rel=1e-6)
     assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-6)
     assert cal.lr == pytest.approx(math.sqrt(scale * sufficient), rel=1e-6)
     assert cal.momentum == momentum
@@ -128,19 +118,12 @@ def test_sgd_under_a_schedule_takes_a_share_of_the_best_of_long_plain_trials(mak
     best = max(range(len(octaves)), key=lambda i: cal.arms[i].gain)
     assert 0 < best < len(octaves) - 1 or len(octaves) == 5
 
-    def gains_of(lr):
-        plain = lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=decay)  # noqa: E731
-        of = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
-        lr /= 1 - momentum
-        return twin_arm(model, of, plain, lr, batches[8:], batches[:8], max_norm=cal.max_norm,
-                        schedule="warmup-decay")  # fmt: skip
-
-    assert {arm.num_steps for arm in cal.arms} == {48}
-    assert [arm.gain for arm in cal.arms] == pytest.approx(
-        [gains_of(a.lr).mean() for a in cal.arms], rel=1e-4
-    )
-    assert cal.lr == pytest.approx(0.7 * max(cal.arms, key=lambda arm: arm.gain).lr)
-    assert 0 < cal.num_gradients - 48 * len(cal.arms) < 30  # of the scale
+    plain = partial(torch.optim.SGD, lr=1.0, weight_decay=decay)
+    for arm in cal.arms:
+        lr, parts = arm.lr / (1 - momentum), (batches[8:], batches[:8])
+        expected = twin_arm(model, plain, lr, *parts, max_norm=cal.max_norm).mean()
+        assert (arm.num_steps, arm.gain) == (48, pytest.approx(expected, rel=1e-4))
+    assert cal.lr == pytest.approx(0.7 * cal.arms[best].lr)
     assert cal.confidence == "medium"
 
 
@@ -258,10 +241,7 @@ def test_arm_is_a_loop_of_ones_own_with_that_optimizer(make):
         trials = Pilots(passes, method, "warmup-decay", method.max_norm, 1.0, print)
         after = trials.losses_after(0.02, train, judges, SHORT)
     clips = math.inf if method.clips_itself else method.max_norm
-    expected = twin_arm(
-        model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), make, 0.02, train, judges,
-        max_norm=clips, schedule="warmup-decay",
-    )  # fmt: skip
+    expected = twin_arm(model, make, 0.02, train, judges, max_norm=clips)
     assert start - after == pytest.approx(expected, rel=1e-7)
 
 
@@ -269,25 +249,19 @@ def test_groups_keep_their_ratios_and_frozen_parameters_do_not_move():
     model, loss, batches = network()
     model[0].bias.requires_grad_(False)
     model[0].bias.grad = torch.ones(12)
-    opt = torch.optim.SGD(
-        [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[2].parameters(), "lr": 0.25}]
-    )
-    method = method_of(opt, model)
-    kept = model[0].bias.detach().clone()
+    first, second = ({"params": model[k].parameters(), "lr": lr} for k, lr in ((0, 1.0), (2, 0.25)))
+    method, kept = method_of(torch.optim.SGD([first, second]), model), model[0].bias.detach().clone()
     passes = BatchReplay(model, loss)
     with passes:
-        found = Pilots(passes, method, "constant", math.inf, 1.0, print)
-        seen = found.losses_after(0.1, batches[:1], batches[1:2], SHORT)
+        trials = Pilots(passes, method, "constant", math.inf, 1.0, print)
+        seen = trials.losses_after(0.1, batches[:1], batches[1:2], SHORT)
         assert torch.equal(model[0].bias, kept)
-    twin = copy.deepcopy(model)
-    weights = [p for p in twin.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(F.cross_entropy(twin(batches[0][0]), batches[0][1]), weights)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss(batches[0]), weights)
     with torch.no_grad():
-        for p, g in zip(weights, grads, strict=True):
-            own = any(p is q for q in twin[0].parameters())
-            p.sub_(g, alpha=0.1 if own else 0.025)
-        expected = F.cross_entropy(twin(batches[1][0]), batches[1][1]).item()
-    assert seen == pytest.approx([expected], rel=1e-9)
+        for p, g, lr in zip(weights, grads, (0.1, 0.025, 0.025), strict=True):
+            p.sub_(g, alpha=lr)
+        assert seen == pytest.approx([loss(batches[1]).item()], rel=1e-9)
 
 
 def test_every_step_of_an_arm_has_its_own_dropout_mask_and_arms_share_them():
@@ -399,12 +373,9 @@ def test_budget_of_ones_own_is_not_doubled_where_noise_hides_the_gains():
 def test_repetitions_are_the_mean_over_sets_of_batches():
     model, batches = Noisy(2.0), targets(0.5, count=60)
     cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay", budget=160)
-    make = lambda p: torch.optim.AdamW(p, lr=1.0)  # noqa: E731
     parts = [
-        twin_arm(model, lambda m, b: m(b), make, 0.002, batches[i : i + 16], batches[:8], max_norm=1.0,
-                 schedule="warmup-decay").mean()
-        for i in (8, 24)
-    ]  # fmt: skip
+        twin_arm(model, torch.optim.AdamW, 0.002, batches[i : i + 16], batches[:8]).mean() for i in (8, 24)
+    ]
     assert cal.arms[0].gain == pytest.approx(np.mean(parts), rel=1e-9)
 
 
@@ -458,22 +429,20 @@ def test_arms_of_a_hooked_optimizer_clip_at_its_threshold():
 # Losses of other kinds
 
 
-def test_gradient_accumulation_gives_the_numbers_of_the_whole_batch():
+@pytest.mark.parametrize("optimizer", ["AdamW", "ClippedSGD"])
+def test_gradient_accumulation_gives_the_numbers_of_the_whole_batch(optimizer):
     model, loss, batches = network()
 
     def accumulated(batch):
         total = 0.0
-        for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
-            part = F.cross_entropy(model(x), y) / 4
-            part.backward()
-            total += part.item()
+        for part in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
+            share = loss(part) / 4
+            share.backward()
+            total += share.item()
         return total
 
-    for optimizer in ("ClippedSGD", "AdamW"):
-        whole = calibrate(model, loss, batches, optimizer=optimizer)
-        parts = calibrate(model, accumulated, batches, optimizer=optimizer)
-        assert parts.lr == pytest.approx(whole.lr, rel=1e-9)
-        assert parts.max_norm == pytest.approx(whole.max_norm, rel=1e-9)
+    whole, parts = (calibrate(model, of, batches, optimizer=optimizer) for of in (loss, accumulated))
+    assert (parts.lr, parts.max_norm) == pytest.approx((whole.lr, whole.max_norm), rel=1e-9)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "ClippedSGD"])

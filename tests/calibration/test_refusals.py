@@ -154,7 +154,7 @@ def test_half_precision_is_measured_with_a_warning():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_layers_in_eval_mode_are_said_and_make_the_answer_less_sure(mode):
+def test_layers_in_eval_mode_are_said(mode):
     model = Noisy(0.2)
     model.dropout = nn.Dropout()
     cal = calibrate(model.train(mode), model, targets(0.01), optimizer="AdamW", schedule="warmup-decay")
