@@ -423,6 +423,9 @@ def test_own_rule_is_a_function_and_is_kept_by_checkpoints():
     p.grad = torch.full((1,), 100.0)
     again.step()
     assert p.item() == -34.0
+    hooked = clip(torch.optim.SGD([p], lr=1.0), double_when()).optimizer
+    hooked.load_state_dict(opt.state_dict())
+    assert hooked.param_groups[0]["max_norm"] == double_when(3.0)
     with pytest.raises(ValueError, match="Give it to the optimizer before you load"):
         ClippedSGD([p], lr=1.0, max_norm=1.0).load_state_dict(opt.state_dict())
 

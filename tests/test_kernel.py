@@ -276,6 +276,7 @@ def kinds_of_tensors():
         "sparse": torch.eye(3).to_sparse(),
         "on no device": torch.empty(3, device="meta"),
         "wrapper": TwoTensor(base, base.clone()),
+        "zeros without memory": torch._efficientzerotensor(3),
         "negated": torch.randn(1, dtype=torch.complex128).conj().imag,
     }
 
@@ -299,6 +300,7 @@ def test_view_takes_exactly_what_the_kernel_can_walk(name, kernel):
     if view is not None:
         assert (view.addresses[0], view.sizes[0]) == (t.data_ptr(), t.numel())
         assert view.doubles == (t.dtype is torch.float64)
+        assert list(view.starts) == list(native().view([t]).starts)
 
 
 @pytest.mark.parametrize("first", GOOD)
@@ -321,6 +323,7 @@ def test_lists_of_two_dtypes_or_of_other_lengths_are_refused(kernel):
     assert kernel.view([a], [b.float()]) is None
     assert kernel.view([a, b], [a]) is None
     assert kernel.view([a], [b], [torch.ones(6)]) is None
+    assert kernel.view([a[:1]], [kinds_of_tensors()["negated"]]) is None
 
 
 def test_torch_without_the_interface_for_c_is_noticed(monkeypatch):

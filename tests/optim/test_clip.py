@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import curvestep as cs
 from curvestep.optim.counters import RECENT_STEPS
 from tests.models import reloaded
 from tests.reference import exact_clip_
+from tests.support.strict import strict_device, waits
 
 OPTIMIZERS = {
     "SGD": lambda params, **o: torch.optim.SGD(params, lr=0.1, momentum=0.9, **o),
@@ -116,27 +118,29 @@ def test_what_a_closure_computes_is_clipped(as_keyword):
     assert opt.clip_stats()["grad_norm"] == 5.0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_clipping_comes_after_the_unscaling_of_a_grad_scaler(fused):
+@pytest.mark.parametrize(("fused", "place"), [(False, "cpu"), (True, "cpu"), (True, "strict")])
+def test_clipping_comes_after_the_unscaling_of_a_grad_scaler(fused, place):
     def run(scaled):
         torch.manual_seed(0)
-        net = nn.Linear(4, 3).float()
+        net = nn.Linear(4, 3).float().to(place)
         opt: Any = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
-        cs.clip(opt, max_norm=0.5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        cs.clip(opt, max_norm=0.5, skip_above=1e3)
+        scaler = torch.amp.GradScaler(place, init_scale=1024.0, enabled=scaled)
         for step in range(6):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
-            loss = net(x).square().mean() * (math.inf if scaled and step == 3 else 1.0)
+            loss = net(x.to(place)).square().mean() * (math.inf if scaled and step == 3 else 1.0)
             opt.zero_grad()
             if not scaled and step == 3:
                 continue
             scaler.scale(loss).backward()
-            scaler.step(opt)
+            with waits(0) if scaled and place == "strict" else nullcontext():
+                scaler.step(opt)
             scaler.update()
-        return [p.detach() for p in net.parameters()], opt.clip_stats()
+        return [p.detach().cpu() for p in net.parameters()], opt.clip_stats()
 
-    plain, stats = run(False)
-    scaled, seen = run(True)
+    with strict_device():
+        plain, stats = run(False)
+        scaled, seen = run(True)
     torch.testing.assert_close(plain, scaled, rtol=1e-5, atol=1e-6)
     assert seen["steps"] == stats["steps"] == 5
     assert seen["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-4)
@@ -442,6 +446,25 @@ def test_a_step_that_raises_does_not_lose_hidden_gradients():
     assert grad.tolist() == [3.0, 4.0]
 
 
+def test_a_closure_that_is_called_again_sees_its_own_gradient():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    (w,), sizes = parameters((2,)), [10.0, 1.0]
+    opt: Any = Twice([w], lr=1.0)
+    cs.clip(opt, max_norm=0.5, skip_above=5.0)
+    before = w.detach().clone()
+
+    def closure():
+        w.grad = sizes.pop(0) * torch.tensor([0.6, 0.8])
+
+    opt.step(closure)
+    torch.testing.assert_close(before - w.detach(), torch.tensor([0.3, 0.4]))
+    torch.testing.assert_close(w.grad, torch.tensor([0.3, 0.4]))
+
+
 def loop(opt, params, steps, before_step=lambda: None):
     for step in range(steps):
         give_gradients(params, step)
@@ -617,11 +640,11 @@ def test_update_of_a_tensor_is_capped_in_units_of_the_learning_rate(make):
 
 
 def test_small_updates_are_left_bit_for_bit():
-    (p,), (q,) = parameters((4,)), parameters((4,))
-    q.data.copy_(p.data)
+    (p,), (q,) = parameters((400,)), parameters((400,))
     capped, free = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
     handle = cs.clip(capped, 1e6, what="update")
-    p.grad, q.grad = torch.ones(4), torch.ones(4)
+    give_gradients([p], 0)
+    give_gradients([q], 0)
     capped.step()
     free.step()
     assert torch.equal(p, q)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD, clip
+from curvestep._kernel import LIBRARY, Kernel, native
 from curvestep.steps import clipped_step
 from tests.support.strict import strict_device, waits
 
@@ -191,6 +192,10 @@ def test_the_device_refuses_tensors_of_the_host(device):
         torch._foreach_norm([t, torch.ones(3)])
     with pytest.raises(RuntimeError, match="on the same device"):
         t + torch.ones(3)
+    if native() is not None:
+        by_attributes = Kernel(LIBRARY)
+        by_attributes._describe = None
+        assert [kernel.view([t]) for kernel in (native(), by_attributes)] == [None, None]
 
 
 def test_counters_go_on_after_a_checkpoint_and_on_another_device(device):

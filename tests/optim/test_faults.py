@@ -201,14 +201,16 @@ def test_step_that_a_checkpoint_pretends_does_not_count(make, steps, world, requ
     assert before["steps"] == steps
 
 
-def test_step_with_zero_gradient_or_zero_lr_alone_counts():
+def test_step_with_zero_gradient_or_zero_lr_alone_counts_and_with_both_later():
     p = parameter(3, grad=torch.zeros(3))
-    optimizer = ClippedSGD([p], lr=0.1, max_norm=0.5)
+    optimizer = ClippedSGD([p], lr=0.1, max_norm=0.5, momentum=0.9)
     optimizer.step()
     p.grad = torch.ones_like(p)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
-    assert optimizer.clip_stats()["steps"] == 2
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.clip_stats()["steps"] == 3
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
