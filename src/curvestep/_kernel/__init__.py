@@ -70,8 +70,7 @@ class Units:
     @property
     def clipped(self) -> tuple[float, float]:
         """The smallest factor, and the share of units that were clipped."""
-        lowest, share = self._numbers[-2:]
-        return lowest, share
+        return self._numbers[-2], self._numbers[-1]
 
     def as_c(self) -> bytes:
         """The struct of C, which holds for as long as this object."""
@@ -157,11 +156,7 @@ class Kernel:
         nesterov: bool,
         units: Units | None = None,
     ) -> None:
-        """The formula of ``optim/sgd.py`` on all tensors at once.
-
-        ``x`` is the view of gradients, parameters and, with momentum, buffers, in this order; ``units`` are
-        clipped beside ``scale``.
-        """
+        """The formula of ``optim/sgd.py``. ``x`` has gradients, parameters and, with momentum, buffers."""
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
@@ -181,10 +176,9 @@ class Kernel:
         units: Units | None = None,
         update_rms: float = math.inf,
     ) -> None:
-        """The formula of ``optim/adamw.py`` on all tensors at once.
+        """The formula of ``optim/adamw.py``, which counts ``steps`` on.
 
-        ``x`` is the view of gradients, parameters, first moments, second moments and, for ``amsgrad``, the
-        largest second moments, in this order; ``steps`` that of the steps taken, which it counts on.
+        ``x`` has gradients, parameters, first, second and, for ``amsgrad``, largest second moments.
         """
         given = (
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,

@@ -21,7 +21,7 @@ from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
-from curvestep.optim.device import DeviceStep, device_norms, read_norms
+from curvestep.optim.device import DeviceStep, device_norms
 from curvestep.optim.policy import (
     Decision,
     Group,
@@ -34,7 +34,7 @@ from curvestep.optim.policy import (
 from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
-from curvestep.vectors import global_norm, joint
+from curvestep.vectors import global_norm, joint, on_one_device
 
 Norm = TypeVar("Norm", float, Tensor)
 
@@ -217,7 +217,7 @@ class Clipping(_Handle):
 
     @torch.no_grad()
     def _clip(self, loss: float | None = None) -> None:
-        groups = _clipped_groups(self.optimizer)
+        groups = _without_muon(self.optimizer) or self.optimizer.param_groups
         scope = self._policy.norm_scope
         decisions = list(chain(*(decisions_of(group, scope, Decision) for group in groups)))
         if not decisions:
@@ -227,8 +227,8 @@ class Clipping(_Handle):
         if all(map(is_on_host, decisions)):
             self._clip_on_host(decisions, self._policy.norms(decisions), loss)
         elif self._policy.may_skip and not is_scaled:
-            norms = device_norms(decisions, self._policy.norm_scope)
-            self._clip_on_host(decisions, read_norms(norms), loss)
+            norms = torch.stack(on_one_device(device_norms(decisions, self._policy.norm_scope)))
+            self._clip_on_host(decisions, norms.tolist(), loss)  # one wait for the device
         else:
             self._clip_on_device(decisions)
 
@@ -313,11 +313,6 @@ class UpdateClipping(_Handle):
         norm, fired = joint(norms), [factor < 1.0 for factor in factors]
         counters = self._record.on_device(norm.device)
         counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
-
-
-def _clipped_groups(optimizer: Optimizer) -> list[Group]:
-    """The groups whose norm is taken: without Muon's, unless there are no others."""
-    return _without_muon(optimizer) or optimizer.param_groups
 
 
 def _without_muon(optimizer: Optimizer) -> list[Group]:

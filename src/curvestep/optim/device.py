@@ -132,11 +132,6 @@ def device_norms(
     return [norm_of(decision.grads) for decision in decisions]
 
 
-def read_norms(norms: list[Tensor]) -> list[float]:
-    """The norms as floats: one wait for the device."""
-    return torch.stack(on_one_device(norms)).tolist()
-
-
 @dataclass
 class DeviceStep(Step):
     """A step of which every number is a tensor: whether to leave it out, and how it is counted.

@@ -141,7 +141,8 @@ class RuleMemories:
             if rule is None:
                 bounded.append(decision.group)
                 continue
-            key = f"{_number_of(decision.group, groups)}.{decision.index}"
+            number = list(map(id, groups)).index(id(decision.group))
+            key = f"{number}.{decision.index}"
             if decision.pieces is not None:
                 self._clip_pieces(key, decision, decision.pieces, total, keep)
                 bound = math.inf
@@ -194,10 +195,6 @@ class RuleMemories:
     def load(self, saved: dict[str, Saved]) -> None:
         """Remember what a checkpoint has."""
         self._saved, self._memories = saved, {}
-
-
-def _number_of(group: Group, groups: list[Group]) -> int:
-    return [id(one) for one in groups].index(id(group))
 
 
 def _on_host(numbers: float | list[float]) -> Quantity:
