@@ -139,16 +139,7 @@ def figure_of(
     words: bool = False,
     size: tuple[float, float] = (5.0, 3.4),
 ) -> Figure:
-    """Charts side by side in one figure.
-
-    Args:
-        charts: At least one.
-        title: Above the panels; each panel has its chart's own.
-        note: In small print below them.
-        columns: Panels beside each other at most.
-        words: Put each chart's words under its panel, line by line.
-        size: Of a panel, in inches.
-    """
+    """Charts, at least one, side by side: a title above, a note in small print below, ``size`` in inches."""
     columns = min(columns, len(charts))
     with styled():
         figure, axes = panels(-(-len(charts) // columns), columns, width=size[0], height=size[1])

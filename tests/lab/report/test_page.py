@@ -197,6 +197,14 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     assert 'data-chart="run-0-scatter"' not in text
 
 
+def test_a_run_whose_trace_has_no_row_is_told_so(tmp_path):
+    folder = make_run(tmp_path / "run", steps=60, every=1)
+    header, *_ = (folder / "trace.jsonl").read_text().splitlines(keepends=True)
+    (folder / "trace.jsonl").write_text(header)
+    (said,) = said_of(folder)
+    assert said["verdict"].startswith("CANNOT TELL: no step was measured.")
+
+
 def test_a_trace_file_alone_makes_a_page(single, tmp_path):
     (tmp_path / "mine.jsonl").write_bytes((single[0] / "trace.jsonl").read_bytes())
     page = write_page([tmp_path / "mine.jsonl"], tmp_path / "page.html")

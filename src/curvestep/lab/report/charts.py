@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -70,32 +71,21 @@ def layers(view: RunView) -> Chart | None:
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
-    """Settings of one task on shared axes, one chart a quantity: the mean over the seeds, and their range.
-
-    A run alone has nothing to be compared with.
-
-    Args:
-        views: Best first. The first setting is bold; lost ones are red with a cross.
-    """
+    """Settings of one task, best first, on shared axes, one chart a quantity; none of a run alone."""
     if len(views) < 2:
         return []
     settings = seeds_by_setting(views)
     words = captions.comparison(views, len(settings))
     looks = _looks(list(settings.values()))
-    named = list(zip(settings, settings.values(), looks, strict=True))
     charts = []
     for kind, title, label, log in OVER_STEPS:
-        series = tuple(_curve(name, runs, kind, look) for name, runs, look in named)
+        series = tuple(map(partial(_curve, kind), settings, settings.values(), looks))
         y = Axis(label, log=log, range=_calm_range(series, log=log))
         if y.range is not None:
             series = tuple(_cut(one, y.range[1]) for one in series)
         charts.append(
             Chart(f"comparison-{kind}", title, Axis("iteration"), y, series, words=words, switch="y")
         )
-    points = tuple(_points(*one) for one in named)
-    x, y = Axis(GRADIENT, log=True), Axis(SHARPNESS, log=True)
-    title = "Sharpness against gradient norm"
-    charts.append(Chart("comparison-scatter", title, x, y, points, words=words, switch="xy"))
     return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
 
 
@@ -120,7 +110,7 @@ def _looks(settings: Sequence[Sequence[RunView]]) -> list[Fields]:
     return looks
 
 
-def _curve(name: str, runs: Sequence[RunView], kind: str, look: Fields) -> Series:
+def _curve(kind: str, name: str, runs: Sequence[RunView], look: Fields) -> Series:
     """One column over the steps: the mean over the seeds of a setting, and their range."""
     columns = [run.curve(kind) for run in runs]
     columns = [(steps, values) for steps, values in columns if len(steps)]
@@ -140,16 +130,6 @@ def _cut(series: Series, top: float) -> Series:
         return series
     shown = slice(beyond[0] + 1)
     return replace(series, x=series.x[shown], y=np.minimum(series.y[shown], top), band=None)
-
-
-def _points(name: str, runs: Sequence[RunView], look: Fields) -> Series:
-    """Sharpness against gradient norm, all seeds of a setting together."""
-    none = np.array([])
-    x, y = (
-        np.concatenate([run.measured.get(column, none) for run in runs])
-        for column in ("grad_norm", "smoothness")
-    )
-    return Series(name, x, y, colour=look["colour"], dash="", mark="circle", legend=look.get("legend"))
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from curvestep.steps import clip_norms
 NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
 FACTS = ("data", "num_parameters", "seconds", "message")  # of a run's status, for the page
 Columns = dict[str, np.ndarray]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +147,7 @@ def _mean_loss(seeds: Sequence[RunView]) -> float:
 
 
 def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
-    """The seeds of each setting, by its name; a trace alone is a setting of its own.
-
-    Settings of one name are told apart by the fields in which they differ, such as the number of steps.
-    """
+    """The seeds of each setting, by its name and, among those of one name, the fields that differ."""
     identities = list(map(_identity, views))
     settings: dict[str, list[RunView]] = {}
     for view, own in zip(views, identities, strict=True):
@@ -166,16 +165,13 @@ def _identity(view: RunView) -> dict[str, Hashable]:
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
-    """The runs in ``paths``: run folders, folders of run folders, trace files; or traces themselves.
-
-    A reproduction may have claims and figures but no run. Where ``paths`` lead to a run in ``loaded``, it is
-    taken as it is, with its fit.
+    """The runs in ``paths``; one that is ``loaded`` is taken as it is, with its fit.
 
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
     sources = find_sources(paths)
-    if not sources:
+    if not sources:  # a reproduction may have claims and figures only
         return []
     known = {run.folder.resolve(): run for run in loaded}
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
@@ -195,12 +191,14 @@ def _run_view(run: Run, name: str) -> RunView:
     with _noted(notes):
         train = _training_columns(run)
         held_out = _held_out(run)
-        calibration = _calibration(run.folder, notes)
-        measurement = _measurement_of(run, notes)
+        calibration = _tried(partial(read_calibration, run.folder), DAMAGED, notes)
+        measurement: Fields = {}
+        if not run.trace_path.exists():
+            notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
+        elif (trace := _tried(lambda: run.trace, DAMAGED, notes)) is not None:  # one without rows is false
+            measurement = _measurement(trace, lambda: run.fit, notes)
     if run.lost_rows:
         notes.append(Note(DAMAGED, run.lost_rows))
-    if not run.trace_path.exists():
-        notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
     status = run.status
     return RunView(
         name=name,
@@ -258,7 +256,10 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         measurement = _measurement(trace, partial(fit_smoothness, trace), notes)
         beside: Fields = {}
         if path.name == TRACE:
-            beside = {"held_out": _rows_beside(path), "calibration": _calibration(path.parent, notes)}
+            beside = {
+                "held_out": _rows_beside(path),
+                "calibration": _tried(partial(read_calibration, path.parent), DAMAGED, notes),
+            }
     measured = measurement["measured"]
     max_norm = common_threshold(measured["clip_norm"])
     lost = trace.column("status")[-1:].tolist() == [NONFINITE]
@@ -296,33 +297,18 @@ def _rows_beside(trace: Path) -> Columns:
     return {key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")}
 
 
-def _calibration(folder: Path, notes: list[Note]) -> Calibration | None:
+def _tried(read: Callable[[], Result], kind: str, notes: list[Note]) -> Result | None:
+    """What ``read`` gives, or None and a note of why it does not."""
     try:
-        return read_calibration(folder)
+        return read()
     except ValueError as error:
-        notes.append(Note(DAMAGED, str(error)))
+        notes.append(Note(kind, str(error)))
         return None
-
-
-def _measurement_of(run: Run, notes: list[Note]) -> Fields:
-    """The measurement of a run; its fit is shared with all that show it."""
-    if not run.trace_path.exists():
-        return {}
-    try:
-        trace = run.trace
-    except ValueError as error:
-        notes.append(Note(DAMAGED, str(error)))
-        return {}
-    return _measurement(trace, lambda: run.fit, notes)
 
 
 def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[Note]) -> Fields:
     """Columns, fit and advice of a trace."""
-    fit = None
-    try:
-        fit = fitted()
-    except ValueError as error:
-        notes.append(Note(NOT_JUDGED, str(error)))
+    fit = _tried(fitted, NOT_JUDGED, notes)
     measured = columns_of(trace)
     names = [name for name in measured if name.startswith("layers/")]
     return {
