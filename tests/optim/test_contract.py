@@ -244,7 +244,8 @@ def test_half_precision_is_really_updated(dtype, mode):
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}]
+    "mode",
+    [{}, {"foreach": True}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}],
 )
 def test_sparse_gradients_count_and_step_like_dense_ones(mode):
     ours, theirs = nn.Embedding(6, 2, sparse=True), nn.Embedding(6, 2)
@@ -345,15 +346,6 @@ def test_lr_and_max_norm_can_be_scheduled():
         schedule.step()
         lengths.append(before - p.item())
     assert lengths == pytest.approx([1.0, 0.5 * 2, 0.25 * 3])
-
-
-@every_mode
-def test_tensor_lr(mode):
-    a = parameters((3,))
-    b = copies(a)
-    ClippedSGD(a, lr=torch.tensor(0.1), max_norm=1.0, **mode).step()
-    ClippedSGD(b, lr=0.1, max_norm=1.0, **mode).step()
-    torch.testing.assert_close(a[0].detach(), b[0].detach(), rtol=1e-7, atol=1e-7)
 
 
 def test_grad_scaler_unscales_before_the_norm_is_taken():
@@ -485,6 +477,11 @@ def test_plain_steps_of_large_tensors_stream_unless_the_kernel_has_two_threads(p
         ({"nonfinite": "ignore"}, ValueError, "`nonfinite` must be one of"),
         ({"capturable": True}, ValueError, '`capturable=True` cannot raise.*nonfinite="skip"'),
         ({"foreach": True, "fused": True}, RuntimeError, "cannot be `True` together"),
+        (
+            {"capturable": True, "differentiable": True, "nonfinite": "skip"},
+            RuntimeError,
+            "`capturable` does",
+        ),
         ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
         ({"foreach": True, "differentiable": True}, RuntimeError, "`foreach` does not support"),
     ],

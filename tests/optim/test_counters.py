@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
+from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit, is_clipped_before
 from curvestep.optim.device import DeviceCounters
 
 
@@ -45,6 +45,15 @@ def test_limits_of_host_and_device_need_ten_finite_norms(num_steps, is_above, un
     assert bool(device.exceeds(Limit(10.0, unit), torch.tensor(1e6))) == is_above
 
 
+def test_spikes_are_the_last_and_above_what_the_last_tenth_step_says():
+    host, _ = counted(23)
+    first = host.norms[:18]  # of twenty steps, without the seventh and the fourteenth
+    assert host.spike_bound == pytest.approx(np.mean(first) + 6 * np.std(first))
+    for step in range(RECENT_STEPS + 5):
+        host.keep_spike({"step": step})
+    assert [spike["step"] for spike in host.spikes] == list(range(5, RECENT_STEPS + 5))
+
+
 @pytest.mark.parametrize("sigmas", [1.5, 3.0])
 def test_deviations_are_those_of_numpy_on_host_and_device(sigmas):
     host, device = counted(60)
@@ -53,3 +62,9 @@ def test_deviations_are_those_of_numpy_on_host_and_device(sigmas):
         assert host.exceeds(Limit(sigmas, "sigma"), norm, None) == (norm > bound)
         there = torch.tensor(norm, dtype=torch.float64)
         assert bool(device.exceeds(Limit(sigmas, "sigma"), there)) == (norm > bound)
+
+
+def test_three_equal_norms_are_not_yet_somebody_else_who_clips():
+    norms = [1.0, 0.3, 1.0 - 1e-7, 0.5, 1.0 - 2e-7]
+    assert not is_clipped_before(norms)
+    assert is_clipped_before([*norms, 1.0 - 1.5e-7])

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, ScaledSGD, clip
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
 from curvestep._kernel import LIBRARY, Kernel, native
-from curvestep.steps import clipped_step
 from tests.support.strict import strict_device, waits
 
 
@@ -18,18 +17,6 @@ def device():
     torch.set_default_dtype(torch.float32)
     with strict_device() as device:
         yield device
-
-
-class OwnSGD(ScaledSGD):
-    """A rule of somebody else: the root of clipping."""
-
-    threshold = "max_norm"
-
-    def __init__(self, params, lr, max_norm, **options):
-        super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
-
-    def coefficient(self, norm, group):
-        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"]) ** 0.5
 
 
 SGD = {
@@ -64,7 +51,6 @@ ADAMW = {
 CASES = [
     *(pytest.param(ClippedSGD, options, id=f"ClippedSGD {name}") for name, options in SGD.items()),
     *(pytest.param(NormalizedSGD, options, id=f"NormalizedSGD {name}") for name, options in SGD.items()),
-    pytest.param(OwnSGD, {"momentum": 0.9}, id="OwnSGD"),
     *(pytest.param(ClippedAdamW, options, id=f"ClippedAdamW {name}") for name, options in ADAMW.items()),
 ]  # fmt: skip
 SHAPES = [(4, 3), (), (5,), (0,), (1,)]
