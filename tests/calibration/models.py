@@ -48,6 +48,17 @@ class Lion(torch.optim.Optimizer):
                     p.sub_(torch.sign(mean.mul_(0.9).add_(p.grad, alpha=0.1)), alpha=group["lr"])
 
 
+def watched(loss):
+    """The loss, with the batches that it is differentiated on and those that it only judges by."""
+    stepped, judged = [], []
+
+    def of_batch(batch):
+        (stepped if torch.is_grad_enabled() else judged).append(id(batch))
+        return loss(batch)
+
+    return of_batch, stepped, judged
+
+
 def kinds(cal):
     """The kinds of a calibration's warnings."""
     return {note.kind for note in cal.warnings}

@@ -19,15 +19,15 @@ def model_and_batches():
 
 def found(model, batches, optimizer):
     cal = calibrate(model, batch_loss(model), batches, optimizer=optimizer)
-    gains = [arm.gain for arm in cal.arms]
+    sure = cal.confidence == "high"
     return [
         cal.lr,
         cal.max_norm,
         cal.loss,
         cal.grad_norm,
         cal.num_gradients,
-        cal.confidence == "high",
-        *gains,
+        sure,
+        *(arm.gain for arm in cal.arms),
     ]
 
 

@@ -52,11 +52,12 @@ class ArmRule:
 
     num_steps: int  # of an arm
     factor: float  # peak of the run in units of the arm's
-    takes_best: bool = False  # else the smallest sufficient, bracketed within a factor of two
+    takes_best: bool = False  # else the smallest sufficient
+    stride: int = 1  # octaves to the neighbours that bracket it
 
 
 SHORT, DOUBLED = ArmRule(NUM_STEPS, FACTOR), ArmRule(2 * NUM_STEPS, LONG_FACTOR)
-LONG = ArmRule(LONG_STEPS, LONG_FACTOR, takes_best=True)
+LONG = ArmRule(LONG_STEPS, LONG_FACTOR, takes_best=True, stride=2)
 RULES = {rule.num_steps: rule for rule in (SHORT, DOUBLED, LONG)}
 
 
@@ -157,10 +158,10 @@ def next_octave(gains: Mapping[int, float], rule: ArmRule = SHORT) -> int | None
     """
     octaves = sorted(gains)
     values = np.array([gains[octave] for octave in octaves])
-    here, stride = octaves[_chosen(values, rule)], 1 + rule.takes_best
-    sides = [here - stride, here + stride]
+    here = octaves[_chosen(values, rule)]
+    sides = [here - rule.stride, here + rule.stride]
     if here == octaves[-1] and values[-2] <= NEARLY * values.max():  # what is better lies above, not between
-        sides = [here + stride]
+        sides = [here + rule.stride]
     return next((octave for octave in sides if octave not in gains), None)
 
 
