@@ -1,5 +1,4 @@
 import math
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -162,27 +161,3 @@ def test_a_lock_is_waited_for_as_long_as_patience_lasts_and_said_once(tmp_path, 
         assert waits == [True]
         assert not held.is_set()
     other.join()
-
-
-def enter(path, start, entered):
-    start.wait()
-    try:
-        with lock(path):
-            entered.put(True)
-            start.wait()
-    except TimeoutError:
-        entered.put(False)
-        start.wait()
-
-
-def test_of_processes_that_start_at_once_one_gets_a_new_lock(tmp_path):
-    context = multiprocessing.get_context("fork")
-    for attempt in range(5):
-        start, entered = context.Barrier(3), context.Queue()
-        arguments = (tmp_path / f"{attempt}.lock", start, entered)
-        children = [context.Process(target=enter, args=arguments) for _ in range(3)]
-        for child in children:
-            child.start()
-        assert sorted(entered.get(timeout=300) for _ in children) == [False, False, True]
-        for child in children:
-            child.join()

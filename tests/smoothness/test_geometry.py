@@ -1,9 +1,7 @@
 """Smoothness in the optimizer's own metric: against the formula, against quadratics, and at no cost."""
 
 import math
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness.geometry import FLOOR, AdamScale, geometry_of
 from curvestep.smoothness.probe import SmoothnessProbe
-from tests.smoothness.loops import assert_same_run, block_steps, train
+from tests.smoothness.loops import block_steps
 
 
 class Words(nn.Module):
@@ -225,22 +223,3 @@ def test_what_has_no_metric_says_why():
     model = nn.Linear(2, 2)
     empty = geometry_of([torch.optim.AdamW(model.parameters())], [0.1], list(model.parameters()))
     assert empty.missing == "its lr is zero, or its state empty"
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01), 0.3
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True), None
-
-
-@pytest.mark.parametrize("optimizer", [adamw, momentum])
-def test_run_measured_in_its_metric_is_the_run_without(optimizer):
-    estimators = {"smoothness": 1, "optimizer_spectral": 4}
-    make_probe = partial(SmoothnessProbe, every=2, estimators=estimators)
-    probed = train("transformer", optimizer, steps=12, make_probe=make_probe)
-    assert_same_run(train("transformer", optimizer, steps=12), probed)
-    trace = probed[3].trace
-    assert np.isfinite(trace.column("optimizer_smoothness")).all()
-    assert np.flatnonzero(np.isfinite(trace.column("optimizer_spectral"))).tolist() == [0, 4]
