@@ -177,6 +177,7 @@ def test_resumed_run_is_the_run_bit_for_bit(rule, how):
     second.load_state_dict(reloaded(first.state_dict()))
     assert equal(run(second, range(25, 60)), whole)
     assert second.clip_stats() == opt.clip_stats()
+    assert "clip_rules" not in second.param_groups[0]
     assert second.param_groups[0]["max_norm"] == rule
 
 
@@ -261,11 +262,13 @@ def test_kernel_gives_the_same_bits_on_two_threads_and_the_steps_of_torch(rule, 
         params = [
             nn.Parameter(torch.randn(s, dtype=dtype)) for s in [(700, 100), (90, 1), (33, 2, 3, 3), (70_000,)]
         ]
+        params[1].data = torch.randn(1, 90, dtype=dtype).repeat(7, 1).t()  # rows between each other
         params[2].data = params[2].data.contiguous(memory_format=torch.channels_last)
         opt = ClippedAdamW(params, lr=0.01, max_norm=rule, **options)
         torch.set_num_threads(threads)
         for step in range(4):
             set_gradients(params, step)
+            params[1].grad = params[1].grad.t().contiguous().t()
             params[2].grad = params[2].grad.contiguous(memory_format=torch.channels_last)
             opt.step()
         return params
@@ -342,6 +345,14 @@ def test_pieces_clipped_in_the_update_are_counted_as_those_clipped_before_it(rul
     assert 0.5 < stats["coefficient"] < 1
     assert 0 < stats["clipped_fraction"] < 1
     assert stats == pytest.approx(stats_of(clipped_before), rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", [ema(1.0, warmup=2, max_norm=2.0), weight_ratio(1.0)], ids=str)
+def test_gradients_whose_squares_overflow_are_clipped(rule):
+    p = nn.Parameter(torch.ones(4, dtype=torch.float32))
+    p.grad = torch.full_like(p, 1e25)
+    ClippedSGD([p], lr=0.25, max_norm=rule).step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, 0.75))
 
 
 def test_groups_may_have_rules_of_their_own():

@@ -91,6 +91,16 @@ def test_a_replayed_step_is_a_step(make, options):
         assert ours.clip_stats()["skipped"] == (2 if "skip_above" in options else 1)
 
 
+def test_torch_is_asked_whether_a_graph_is_recorded_wherever_that_can_be(monkeypatch):
+    asked = []
+    monkeypatch.setattr("curvestep.optim.device._check_capture", asked.append)
+    with strict_device() as device:
+        away, here = (ClippedSGD(parameters(place), lr=0.1, max_norm=1.0) for place in (device, "cpu"))
+        away.step()
+        here.step()
+    assert asked == [away]
+
+
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["parameters", "lr"])
 def test_what_lies_on_cpu_and_elsewhere_is_no_graph(lr):
     with strict_device() as device:

@@ -1,6 +1,7 @@
 """Norm clipping inside the steps of any optimizer, by a hook."""
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-# torch names its functions for lists of tensors with an underscore.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# torch names its functions for lists of tensors with an underscore, and gives tolist no type.
 
 from __future__ import annotations
 
