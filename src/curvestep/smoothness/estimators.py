@@ -266,9 +266,10 @@ def hessian_product(
         length: Of the difference step. Give the scale on which :math:`f` is smooth, such as the length of
             a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
     """
-    if hasattr(gradient, "hessian_product"):
+    exact = getattr(gradient, "hessian_product", None)
+    if exact is not None:
         with suppress(RuntimeError, NotImplementedError):
-            return gradient.hessian_product(listed(direction), origin=listed(point))
+            return exact(listed(direction), origin=listed(point))
     if length is None:
         length = central_length(listed(point), eps=eps)
     return central_difference(gradient, point, direction, length=length)
