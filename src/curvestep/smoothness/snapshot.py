@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +72,7 @@ class _NumpyState:
 
     @classmethod
     def capture(cls) -> dict[str, object]:
-        generator = np.random.get_bit_generator()
+        generator = get_bit_generator()
         if not isinstance(generator, np.random.MT19937):  # somebody put another in its place
             return np.random.get_state(legacy=False)
         words = ctypes.string_at(generator.ctypes.state_address, _MERSENNE_BYTES)
