@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plotly import graph_objects
 
-from curvestep.display.chart import BOLD, Axis, Chart, Series
+from curvestep.display.chart import BOLD, Axis, Chart, Grid, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
@@ -152,7 +152,7 @@ def test_of_many_settings_the_best_are_named_and_the_others_counted(views):
     assert [one["name"] for one in drawn if one.get("hoverinfo") != "skip"] == [one.name for one in series]
     legend = figure_of(comparison(task.runs)[:1]).axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [one.entry for one in series if one.entry]
-    few = comparison(task.runs[:4] + task.runs[-2:])[0].series
+    few = comparison(task.runs[:6] + task.runs[-1:])[0].series
     assert [one.entry for one in few] == [one.name for one in few]
 
 
@@ -216,6 +216,13 @@ def test_a_map_names_what_became_of_each_cell():
     notes = {(note["y"], note["x"]): note["text"] for note in drawn["layout"]["annotations"]}
     assert notes == {(0, 1): "–", (1, 1): "1 of 2 diverged"}
     assert "The lowest is 2.1" in chart.words
+
+
+def test_a_layer_without_sharpness_is_drawn_among_others():
+    grid = Grid([1.0, 2.0], ["a", "b"], np.array([[0.0, 0.0], [1.0, 3.0]]), "sharpness", log=True)
+    figure = figure_of([Chart("layers", "", Axis(""), Axis(""), grid=grid)])
+    figure.canvas.draw()
+    assert figure.axes[0].images[0].get_clim() == (1.0, 3.0)
 
 
 def test_names_are_text_for_both_renderers():

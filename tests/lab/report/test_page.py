@@ -376,6 +376,20 @@ def test_fit_and_advice_do_not_warn_twice_of_the_same(tmp_path):
     assert len(kinds) == len(set(kinds))
 
 
+def test_a_tie_is_told_where_the_page_says_how_sure_it_is(tmp_path):
+    for lr in (0.3, 0.31):
+        make_run(tmp_path / str(lr), lr=lr)
+    (task,) = tasks_of(find_views([tmp_path]))
+    (tie,) = [note.text for note in task.advice.reasons if note.kind == "tie"]
+    assert verdict(task)["sure"].endswith(tie)
+    assert tie not in verdict(task)["reasons"]
+
+
+def test_a_run_is_counted_as_diverged_by_its_trace_too():
+    advice = Advice(action="diverged", kind="rose-far", verdict="")
+    assert captions.subtitle([RunView(name="", setting="", advice=advice)] * 2) == "2 diverged"
+
+
 def test_nothing_is_left_out_in_silence(tmp_path):
     for number in range(7):
         make_run(tmp_path / f"bad{number}", lr=3.0, max_norm=math.inf, steps=60, seed=number)
