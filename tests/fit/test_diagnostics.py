@@ -92,6 +92,35 @@ def test_bad_batches_are_named():
         assert share_of(diagnostics.far_row, scenario) == 0
 
 
+@pytest.mark.parametrize(("kappa", "spread", "lr", "named"), [
+    (1.6, 0.02, 1.0, True), (0.9, 0.02, 1.0, False), (1.6, 0.4, 1.0, False), (1.6, 0.02, 0.05, False),
+])  # fmt: skip
+def test_kappa_saturates_where_clipped_steps_all_turn_the_gradient_over(kappa, spread, lr, named):
+    g, _ = plain(np.random.default_rng(0))
+    kappa = kappa * np.exp(spread * np.random.default_rng(1).standard_normal(300))
+    trace = make_trace(g, kappa / 0.05, step_norm=0.05 * g, lr=lr, kappa=kappa)  # clipped above 0.05
+    assert (diagnostics.saturation(usable_samples(trace), 1.0) is not None) == named
+
+
+def test_an_edge_is_not_told_by_a_few_unclipped_steps():
+    g, _ = plain(np.random.default_rng(0))
+    few = np.where(np.arange(300) % 3 == 0, 1.0, 0.5)
+    trace = make_trace(g, np.full(300, 20.0), step_norm=0.1 * few * g, lr=0.1, coefficient=few)
+    assert diagnostics.edge_of_stability(usable_samples(trace)) is None
+
+
+@pytest.mark.parametrize(
+    ("apart", "long", "named"), [(0.2, 0.0, True), (0.05, 0.0, False), (0.2, 0.6, False)]
+)
+def test_kinks_are_those_of_a_tenth_of_the_steps_where_most_are_short(apart, long, named):
+    g, ell = plain(np.random.default_rng(0))
+    place = np.linspace(0, 1, 300)
+    secants = np.column_stack([np.where(place < apart, 2.0, 1.0) * ell, ell]).tolist()
+    kappa = np.where(place > 1 - long, 1.0, 0.01)
+    trace = make_trace(g, ell, kappa=kappa, secants=secants, header={"fractions": [0.5, 1.0]})
+    assert (diagnostics.kinks(usable_samples(trace)) is not None) == named
+
+
 def test_noise_in_the_gradient_norm_is_named_where_it_was_measured():
     g, ell = plain(np.random.default_rng(0))
     noisy = diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g)))

@@ -157,6 +157,14 @@ def test_control_stays_low_where_smoothness_follows_the_gradient_without_a_trend
     assert fit.control.spearman_interval[1] < fit.spearman_interval[0]
 
 
+def test_intervals_of_correlations_are_fishers():
+    g, ell = simulated(np.random.default_rng(0), num=60, noise=0.2)
+    fit = fit_smoothness(make_trace(g, ell), control=False)
+    for centre, (low, high) in ((fit.spearman, fit.spearman_interval), (fit.pearson, fit.pearson_interval)):
+        assert -1 < low < centre < high < 1
+        assert centre - low > 1.2 * (high - centre)
+
+
 def test_same_trace_gives_the_same_fit():
     g, ell = simulated(np.random.default_rng(0), num=80)
     trace = make_trace(g, ell, step_norm=0.1, lr=0.1)

@@ -275,6 +275,8 @@ def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
     np.testing.assert_allclose(z.mean(axis=0), 0, atol=0.01)
     np.testing.assert_array_equal(z, again)
     assert (z != other).any()
+    if law == "skewed":
+        np.testing.assert_allclose(np.unique(z[z != 0]), [-0.5 / 9, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -295,6 +297,8 @@ def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
         (lambda: BoundedNoise(1.0, "cube"), "`law` must be one of"),
         (lambda: sample_frontier([1.0], [1.0, 2.0], 1.0), "equal length"),
         (lambda: sample_frontier([math.nan], [1.0], 1.0), "`hessian_norms` must be finite"),
+        (lambda: sample_frontier([1.0], [-1.0], 1.0), "`hessian_norms` must be finite"),
+        (lambda: ExponentialWall(L0=1e3, L1=10.0).check_start(70.7), "outside the domain"),
         (lambda: sample_frontier([1.0], [1.0], -1.0), "`L1` must be zero or more"),
         (lambda: check_smoothness([1.0], [1.0], L0=-1.0, L1=1.0), "`L0` must be zero or more"),
         (lambda: Quartic().check_start(math.nan), "`x0` must be finite, got nan"),
