@@ -92,11 +92,13 @@ def _winner(exponent: float, interval: Interval, gain: Interval) -> str:
     """The law that these numbers leave; empty if they leave several."""
     if gain[0] > 0:
         return "loss"
+    if gain[1] >= 0:
+        return ""
     low, high = 1 / AFFINE_EXPONENT, AFFINE_EXPONENT
-    if gain[1] < 0 and low <= interval[0] and interval[1] <= high:
+    if low <= interval[0] <= interval[1] <= high:
         return "affine"
     affine = low <= exponent <= high or interval[0] <= 1 <= interval[1]
-    return "power" if gain[1] < 0 and not affine else ""
+    return "" if affine else "power"
 
 
 class _Family:

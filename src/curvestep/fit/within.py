@@ -238,12 +238,12 @@ def _read(
     s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
     along = np.atleast_2d(np.asarray(fractions, dtype=float))
     rows = len(np.atleast_1d(grad_norm))
-    if s.shape != (rows, along.shape[1]) or m.shape != s.shape:
+    if not s.shape == m.shape == (rows, along.shape[1]):
         raise ValueError(
             f"`secants` and `grad_norms` must have the shape {(rows, along.shape[1])}, steps by fractions, "
             f"got {s.shape} and {m.shape}."
         )
-    if np.any(along <= 0) or np.any(np.diff(along, axis=1) <= 0):  # not where one is unknown
+    if np.any(np.diff(along, axis=1, prepend=0.0) <= 0):  # not where one is unknown
         raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
     along = np.broadcast_to(along, s.shape)
     start, change = (np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa))

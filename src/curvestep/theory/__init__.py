@@ -6,15 +6,12 @@ from curvestep.theory.certificates import (
     certify_lower_bound as certify_lower_bound,
 )
 from curvestep.theory.complexity import (
-    Descent as Descent,
-    HittingTime as HittingTime,
     descend as descend,
     first_hit as first_hit,
     hitting_time as hitting_time,
     worst_case_complexity as worst_case_complexity,
 )
 from curvestep.theory.inequalities import (
-    SmoothnessCheck as SmoothnessCheck,
     check_smoothness as check_smoothness,
     gradient_change_bound as gradient_change_bound,
     limsup_smoothness as limsup_smoothness,
@@ -48,7 +45,6 @@ from curvestep.theory.rules import (
     StepRule as StepRule,
 )
 from curvestep.theory.theorems.clipped_gd import (
-    StepEquivalence as StepEquivalence,
     descent_constant as descent_constant,
     guaranteed_decrease as guaranteed_decrease,
     ngd_equivalence as ngd_equivalence,
@@ -60,19 +56,16 @@ from curvestep.theory.theorems.clipped_sgd import (
     theorem8 as theorem8,
 )
 from curvestep.theory.theorems.clipping_floor import (
-    SkewedNoise as SkewedNoise,
     clipping_floor as clipping_floor,
     floor_noise as floor_noise,
 )
 from curvestep.theory.theorems.ell_smooth import (
-    EllGuarantee as EllGuarantee,
     certify_ell as certify_ell,
     ell_decrease as ell_decrease,
     ell_smooth as ell_smooth,
     ell_step as ell_step,
 )
 from curvestep.theory.theorems.fixed_gd import (
-    LowerBoundPair as LowerBoundPair,
     assumption4 as assumption4,
     gradient_bound as gradient_bound,
     lower_bound_pair as lower_bound_pair,
@@ -84,12 +77,9 @@ from curvestep.theory.theorems.fixed_gd import (
 from curvestep.theory.theorems.guarantee import (
     Assumption as Assumption,
     AssumptionError as AssumptionError,
-    Bound as Bound,
     Guarantee as Guarantee,
 )
 from curvestep.theory.theorems.lemmas import (
-    GradientBound as GradientBound,
-    Inequality as Inequality,
     NoisyStep as NoisyStep,
     lemma2 as lemma2,
     lemma9 as lemma9,

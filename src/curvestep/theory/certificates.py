@@ -70,7 +70,7 @@ def certify(
         >>> certify(quartic, theorem3(L0=0.1, L1=10.0, gap=30.0**4, eps=1e-4), 30.0).reasons[0].text
         'quartic is not in the class: L1 = 10 needs L0 = 0.16, and L0 = 0.1 is claimed'
     """
-    if guarantee.kind != "upper" or guarantee.rule is None:
+    if guarantee.rule is None:
         raise ValueError(
             f"`guarantee` must be an upper bound, got {guarantee.theorem}. Use `certify_lower_bound`."
         )
