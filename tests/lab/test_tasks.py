@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from curvestep.lab.models.lstm import activation_penalty
 from curvestep.lab.tasks import make_task
 from tests.lab.small import small_images, small_language
 
@@ -48,6 +49,16 @@ def test_a_text_without_words_to_evaluate_on_is_refused_before_training(tmp_path
 def test_too_few_words_are_counted_as_they_were_cut(tmp_path, count):
     with pytest.raises(ValueError, match=f"There are {count} words to train on: too few for `batch_size` 4"):
         make_task(small_language(tmp_path, num_words=count, batch_size=4))
+
+
+@pytest.mark.parametrize("weights", [{"alpha": 2.0, "beta": 0.0}, {"alpha": 0.0, "beta": 1.0}])
+def test_penalties_are_added_to_the_loss(tmp_path, weights):
+    names = {"activation_penalty": weights["alpha"], "temporal_penalty": weights["beta"]}
+    plain, penalised = (make_task(small_language(tmp_path, **fields)) for fields in ({}, names))
+    model, batch = plain.build(), plain.batch(0)
+    penalty = activation_penalty(model(batch[0], with_activations=True)[2], **weights)
+    assert penalty > 0
+    torch.testing.assert_close(penalised.loss(model, batch)[0], plain.loss(model, batch)[0] + penalty)
 
 
 def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp_path):

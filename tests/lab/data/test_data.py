@@ -210,6 +210,8 @@ def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):
     with pytest.raises(DataError, match=words) as caught:
         load_corpus(path)
     assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="is no file"):
+        load_corpus(tmp_path)
 
 
 # CIFAR-10

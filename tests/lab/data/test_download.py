@@ -69,7 +69,10 @@ def left_over(cache):
 
 
 def test_files_are_fetched_once_and_then_come_from_the_cache(server, cache):
+    (cache / "set").mkdir(parents=True)
+    (cache / "set" / ".a.txt.01ab.part").touch()  # of a process that was killed
     assert get(server) == (FILES, "from the official archive")
+    assert left_over(cache) == []
     assert get(server) == (FILES, "from the official archive")
     assert get(server, offline=True)[0] == FILES
     assert server.requests == ["/set.tgz"]

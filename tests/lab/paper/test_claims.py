@@ -79,8 +79,9 @@ def test_the_largest_scale_that_tested_a_claim_decides_it():
 
 
 def test_only_the_papers_claims_are_counted():
-    rows = [claim(REPRODUCED), claim(REPRODUCED), claim(OPEN), claim(HOLDS, kind=ADDITION)]
-    assert tally(rows) == "Of the 3 claims of the paper 2 are reproduced, 1 is open."
+    rows = [claim(REPRODUCED), claim(REPRODUCED), claim(IN_PART), claim(OPEN), claim(HOLDS, kind=ADDITION)]
+    assert tally(rows) == "Of the 4 claims of the paper 2 are reproduced, 1 holds in part, 1 is open."
+    assert tally([claim(IN_PART)] * 2) == "Of the 2 claims of the paper 2 hold in part."
 
 
 def test_the_table_keeps_its_columns_whatever_the_words_and_links_to_the_numbers():

@@ -212,6 +212,12 @@ def test_statements_without_runs_are_not_tested(tmp_path):
             assert claim.sentence
 
 
+def test_seeds_that_both_settings_have_are_compared(tmp_path):
+    plan = planned("fig2", BY_HAND, "lm-lr2clip0.25", seeds=FIVE)
+    pair = results_with(tmp_path, plan, lambda *_: 1.0).paired(BY_HAND, "lm-lr2clip0.25")
+    assert [[run.recipe.seed for run in runs] for runs in pair] == [list(THREE)] * 2
+
+
 @pytest.mark.slow
 def test_growth_beyond_the_control_is_told_from_none(tmp_path):
     plan = planned("fig2", BY_HAND)

@@ -128,6 +128,7 @@ def test_an_epoch_of_images_shows_whole_batches_in_a_new_order():
     classes = [torch.cat([task.batch(step)[1] for step in range(5 * e, 5 * e + 5)]) for e in (0, 1)]
     assert torch.bincount(classes[0]).tolist() == [8] * 10  # the first 80 of the set, balanced
     assert not torch.equal(classes[0], classes[1])
+    assert not torch.equal(task.batch(0)[0], task._ready(task.x[task._epochs.at(0)]))  # cropped, flipped
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,14 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
 def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         train(small_language(tmp_path), tmp_path / "run", **quiet, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
+    with pytest.raises(
+        ValueError, match="`batch_size` must be a multiple of the number of devices, 2, got 3"
+    ):
+        train(small_language(tmp_path, batch_size=3), tmp_path / "run", devices=2, **quiet)
     assert not (tmp_path / "run").exists()
 
 
