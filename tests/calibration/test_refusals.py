@@ -118,6 +118,13 @@ def test_loss_as_a_number_of_numpy_is_a_number():
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+def test_loss_of_a_later_batch_that_is_not_finite_is_refused_by_sgd():
+    model, loss, batches = setting()
+    batches[3] = (math.nan * batches[3][0], batches[3][1])
+    with pytest.raises(ValueError, match="loss at the start is nan"):
+        calibrate(model, loss, batches)
+
+
 def test_gradient_so_small_that_no_step_fits_the_precision():
     model, loss, batches = setting(torch.float32)
     with pytest.raises(ValueError, match=r"beyond the parameters' precision.*Multiply the loss"):
