@@ -105,8 +105,11 @@ def test_kappa_saturates_where_clipped_steps_all_turn_the_gradient_over(kappa, s
 def test_an_edge_is_not_told_by_a_few_unclipped_steps():
     g, _ = plain(np.random.default_rng(0))
     few = np.where(np.arange(300) % 3 == 0, 1.0, 0.5)
-    trace = make_trace(g, np.full(300, 20.0), step_norm=0.1 * few * g, lr=0.1, coefficient=few)
-    assert diagnostics.edge_of_stability(usable_samples(trace)) is None
+    ell = 20 * np.random.default_rng(1).uniform(0.8, 1.05, 300)
+    clipped = make_trace(g, ell, step_norm=0.1 * few * g, lr=0.1, coefficient=few)
+    assert diagnostics.edge_of_stability(usable_samples(clipped)) is None
+    free = make_trace(g, ell, step_norm=0.1 * g, lr=0.1, coefficient=1.0)
+    assert diagnostics.edge_of_stability(usable_samples(free)) is not None
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_affine_law_gives_the_logarithmic_step_and_a_constant_the_classical_boun
         guarantee = ell_smooth(lambda u: 3.0 + 0 * u, gap=2.0, eps=0.1, step=step)
         assert isinstance(guarantee, EllGuarantee)
         assert guarantee.bound == pytest.approx(2 * 3 * 2 / 0.01)
+        np.testing.assert_allclose(guarantee.step_size(g), 1 / 3)
         assert guarantee.M == pytest.approx(math.sqrt(2 * 3 * 2))
 
 
