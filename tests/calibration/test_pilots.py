@@ -102,6 +102,11 @@ def test_sgd_at_a_constant_rate_is_tried_around_the_scale_of_its_first_step(mome
     assert cal.momentum == momentum
 
 
+def test_start_at_the_origin_has_the_scale_of_any_other():
+    model, batches = Noisy(0.0, curvature=4.0), [3.0 + target for target in targets(0.1)]
+    assert calibrate(model, model, batches, optimizer="SGD", budget=48).arms[1].lr == pytest.approx(1 / 8)
+
+
 @pytest.mark.parametrize("make", [
     lambda p: torch.optim.SGD(p, lr=1.0),
     lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1),
