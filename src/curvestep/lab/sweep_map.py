@@ -72,8 +72,9 @@ def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
     values: dict[str, list[Hashable]] = {}
     for name in runs[0].fields:
         found = list(dict.fromkeys(field_value(run.fields, name) for run in runs))
-        if all(isinstance(value, (int, float)) for value in found):
-            found.sort(key=float)
+        numbers = [value for value in found if isinstance(value, (int, float))]
+        if len(numbers) == len(found):
+            found = [*sorted(numbers)]
         values[name] = found
     return values
 

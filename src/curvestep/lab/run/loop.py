@@ -83,8 +83,15 @@ def train(
     try:
         with locked(folder), ignore_sigint(fabric):
             run = open_run(folder, recipe, resume=resume)
-            options = {"progress": progress, "threads": threads, "offline": offline}
-            _launch(fabric, run, partial(_train, run=run, checkpoint_seconds=checkpoint_seconds, **options))
+            process = partial(
+                _train,
+                run=run,
+                progress=progress,
+                checkpoint_seconds=checkpoint_seconds,
+                threads=threads,
+                offline=offline,
+            )
+            _launch(fabric, run, process)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise

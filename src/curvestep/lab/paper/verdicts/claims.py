@@ -183,7 +183,7 @@ def tally(claims: Sequence[Claim]) -> str:
     counts = Counter(claim.verdict for claim in claims if claim.kind == PAPER)
     total = counts.total()
     parts = []
-    for verdict in filter(counts.get, VERDICTS):
+    for verdict in filter(counts.__getitem__, VERDICTS):
         one, many = _VERBS.get(verdict, ("is", "are"))
         parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else many} {verdict}")
     return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
