@@ -13,6 +13,7 @@ from curvestep.bracket import (
     Point,
     crossing,
     find_bracket,
+    highest_loss,
     largest_step,
 )
 
@@ -101,3 +102,8 @@ def test_crossing_is_exact_where_the_change_is_proportional_to_the_step(end):
 )
 def test_crossing_of_the_loss(low, high, step):
     assert math.isclose(crossing(Point(1.0, *low), Point(2.0, *high)), step)
+
+
+def test_loss_that_rounding_cannot_tell_from_its_limit_keeps_it():
+    assert highest_loss(-2.0, 1.0, eps=0.0) == pytest.approx(-2.1)
+    assert highest_loss(-2.0, 1.0, eps=0.01) == pytest.approx(-2.1 + 0.08)
