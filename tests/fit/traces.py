@@ -31,16 +31,25 @@ def simulated(rng, *, num=300, phi=0.7, L0=1.0, L1=2.0, spread=0.5, noise=0.4):
     return g, (L0 + L1 * g) * np.exp(noise * autoregression(rng, num, phi))
 
 
-def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3):
-    """Clipped SGD on a constant Hessian: norms, smoothness and step lengths."""
-    x = 3 * rng.standard_normal(len(curvature))
+def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3, uneven=0.0, paired=True):
+    """Clipped SGD on a constant Hessian: norms, smoothness and step lengths, paired or from two batches.
+
+    ``uneven``: how much the noise of a batch differs from one batch to the next.
+    """
+    curvature = np.asarray(curvature, dtype=float)
+    x = rng.standard_normal(len(curvature)) * (3 if uneven == 0 else 0.1)
     rows = []
-    for _ in range(steps):
-        g = curvature * x + noise * rng.standard_normal(len(x))
+    level = noise * np.exp(uneven * autoregression(rng, steps + 1, 0.8))
+    xi = level[0] * rng.standard_normal(len(x))
+    for t in range(steps):
+        g = curvature * x + xi
         step = -min(lr, lr * max_norm / np.linalg.norm(g)) * g
         x = x + step
+        fresh = level[t + 1] * rng.standard_normal(len(x))
+        after = curvature * x + (xi if paired else fresh)
         length = np.linalg.norm(step)
-        rows.append((np.linalg.norm(g), np.linalg.norm(curvature * step) / length, length))
+        rows.append((np.linalg.norm(g), np.linalg.norm(after - g) / length, length))
+        xi = fresh
     return np.array(rows).T
 
 
