@@ -121,7 +121,7 @@ class NoisyStep:
     lr: Array
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("L0", "L1", "tau", "lr"), 0.0)
+        least: dict[str, float] = {"L0": 0.0, "L1": 0.0, "tau": 0.0, "lr": 0.0}
         for name, given in vars(self).items():
             value = np.asarray(given, dtype=np.float64)
             if not (np.isfinite(value) & (value > least.get(name, -math.inf))).all():
