@@ -104,6 +104,16 @@ def test_header_says_schema_versions_and_what_was_measured(tmp_path):
     assert Trace.load(tmp_path / "t.jsonl").header == header
 
 
+def test_a_damaged_row_is_named_by_its_line_in_the_file_and_blank_lines_are_none(path):
+    with Trace(path) as trace:
+        for step in range(2):
+            trace.append({"step": step})
+    header, first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(header + b"\n" + first.replace(b'"step": 0', b'"step": 7') + second)
+    with pytest.warns(UserWarning, match="skipped line 3"):
+        assert list(Trace.load(path).column("step")) == [1]
+
+
 def test_each_row_is_on_disk_as_soon_as_it_is_appended(tmp_path):
     trace = Trace(tmp_path / "deep" / "folder" / "t.jsonl")
     for step in range(3):

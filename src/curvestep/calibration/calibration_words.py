@@ -32,7 +32,7 @@ EVIDENCE = PROVEN | {
 WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
 DOUBTS = {
     "unknown": "No trial surely lowered the loss of other batches. Is the model trained, or the batch tiny?",
-    "noise": "Noise hides the gains of short trials. Use larger batches, and no `budget` of your own.",
+    "noise": "Noise hides the gains of short trials: use larger batches. A `budget` keeps trials short.",
     "edge": "lr is at an end of what was tried, {ends}: try beyond it.",
     "flat": "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it.",
 }
