@@ -212,7 +212,7 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
         make_run(tmp_path / f"lr={lr}", lr=lr, steps=60)
     opened = Opened(chromium, write_page([tmp_path], tmp_path / "page.html").path).draw_all()
     chart = "task-0-comparison-loss"
-    assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.1, clip 0.5", "lr 0.3, clip 0.5"]
+    assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.3, clip 0.5", "lr 0.1, clip 0.5"]
     loss = opened.data(chart)[0]["y"]
     opened.tab.select_option("[data-shows]", "task-0-comparison-grad_norm")
     assert opened.data(chart)[0]["y"] != loss
@@ -220,7 +220,7 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
     opened.tab.locator(".picks summary").click()
     opened.tab.locator("[data-pick='0']").focus()
     opened.tab.keyboard.press("Space")
-    assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.3, clip 0.5"]
+    assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.1, clip 0.5"]
     opened.close()
 
 
