@@ -61,8 +61,8 @@ def heat_map(runs: Sequence[SweptRun]) -> Chart:
     for place, cell in cells.items():
         means[place] = np.mean([run.loss for run in cell])
         text[place] = _cell_text(means[place], cell)
-    names = [list(map(short_value, axis)) for axis in (across, down)]
-    grid = Grid(*names, means, "final training loss", text=text.tolist(), reverse=True)
+    names, others = (list(map(short_value, axis)) for axis in (across, down))
+    grid = Grid(names, others, means, "final training loss", text=text.tolist(), reverse=True)
     axes = Axis(columns.replace("_", " ")), Axis(rows.replace("_", " "))
     return Chart("heat", "Final training loss", *axes, words=_words(grid, rows, columns), grid=grid)
 
@@ -71,10 +71,10 @@ def _values(runs: Sequence[SweptRun]) -> dict[str, list[Hashable]]:
     """The values that each field has, numbers in their order."""
     values: dict[str, list[Hashable]] = {}
     for name in runs[0].fields:
-        found = list(dict.fromkeys(field_value(run.fields, name) for run in runs))
+        found: list[Hashable] = list(dict.fromkeys(field_value(run.fields, name) for run in runs))
         numbers = [value for value in found if isinstance(value, (int, float))]
         if len(numbers) == len(found):
-            found = [*sorted(numbers)]
+            found = list[Hashable](sorted(numbers))
         values[name] = found
     return values
 
