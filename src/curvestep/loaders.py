@@ -66,7 +66,7 @@ class Supply:
         if count < 3:
             raise ValueError(
                 "`batches` must hold at least three batches, one to step on and two others to judge by, got "
-                f"{count}. Is it a used-up iterator? Else use smaller batches; 24 are better."
+                f"{count}. Is it one batch, or a used-up iterator? Else use smaller batches; 24 are better."
             )
         num_judges = max(2, min(num_judges, count // 3))
         return self.known[:num_judges], self.known[num_judges:]

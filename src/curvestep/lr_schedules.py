@@ -87,8 +87,9 @@ def set_peak(optimizer: Optimizer, schedulers: Iterable[Any], lr: float) -> None
     """Scale all learning rates of an optimizer and its schedules to the peak ``lr``, wherever they stand."""
     every = flattened(schedulers)
     for scheduler in every:
-        if scheduler.optimizer is not optimizer:
-            raise ValueError(f"The {type(scheduler).__name__} belongs to another optimizer.")
+        if getattr(scheduler, "optimizer", None) is not optimizer:
+            name = getattr(scheduler, "__name__", type(scheduler).__name__)
+            raise ValueError(f"{name} is no scheduler that was made from this optimizer.")
     if not every and any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(
             "`optimizer` has a scheduler, which would set its own lr again. Give it too: "

@@ -289,6 +289,7 @@ def test_apply_sets_the_threshold_of_an_optimizer_that_clips_by_a_hook():
     with pytest.warns(UserWarning, match="AdamW does not clip. Add `curvestep.clip"):
         cal.apply(plain)
     assert "max_norm" not in plain.param_groups[0]
+    calibrate(model, loss, batches, optimizer=plain, max_norm=1.0, budget=48).apply(plain)  # says nothing
 
 
 def test_learning_rate_that_is_a_tensor_stays_that_tensor():
@@ -313,10 +314,13 @@ def test_apply_refuses_what_it_was_not_measured_for(found):
         ((torch.optim.RMSprop(parameters),), "measured for SGD with momentum 0, got RMSprop"),
         ((torch.optim.SGD(parameters, lr=1.0, momentum=0.9),), "got SGD with momentum 0.9"),
         ((opt,), r"has a scheduler.*Give it too"),
-        ((other, scheduler), "LinearLR belongs to another optimizer"),
+        ((other, scheduler), "LinearLR.* is no scheduler that was made from this optimizer"),
+        ((opt, lr_scheduler.LinearLR), "LinearLR.* is no scheduler"),
     ):
         with pytest.raises(ValueError, match=words):
             cal.apply(*given)
+    with pytest.raises(TypeError, match="got a LinearLR"):
+        cal.apply(scheduler)
     by_tensor = ClippedSGD(parameters, lr=1.0, max_norm=math.inf, norm_scope="tensor")
     with pytest.warns(UserWarning, match="keeps its own, inf"):
         cal.apply(by_tensor)

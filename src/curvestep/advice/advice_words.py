@@ -14,7 +14,7 @@ MOST_LISTED = 10  # settings
 
 # By the kind of a condition, else by its action.
 VERDICTS = {
-    KEEP: "KEEP {setting}: no sign that it is too high or too low.",
+    KEEP: "KEEP {setting}: no sign that it is more than 10 times too high or too low.",
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
     DIVERGED: "DIVERGED: run calibrate, or lower {change}",
@@ -22,12 +22,12 @@ VERDICTS = {
     STUCK: "STUCK: run calibrate, or lower {change}",
     DATA: "DATA: look at the data of {steps}, and at the loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
-    "no-rows": "CANNOT TELL: no step was measured. Use `probe.watch(optimizer)` and `probe.record(loss_fn)`.",
+    "no-rows": "CANNOT TELL: no step was measured. Call `probe.watch`, `probe.record` and `optimizer.step`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
     "no-step": "CANNOT TELL: no parameter moved. Does the optimizer hold the parameters? Is lr above 0?",
     "failed-rows": "CANNOT TELL: measurements failed. {failure}",
-    "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Train or probe more.",
+    "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Probe more: `every=1`.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
     "not-comparable": "CANNOT TELL: these runs differ in {difference}. Ask about one task and optimizer.",
 }
@@ -58,7 +58,8 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
         return ()
     texts = {}
     if run.num_losses:
-        texts["loss"] = f"{run.first_loss:.3g} -> {run.last_loss:.3g}, highest {run.highest_loss:.3g}"
+        ends = f"{run.first_loss:.3g} -> {run.last_loss:.3g}"
+        texts["loss"] = f"in training {ends}, highest {run.highest_loss:.3g}"
     if math.isfinite(run.kappa):
         gain = ""
         if run.efficiency >= 0:  # else it rose, or is not known
@@ -66,16 +67,17 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
         change = f"changes the gradient by {run.kappa:.2g} of its norm"
         texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"
     if run.start_factor > 0 and found.action != KEEP:
-        texts["start"] = f"the largest step that worked was {run.start_factor:.2g}x yours"
+        texts["start"] = f"at first, steps work up to {run.start_factor:.2g} times their length"
     if run.clipped == 0:
         texts["clipping"] = "no step was clipped"
     elif run.clipped > 0:
         effect = "Adam rescales them, so max_norm does little"
         if not run.family.is_adaptive:
             effect = "for these only lr x max_norm counts"
-        texts["clipping"] = f"{run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
+        share = f"about {run.clipped:.0%} of the steps are clipped"
+        texts["clipping"] = f"{share}, at {run.max_norm:.3g}; {effect}"
     if found.action in (KEEP, RAISE, LOWER):
-        texts["next"] = "one run cannot rank lr within a factor of 10: give two runs, advise(a, b)"
+        texts["next"] = "one run says no more: run calibrate, or give two runs, advise(a, b)"
     return tuple(Note(kind, text) for kind, text in texts.items())
 
 

@@ -126,6 +126,7 @@ def calibrate(
         num_gradients=passes.num_gradients,
         seconds=perf_counter() - began,
         warnings=warnings,
+        clips_outside=max_norm is not None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from curvestep.calibration.method import Method
-from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, Arm
+from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, RULES, SUFFICIENT, Arm
 from curvestep.loaders import Batch
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
@@ -34,7 +34,7 @@ DOUBTS = {
     "unknown": "No trial surely lowered the loss of other batches. Is the model trained, or the batch tiny?",
     "noise": "Noise hides the gains of short trials: use larger batches. A `budget` keeps trials short.",
     "edge": "lr is at an end of what was tried, {ends}: try beyond it.",
-    "flat": "Half of this lr gains nearly as much, so short trials say little. Try twice and four times it.",
+    "flat": "Half of this lr gains nearly as much, so trials say little. Try half, twice and four times it.",
 }
 
 
@@ -49,7 +49,8 @@ def confidence(family: Family, schedule: str, warnings: Iterable[Note]) -> str:
 
 def headline(found: Calibration) -> str:
     """The answer."""
-    what = f"{found.optimizer} {WHEN[found.schedule]} {found.lr:.3g}"
+    momentum = f", momentum {found.momentum:g}," if found.family.is_descent else ""
+    what = f"{found.optimizer}{momentum} {WHEN[found.schedule]} {found.lr:.3g}"
     if math.isinf(found.max_norm):
         return what
     return f"{what}, {found.family.threshold} {found.max_norm:.3g}"
@@ -66,6 +67,21 @@ def trust(found: Calibration) -> str:
     return f"{found.confidence}: on {tasks} {fell}"
 
 
+def choice(found: Calibration) -> str:
+    """How lr was read from the trials."""
+    rule, enough = (
+        RULES[found.last_arms[0].num_steps],
+        f"the smallest lr with {SUFFICIENT:.0%} of the best fall",
+    )
+    if found.confidence == "cannot tell":
+        return "half of the lowest lr tried"
+    if rule.takes_best:
+        return f"{rule.factor:g} of the lr where the loss fell furthest"
+    if found.schedule == "constant":
+        return f"between {enough} and the largest step that works"
+    return f"near {enough}: larger ones harm long runs"
+
+
 def lines(found: Calibration) -> list[str]:
     """The answer in at most eight lines."""
     arms = found.last_arms
@@ -79,6 +95,7 @@ def lines(found: Calibration) -> list[str]:
         headline(found),
         f"  tried lr  {rates}",
         f"  loss fell {gains}   on other batches, in {arms[0].num_steps} steps",
+        f"  choice    {choice(found)}",
         f"  trust     {trust(found)}",
         f"  to check  lr {found.lr / 2:.2g} and {found.lr * 2:.2g}, with two runs to spare",
         *(f"  warning   {first}{more}" for first in found.warnings[:1]),

@@ -37,6 +37,7 @@ class Calibration:
         loss: At the start, as ``grad_norm`` is.
         num_gradients: The price, and ``seconds``.
         warnings: What to know before relying on the numbers, each with its ``kind``.
+        clips_outside: Whether training clips outside of the optimizer: ``apply`` then sets no threshold.
     """
 
     optimizer: str
@@ -52,6 +53,7 @@ class Calibration:
     num_gradients: int
     seconds: float = field(compare=False)
     warnings: tuple[Note, ...] = ()
+    clips_outside: bool = field(default=False, compare=False)
 
     @property
     def last_arms(self) -> tuple[Arm, ...]:
@@ -86,6 +88,9 @@ class Calibration:
         Groups keep their ratios, schedules their shape and place, and a finite ``max_norm`` is yours and
         stays. Refused: an optimizer of another kind, and one with a scheduler that was not given.
         """
+        if not isinstance(optimizer, Optimizer):
+            name = type(optimizer).__name__
+            raise TypeError(f"`optimizer` must be a torch optimizer, got a {name}. Schedulers come after it.")
         own = _kind(self.family, self.optimizer, [self.momentum])
         given = _kind(family_of(optimizer), type(optimizer).__name__, momenta(optimizer))
         if own != given:
@@ -95,7 +100,7 @@ class Calibration:
         set_peak(optimizer, schedulers, self.lr)
         if self.schedule == "constant" and is_below_peak(optimizer):
             python_warnings.warn(words.other_schedule(self), stacklevel=2)
-        if math.isfinite(self.max_norm):
+        if math.isfinite(self.max_norm) and not self.clips_outside:
             self._set_threshold(optimizer)
 
     def _set_threshold(self, optimizer: Optimizer) -> None:

@@ -80,7 +80,7 @@ def scatter(view: RunView) -> str:
 def norm(view: RunView) -> str:
     """Range of the gradient norm and how often it was clipped."""
     norms, share = finite(view.rows["grad_norm"]), view.clipped_fraction
-    clipped = "" if math.isnan(share) else f"; {share:.0%} of the steps shown were clipped"
+    clipped = "" if math.isnan(share) else f"; about {share:.0%} of the steps were clipped"
     return _sentences(
         (True, f"Gradient norms go from {_range(norms)}; their median is {np.median(norms):.3g}."),
         (math.isfinite(view.max_norm), f"Clipping starts at {view.max_norm:.4g}{clipped}."),
