@@ -147,6 +147,17 @@ def test_of_one_run_the_noise_of_its_losses_makes_ties():
     assert "tie" not in kinds(advise(*many))
 
 
+def test_sparse_rows_are_ranked_by_the_mean_loss_since_the_row_before_and_not_by_one_batch():
+    means, lucky = {"recent_loss": 0.5, "recent_steps": 80}, [*falling(13, last=0.6), 0.3]
+    steady = trace_of([*falling(13, last=0.5), 0.5], lr=0.1, every=80, **means)
+    noisy = trace_of(lucky, lr=0.3, every=80, **{**means, "recent_loss": 0.6})
+    assert advise(steady, noisy).lr == 0.1
+    (one,) = settings_of([History.of(noisy)])
+    (alone,) = settings_of([History.of(trace_of(lucky, lr=0.3, every=80))])
+    assert (one.loss, alone.loss) == (0.6, 0.3)
+    assert math.isclose(one.error, alone.error / math.sqrt(80))
+
+
 def test_thresholds_make_settings_and_settings_ascend_in_lr():
     clipped = [run(0.3, 0.5, clipped=True, coefficient=share) for share in (0.5, 0.25)]
     runs = [run(0.9, 0.7), *clipped, run(0.1, 0.6)]

@@ -1,8 +1,11 @@
 """Forward passes between steps: which of them a replay starts from, and which count as samples."""
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.models import classifier
 from tests.smoothness.loops import block_steps, measured_sgd
@@ -71,3 +74,59 @@ def test_optimizer_that_calls_the_model_itself_does_not_count_as_samples():
             optimizer.step(again)
     assert probe.trace.ok.all()
     assert probe.trace.column("batch_size").tolist() == [5, 5, 5]
+
+
+class Constant(nn.Module):
+    """A loss that training cannot change, so that its mean is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, value):
+        return value + 0 * self.weight.square().sum()
+
+
+def record_steps(probe, opt, steps, dtype=torch.float64):
+    for step in steps:
+        for share in (1.0, 3.0):  # two micro-batches
+            value = torch.tensor(step + share)
+            probe.record(lambda value=value: probe.model(value).to(dtype), share).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_a_row_has_the_mean_of_the_losses_since_the_row_before(dtype):
+    model = Constant()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=400).watch(opt)
+    record_steps(probe, opt, range(300), dtype)
+    saved = probe.state_dict()
+    probe.close()
+    resumed = SmoothnessProbe(model, every=400)
+    resumed.load_state_dict(saved)
+    record_steps(resumed.watch(opt), opt, range(300, 401), dtype)
+    means = [*probe.trace.column("recent_loss"), *resumed.trace.column("recent_loss")]
+    assert means == pytest.approx([2.5, 200.5 + 2.5], rel=1e-6)  # float16 knows no 81200
+    assert [*probe.trace.column("recent_steps"), *resumed.trace.column("recent_steps")] == [1, 400]
+
+
+def test_what_is_no_number_is_not_averaged():
+    model = Constant()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=2).watch(opt)
+    record_steps(probe, opt, range(1))
+    probe.record(lambda: (torch.ones(2), "no loss"))
+    opt.step()
+    record_steps(probe, opt, range(2, 3))
+    assert probe.trace.column("recent_loss").tolist() == [2.5, 4.5]
+    assert probe.trace.column("recent_steps").tolist() == [1, 1]
+
+
+def test_batches_of_training_are_not_averaged_beside_the_loss_of_an_oracle():
+    model = Constant()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=2, oracle=GradientOracle(model, [torch.tensor(5.0)])).watch(opt)
+    record_steps(probe, opt, range(3))
+    assert np.isnan(probe.trace.column("recent_loss")).all()

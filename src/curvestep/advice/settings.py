@@ -10,7 +10,7 @@ import numpy as np
 
 from curvestep.advice.decision import DIVERGED, NEXT, decide
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.fit.samples import History, final_loss
+from curvestep.fit.samples import History, end_of_run
 
 
 class TriedSetting(NamedTuple):
@@ -18,6 +18,7 @@ class TriedSetting(NamedTuple):
 
     run: Outcome  # the first of them
     losses: tuple[float, ...]  # final ones: inf if a run was lost, NaN if it cannot be compared
+    num_averaged: float = 1.0  # losses that the first run's is a mean of
 
     @property
     def loss(self) -> float:
@@ -28,7 +29,7 @@ class TriedSetting(NamedTuple):
     def error(self) -> float:
         """Standard error of the mean, by the spread or, of a single run, by its noise."""
         if len(self.losses) == 1:
-            return self.run.noise / math.sqrt(max(1, self.run.num_losses // 20))  # rows of a final loss
+            return self.run.noise / math.sqrt(max(1.0, self.num_averaged))
         with np.errstate(invalid="ignore"):  # of a lost one
             return float(np.std(self.losses, ddof=1)) / math.sqrt(len(self.losses))
 
@@ -41,12 +42,18 @@ def settings_of(histories: list[History]) -> list[TriedSetting]:
     """The settings of these runs, by ascending lr, compared at a step that most of them reached."""
     ends = [float(history.step[-1]) for history in histories if history.ends_finite]
     horizon = min((step for step in ends if step >= max(ends) / 2), default=math.inf)
-    groups: dict[tuple[str, str, bool], list[tuple[Outcome, float]]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool], list[tuple[Outcome, float, float]]] = defaultdict(list)
     for history in histories:
-        run = outcome_of(history)
+        run, (loss, count) = outcome_of(history), end_of_run(history, horizon)
+        if history.step[-1] < horizon or run.num_losses < 2:
+            loss = math.nan
+        if decide(run).action == DIVERGED:
+            loss = math.inf
         key = (f"{run.lr:.3g}", f"{run.max_norm:.2g}", run.scheduled)
-        groups[key].append((run, _loss_at(history, run, horizon)))
-    settings = [TriedSetting(runs[0][0], tuple(loss for _, loss in runs)) for runs in groups.values()]
+        groups[key].append((run, loss, count))
+    settings = [
+        TriedSetting(runs[0][0], tuple(run[1] for run in runs), runs[0][2]) for runs in groups.values()
+    ]
     return sorted(settings, key=lambda setting: (setting.run.lr, setting.run.max_norm))
 
 
@@ -61,12 +68,3 @@ def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
     if not NEXT**-3 < far / lr < NEXT**3:
         return math.sqrt(lr * far)
     return {rates[0]: lr / NEXT, rates[-1]: lr * NEXT}.get(lr)
-
-
-def _loss_at(history: History, run: Outcome, horizon: float) -> float:
-    if decide(run).action == DIVERGED:
-        return math.inf
-    if history.step[-1] < horizon or run.num_losses < 2:
-        return math.nan
-    kept = np.isfinite(history.loss) & (history.step <= horizon)
-    return final_loss(history.step[kept], history.loss[kept])

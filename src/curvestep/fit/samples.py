@@ -228,6 +228,19 @@ def evenly_spaced(num: int, *, most: int) -> slice:
     return slice(None, None, -(-num // most) or None)
 
 
+def end_of_run(history: History, horizon: float = math.inf) -> tuple[float, float]:
+    """The final loss up to a step, NaN if there is none, and the number of losses that it is a mean of.
+
+    A probe that rests between rows keeps the mean loss since the last one: one batch would say little.
+    """
+    recent, kept = history.columns["recent_loss"], (history.step <= horizon) & ~history.failed
+    is_mean = np.isfinite(recent)
+    loss = np.where(is_mean, recent, history.loss)[kept]
+    counts = np.where(is_mean, history.columns["recent_steps"], 1.0)[kept]
+    final = _is_final(history.step[kept])
+    return final_loss(history.step[kept], loss), float(counts[final].sum())
+
+
 def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     """Training loss at the end of a run: the mean over the last twentieth of its steps, at most the last 50.
 
@@ -245,10 +258,14 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
     step, loss = np.asarray(steps, dtype=float), np.asarray(losses, dtype=float)
     if len(step) == 0:
         return math.nan
-    last = step.max()
-    window = min((last - step.min() + 1) / 20, 50.0)
-    final = loss[step > last - max(window, 1.0)]
+    final = loss[_is_final(step)]
     return float(final.mean()) if np.isfinite(final).all() else math.nan
+
+
+def _is_final(step: np.ndarray) -> np.ndarray:
+    last = step.max(initial=0.0)
+    window = min((last - step.min(initial=last) + 1) / 20, 50.0)
+    return step > last - max(window, 1.0)
 
 
 def best_setting(scores: Mapping[Key, Sequence[float]]) -> Key:

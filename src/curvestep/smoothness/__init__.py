@@ -35,6 +35,8 @@ _TABLE = (
     ("step", "count", "steps", "Number of the training step; the key of a row."),
     ("loss", "number", "loss", "Loss at x if passed to the probe, else the loss after the step."),
     ("loss_after", "number", "loss", "Loss of the same batch at x + d."),
+    ("recent_loss", "number", "loss", "Mean of the losses recorded since the row before, with this one."),
+    ("recent_steps", "count", "steps", "How many steps they are of."),
     ("grad_norm", "number", "loss/x", "‖g(x)‖, before any clipping."),
     ("step_norm", "number", "x", "‖d‖."),
     ("smoothness", "number", "loss/x²", "The paper's L̂: the largest of `secants`, along the step."),

@@ -46,6 +46,35 @@ class Mark(NamedTuple):
         return self.shape == other.shape and all(map(near, *sums))
 
 
+@dataclass
+class RecentLoss:
+    """Training's losses since the last row. They stay on their device: nothing waits for them."""
+
+    total: float | Tensor = 0.0
+    weight: float = 0.0
+    num_steps: int = 0
+    last_step: int = -1
+
+    def see(self, loss: Any, weight: float, step: int) -> None:
+        """Add the loss of a batch of this step, if it is one number."""
+        value = loss
+        if isinstance(loss, Tensor) and loss.numel() == 1:  # a sum of half precision would be rounded
+            value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)).reshape(())
+        elif not isinstance(loss, float):
+            return
+        self.total = self.total + weight * value
+        self.weight += weight
+        self.num_steps += step != self.last_step
+        self.last_step = step
+
+    @property
+    def part(self) -> Row:
+        """Their mean and the number of their steps, for the row; nothing if none was seen."""
+        if self.num_steps == 0:
+            return {}
+        return {"recent_loss": float(self.total) / self.weight, "recent_steps": self.num_steps}
+
+
 @runtime_checkable
 class ClipsItself(Protocol):
     """An optimizer that clips inside its step, and says how."""

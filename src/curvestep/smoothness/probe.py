@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.distributed import any_rank, from_rank_zero, is_writer, spans_ranks
+from curvestep.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness import FAILED, Row
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.estimators import check_estimators, check_fractions
 from curvestep.smoothness.measurement import layer_groups
-from curvestep.smoothness.observer import ForwardCalls, ForwardHook, Pass, differs_in_eval, trains_any
+from curvestep.smoothness.observer import (
+    ForwardCalls,
+    ForwardHook,
+    Pass,
+    RecentLoss,
+    differs_in_eval,
+    trains_any,
+)
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.probed_step import ProbedStep, Setup
 from curvestep.smoothness.replay import Closure, trainable_parameters, versions_of
@@ -132,6 +140,7 @@ class SmoothnessProbe:
         self.trace = self._new_trace(trace, _IF_EXISTS[if_exists])
         self.step = 0
         self._current = ProbedStep(self._setup)
+        self._recent = RecentLoss()
         self._resumed = self._closed = self._failed = False
         self._warned: set[str] = set()
         self._listeners: list[Callable[[Row], object]] = []
@@ -182,7 +191,7 @@ class SmoothnessProbe:
                 loss = probe.record(lambda: F.cross_entropy(model(x), y))
                 (loss / len(micro_batches)).backward()
 
-        At a step that is not due this is ``loss_fn()`` and nothing else.
+        At a step that is not due this is ``loss_fn()``, whose loss is added up for the next row.
 
         Args:
             loss_fn: Computes the loss of this batch, and again in replays: bind the batch's own variables.
@@ -192,15 +201,18 @@ class SmoothnessProbe:
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
         """
         _check_loss_fn(loss_fn)
-        if not self._measures():
-            return loss_fn()
         check_positive("weight", weight)
+        if not self._measures():
+            loss = loss_fn()
+            self._recent.see(loss, weight, self.step)
+            return loss
         if self._current.optimizers is not None:  # the step that had begun raised
             self._forget_step()
         record = self._current.record
         part = Pass(loss_fn, weight, PassState(self.model))
         record.state = record.state or part.state
         loss = record.run(part, self.parameters)
+        self._recent.see(loss, weight, self.step)
         if batch_size is not None:
             part.calls.size = batch_size
             part.calls.calls = max(part.calls.calls, 1)
@@ -316,7 +328,8 @@ class SmoothnessProbe:
         """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace."""
         setup = self._setup
         memory = {"measurements": setup.measurements, "rates": [*setup.rates], "spikes": [*setup.spikes]}
-        return {"step": self.step, **memory, "schedule": self.schedule.state_dict()}
+        recent = asdict(self._recent) | {"total": float(self._recent.total)}
+        return {"step": self.step, **memory, "recent": recent, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: Row) -> None:
         """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
@@ -324,6 +337,7 @@ class SmoothnessProbe:
         self._setup.measurements = state["measurements"]
         self._setup.rates.extend(state.get("rates", ()))
         self._setup.spikes = list(state.get("spikes", ()))
+        self._recent = RecentLoss(**state.get("recent", {}))
         self.schedule.load_state_dict(state["schedule"])
         self._resumed = True
         self.trace.cut(self.step)
@@ -420,13 +434,20 @@ class SmoothnessProbe:
 
     def _write(self, step: ProbedStep) -> None:
         """Hand on the row; the first completes the trace's header."""
-        row = step.finished_row()
+        row = step.finished_row() | self._recent_part()
         facts = {**step.facts, "training_mode": self.model.training, "num_steps": self.num_steps}
         self._keep(partial(self.trace.describe, facts))
         self._keep(partial(self.trace.append, row))
         if is_writer(self.model):
             for listener in self._listeners:
                 self._tell(listener, row)
+
+    def _recent_part(self) -> Row:
+        """The mean loss since the last row, over all ranks; an oracle's loss is no mean of batches."""
+        part, self._recent = self._recent.part, RecentLoss()
+        if not part or self.oracle is not None:
+            return {}
+        return part | {"recent_loss": over_ranks(part["recent_loss"], self.model, mean=True)}
 
     def _keep(self, write: Callable[[], object]) -> None:
         """Write to the trace; a full disk is reported once, and the rows stay in memory."""

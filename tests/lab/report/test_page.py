@@ -420,9 +420,9 @@ def test_a_run_that_is_still_training_makes_a_page(tmp_path):
 
 def test_every_reason_on_the_page_says_what_it_is_about(single):
     loss, *others = single[1].verdicts[0]["reasons"]
-    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+, highest [\d.]+", loss)
+    assert re.fullmatch(r"loss in training [\d.]+ -> [\d.]+, highest [\d.]+", loss)
     assert all(
-        re.match(r"a step|at the start|no step|\d+% of the steps|one run", reason) for reason in others
+        re.match(r"a step|at first|no step|about \d+% of the steps|one run", reason) for reason in others
     )
 
 
@@ -433,7 +433,8 @@ def test_few_rows_are_told_once(tmp_path):
                           "step_norm": 0.1, "status": "ok"})  # fmt: skip
     (said,) = said_of(tmp_path / "few.jsonl")
     told = [words for words in (said["verdict"], *said["warnings"]) if "rows" in words]
-    assert told == ["CANNOT TELL: it needs 10 measured rows and has 5. Train or probe more."]
+    assert len(told) == 1
+    assert "needs 10 measured rows and has 5" in told[0]
 
 
 def test_tasks_of_ones_own_are_named_by_model_and_size(tmp_path):

@@ -22,7 +22,7 @@ from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import clipped_share, final_loss, lr_of_run
+from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
 from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
@@ -269,7 +269,7 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         task=task_of(trace) or name,
         status="diverged" if lost else "",
         step=int(trace.column("step").max(initial=0)),
-        final_loss=final_loss(trace.column("step"), trace.column("loss")),
+        final_loss=end_of_run(History.of(trace))[0],
         max_norm=max_norm,
         notes=tuple(dict.fromkeys(notes)),
         **measurement,
