@@ -267,3 +267,24 @@ def test_clip_takes_the_steps_of_the_cpu_and_waits_as_documented(options, scope,
     assert_equal_to_rounding(away, here)
     assert ours.clip_stats() == pytest.approx(theirs.clip_stats(), rel=1e-6)
     assert ours.clip_stats()["skipped"] == (options.get("nonfinite") == "skip")
+
+
+def test_clip_leaves_a_scaled_step_on_the_device_whatever_it_would_skip(device):
+    away, here = (params[:-1] for params in parameters([device, "cpu"])[0])  # torch's fused: contiguous ones
+    ours = torch.optim.SGD(away, lr=0.05, fused=True)
+    theirs = torch.optim.SGD(here, lr=0.05)
+    clip(ours, 1.0)
+    clip(theirs, 1.0, nonfinite="skip")
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    scaler.scale(torch.ones((), device=device))
+    for k in range(4):
+        set_gradients(k, away, here)
+        for p in away:
+            p.grad.mul_(scaler.get_scale())
+        if k == 2:
+            away[0].grad[0, 0] = here[0].grad[0, 0] = math.inf
+        with waits(0):
+            scaler.step(ours)
+            scaler.update()
+        theirs.step()
+    assert_equal_to_rounding(away, here)
