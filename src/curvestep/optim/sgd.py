@@ -17,16 +17,19 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep._checks import check_choice
-from curvestep.optim._update import Number, Part, Rule, scaled_copy
+from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between
+
+# Below this factor w/c no longer fits into the precision of the fused kernel.
+_SMALLEST_FOLDED = 1e-6
 
 
 class SGDOptions(ScaledOptions, total=False):
@@ -99,22 +102,43 @@ class SGDRule(Rule):
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
-        """The kernel of torch, of whose constants only lr can take the factor; others need a scaled copy."""
-        lr, grads = self.lr, part.grads
+        """The kernel of torch; of its constants only lr can be a tensor, others need a scaled copy."""
+        if not isinstance(scale, Tensor):
+            self._by_folding(part, scale)
+            return
+        lr = self.lr
         if part.buffers or self.weight_decay:
-            grads = scaled_copy(grads, scale)
+            part = replace(part, grads=torch._foreach_mul(part.grads, scale))
         else:
             lr = lr * scale
         if isinstance(lr, Tensor):
             lr = lr.to(torch.float32)
-        # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm
-        # read last is still in the cache.
-        torch._fused_sgd_(
-            part.params[::-1], grads[::-1], list(chain(*part.buffers))[::-1], lr=lr,
-            weight_decay=self.weight_decay, momentum=self.momentum, dampening=self.dampening,
-            nesterov=self.nesterov, maximize=self.maximize, is_first_step=False, grad_scale=None,
-            found_inf=skip,
+        _fused_call(
+            part, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum, dampening=self.dampening,
+            nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
         )  # fmt: skip
+
+    def _by_folding(self, part: Part, scale: float) -> None:
+        """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
+
+        c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
+        lr, with momentum into 1 - dampening.
+        """
+        fits = scale > _SMALLEST_FOLDED and self.weight_decay / scale < 1 / _SMALLEST_FOLDED
+        if self.weight_decay and (self.nesterov or not fits):
+            self.by_foreach(part, scale)
+            return
+        lr, decay = float(self.lr), self.weight_decay / max(scale, _SMALLEST_FOLDED)
+        if not part.buffers:
+            _fused_call(part, lr=lr * scale, weight_decay=decay, maximize=self.maximize)
+            return
+        constants = {"momentum": self.momentum, "dampening": 1 - scale * (1 - self.dampening)}
+        if self.nesterov:
+            # p - lr*(c*g + mu*b) is a momentum update with lr*mu and then a plain one with lr*c.
+            _fused_call(part, lr=lr * self.momentum, maximize=self.maximize, **constants)
+            _fused_call(replace(part, buffers=[]), lr=lr * scale, maximize=self.maximize)
+        else:
+            _fused_call(part, lr=lr, weight_decay=decay, maximize=self.maximize, **constants)
 
     def by_foreach(self, part: Part, scale: Number) -> None:
         """A handful of calls over all parameters at once."""
@@ -177,3 +201,14 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
         p.add_(d.clone() * -rule.lr)
     else:
         p.add_(d, alpha=-rule.lr)
+
+
+def _fused_call(part: Part, **constants: Any) -> None:
+    defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
+    buffers = list(chain(*part.buffers))
+    # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
+    # last is still in the cache.
+    torch._fused_sgd_(
+        part.params[::-1], part.grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None,
+        **defaults | constants,
+    )  # fmt: skip
