@@ -204,11 +204,11 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
 
 
 def _fused_call(part: Part, **constants: Any) -> None:
-    defaults = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "found_inf": None}
+    values: Group = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+    values |= {"found_inf": None, **constants}
     buffers = list(chain(*part.buffers))
     # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read
     # last is still in the cache.
     torch._fused_sgd_(
-        part.params[::-1], part.grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None,
-        **defaults | constants,
-    )  # fmt: skip
+        part.params[::-1], part.grads[::-1], buffers[::-1], is_first_step=False, grad_scale=None, **values
+    )
