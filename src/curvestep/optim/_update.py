@@ -316,13 +316,6 @@ def update(part: Part, scale: float) -> None:
         tell_autograd(part.params)
 
 
-def scaled_copy(grads: list[Tensor], scale: Number) -> list[Tensor]:
-    """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
-    if not isinstance(scale, Tensor) and scale == 1:
-        return grads
-    return list(torch._foreach_mul(grads, scale))
-
-
 def tell_autograd(params: list[Tensor]) -> None:
     """Say that values changed, as neither our kernel nor torch's fused ones do: a stale graph is noticed."""
     torch.autograd.graph.increment_version(params)

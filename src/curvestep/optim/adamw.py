@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from curvestep.clip_rules import ClipRule
 from curvestep.distributed import as_sharded, local
-from curvestep.optim._update import Number, Part, Rule, scaled_copy
+from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
 from curvestep.steps import check_threshold, clipped_step
@@ -162,7 +162,7 @@ class AdamWRule(Rule):
         exp_avgs, exp_avg_sqs, *largest = part.buffers
         torch._foreach_add_(part.steps, 1)
         torch._fused_adamw_(
-            part.params, scaled_copy(part.grads, scale), exp_avgs, exp_avg_sqs, list(chain(*largest)),
+            part.params, _scaled(part.grads, scale), exp_avgs, exp_avg_sqs, list(chain(*largest)),
             part.steps, lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps,
             weight_decay=self.weight_decay, amsgrad=self.amsgrad, maximize=self.maximize, grad_scale=None,
             found_inf=skip,
@@ -172,7 +172,7 @@ class AdamWRule(Rule):
         """A handful of calls over all parameters at once."""
         params, (beta1, beta2) = part.params, self.betas
         exp_avgs, exp_avg_sqs, *largest = part.buffers
-        grads = scaled_copy(part.grads, self.signed(scale))
+        grads = _scaled(part.grads, self.signed(scale))
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
@@ -240,6 +240,13 @@ class AdamWRule(Rule):
 
 
 _CONSTANTS = [f.name for f in fields(AdamWRule)]
+
+
+def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
+    """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
+    if not isinstance(scale, Tensor) and scale == 1:
+        return grads
+    return list(torch._foreach_mul(grads, scale))
 
 
 def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:
