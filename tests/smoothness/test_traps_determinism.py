@@ -148,7 +148,7 @@ def layers_one_by_one():  # the model as a whole is never called
 
 SELVES = {
     own_dropout: r"module '1' \(OwnDropout\).*Draw from torch's generator",
-    loader_inside: "Draw the batch before the closure",
+    loader_inside: "Draw the batch before",
     random_loss: "The loss itself draws random numbers",
     random_backward: "use_deterministic_algorithms",
     earlier_gradient: r"earlier step: call `model.zero_grad\(\)`",

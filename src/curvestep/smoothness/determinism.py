@@ -171,7 +171,7 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     """
     large = replay.changed_for_good()
     if any_rank(large is not None, replay.model):
-        raise NonDeterministicError(_why_not_unchanged(large))
+        raise NonDeterministicError(_why_not_unchanged(replay, large))
     apart = difference(replay.gradient().gradients, first, overwrite=True)
     error = global_norm(apart).item() / _size(first)
     if math.isnan(error):
@@ -181,16 +181,16 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     return error
 
 
-def _why_not_unchanged(large: Tensor | None) -> str:
+def _why_not_unchanged(replay: Replay, large: Tensor | None) -> str:
     where = "on another rank" if large is None else f"of shape {tuple(large.shape)}"
     return (
-        f"The closure changes a tensor {where} in place, which is no buffer and too large to be put back. "
+        f"`{replay.function}` changes a tensor {where} in place, no buffer and too large to put back. "
         "Make it one: `module.register_buffer(name, tensor)`."
     )
 
 
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
-    what = f"The closure gave two different gradients at the same point (they differ by {error:.1%}): "
+    what = f"`{replay.function}` gave two different gradients at one point (they differ by {error:.1%}): "
     (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
     pairs = zip(calls, again, strict=False)
     changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
@@ -213,8 +213,8 @@ def _why_outputs_differ(itself: Sequence[Call], *, inputs_differ: bool) -> str:
     """Why outputs of modules differ, with those whose inputs do not; the model's own may."""
     if inputs_differ or not itself:
         return (
-            "the model's input changes from call to call. The closure draws its batch (or augments it) "
-            "itself. Draw the batch before the closure, so that every call sees the same one."
+            "the model's input changes from call to call. The function draws (or augments) its batch. "
+            "Draw the batch before, so that every call sees the same one."
         )
     inner = itself[0]  # those around it got the change from it
     return (

@@ -151,8 +151,7 @@ class BatchReplay(Replay):
         try:
             check_repeatable(self, gradients, tolerance=tolerance)
         except NonDeterministicError as error:
-            said = str(error).replace("The closure", "`loss_of_batch`").replace("the closure", "it")
-            raise ValueError(said) from None
+            raise ValueError(str(error)) from None
 
     def _look_at(self, batch: object, seed: int | None = None) -> None:
         def closure() -> Tensor:
