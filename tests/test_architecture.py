@@ -45,7 +45,6 @@ LIBRARY = {
 LAB = {
     "lab.recipe_fields",
     "lab.recipes",
-    "lab.sweep_map",
     "lab.progress",
     "lab.jobs",
     "lab.data",
@@ -97,7 +96,6 @@ USES = {
     "lab.recipe_fields": {"steps"},
     "lab.recipes": {"lab.recipe_fields"},
     "lab.progress": set(),
-    "lab.sweep_map": {"lab.recipe_fields", "display"},
     "lab.jobs": {"lab.progress"},
     "lab.data": {"lab.progress"},
     "lab.models": set(),

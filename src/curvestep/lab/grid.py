@@ -62,7 +62,7 @@ def sweep(
     """Train ``recipe`` at every point of ``grid``, each in a run folder of its own.
 
     Run again, it skips what has ended and goes on with the rest. A trial that fails or diverges is recorded
-    and the others carry on. ``curvestep report`` draws a heat map of them.
+    and the others carry on. ``curvestep report`` compares them.
 
     Args:
         recipe: What the trials share.

@@ -75,7 +75,7 @@ _CONVERTERS: dict[object, Callable[..., object]] = {
 
 def short(value: object) -> str:
     """A field's value as names of trials and tables show it; of a path its last part."""
-    if isinstance(value, tuple):
+    if isinstance(value, (list, tuple)):
         return "+".join(map(short, value))
     if isinstance(value, float):
         return f"{value:g}"

@@ -15,7 +15,6 @@ from curvestep.lab.report import captions
 from curvestep.lab.report.charts import calibration_charts, comparison, run_charts
 from curvestep.lab.report.plotly_charts import TEMPLATE, rounded, to_plotly
 from curvestep.lab.report.views import RunView, find_views, seeds_by_setting, tasks_of
-from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import make_run
@@ -32,17 +31,7 @@ def views(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def charts(views):
-    grid = [
-        SweptRun({"lr": lr, "max_norm": m, "seed": 0}, lr * m, "finished")
-        for lr in (1.0, 2.0)
-        for m in (0.5, 1.0)
-    ]
-    return [
-        *run_charts(views[0]),
-        *comparison(views),
-        *calibration_charts(make_calibration()),
-        heat_map(grid),
-    ]
+    return [*run_charts(views[0]), *comparison(views), *calibration_charts(make_calibration())]
 
 
 def coloured(value):
@@ -56,7 +45,7 @@ def coloured(value):
 
 def test_every_kind_of_chart_is_there(charts):
     kinds = {chart.kind.partition("-")[0] for chart in charts}
-    assert kinds == {"scatter", "norm", "loss", "edge", "layers", "comparison", "calibration", "heat"}
+    assert kinds == {"scatter", "norm", "loss", "edge", "layers", "comparison", "calibration"}
     assert all(len(chart.words) > 30 and chart.title for chart in charts)
 
 
@@ -180,42 +169,9 @@ def test_runs_of_other_lengths_are_settings_of_their_own(views):
     steps = views[0].fields["steps"]
     names = f"lr 0.3, clip 0.5, steps {steps}", "lr 0.3, clip 0.5, steps 7"
     assert {name: len(runs) for name, runs in found.items()} == {names[0]: 2, "lr 3, no clip": 1, names[1]: 1}
-
-
-@pytest.mark.parametrize(("steps", "filled"), [((10, 10, 10), True), ((10, 20, 30), False)])
-def test_runs_that_differ_in_more_than_a_grid_have_no_map(steps, filled):
-    points = zip((1.0, 1.0, 3.0), (0.25, math.inf, 0.25), steps, (1, 2, 3), strict=True)
-    names = ("lr", "max_norm", "steps", "probe_every")
-    assert fills_grid([SweptRun(dict(zip(names, point, strict=True)), 1.0, "") for point in points]) is filled
-
-
-def test_a_map_names_what_became_of_each_cell():
-    trials = [
-        SweptRun({"lr": 1.0, "max_norm": math.inf, "seed": 0}, 2.1, "finished"),
-        SweptRun({"lr": 1.0, "max_norm": math.inf, "seed": 1}, 2.3, "finished"),
-        SweptRun({"lr": 3.0, "max_norm": math.inf, "seed": 0}, math.nan, "diverged"),
-        SweptRun({"lr": 3.0, "max_norm": math.inf, "seed": 1}, 1.5, "finished"),
-        SweptRun({"lr": 1.0, "max_norm": 0.25, "seed": 0}, 2.1, "finished"),
-    ]
-    chart = heat_map(trials)
-    assert (chart.y.label, chart.x.label) == ("max norm", "lr")
-    cells = {
-        (down, across): chart.grid.text[i][j]
-        for i, down in enumerate(chart.grid.down)
-        for j, across in enumerate(chart.grid.across)
-    }
-    assert cells == {
-        ("no clipping", "1"): "2.20",
-        ("no clipping", "3"): "1 of 2 diverged",
-        ("0.25", "1"): "2.10",
-        ("0.25", "3"): "–",
-    }
-    assert "1 of 3 settings did not finish. – was not run." in chart.words
-    drawn = to_plotly(chart)
-    assert drawn["data"][0]["text"] == [["2.10", ""], ["2.20", ""]]
-    notes = {(note["y"], note["x"]): note["text"] for note in drawn["layout"]["annotations"]}
-    assert notes == {(0, 1): "–", (1, 1): "1 of 2 diverged"}
-    assert "The lowest is 2.1" in chart.words
+    dropped = [replace(views[0], fields={**views[0].fields, "lr_drops": at}) for at in ([0.5], [0.5, 0.75])]
+    names = ("lr 0.3, clip 0.5, lr drops 0.5", "lr 0.3, clip 0.5, lr drops 0.5+0.75")
+    assert tuple(seeds_by_setting(dropped)) == names
 
 
 def test_a_layer_without_sharpness_is_drawn_among_others():

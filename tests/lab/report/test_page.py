@@ -265,20 +265,6 @@ def test_a_trace_that_ends_in_nan_is_marked_as_diverged(tmp_path):
     assert "Diverged at step 1" in captions.run_summary(view)
 
 
-@pytest.mark.slow
-def test_a_sweep_has_a_heat_map_with_the_best_and_the_diverged(tmp_path):
-    for lr in (0.1, 1.0):
-        for max_norm in (0.5, math.inf):
-            make_run(tmp_path / f"{lr}-{max_norm}", lr=lr, max_norm=max_norm, steps=60)
-    page = write_page([tmp_path], tmp_path / "page.html")
-    drawn = packed(page.path)["task-0-heat"]
-    (heat,) = drawn["data"]
-    best = min(view.final_loss for view in page.runs if math.isfinite(view.final_loss))
-    assert np.nanmin(np.array(heat["customdata"], dtype=float)) == pytest.approx(best, rel=1e-4)
-    assert [note["text"] for note in drawn["layout"]["annotations"]] == ["diverged"]
-    assert "training loss" in page.path.read_text()
-
-
 def test_tasks_are_compared_one_at_a_time(tmp_path):
     for lr in (0.1, 0.3):
         make_run(tmp_path / f"small{lr}", lr=lr, steps=40)

@@ -33,7 +33,6 @@ from curvestep.lab.report.task_verdicts import verdict
 from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
 from curvestep.lab.run.sources import CLAIMS, place_of
-from curvestep.lab.sweep_map import SweptRun, fills_grid, heat_map
 from curvestep.smoothness.trace import Trace
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
@@ -128,9 +127,8 @@ def render_page(
         charts = {f"run-{number}-{chart.kind}": chart for chart in run_charts(view)}
         runs.append({"view": view, "charts": charts})
     compared = _comparisons(tasks)
-    sweeps = _sweeps(tasks)
     drawn: dict[str, Chart] = {}  # by the id of their place in the page
-    for part in (*runs, *compared, {"charts": sweeps}):
+    for part in (*runs, *compared):
         drawn |= part["charts"]
     specs = {
         "template": TEMPLATE,
@@ -156,7 +154,6 @@ def render_page(
         claims=claims,
         figures=figures,
         compared=compared,
-        sweeps=sweeps,
         runs=runs,
         shown=_shown_first(runs, len(tasks) == 1 and claims is None),
         captions=captions,
@@ -191,16 +188,6 @@ def _comparisons(tasks: Sequence[Task]) -> list[Fields]:
             first, *_ = charts.values()
             compared.append({"name": task.name, "charts": charts, "series": first.series})
     return compared
-
-
-def _sweeps(tasks: Sequence[Task]) -> dict[str, Chart]:
-    """The maps of tasks whose runs fill a grid."""
-    maps = {}
-    for number, task in enumerate(tasks):
-        swept = [SweptRun(run.fields, run.final_loss, run.status) for run in task.runs if run.fields]
-        if swept and fills_grid(swept):
-            maps[f"task-{number}-heat"] = heat_map(swept)
-    return maps
 
 
 def _visible_text(value: object) -> object:

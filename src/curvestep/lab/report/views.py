@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,15 +23,19 @@ from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
-from curvestep.lab.recipe_fields import Fields
+from curvestep.lab.recipe_fields import Fields, short
 from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
-from curvestep.lab.sweep_map import NOT_SETTINGS, field_value, short_value
 from curvestep.notes import Note
 from curvestep.smoothness.trace import NONFINITE, Trace
 from curvestep.steps import clip_norms
 
+# Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
+NOT_SETTINGS = (
+    "name", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
+    "eval_size", "log_every",
+)  # fmt: skip
 NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
 FACTS = ("data", "num_parameters", "seconds", "message")  # of a run's status, for the page
 Columns = dict[str, np.ndarray]
@@ -153,15 +157,15 @@ def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
     for view, own in zip(views, identities, strict=True):
         alike = [other for one, other in zip(views, identities, strict=True) if one.setting == view.setting]
         differ = [name for name in own if any(other.get(name) != own[name] for other in alike)]
-        words = [f"{name.replace('_', ' ')} {short_value(own[name])}" for name in differ if own[name]]
+        words = [f"{name.replace('_', ' ')} {short(own[name])}" for name in differ if own[name]]
         settings.setdefault(", ".join([view.setting, *words]), []).append(view)
     return settings
 
 
-def _identity(view: RunView) -> dict[str, Hashable]:
+def _identity(view: RunView) -> Fields:
     """The fields that make a setting; of a trace alone its name."""
-    names = [name for name in view.fields if name not in NOT_SETTINGS]
-    return {name: field_value(view.fields, name) for name in names} or {"run": view.name}
+    settings = {name: value for name, value in view.fields.items() if name not in NOT_SETTINGS}
+    return settings or {"run": view.name}
 
 
 def find_views(paths: Iterable[str | Path | Trace], *, loaded: Iterable[Run] = ()) -> list[RunView]:
