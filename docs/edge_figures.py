@@ -31,7 +31,7 @@ Step = Callable[[], Tensor]
 
 
 class Attention(nn.Module):
-    """Causal attention written out: the kernels for it have no second derivative."""
+    """Causal attention written out."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -145,15 +145,15 @@ def momentum(parameters: Any, lr: float) -> Optimizer:
 
 
 TASKS: dict[str, Any] = {
-    "characters, GPT, AdamW": (characters_gpt, adamw, (3e-3, 1e-2), 1000, 5),
-    "words, LSTM, AdamW": (words_lstm, adamw, (3e-3, 1e-2), 600, None),
-    "digits, CNN, momentum": (digits_cnn, momentum, (0.03, 0.1), 600, None),
+    "characters, GPT, AdamW": (characters_gpt, adamw, (3e-3, 1e-2), 1000),
+    "words, LSTM, AdamW": (words_lstm, adamw, (3e-3, 1e-2), 600),
+    "digits, CNN, momentum": (digits_cnn, momentum, (0.03, 0.1), 600),
 }
 
 
 def measured(task: str, peak: float, *, share: float) -> Trace:
     """One run under warm-up and cosine decay, measured every tenth step."""
-    make, make_optimizer, _, num_steps, spectral = TASKS[task]
+    make, make_optimizer, _, num_steps = TASKS[task]
     torch.manual_seed(0)
     model, batches = make()
     num_steps = round(num_steps * share)
@@ -166,8 +166,7 @@ def measured(task: str, peak: float, *, share: float) -> Trace:
         return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (num_steps - warm_up)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    estimators = {"smoothness": 1} | ({} if spectral is None else {"optimizer_spectral": spectral})
-    probe = SmoothnessProbe(model, every=10, estimators=estimators).watch(optimizer)
+    probe = SmoothnessProbe(model, every=10).watch(optimizer)
     for _ in range(num_steps):
         optimizer.zero_grad()
         probe.record(next(batches)).backward()
@@ -183,7 +182,6 @@ def numbers(trace: Trace) -> dict[str, Any]:
         "step": trace.column("step"),
         "lr": lr,
         "lr·L_P": lr * trace.column("optimizer_smoothness"),
-        "lr·λ": lr * trace.column("optimizer_spectral"),
         "loss": trace.column("loss"),
     }
     found = {
@@ -193,17 +191,12 @@ def numbers(trace: Trace) -> dict[str, Any]:
 
 
 def picture(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """One panel for the eigenvalue, one for each task along the step."""
+    """One panel for each task."""
     with styled():
-        figure, axes = panels(1, 1 + len(found), width=3.6, height=3.2)
-        first = next(iter(found))
-        for panel, task, column in zip(
-            axes, [first, *found], ["lr·λ"] + ["lr·L_P"] * len(found), strict=True
-        ):
-            runs = found[task]
+        figure, axes = panels(1, len(found), width=3.6, height=3.2)
+        for panel, (task, runs) in zip(axes, found.items(), strict=True):
             for (peak, run), colour in zip(runs.items(), COLOURS, strict=False):
-                points = [(s, v) for s, v in zip(run["step"], run[column], strict=True) if v is not None]
-                panel.plot(*zip(*points, strict=True), color=colour, label=f"peak lr {float(peak):g}")
+                panel.plot(run["step"], run["lr·L_P"], color=colour, label=f"peak lr {float(peak):g}")
             limit = next(iter(runs.values()))["limit"]
             panel.axhline(limit, color="black", linestyle=":", linewidth=1)
             panel.annotate(
@@ -215,8 +208,7 @@ def picture(found: dict[str, dict[str, Any]], path: Path) -> None:
             )
             panel.set_yscale("log")
             panel.set_ylim(bottom=0.02)
-            name = r"lr · $\lambda_{\max}(P^{-1}H)$" if column == "lr·λ" else r"lr · $L_P$ along the step"
-            panel.set_title(f"{task}\n{name}", fontsize=9)
+            panel.set_title(f"{task}\nlr · $L_P$ along the step", fontsize=9)
             panel.set_xlabel("step")
             panel.legend(fontsize=8, loc="lower left")
         figure.savefig(path, dpi=150)
@@ -234,7 +226,7 @@ def main() -> None:
     file = results / "edge.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     runs: dict[str, dict[str, Any]] = kept["runs"] if kept.get("share") == options.steps else {}
-    for task, (_, _, peaks, _, _) in reversed(TASKS.items()):  # the longest last
+    for task, (_, _, peaks, _) in reversed(TASKS.items()):  # the longest last
         for peak in peaks:
             if f"{peak:g}" not in runs.get(task, {}):
                 runs.setdefault(task, {})[f"{peak:g}"] = numbers(measured(task, peak, share=options.steps))

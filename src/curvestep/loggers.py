@@ -26,7 +26,6 @@ COLUMNS = (
     "lr",
     "spectral_smoothness",
     "optimizer_smoothness",
-    "optimizer_spectral",
 )
 WINDOW = 100  # rows that the share of clipped steps is taken over
 

@@ -334,7 +334,7 @@ def measured_in_adams_metric(wrap, share):
     model = wrap(mlp(6, 10, 4))
     x, y = torch.randn(8, 6)[share], torch.randint(3, (8,))[share]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    probe = SmoothnessProbe(model, every=2, estimators={"smoothness": 1, "optimizer_spectral": 2})
+    probe = SmoothnessProbe(model, every=2, estimators={"spectral_smoothness": 2})
     probe.watch(optimizer)
     for _ in range(5):
         optimizer.zero_grad()
@@ -371,8 +371,8 @@ def test_two_ranks_are_watched_bit_for_bit():
         for rows in metric:
             for row, expected in zip(rows, alone, strict=True):
                 assert row.keys() == expected.keys()
-                for name in ("status", "optimizer_converged", "batch_size"):
+                for name in ("status", "spectral_converged", "batch_size"):
                     assert row[name] == expected[name]
-                for name in ("optimizer_smoothness", "optimizer_spectral", "coefficient", "smoothness"):
+                for name in ("optimizer_smoothness", "spectral_smoothness", "coefficient", "smoothness"):
                     if expected[name] is not None:
                         assert row[name] == pytest.approx(expected[name], rel=1e-5), name

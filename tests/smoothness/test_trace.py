@@ -548,3 +548,14 @@ def test_cut_drops_the_rows_from_a_step_on_in_memory_and_on_disk(tmp_path):
 def test_a_folder_in_place_of_a_trace_is_told_what_to_name(tmp_path):
     with pytest.raises(ValueError, match=r"is a folder. Name a file in it: .*trace.jsonl"):
         Trace(tmp_path)
+
+
+def test_a_column_that_is_no_longer_measured_is_still_read(tmp_path):
+    path = tmp_path / "old.jsonl"
+    with Trace(path) as trace:
+        trace.append({"step": 0, "optimizer_spectral": 3.0, "optimizer_converged": True})
+        trace.append({"step": 1})
+    old = Trace.load(path)
+    assert old[0]["optimizer_spectral"] == 3.0
+    np.testing.assert_array_equal(old.column("optimizer_spectral"), [3.0, np.nan])
+    np.testing.assert_array_equal(old.column("optimizer_converged"), [1.0, np.nan])

@@ -141,14 +141,7 @@ def _next_multiple(low: float, high: float) -> float:
     return math.sqrt(low * high)
 
 
-def local_smoothness(
-    gradient: Gradient,
-    point: Point,
-    direction: Point,
-    *,
-    eps: float | None = None,
-    length: float | None = None,
-) -> Tensor:
+def local_smoothness(gradient: Gradient, point: Point, direction: Point) -> Tensor:
     r"""Smoothness at a point along one direction: the limit of the segment estimate for ever shorter steps.
 
     .. math::
@@ -158,8 +151,6 @@ def local_smoothness(
         gradient: :math:`\nabla f`, of the same :math:`f` at every call.
         point: :math:`x`.
         direction: :math:`d`, not zero.
-        eps: Relative precision of the gradients; default: that of their dtype.
-        length: Length of the difference step, see :func:`hessian_product`.
 
     Returns:
         A scalar tensor.
@@ -172,7 +163,7 @@ def local_smoothness(
     size = global_norm(listed(direction))
     if not size > 0:
         raise ValueError("`direction` must not be zero. Skip steps that did not move the parameters.")
-    product = hessian_product(gradient, point, direction, eps=eps, length=length)
+    product = hessian_product(gradient, point, direction)
     return global_norm(listed(product)) / size
 
 
@@ -207,8 +198,6 @@ def spectral_smoothness(
     eps: float | None = None,
     tol: float | None = None,
     max_products: int = 200,
-    length: float | None = None,
-    inverse_roots: Sequence[Tensor] | None = None,
 ) -> SpectralSmoothness:
     r"""The norm of the Hessian, :math:`\lVert \nabla^2 f(x) \rVert = \max_i |\lambda_i|`, by Lanczos.
 
@@ -219,9 +208,6 @@ def spectral_smoothness(
         tol: Residual at which to stop, relative to the eigenvalue. Default: 1e-4, or what the precision
             allows if that is more. The eigenvalue itself is then far more accurate.
         max_products: Where to give up; the result then says ``converged=False``.
-        length: Length of the difference step, see :func:`hessian_product`.
-        inverse_roots: :math:`P^{-1/2}` of a diagonal metric P, shaped like ``point``: then the norm of
-            :math:`P^{-1/2} H P^{-1/2}`, whose eigenvalues are those of :math:`P^{-1} H`.
 
     Example:
         >>> H = torch.diag(torch.tensor([3.0, -5.0, 1.0]))
@@ -234,45 +220,23 @@ def spectral_smoothness(
     if tol is None:
         tol = max(1e-4, 10 * (eps or precision(x)) ** (2 / 3))
     check_positive("tol", tol)
-    roots = inverse_roots or [1.0] * len(x)
 
     def product(v: np.ndarray) -> np.ndarray:
-        direction = [d * r for d, r in zip(_unflattened(v, x), roots, strict=True)]
-        if global_norm(direction) == 0:  # only parameters that the metric leaves out
-            return np.zeros(v.size)
-        direction = shaped_like(point, direction)
-        full = listed(hessian_product(gradient, point, direction, eps=eps, length=length))
-        return np.concatenate(list(map(_flattened, full, x, roots)))
+        direction = shaped_like(point, _unflattened(v, x))
+        full = listed(hessian_product(gradient, point, direction, eps=eps))
+        return np.concatenate(list(map(_flattened, full, x)))
 
     size = sum(map(torch.numel, x))
     return _largest_eigenvalue(product, size, tol=tol, max_products=max_products)
 
 
-def hessian_product(
-    gradient: Gradient,
-    point: Point,
-    direction: Point,
-    *,
-    eps: float | None = None,
-    length: float | None = None,
-) -> Any:
-    r""":math:`\nabla^2 f(x)\, d`: of a Replay exactly where torch can, else by a central difference.
-
-    Args:
-        gradient: :math:`\nabla f`.
-        point: :math:`x`.
-        direction: :math:`d`, shaped like ``point``.
-        eps: :math:`\varepsilon`; default: that of the dtype.
-        length: Of the difference step. Give the scale on which :math:`f` is smooth, such as the length of
-            a training step, where a few large parameters make :math:`\lVert x \rVert` say little of it.
-    """
+def hessian_product(gradient: Gradient, point: Point, direction: Point, *, eps: float | None = None) -> Any:
+    r""":math:`\nabla^2 f(x)\, d`: of a Replay exactly where torch can, else by a central difference."""
     exact = getattr(gradient, "hessian_product", None)
     if exact is not None:
         with suppress(RuntimeError, NotImplementedError):
             return exact(listed(direction), origin=listed(point))
-    if length is None:
-        length = central_length(listed(point), eps=eps)
-    return central_difference(gradient, point, direction, length=length)
+    return central_difference(gradient, point, direction, length=central_length(listed(point), eps=eps))
 
 
 def central_difference(gradient: Gradient, point: Point, direction: Point, *, length: float) -> Any:
@@ -318,7 +282,7 @@ def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int
     if periods["smoothness"] != 1:
         raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
     for name, period in periods.items():
-        check_choice("estimators", name, (*ESTIMATORS, "optimizer_spectral"))
+        check_choice("estimators", name, ESTIMATORS)
         check_count(f"estimators[{name!r}]", period)
     return periods
 
@@ -402,11 +366,11 @@ class _Stopped(Exception):
     """No more products: they are used up, or one is not finite."""
 
 
-def _flattened(tensor: Tensor | None, like: Tensor, factor: float | Tensor) -> np.ndarray:
-    """The numbers of a tensor times a factor as a vector; zeros for None."""
+def _flattened(tensor: Tensor | None, like: Tensor) -> np.ndarray:
+    """The numbers of a tensor as a vector; zeros for None."""
     if tensor is None:
         return np.zeros(like.numel())
-    return whole(tensor * factor).detach().to_dense().reshape(-1).double().cpu().numpy()
+    return whole(tensor).detach().to_dense().reshape(-1).double().cpu().numpy()
 
 
 def _unflattened(v: np.ndarray, like: Sequence[Tensor]) -> list[Tensor]:

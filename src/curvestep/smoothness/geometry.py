@@ -50,10 +50,6 @@ class Scale:
         """P."""
         return self.ratio
 
-    def inverse_root(self, like: Tensor) -> Tensor:
-        """P^(-1/2), shaped like the parameter."""
-        return torch.full_like(like, self.ratio**-0.5)
-
 
 @dataclass(frozen=True)
 class AdamScale(Scale):
@@ -81,10 +77,6 @@ class AdamScale(Scale):
         root = squares[0].to(wide).sqrt().mul_(self.correction * self.ratio)
         return root.add_(self.eps * self.ratio).clamp_(min=self.floor)
 
-    def inverse_root(self, like: Tensor) -> Tensor:
-        """P^(-1/2), shaped like the parameter."""
-        return self.values(*self.tensors).rsqrt().to(like.dtype)
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -107,11 +99,6 @@ class Geometry:
         """The row's momentum, stable limit, or why there is no metric."""
         missing = self.missing or None
         return {"momentum": self.momentum, "optimizer_limit": self.limit, "optimizer_missing": missing}
-
-    def inverse_roots(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """P^(-1/2), one tensor for each parameter; zeros for one that is not moved."""
-        pairs = zip(like, self.scales, strict=True)
-        return [scale.inverse_root(p) if scale else torch.zeros_like(p) for p, scale in pairs]
 
 
 class ChangeInMetric:

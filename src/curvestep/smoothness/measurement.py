@@ -7,7 +7,7 @@ function takes it with a replay of its batch, and returns a part of the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from curvestep.distributed import over_ranks
 from curvestep.smoothness import ESTIMATORS, NONFINITE, OK, Row
-from curvestep.smoothness.estimators import (
-    SpectralSmoothness,
-    central_difference,
-    central_length,
-    spectral_smoothness,
-)
+from curvestep.smoothness.estimators import central_difference, central_length, spectral_smoothness
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Gradients, Replay, Visitor
 from curvestep.vectors import change, difference, dot_of_changes, global_norm
@@ -57,11 +52,6 @@ class Segment:
         if self.geometry.is_euclidean:
             return []
         return [ChangeInMetric(self.geometry, parameters, self.start)]
-
-    @property
-    def difference_length(self) -> float:
-        """Length of a difference step: no longer than the step of training."""
-        return min(central_length(self.start, eps=self.eps), self.step_norm)
 
 
 @dataclass(frozen=True)
@@ -202,7 +192,7 @@ def local_part(segment: Segment, replay: Replay) -> Row:
     to be trusted.
     """
     d = [p.detach() - s for p, s in zip(replay.parameters, segment.start, strict=True)]
-    length = segment.difference_length
+    length = min(central_length(segment.start, eps=segment.eps), segment.step_norm)
     product = central_difference(replay, segment.start, d, length=length)
     half = central_difference(replay, segment.start, d, length=length / 2)
     replay.return_home()
@@ -216,35 +206,15 @@ def local_part(segment: Segment, replay: Replay) -> Row:
     }
 
 
-def spectral_part(spectrum: SpectralSmoothness) -> Row:
+def spectral_part(segment: Segment, replay: Replay) -> Row:
     """The Hessian's norm at the start, and whether Lanczos converged."""
+    spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
+    replay.return_home()
     return {
         "spectral_smoothness": spectrum.value,
         "spectral_converged": spectrum.converged,
         "spectral_residual": spectrum.residual,
     }
-
-
-def optimizer_spectral_part(
-    segment: Segment, replay: Replay, spectrum: SpectralSmoothness | None, *, due: Collection[str]
-) -> Row:
-    """Norm of the Hessian at the start in the optimizer's metric, if it is due or known already."""
-    geometry = segment.geometry
-    if not geometry.scales:
-        return {}
-    if spectrum is not None and geometry.is_euclidean:
-        return {"optimizer_spectral": spectrum.value, "optimizer_converged": spectrum.converged}
-    if "optimizer_spectral" not in due:
-        return {}
-    found = spectral_smoothness(
-        replay,
-        segment.start,
-        eps=segment.eps,
-        length=segment.difference_length,
-        inverse_roots=geometry.inverse_roots(segment.start),
-    )
-    replay.return_home()
-    return {"optimizer_spectral": found.value, "optimizer_converged": found.converged}
 
 
 def noise_of_halves(one: Gradients, two: Gradients) -> Row:

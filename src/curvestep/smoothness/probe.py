@@ -78,10 +78,9 @@ class SmoothnessProbe:
             Memory beyond training's: twice the parameters and once the largest of them, however many
             fractions; under DDP and FSDP2 three times the parameters.
         estimators: What to measure beside the paper's ``"smoothness"``, which is in every row:
-            ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters),
-            ``"spectral_smoothness"`` (dozens to hundreds of gradients), and ``"optimizer_spectral"`` (the
-            same in the optimizer's metric). A mapping ``{"local_smoothness": 1, "spectral_smoothness": 50}``
-            takes each at every n-th measurement only.
+            ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters) and
+            ``"spectral_smoothness"`` (dozens to hundreds of gradients). A mapping
+            ``{"local_smoothness": 1, "spectral_smoothness": 50}`` takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: File that the rows go to; None for memory.
         if_exists: What to do with a file that holds a run: ``"resume"`` continues it after

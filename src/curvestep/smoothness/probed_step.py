@@ -23,7 +23,7 @@ from curvestep.distributed import any_rank, copies, over_ranks
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness import NONFINITE, ZERO_STEP, Row
 from curvestep.smoothness.determinism import SelfTest, untracked_error
-from curvestep.smoothness.estimators import each, spectral_smoothness
+from curvestep.smoothness.estimators import each
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
     Segment,
@@ -32,7 +32,6 @@ from curvestep.smoothness.measurement import (
     local_part,
     noise_of_halves,
     norms_part,
-    optimizer_spectral_part,
     spectral_part,
     summary_part,
 )
@@ -322,12 +321,8 @@ class ProbedStep:
         due = {name for name, period in setup.estimators.items() if setup.measurements % period == 0}
         if "local_smoothness" in due:
             yield local_part(segment, replay)
-        spectrum = None
         if "spectral_smoothness" in due:
-            spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
-            replay.return_home()
-            yield spectral_part(spectrum)
-        yield optimizer_spectral_part(segment, replay, spectrum, due=due)
+            yield spectral_part(segment, replay)
         along = along_step(segment, replay, setup.next_fractions)
         self._remember_rate(segment, along["secants"][0])
         yield along
