@@ -41,7 +41,7 @@ from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_para
 from torch import nn
 
 from curvestep import SmoothnessProbe
-from curvestep.calibration import pilots, scale
+from curvestep.calibration import calibrate as search, pilots
 
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
@@ -58,8 +58,8 @@ def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
     names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR",
              "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
-    known = {**vars(pilots), **vars(scale)}
-    return {**{name: known[name] for name in names}, "CLIP_AT": list(scale.CLIP_AT)}
+    known = {**vars(pilots), **vars(search)}
+    return {**{name: known[name] for name in names}, "CLIP_AT": list(search.CLIP_AT)}
 
 
 def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:
