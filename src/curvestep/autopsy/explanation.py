@@ -1,22 +1,48 @@
-"""Why a kept step raised the loss: what each change of it would have made of the rise."""
+"""The explanation of a step that raised the loss, and its sentences: the answer, the numbers, what to do."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
-import numpy as np
-from torch import nn
+from curvestep.autopsy.cause import BLOCK, CANNOT_TELL, SPIKE
 
-from curvestep.autopsy.autopsy_words import sentences
-from curvestep.autopsy.cause import BLOCK, FEWEST_STEPS, SPIKE, cause_of, share
-from curvestep.autopsy.kept_step import KeptStep, StepStart, norms_of
-from curvestep.autopsy.moments import BatchMoments, has_first, has_second
-from curvestep.autopsy.retake import Alteration, Losses, Retakes, Walked, factors, full_precision, joint
-from curvestep.smoothness.measurement import layer_groups
-from curvestep.vectors import precision
+# By cause: what is found, and what to do.
+ANSWERS = {
+    "batch": (
+        "the batch. With another batch this step is no spike.",
+        'Look at the batch. `skip_above="10x"` leaves such steps out, clipping shortens them.',
+    ),
+    "length": (
+        "the length of the step. No other single change takes the rise away.",
+        "Lower lr, or warm up longer.",
+    ),
+    "momentum": (
+        "the momentum. Built from this batch alone, it makes no spike.",
+        "Find what wrote to the momentum. A smaller momentum forgets sooner.",
+    ),
+    "second moment": (
+        "the second moment. It is too small for this gradient.",
+        "Lower the second beta, or cap the update by `update_rms`.",
+    ),
+    "precision": (
+        "the precision. In float32 this step is no spike.",
+        "Compute this part of the loss in float32.",
+    ),
+    "block": (
+        "block {block}. Without its part the step is no spike.",
+        "Look at the gradient and the lr of this block.",
+    ),
+    CANNOT_TELL: ("cannot tell. This step is no spike.", "Ask again after a step that raised the loss."),
+}
+CHANGES = {
+    "half": "half the length",
+    "batch": "another batch",
+    "clipped": "clipped to the usual norm",
+    "momentum": "momentum of this batch",
+    "second moment": "second moment of this batch",
+    "precision": "float32",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,76 +75,25 @@ class Explanation:
         return "\n".join(sentences(self))
 
 
-def explained(
-    model: nn.Module, starts: Sequence[StepStart], steps: Sequence[KeptStep], number: int | None
-) -> Explanation:
-    """Why a kept step raised the loss: that of this ``number``, or the one that raised it most."""
-    with Retakes(model, starts, steps) as again:
-        walked = again.walk()
-        rises = [rise(step.before, step.after) for step in walked]
-        largest = max(range(FEWEST_STEPS, len(steps)), key=rises.__getitem__)
-        place = largest if number is None else number - steps[0].number
-        step, before = steps[place], walked[place].before
-        here = again.before(step.number)
-        scales = factors(step, norms_of(again.gradients(step)))
-        changes = alterations(again, steps[:place], step, here, scales)
-        changed = {name: rise(before, again.retake(step, here, scales, c)) for name, c in changes.items()}
-    usual = max(map(abs, rises[:place]))
-    longer = times_longer(walked[: place + 1], blocks_of(again))
-    return Explanation(
-        step=step.number,
-        cause=cause_of(rises[place], usual, changed, longer),
-        rise=rises[place],
-        usual=usual,
-        shares={name: share(rises[place], value) for name, value in changed.items()},
-        largest=steps[largest].number,
-    )
+def sentences(found: Explanation) -> list[str]:
+    """At most eight lines."""
+    kind = "block" if found.cause.startswith(BLOCK) else found.cause
+    answer, advice = ANSWERS[kind]
+    lines = [
+        f"Step {found.step}: {answer.format(block=found.cause.removeprefix(BLOCK))}",
+        f"It changed the loss of kept batches by {found.rise:+.3g} in the median.",
+        f"Before it, steps changed it by {found.usual:.3g} at most.",
+    ]
+    if found.is_spike:
+        lines += ["One change takes away this share of the rise:", *_shares(found)]
+    elif found.largest != found.step:
+        advice = f"Step {found.largest} raised the loss most: ask for that one."
+    return [*lines, advice]
 
 
-def blocks_of(again: Retakes) -> dict[str, list[int]]:
-    """The indices of the parameters of each module, by name."""
-    blocks = layer_groups(again.model, again.parameters)
-    return {BLOCK + name: indices for name, indices in blocks.items()}
-
-
-def times_longer(walked: Sequence[Walked], blocks: Mapping[str, list[int]]) -> dict[str, float]:
-    """How many times as far as usual each block moved in the last step."""
-    longer: dict[str, float] = {}
-    for name, indices in blocks.items():
-        *usual, last = [float(np.linalg.norm(step.lengths[indices])) for step in walked]
-        longer[name] = last / (median(usual) or math.inf)
-    return longer
-
-
-def rise(before: Losses, after: Losses) -> float:
-    """The median rise of the judges' losses; infinite where a finite loss is lost.
-
-    Example:
-        >>> rise(np.array([1.0, 1.0, 1.0]), np.array([2.0, 1.5, math.nan]))
-        1.0
-    """
-    ended = np.where(np.isfinite(after), after, math.inf)
-    begun = np.where(np.isfinite(before), before, math.inf)
-    with np.errstate(invalid="ignore"):
-        return float(np.median(np.where(np.isfinite(begun), ended - begun, 0.0)))
-
-
-def alterations(
-    again: Retakes, earlier: Sequence[KeptStep], step: KeptStep, here: StepStart, scales: list[float]
-) -> dict[str, Alteration]:
-    """Changes of a step, by name."""
-    moments = BatchMoments(again.parameters, again.coefficient(step, here, scales))
-    states = here.optimizer().state.values()
-    changes = {
-        "half": Alteration(fraction=0.5),
-        "batch": Alteration(batch=earlier[-1]),
-        "clipped": Alteration(max_norm=median(joint(kept.norms) for kept in earlier)),
-    }
-    if any(map(has_first, states)):
-        changes["momentum"] = Alteration(moments=moments.set_first)
-    if any(map(has_second, states)):
-        changes["second moment"] = Alteration(moments=moments.set_second)
-    if again.precision > precision(again.parameters):
-        changes["precision"] = Alteration(computing=full_precision)
-    blocks = {name: Alteration(left_out=indices) for name, indices in blocks_of(again).items()}
-    return {**changes, **blocks}
+def _shares(found: Explanation) -> list[str]:
+    """One line for changes of the whole step, one for the block that matters most."""
+    ordered = sorted(found.shares.items(), key=lambda entry: -entry[1])
+    whole = [f"{CHANGES[name]} {value:.0%}" for name, value in ordered if name in CHANGES]
+    block, value = next(entry for entry in ordered if entry[0] not in CHANGES)
+    return ["  " + ", ".join(whole), f"  {block} left out {value:.0%}; no other block takes away more"]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from curvestep._checks import check_count
 from curvestep.autopsy.cause import FEWEST_STEPS
-from curvestep.autopsy.explanation import Explanation, explained
+from curvestep.autopsy.explanation import Explanation
 from curvestep.autopsy.kept_step import (
     KeptBatch,
     KeptLoss,
@@ -21,6 +21,7 @@ from curvestep.autopsy.kept_step import (
     settings_of,
     versions_of,
 )
+from curvestep.autopsy.retake import explained
 from curvestep.distributed import communicates
 from curvestep.optimizer_family import check_optimizer, parameters_of
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any

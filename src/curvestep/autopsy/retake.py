@@ -1,11 +1,16 @@
-"""A kept step, taken again with one thing changed: in the model itself, which is put back bit for bit."""
+"""A kept step, taken again with one thing changed: in the model itself, which is put back bit for bit.
+
+What each change makes of the rise of the loss says why there was one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from curvestep.autopsy.cause import BLOCK, FEWEST_STEPS, cause_of, share
+from curvestep.autopsy.explanation import Explanation
 from curvestep.autopsy.kept_step import KeptStep, StepStart, norms_of
 from curvestep.smoothness.determinism import computed_precision
+from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.observer import ClipsItself, Pass, TrainingLoss
 from curvestep.smoothness.replay import Gradients, Replay, checked_loss
 from curvestep.vectors import distance, precision
@@ -22,6 +30,7 @@ from curvestep.vectors import distance, precision
 NUM_JUDGES = 8  # kept batches that a rise is the median of
 
 Losses = NDArray[np.float64]
+Entries = dict[str, Any]  # a parameter group, or the state of a parameter, as torch keeps them
 
 
 @dataclass(frozen=True)
@@ -214,3 +223,123 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled = enable
+
+
+def has_first(state: Entries) -> bool:
+    """Whether a parameter has momentum."""
+    return "exp_avg" in state or state.get("momentum_buffer") is not None
+
+
+@dataclass(frozen=True)
+class BatchMoments:
+    """Moments as if all gradients so far had been this one. The length of a usual step stays what it is."""
+
+    parameters: Sequence[Tensor]  # those whose gradients are given
+    coefficient: float  # by which the optimizer itself clips this gradient
+
+    def set_first(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        r"""Adam's :math:`m = (1 - \beta_1^t)\,g`; of SGD with dampening d, :math:`g\,(1 - d)/(1 - \beta)`."""
+        for group, state, gradient in self._states(optimizer, gradients):
+            if "exp_avg" in state:
+                state["exp_avg"].copy_(gradient).mul_(_weight(group["betas"][0], state))
+            elif has_first(state):
+                weight = (1.0 - group["dampening"]) / (1.0 - group["momentum"])
+                state["momentum_buffer"].copy_(gradient).mul_(weight)
+
+    def set_second(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        r"""Adam's :math:`v`, at least :math:`(1 - \beta_2^t)` times the mean of :math:`g^2` in the tensor.
+
+        Coordinate by coordinate, steps would be divided by gradients that happen to be zero.
+        """
+        for group, state, gradient in self._states(optimizer, gradients):
+            if "exp_avg_sq" in state:
+                least = gradient.square().mean().mul(_weight(group["betas"][1], state))
+                state["exp_avg_sq"].clamp_(min=least.to(state["exp_avg_sq"]))
+
+    def _states(
+        self, optimizer: Optimizer, gradients: Gradients
+    ) -> Iterator[tuple[Entries, Entries, Tensor]]:
+        """Group, state and gradient, as the optimizer clips it, of each parameter that has all three."""
+        by_parameter = {id(p): g for p, g in zip(self.parameters, gradients, strict=True)}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                gradient = by_parameter.get(id(p))
+                if gradient is not None:
+                    yield group, optimizer.state[p], gradient * self.coefficient
+
+
+def _weight(beta: float, state: Entries) -> float:
+    """Sum of the weights of a running mean after the steps so far."""
+    return 1.0 - beta ** float(state.get("step", math.inf))
+
+
+def explained(
+    model: nn.Module, starts: Sequence[StepStart], steps: Sequence[KeptStep], number: int | None
+) -> Explanation:
+    """Why a kept step raised the loss: that of this ``number``, or the one that raised it most."""
+    with Retakes(model, starts, steps) as again:
+        walked = again.walk()
+        rises = [rise(step.before, step.after) for step in walked]
+        largest = max(range(FEWEST_STEPS, len(steps)), key=rises.__getitem__)
+        place = largest if number is None else number - steps[0].number
+        step, before = steps[place], walked[place].before
+        here = again.before(step.number)
+        scales = factors(step, norms_of(again.gradients(step)))
+        blocks = {
+            f"{BLOCK}{name}": indices for name, indices in layer_groups(model, again.parameters).items()
+        }
+        changes = alterations(again, steps[:place], step, here, scales)
+        changes |= {name: Alteration(left_out=indices) for name, indices in blocks.items()}
+        changed = {name: rise(before, again.retake(step, here, scales, c)) for name, c in changes.items()}
+    usual = max(map(abs, rises[:place]))
+    longer = times_longer(walked[: place + 1], blocks)
+    return Explanation(
+        step=step.number,
+        cause=cause_of(rises[place], usual, changed, longer),
+        rise=rises[place],
+        usual=usual,
+        shares={name: share(rises[place], value) for name, value in changed.items()},
+        largest=steps[largest].number,
+    )
+
+
+def times_longer(walked: Sequence[Walked], blocks: Mapping[str, list[int]]) -> dict[str, float]:
+    """How many times as far as usual each block moved in the last step."""
+    longer: dict[str, float] = {}
+    for name, indices in blocks.items():
+        *usual, last = [float(np.linalg.norm(step.lengths[indices])) for step in walked]
+        longer[name] = last / (median(usual) or math.inf)
+    return longer
+
+
+def rise(before: Losses, after: Losses) -> float:
+    """The median rise of the judges' losses; infinite where a finite loss is lost.
+
+    Example:
+        >>> rise(np.array([1.0, 1.0, 1.0]), np.array([2.0, 1.5, math.nan]))
+        1.0
+    """
+    ended = np.where(np.isfinite(after), after, math.inf)
+    begun = np.where(np.isfinite(before), before, math.inf)
+    with np.errstate(invalid="ignore"):
+        return float(np.median(np.where(np.isfinite(begun), ended - begun, 0.0)))
+
+
+def alterations(
+    again: Retakes, earlier: Sequence[KeptStep], step: KeptStep, here: StepStart, scales: list[float]
+) -> dict[str, Alteration]:
+    """Changes of a whole step, by name."""
+    moments = BatchMoments(again.parameters, again.coefficient(step, here, scales))
+    states = here.optimizer().state.values()
+    changes = {
+        "half": Alteration(fraction=0.5),
+        "batch": Alteration(batch=earlier[-1]),
+        "clipped": Alteration(max_norm=median(joint(kept.norms) for kept in earlier)),
+    }
+    if any(map(has_first, states)):
+        changes["momentum"] = Alteration(moments=moments.set_first)
+    if any("exp_avg_sq" in state for state in states):
+        changes["second moment"] = Alteration(moments=moments.set_second)
+    if again.precision > precision(again.parameters):
+        changes["precision"] = Alteration(computing=full_precision)
+    return changes
