@@ -268,9 +268,7 @@ def test_norms_of_huge_vectors_do_not_overflow():
 @pytest.mark.parametrize("problem", [Quartic(), Quadratic([1.0, 2.0, 3.0])], ids=["line", "space"])
 def test_bounded_noise_is_unbiased_bounded_and_seeded(law, problem):
     noise = BoundedNoise(0.5, law)
-    z, again, other = (
-        noise.draw(np.random.default_rng(seed), (40_000,), problem.event_shape) for seed in (3, 3, 4)
-    )
+    z, again, other = (noise.draw(np.random.default_rng(seed), (40_000,), problem) for seed in (3, 3, 4))
     assert problem.norm(z).max() <= 0.5 + 1e-12
     np.testing.assert_allclose(z.mean(axis=0), 0, atol=0.01)
     np.testing.assert_array_equal(z, again)

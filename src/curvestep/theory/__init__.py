@@ -19,11 +19,11 @@ from curvestep.theory.inequalities import (
     value_change_bound as value_change_bound,
 )
 from curvestep.theory.problems.base import (
+    BoundedNoise as BoundedNoise,
     Problem as Problem,
     ScalarProblem as ScalarProblem,
 )
 from curvestep.theory.problems.deep_linear import DeepLinear as DeepLinear
-from curvestep.theory.problems.noise import BoundedNoise as BoundedNoise
 from curvestep.theory.problems.polynomials import (
     Polynomial as Polynomial,
     Quadratic as Quadratic,
@@ -52,12 +52,10 @@ from curvestep.theory.theorems.clipped_gd import (
     theorem3 as theorem3,
 )
 from curvestep.theory.theorems.clipped_sgd import (
-    theorem7 as theorem7,
-    theorem8 as theorem8,
-)
-from curvestep.theory.theorems.clipping_floor import (
     clipping_floor as clipping_floor,
     floor_noise as floor_noise,
+    theorem7 as theorem7,
+    theorem8 as theorem8,
 )
 from curvestep.theory.theorems.ell_smooth import (
     certify_ell as certify_ell,

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike
 from curvestep._checks import check_count
 from curvestep.notes import Note
 from curvestep.theory.complexity import first_hit, first_hits, hitting_time, walk
-from curvestep.theory.problems.base import Array, Problem
-from curvestep.theory.problems.noise import BoundedNoise
+from curvestep.theory.problems.base import Array, BoundedNoise, Problem
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair
 from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee

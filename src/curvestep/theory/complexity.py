@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import binom
 
 from curvestep._checks import check_count, check_inside, check_positive
-from curvestep.theory.problems.base import Array, Problem
-from curvestep.theory.problems.noise import BoundedNoise
+from curvestep.theory.problems.base import Array, BoundedNoise, Problem
 from curvestep.theory.rules import StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
@@ -205,7 +204,7 @@ def walk(
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         while done <= num_steps:
             num = min(size, len(rows), num_steps + 1 - done)
-            drawn = noise.draw(rng, (num, *batch), event) if noise is not None else [0.0] * num
+            drawn = noise.draw(rng, (num, *batch), problem) if noise is not None else [0.0] * num
             for row, z in zip(rows[begin:num], drawn[begin:], strict=True):
                 g = gradient(x)
                 if noise is not None:

@@ -1,4 +1,4 @@
-r"""Test functions: value, gradient, Hessian norm, minimum, and its (L0, L1) frontier.
+r"""Test functions: value, gradient, Hessian norm, minimum, (L0, L1) frontier; and noise on their gradients.
 
 A function of one real variable takes points of any shape, each entry a point. A function on
 :math:`\mathbb R^d` takes points of shape ``(..., d)``. ``event_shape`` is ``()`` or ``(d,)`` and says which.
@@ -6,11 +6,15 @@ A function of one real variable takes points of any shape, each entry a point. A
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from curvestep._checks import check_choice, check_positive
 
 Array = NDArray[Any]
 
@@ -68,7 +72,7 @@ class Problem(ABC):
 
     def scale(self, h: Array, v: Array) -> Array:
         """One factor for each point, times its vector."""
-        return per_point(h, self.event_shape) * v
+        return h.reshape(h.shape + (1,) * len(self.event_shape)) * v
 
     def check_start(self, x0: ArrayLike) -> Array:
         """``x0`` as an array, if every point in it can be started from."""
@@ -103,6 +107,37 @@ class ScalarProblem(Problem):
         return np.abs(self.curvature(x))
 
 
-def per_point(factors: Array, event: tuple[int, ...]) -> Array:
-    """One factor for each point, shaped to multiply vectors of shape ``event``."""
-    return factors.reshape(factors.shape + (1,) * len(event))
+@dataclass(frozen=True)
+class BoundedNoise:
+    r"""Noise of mean zero with :math:`\lVert\hat\nabla f - \nabla f\rVert \le \tau`, as Theorems 7 and 8 ask.
+
+    Args:
+        tau: The radius :math:`\tau > 0`.
+        law: ``"sphere"``: uniform on the sphere, the most noise that the radius allows. ``"skewed"``: τ along
+            the first axis with probability 1/10, else τ/9 backwards; clipping is biased on it.
+
+    Example:
+        >>> from curvestep.theory import Quadratic
+        >>> problem = Quadratic([1.0, 2.0, 3.0])
+        >>> noise = BoundedNoise(0.5).draw(np.random.default_rng(0), (1000,), problem)
+        >>> bool(np.allclose(problem.norm(noise), 0.5))
+        True
+    """
+
+    tau: float
+    law: str = "sphere"
+
+    def __post_init__(self) -> None:
+        check_positive("tau", self.tau)
+        check_choice("law", self.law, ("sphere", "skewed"))
+
+    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], problem: Problem) -> Array:
+        """Noise for so many gradients of a problem."""
+        event = problem.event_shape
+        if self.law == "skewed":
+            along = np.where(rng.random(batch) < 0.1, self.tau, -self.tau / 9)
+            return problem.scale(along, np.eye(math.prod(event))[0].reshape(event))
+        if not event:
+            return self.tau * rng.choice([-1.0, 1.0], size=batch)
+        v = rng.normal(size=batch + event)
+        return self.tau * (v / np.linalg.norm(v, axis=-1, keepdims=True))
