@@ -22,12 +22,9 @@ from torch.nn import functional as F
 
 import curvestep
 from curvestep.fit.within import Within, within_steps
-from curvestep.lab.data.cifar10 import load_cifar10
-from curvestep.lab.data.corpus import Corpus, batchify
-from curvestep.lab.data.images import augment, normalise
-from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import LSTMModel
-from curvestep.lab.models.resnet import ResNet20
+from curvestep.lab.data.corpus import Corpus, batchify, load_ptb
+from curvestep.lab.data.images import augment, load_cifar10, normalise
+from curvestep.lab.models import LSTMModel, ResNet20
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import detach_state
 from curvestep.vectors import difference, global_norm

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, SmoothnessProbe, Trace
 from curvestep.display.drawing import COLOURS, panels, styled
+from curvestep.lab.data.corpus import load_ptb
 from curvestep.lab.data.images import load_digits, normalise
-from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import LSTMModel
+from curvestep.lab.models import LSTMModel
 
 WARM_UP = 0.1
 Step = Callable[[], Tensor]

@@ -21,8 +21,7 @@ from benchmarks.calibrate.data import (
 )
 from torch import Tensor, nn
 
-from curvestep.lab.models.lstm import LSTMModel
-from curvestep.lab.models.resnet import ResNet20
+from curvestep.lab.models import LSTMModel, ResNet20
 
 
 class WordGRU(nn.Module):

@@ -30,7 +30,7 @@ from benchmarks.calibrate.data import (
 from benchmarks.calibrate.other import HELD_OUT
 from torch import Tensor, nn
 
-from curvestep.lab.models.lstm import LSTMModel
+from curvestep.lab.models import LSTMModel
 
 
 class CharacterModel(nn.Module):

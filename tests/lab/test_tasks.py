@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from curvestep.lab.models.lstm import activation_penalty
+from curvestep.lab.models import activation_penalty
 from curvestep.lab.tasks import make_task
 from tests.lab.small import small_images, small_language
 

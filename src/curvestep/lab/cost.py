@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from curvestep.lab.models.lstm import mean_bptt_length
+from curvestep.lab.models import mean_bptt_length
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.lab.tasks import PIECE_WORDS
 

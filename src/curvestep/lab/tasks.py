@@ -15,13 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvestep.lab.data.cifar10 import load_cifar10
-from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_topics
+from curvestep.lab.data.corpus import Corpus, batchify, load_corpus, load_ptb, load_topics
 from curvestep.lab.data.download import Unreachable
-from curvestep.lab.data.images import Images, augment, first_of_each_class, load_digits, normalise
-from curvestep.lab.data.ptb import load_ptb
-from curvestep.lab.models.lstm import LSTMModel, activation_penalty, random_bptt_length
-from curvestep.lab.models.resnet import GlobalBatchNorm2d, ResNet20
+from curvestep.lab.data.images import (
+    Images,
+    augment,
+    first_of_each_class,
+    load_cifar10,
+    load_digits,
+    normalise,
+)
+from curvestep.lab.models import (
+    GlobalBatchNorm2d,
+    LSTMModel,
+    ResNet20,
+    activation_penalty,
+    random_bptt_length,
+)
 from curvestep.lab.progress import print_notice_once
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep.loaders import representative_batches

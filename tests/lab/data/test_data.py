@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep.lab import data
-from curvestep.lab.data import cifar10, download as fetch, ptb
+from curvestep.lab.data import corpus as ptb, download as fetch, images as cifar10
 from curvestep.lab.data.corpus import batchify, encode, load_corpus
 from curvestep.lab.data.download import DataError, Unreachable
 from curvestep.lab.data.images import augment, first_of_each_class, load_digits, normalise
@@ -110,8 +110,9 @@ def test_ptb_from_its_official_archive_equals_ptb_from_the_folder(real, monkeypa
     monkeypatch.delenv("CURVESTEP_DATA")
     with serving() as server:
         server.files["/simple-examples.tgz"] = archive
-        monkeypatch.setattr(ptb, "URL", f"{server.url}/simple-examples.tgz")
-        monkeypatch.setattr(ptb, "MD5", "md5:" + hashlib.md5(archive).hexdigest())
+        url, md5 = f"{server.url}/simple-examples.tgz", "md5:" + hashlib.md5(archive).hexdigest()
+        official = fetch.official_archive(url, md5, tuple(ptb.HASHES))
+        monkeypatch.setattr(ptb, "SOURCES", [official, *ptb.SOURCES[1:]])
         corpus = ptb.load_ptb(progress=False)
     assert corpus.source == "Penn Treebank from the official archive"
     assert corpus.vocabulary == expected.vocabulary

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvestep.lab.data import cifar10, download as fetch, ptb
+from curvestep.lab.data import corpus as ptb, download as fetch, images as cifar10
 from curvestep.lab.data.download import Unreachable
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,13 @@ import random
 import tarfile
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from curvestep.lab.data import download as fetching
-from curvestep.lab.data.download import DataError, Source, Unreachable, find
+from curvestep.lab.data.download import DataError, Unreachable, find, official_archive
 from tests.lab.data.servers import serving
 
 FILES = {"a.txt": b"first " * 9000, "b.txt": random.Random(0).randbytes(100_000)}
@@ -52,11 +53,7 @@ def fetch(hashes, sources, **where):
 
 
 def source(url, known_hash, title="official archive"):
-    def read(progress):
-        archive = fetching.download(url, known_hash, fetching.download_folder("set"), progress=progress)
-        yield from fetching.members(archive, tuple(HASHES), title=url)
-
-    return Source(title=title, read=read)
+    return replace(official_archive(url, known_hash, tuple(HASHES)), title=title)
 
 
 def get(server, **kwargs):
@@ -142,11 +139,9 @@ def test_broken_file_in_the_cache_is_fetched_again_with_a_notice_but_not_offline
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive", tarball(FILES)[:5000], tarball({"c.txt": b""})])
-def test_archive_that_is_not_whole_is_one_clear_line(tmp_path, data):
-    path = tmp_path / "set.tgz"
-    path.write_bytes(data)
+def test_archive_that_is_not_whole_is_one_clear_line(data):
     with pytest.raises(DataError, match=r"set.tgz (is not a whole archive|does not contain a.txt)") as caught:
-        list(fetching.members(path, tuple(HASHES), title=str(path)))
+        list(fetching.members(data, tuple(HASHES), title="set.tgz"))
     assert "\n" not in str(caught.value)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep.cli import main
-from curvestep.lab.models.resnet import GlobalBatchNorm2d
+from curvestep.lab.models import GlobalBatchNorm2d
 from curvestep.lab.run.devices import make_fabric, raised_by_process
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train

