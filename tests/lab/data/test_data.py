@@ -202,6 +202,7 @@ def test_running_text_is_lowered_tokenised_and_split_by_lines(tmp_path):
         (None, "does not exist"),
         (b"short\n", "1 lines with words; at least 20"),
         (b"\xff\xfe\x00" * 50, "not readable UTF-8"),
+        (b"some\x00words\n" * 50, "NUL bytes"),
     ],
 )
 def test_corpus_that_cannot_be_used_is_one_clear_line(tmp_path, content, words):

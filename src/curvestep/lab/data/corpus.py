@@ -70,6 +70,8 @@ def load_corpus(path: str | Path, *, max_vocabulary: int = NUM_WORDS) -> Corpus:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not readable UTF-8 text ({error}). Convert or replace it.") from error
+    if "\0" in text:
+        raise DataError(f"{path} has NUL bytes: it is no plain text. Convert or replace it.")
     return from_text(path.name, text, source=f"the text in {path.name}", max_vocabulary=max_vocabulary)
 
 
