@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip, vectors
 from curvestep._kernel import native
 from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
 from tests.models import reloaded
@@ -241,13 +241,17 @@ def test_steps_left_out_and_empty_gradients_are_not_remembered(rule, factor, pla
         assert equal(parameters_after(interrupted=False), parameters_after(interrupted=True))
 
 
-def test_tensor_without_gradients_at_first_still_learns():
+@pytest.mark.parametrize("kernel", ["kernel", "none"])
+def test_tensor_without_gradients_at_first_still_learns(kernel, monkeypatch):
+    if kernel == "none":
+        monkeypatch.setattr(vectors, "native", lambda: None)
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     opt = ClippedSGD(params, lr=0.1, max_norm=ema(warmup=4))
     for step in range(12):
         params[0].grad = torch.full((3,), 1.0)
         params[1].grad = torch.zeros(2) if step % 2 else None
-        opt.step()
+        with torch.device("meta"):  # where nothing of a step may be made
+            opt.step()
     before = params[1].detach().clone()
     params[1].grad = torch.ones(2)
     opt.step()
@@ -353,6 +357,20 @@ def test_gradients_whose_squares_overflow_are_clipped(rule):
     p.grad = torch.full_like(p, 1e25)
     ClippedSGD([p], lr=0.25, max_norm=rule).step()
     torch.testing.assert_close(p.detach(), torch.full_like(p, 0.75))
+
+
+@pytest.mark.parametrize("kernel", ["kernel", "none"])
+@pytest.mark.parametrize("rule", [ema(1.0, warmup=2, max_norm=2.0), weight_ratio(1.0)], ids=str)
+def test_an_infinite_number_that_is_propagated_leaves_all_others_finite(rule, kernel, monkeypatch):
+    if kernel == "none":
+        monkeypatch.setattr(vectors, "native", lambda: None)
+    bad, good = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = ClippedSGD([bad, good], lr=0.25, max_norm=rule, nonfinite="propagate")
+    for infinite in (1.0, 1.0, math.inf):
+        bad.grad, good.grad = torch.tensor([infinite, 0.5]), torch.tensor([0.5, 0.5])
+        opt.step()
+    assert good.isfinite().all()
+    assert bad[1].isfinite()
 
 
 def test_groups_may_have_rules_of_their_own():

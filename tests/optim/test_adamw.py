@@ -32,6 +32,7 @@ PATHS = {
     "fused": {"fused": True},
     "tensor lr": {},
     "not fused": {"fused": False},
+    "fused, not foreach": {"fused": True, "foreach": False},
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -225,7 +226,8 @@ def test_float32_steps_are_counted_as_well_as_float64_ones(dtype, paths):
 @pytest.mark.parametrize(
     ("path", "with_kernel", "without"),
     [("default", "kernel", "fused"), ("foreach", "foreach", "foreach"), ("loop", "loop", "loop"),
-     ("fused", "fused", "fused"), ("tensor lr", "kernel", "fused"), ("not fused", "foreach", "foreach")],
+     ("fused", "fused", "fused"), ("tensor lr", "kernel", "fused"), ("not fused", "foreach", "foreach"),
+     ("fused, not foreach", "fused", "fused")],
 )  # fmt: skip
 def test_options_choose_the_path(path, with_kernel, without, kernel, paths):
     (params,) = twins([(3,), (2, 2), ()], count=1)

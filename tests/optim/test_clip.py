@@ -82,6 +82,7 @@ def test_below_the_threshold_gradients_keep_their_bits():
     before = [p.grad.clone() for p in params]
     clipped_sgd(params, math.inf).step()
     assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))
+    assert [p.grad._version for p in params] == [0, 0]  # nothing was written
 
 
 @pytest.mark.parametrize("scope", ["group", "tensor"])
@@ -143,6 +144,32 @@ def test_clipping_comes_after_the_unscaling_of_a_grad_scaler(fused, place):
     assert seen["steps"] == stats["steps"] == 5
     assert seen["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-4)
     assert seen["clipped_fraction"] == stats["clipped_fraction"] > 0
+
+
+class Twice(torch.optim.Optimizer):
+    """Calls its closure two times a step, as a line search does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure):
+        closure()
+        return closure()
+
+
+def test_gradients_hidden_from_a_step_are_back_when_its_closure_is_called_again():
+    (w,) = parameters((2,))
+    opt = cs.clip(Twice([w]), 100.0, nonfinite="skip").optimizer
+    bad, good, seen = torch.tensor([math.nan, 4.0]), torch.tensor([3.0, 4.0]), []
+
+    def closure():
+        seen.append(w.grad)
+        w.grad = good if seen[1:] else bad
+        return torch.tensor(0.0)
+
+    opt.step(closure)
+    assert seen[1] is bad
+    assert w.grad is good
 
 
 # --- steps that are left out ----------------------------------------------------------------------
@@ -648,6 +675,16 @@ def test_small_updates_are_left_bit_for_bit():
     assert torch.equal(p, q)
     handle.remove()
     assert not hasattr(capped, "clip_stats")
+
+
+def test_update_beside_an_infinite_number_is_left_as_it_is():
+    (w,) = parameters((2,))
+    w.data[0] = -math.inf
+    opt = clipped_sgd([w], 0.1, what="update")
+    before = w[1].item()
+    w.grad = torch.tensor([0.0, 3.0])
+    opt.step()
+    assert w.tolist() == [-math.inf, before - 3.0]
 
 
 @pytest.mark.parametrize(

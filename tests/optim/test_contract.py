@@ -420,10 +420,10 @@ def test_clip_stats_over_all_steps_and_over_the_recent_window():
 
 def test_normalized_sgd_reports_its_step_relative_to_zero_gradient():
     p = nn.Parameter(torch.zeros(1))
-    opt = NormalizedSGD([p], lr=0.01, offset=1.0)
+    opt = NormalizedSGD([p], lr=0.01, offset=2.0)
     p.grad = torch.tensor([3.0])
     opt.step()
-    assert opt.clip_stats()["coefficient"] == pytest.approx(0.25)
+    assert opt.clip_stats()["coefficient"] == pytest.approx(0.4)
     assert opt.clip_stats()["clipped_fraction"] == 1.0
 
 

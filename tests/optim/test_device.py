@@ -269,16 +269,18 @@ def test_clip_takes_the_steps_of_the_cpu_and_waits_as_documented(options, scope,
     assert ours.clip_stats()["skipped"] == (options.get("nonfinite") == "skip")
 
 
-def test_clip_leaves_a_scaled_step_on_the_device_whatever_it_would_skip(device):
+def test_clip_leaves_a_scaled_step_on_the_device_and_out_where_it_should(device):
     away, here = (params[:-1] for params in parameters([device, "cpu"])[0])  # torch's fused: contiguous ones
     ours = torch.optim.SGD(away, lr=0.05, fused=True)
     theirs = torch.optim.SGD(here, lr=0.05)
-    clip(ours, 1.0)
-    clip(theirs, 1.0, nonfinite="skip")
+    clip(ours, 1.0, skip_above=1e3)
+    clip(theirs, 1.0, nonfinite="skip", skip_above=1e3)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     scaler.scale(torch.ones((), device=device))
-    for k in range(4):
+    for k in range(5):
         set_gradients(k, away, here)
+        for p in [*away, *here]:
+            p.grad.mul_(1e6 if k == 3 else 1.0)
         for p in away:
             p.grad.mul_(scaler.get_scale())
         if k == 2:
@@ -287,4 +289,6 @@ def test_clip_leaves_a_scaled_step_on_the_device_whatever_it_would_skip(device):
             scaler.step(ours)
             scaler.update()
         theirs.step()
+    assert ours.clip_stats() == pytest.approx(theirs.clip_stats())
+    assert ours.clip_stats()["skipped"] == 2
     assert_equal_to_rounding(away, here)

@@ -76,6 +76,15 @@ def test_clipped_sgd_is_clip_grad_norm_and_sgd(options, path, max_norm):
 
 
 @every_path
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_weight_decay_stays_as_it_is_beside_a_huge_gradient(momentum, path):
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.tensor([3e9, 0.0, 4e9])
+    ClippedSGD([p], lr=0.1, max_norm=1.0, momentum=momentum, weight_decay=0.5, **path).step()
+    torch.testing.assert_close(p.detach(), torch.tensor([0.89, 0.95, 0.87]))
+
+
+@every_path
 @pytest.mark.parametrize("options", OPTIONS, ids=names)
 def test_normalized_sgd_is_its_formula(options, path):
     net, twin, batches = problem()

@@ -223,7 +223,7 @@ class Clipping(_Handle):
         decisions = list(chain(*(decisions_of(group, scope, Decision) for group in groups)))
         if not decisions:
             return
-        # The optimizer leaves out by itself a step in which a GradScaler found an overflow.
+        # Under a GradScaler the optimizer leaves out a step by itself, and no number has to be read.
         is_scaled = getattr(self.optimizer, "found_inf", None) is not None
         if all(map(is_on_host, decisions)):
             self._clip_on_host(decisions, self._policy.norms(decisions), loss)
@@ -243,9 +243,10 @@ class Clipping(_Handle):
 
     def _clip_on_device(self, decisions: list[Decision]) -> None:
         """Clip by norms that are device scalars, of which none is read."""
-        policy = Policy(self._policy.norm_scope, "propagate", None)
-        norms = device_norms(decisions, policy.norm_scope)
-        step = DeviceStep(self.optimizer, policy, self._record, decisions, norms)
+        norms = device_norms(decisions, self._policy.norm_scope)
+        step = DeviceStep(self.optimizer, self._policy, self._record, decisions, norms)
+        if step.is_guarded:  # the optimizer knows whether to leave out the step from a GradScaler
+            self.optimizer.found_inf = step.skip  # pyright: ignore[reportAttributeAccessIssue]
         self._take(step, decisions)
 
     def _take(self, step: HostStep | DeviceStep, decisions: list[Decision]) -> None:
