@@ -1,8 +1,8 @@
-"""A chart as data: axes, curves, points and maps, drawn by the page (plotly) and by matplotlib alike."""
+"""A chart as data: axes, curves and points, drawn by the page (plotly) and by matplotlib alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -41,7 +41,7 @@ class Series:
     shade: np.ndarray | None = None  # iterations, to colour the marks by
     band: tuple[np.ndarray, np.ndarray] | None = None  # lower and upper end of a band around the curve
     # What a point says beyond its coordinates, by name.
-    extra: Mapping[str, Sequence[float | str] | np.ndarray] = field(default_factory=dict)
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     weight: float = 1.0  # factor on the width of its line and the size of its marks; heavier ones lie above
     legend: str | None = None  # instead of its name in the legend; empty for no entry
     is_lost: bool = False  # whether a cross marks its last point: the run diverged there
@@ -71,30 +71,15 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Numbers over two axes, shown by colour."""
-
-    across: Sequence[float | str]  # values or names to the right
-    down: Sequence[str]  # names downwards
-    values: np.ndarray  # shaped (down, across); not finite where there is none
-    label: str  # what the numbers are
-    _: KW_ONLY
-    text: Sequence[Sequence[str]] = ()  # what to write into the cells
-    log: bool = False  # colours by the logarithm
-    reverse: bool = False  # dark is large
-
-
-@dataclass(frozen=True)
 class Chart:
-    """Axes, curves or a map, and the words for them."""
+    """Axes, curves, and the words for them."""
 
     kind: str  # ``scatter``, ``norm``, ``loss``, …: part of its name on the page and on disk
     title: str  # above it
     x: Axis  # horizontal axis
     y: Axis  # vertical axis
-    series: tuple[Series, ...] = ()  # curves and points, in drawing order
+    series: tuple[Series, ...]  # curves and points, in drawing order
     _: KW_ONLY
     words: str = ""  # the same in a sentence or two: its caption, and all that a screen reader has of it
-    grid: Grid | None = None  # instead of ``series``: a map
     # The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
     switch: str = ""

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from curvestep.display.chart import COLOURS, Chart, Grid, Series
+from curvestep.display.chart import COLOURS, Chart, Series
 from curvestep.display.markup import visible
 
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
@@ -47,9 +45,6 @@ def draw(panel: Axes, chart: Chart) -> None:
     panel.set_xlabel(_literal(chart.x.label))
     panel.set_ylabel(_literal(chart.y.label))
     panel.set_title(_literal(chart.title))
-    if chart.grid is not None:
-        _draw_grid(panel, chart.grid)
-        return
     for series in chart.series:
         _draw_series(panel, series)
     log_axes(panel, x=chart.x.log, y=chart.y.log)
@@ -94,25 +89,6 @@ def _draw_cloud(panel: Axes, series: Series) -> None:
     points = panel.scatter(series.x, series.y, c=series.shade, label=_literal(series.name), **look)
     assert panel.figure is not None
     panel.figure.colorbar(points, ax=panel, label="iteration", pad=0.02)
-
-
-def _draw_grid(panel: Axes, grid: Grid) -> None:
-    """A map whose colours are logarithms."""
-    assert panel.figure is not None
-    panel.set_facecolor("0.85")
-    panel.grid(visible=False)
-    shown = grid.values[np.isfinite(grid.values) & (grid.values > 0)]
-    image = panel.imshow(grid.values, cmap="viridis", aspect="auto", interpolation="nearest")
-    if len(shown):
-        image.set_norm(LogNorm(shown.min(), shown.max()))
-        panel.figure.colorbar(image, ax=panel, label=grid.label)
-    few = slice(None, None, -(-len(grid.across) // 10))
-    panel.set_xticks(range(len(grid.across))[few], list(map(_tick, grid.across))[few])
-    panel.set_yticks(range(len(grid.down)), [*map(_literal, grid.down)])
-
-
-def _tick(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else _literal(str(value))
 
 
 def _literal(text: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plotly import graph_objects
 
-from curvestep.display.chart import BOLD, Axis, Chart, Grid, Series
+from curvestep.display.chart import BOLD, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
@@ -60,7 +60,7 @@ def test_plotly_accepts_every_chart_in_both_scales(charts):
 
 def test_both_renderers_draw_the_same_curves(charts):
     for chart in charts:
-        if chart.grid is not None or any(series.shade is not None for series in chart.series):
+        if any(series.shade is not None for series in chart.series):
             continue
         traces = [t for t in to_plotly(chart)["data"] if t.get("hoverinfo") != "skip"]
         panel = figure_of([chart]).axes[0]
@@ -174,11 +174,45 @@ def test_runs_of_other_lengths_are_settings_of_their_own(views):
     assert tuple(seeds_by_setting(dropped)) == names
 
 
-def test_a_layer_without_sharpness_is_drawn_among_others():
-    grid = Grid([1.0, 2.0], ["a", "b"], np.array([[0.0, 0.0], [1.0, 3.0]]), "sharpness", log=True)
-    figure = figure_of([Chart("layers", "", Axis(""), Axis(""), grid=grid)])
-    figure.canvas.draw()
-    assert figure.axes[0].images[0].get_clim() == (1.0, 3.0)
+def layers_of(folder, *rows):
+    """The chart of layers of a trace with these rows of sharpness by layer, None without one."""
+    with Trace(folder / "trace.jsonl") as trace:
+        for step, row in enumerate(rows):
+            layers = {name: {"smoothness": value} for name, value in row.items()}
+            trace.append({"step": step, "grad_norm": 1.0, "loss": 1.0, "layers": layers})
+    return next((chart for chart in run_charts(find_views([folder])[0]) if chart.kind == "layers"), None)
+
+
+def test_a_curve_of_each_layer_shows_the_sharpest_first(tmp_path):
+    # By the last row or the mean b would be the sharpest, by the first or the largest a.
+    rows = {"a": 90.0, "b": 3.0, "c": 5.0}, {"a": 1.0, "b": 3.0, "c": 5.0}, {"a": 1.0, "b": 80.0, "c": 5.0}
+    chart = layers_of(tmp_path, *rows)
+    assert {one.name: one.y.tolist() for one in chart.series} == {
+        "c": [5.0, 5.0, 5.0], "b": [3.0, 3.0, 80.0], "a": [90.0, 1.0, 1.0]
+    }  # fmt: skip
+    assert [one.name for one in chart.series] == ["c", "b", "a"]
+    assert [one.x.tolist() for one in chart.series] == [[0.0, 1.0, 2.0]] * 3
+    assert "largest in c (5) and smallest in a (1)" in chart.words
+    assert (chart.x.log, chart.y.log) == (False, True)
+
+
+def test_of_many_layers_the_sharpest_are_named_and_the_others_grey(tmp_path):
+    chart = layers_of(tmp_path, *[{f"l{n}": float(n) for n in range(9)}] * 600)
+    assert [one.entry for one in chart.series] == ["l8", "l7", "l6", "l5", "l4", "4 others", "", "", ""]
+    assert [one.colour for one in chart.series] == [0, 1, 2, 3, 4, *["pale"] * 4]
+    assert [one.name for one in chart.series[5:]] == ["l3", "l2", "l1", "l0"]
+    assert [len(one.x) for one in chart.series] == [500] * 9
+    assert [one.weight for one in chart.series] == [1.0] * 5 + [THIN] * 4
+    assert chart.words.endswith("The sharpest have names, the others are grey.")
+
+
+def test_a_layer_without_sharpness_is_drawn_among_others_and_one_without_a_number_is_not(tmp_path):
+    rows = {"a": 0.0, "b": 1.0, "c": math.nan, "d": math.nan}, {"a": 0.0, "b": 3.0, "c": math.nan, "d": 2.0}
+    chart = layers_of(tmp_path, *rows)
+    assert sorted(one.name for one in chart.series) == ["a", "b", "d"]
+    figure_of([chart]).canvas.draw()
+    (tmp_path / "lost").mkdir()
+    assert layers_of(tmp_path / "lost", {"a": math.nan}) is None
 
 
 def test_names_are_text_for_both_renderers():

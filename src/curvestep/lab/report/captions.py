@@ -12,6 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from curvestep.calibration.result import Calibration
+from curvestep.display.chart import NUM_COLOURS
 from curvestep.display.markup import plain, visible
 from curvestep.display.results import finite, stability, usable
 from curvestep.lab.report.views import RunView
@@ -122,12 +123,12 @@ def within(view: RunView) -> str:
 
 
 def layers(view: RunView) -> str:
-    """The layers with the largest and the smallest sharpness at the end."""
-    last = {name: values[-1] for name, values in view.layers.items()}
-    high, low = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
-    return (
-        f"A line is the sharpness of one of {len(last)} layers. In the last row it is largest in {high} "
-        f"({last[high]:.3g}) and smallest in {low} ({last[low]:.3g})."
+    """The layers with the largest and the smallest median sharpness."""
+    names = [f"{name} ({np.median(finite(values)):.3g})" for name, values in view.layers.items()]
+    return _sentences(
+        (True, f"A line is the sharpness of one of {len(names)} layers."),
+        (True, f"In the median it is largest in {names[0]} and smallest in {names[-1]}."),
+        (len(names) > NUM_COLOURS, "The sharpest have names, the others are grey."),
     )
 
 

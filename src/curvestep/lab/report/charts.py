@@ -1,4 +1,4 @@
-"""The charts of a page as data: of one run, of the settings of a task, and of a sweep."""
+"""The charts of a page as data: of one run, of the settings of a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from curvestep.display.chart import (
     THIN,
     Axis,
     Chart,
-    Grid,
     Series,
 )
 from curvestep.lab.recipe_fields import Fields
@@ -27,8 +26,8 @@ from curvestep.lab.report import captions
 from curvestep.lab.report.views import RunView, seeds_by_setting
 
 _MOST_COMPARED = 500  # points of a curve among others
-_NUM_NAMED = 5  # the best settings, where there are more than colours
-# Settings of a colour that share an entry of the legend if there are more than this many, and its name.
+_NUM_NAMED = 5  # the first curves, where there are more than colours
+# Curves of a colour that share an entry of the legend if there are more than this many, and its name.
 _TOGETHER = (("pale", 1, "others"), ("bad", 2, "diverged"))
 
 
@@ -62,12 +61,18 @@ def calibration_charts(found: Calibration) -> list[Chart]:
 
 
 def layers(view: RunView) -> Chart | None:
-    """Sharpness layer by layer over the steps."""
+    """Sharpness over the steps, one curve a layer, the sharpest first."""
     if not view.layers:
         return None
-    values = np.array(list(view.layers.values()))
-    grid = Grid(view.measured["step"].tolist(), list(view.layers), values, "sharpness", log=True)
-    return Chart("layers", "Sharpness by layer", Axis("iteration"), Axis(""), grid=grid)
+    steps = view.measured["step"]
+    keep = results.thinned(np.arange(len(steps)), _MOST_COMPARED)
+    looks = _looks([False] * len(view.layers))
+    series = [
+        Series(name, steps[keep], _running_mean(values)[keep], **look)
+        for (name, values), look in zip(view.layers.items(), looks, strict=True)
+    ]
+    axes = Axis("iteration"), Axis("sharpness (running mean)", log=True)
+    return Chart("layers", "Sharpness by layer", *axes, tuple(series))
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
@@ -76,7 +81,8 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
         return []
     settings = seeds_by_setting(views)
     words = captions.comparison(views, len(settings))
-    looks = _looks(list(settings.values()))
+    looks = _looks([any(run.is_lost for run in runs) for runs in settings.values()])
+    looks[0]["weight"] = BOLD
     charts = []
     for kind, title, label, log in OVER_STEPS:
         series = tuple(map(partial(_curve, kind), settings, settings.values(), looks))
@@ -89,12 +95,12 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
 
 
-def _looks(settings: Sequence[Sequence[RunView]]) -> list[Fields]:
-    """Colour, weight and legend of each setting: the best by name, of many the others by their number."""
-    num_named = len(settings) if len(settings) <= NUM_COLOURS else _NUM_NAMED
+def _looks(lost: Sequence[bool]) -> list[Fields]:
+    """Colour, weight and legend of each curve: the first by name, of many the others by their number."""
+    num_named = len(lost) if len(lost) <= NUM_COLOURS else _NUM_NAMED
     looks: list[Fields] = []
-    for number, runs in enumerate(settings):
-        if any(run.is_lost for run in runs):
+    for number, is_lost in enumerate(lost):
+        if is_lost:
             looks.append({"colour": "bad", "dash": DASHES[number % len(DASHES)], "is_lost": True})
         elif number < num_named:
             looks.append({"colour": number})
@@ -106,7 +112,6 @@ def _looks(settings: Sequence[Sequence[RunView]]) -> list[Fields]:
             for look in alike:
                 look["legend"] = ""
             alike[0]["legend"] = f"{len(alike)} {name}"
-    looks[0]["weight"] = BOLD
     return looks
 
 
@@ -133,7 +138,7 @@ def _cut(series: Series, top: float) -> Series:
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Mean over the last twentieth of the rows, 50 at most: the loss of single batches hides what differs."""
+    """Mean over the last twentieth of the rows, 50 at most: jumps of single batches hide what differs."""
     window = min(50, max(1, len(values) // 20))
     rows, means = results.running_mean(np.arange(len(values)), values, window)
     smooth = np.full(len(values), np.nan)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from curvestep.display.chart import DASHES, Axis, Chart, Grid, Series
+from curvestep.display.chart import DASHES, Axis, Chart, Series
 from curvestep.display.markup import plain
 
 Spec = dict[str, Any]  # an object of plotly's
@@ -37,20 +37,11 @@ TEMPLATE: Spec = {
 
 def to_plotly(chart: Chart) -> Spec:
     """The chart as plotly's ``data`` and ``layout``; under ``scales`` what changes with the kind of axis."""
-    layout: Spec = {
-        "xaxis": {"title": {"text": plain(chart.x.label), "standoff": 8}},
-        "yaxis": {"title": {"text": plain(chart.y.label), "standoff": 8}},
-    }
+    layout: Spec = {}
+    for name, axis in (("x", chart.x), ("y", chart.y)):
+        title = {"text": plain(axis.label), "standoff": 8}
+        layout[f"{name}axis"] = {"title": title, **_scale(chart, name, log=axis.log)}
     data: list[Spec] = []
-    if chart.grid is None:
-        layout["xaxis"] |= _scale(chart, "x", log=chart.x.log)
-        layout["yaxis"] |= _scale(chart, "y", log=chart.y.log)
-    else:
-        data.append(_plotly_grid(chart.grid, chart))
-        layout["xaxis"] |= _cells(chart.grid.across)
-        layout["yaxis"] |= _cells(chart.grid.down)
-        layout["showlegend"] = False
-        layout["annotations"] = _notes(chart.grid)
     for number, series in enumerate(chart.series):
         data += _plotly_series(series, number)
     drawn = {"kind": chart.kind, "data": data, "layout": layout}
@@ -64,20 +55,14 @@ def _scales(chart: Chart, *, log: bool) -> Spec:
     return {f"{name}axis": _scale(chart, name, log=log) for name in chart.switch}
 
 
-def _cells(names: Sequence[object]) -> Spec:
-    """An axis of a grid: steps, or names; a grid line would cross out an empty cell."""
-    kind = "category" if isinstance(next(iter(names), 0.0), str) else "linear"
-    return {"type": kind, "showgrid": False}
-
-
-def rounded(values: Iterable[Any]) -> list[Any]:
-    """Five significant digits, whole numbers whole, None for what is not finite, texts as they are.
+def rounded(values: Iterable[float]) -> list[float | int | None]:
+    """Five significant digits, whole numbers whole, None for what is not finite.
 
     Example:
         >>> rounded(np.array([0.123456789, 20.0, np.nan]))
         [0.12346, 20, None]
     """
-    return [plain(value) if isinstance(value, str) else _rounded(float(value)) for value in values]
+    return [_rounded(float(value)) for value in values]
 
 
 def _rounded(value: float) -> float | int | None:
@@ -170,39 +155,3 @@ def _marker(series: Series, colour: str) -> Spec:
         marker |= {"colorscale": "var(--shades)", "opacity": 0.9, "line": edge}
         marker |= {"color": rounded(series.shade), "colorbar": bar}
     return marker
-
-
-def _plotly_grid(grid: Grid, chart: Chart) -> Spec:
-    shown, label = grid.values, grid.label
-    if grid.log:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shown, label = np.log10(grid.values), f"log10 {grid.label}"
-    trace: Spec = {
-        "type": "heatmap",
-        "x": rounded(grid.across),
-        "y": rounded(grid.down),
-        "z": list(map(rounded, shown)),
-        "colorscale": "Viridis",
-        "reversescale": grid.reverse,
-        "hoverongaps": False,
-        "showscale": not grid.text,
-        "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 10, "outlinewidth": 0},
-        "customdata": list(map(rounded, grid.values)),
-        "hovertemplate": f"{plain(chart.y.label)} %{{y}}<br>{plain(chart.x.label)} %{{x}}<br>"
-        f"{grid.label} %{{customdata:.4g}}<extra></extra>",
-    }
-    if grid.text:
-        known = np.isfinite(grid.values)
-        text = list(map(rounded, grid.text))
-        trace |= {"text": np.where(known, text, "").tolist(), "texttemplate": "%{text}", "xgap": 2, "ygap": 2}
-    return trace
-
-
-def _notes(grid: Grid) -> list[Spec]:
-    """Text of the cells without a number: plotly would write it as if they were white."""
-    if not grid.text:
-        return []
-    look = {"showarrow": False, "font": {"color": "var(--soft)", "size": 10}}
-    # By the number of the category: plotly takes a name such as "10" for the number of one.
-    empty = np.argwhere(~np.isfinite(grid.values)).tolist()
-    return [{**look, "x": j, "y": i, "text": plain(grid.text[i][j])} for i, j in empty]

@@ -20,7 +20,7 @@ from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.markup import visible
-from curvestep.display.results import columns_of, common_threshold, thinned
+from curvestep.display.results import columns_of, common_threshold, finite, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
 from curvestep.lab.recipe_fields import Fields, short
@@ -56,7 +56,8 @@ class RunView:
     train: Columns = field(default_factory=dict)  # columns of the training metrics
     # Columns of the held-out loss; empty if there was no evaluation.
     held_out: Columns = field(default_factory=dict)
-    layers: Columns = field(default_factory=dict)  # smoothness by layer, aligned with ``measured``
+    # Smoothness by layer, the sharpest first, aligned with ``measured``.
+    layers: Columns = field(default_factory=dict)
     max_norm: float = math.inf  # the clipping line; ``inf`` without one
     trace: Trace | None = None  # the trace itself
     fit: SmoothnessFit | None = None  # the fit of the trace, or None with the reason in ``notes``
@@ -314,15 +315,24 @@ def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[
     """Columns, fit and advice of a trace."""
     fit = _tried(fitted, NOT_JUDGED, notes)
     measured = columns_of(trace)
-    names = [name for name in measured if name.startswith("layers/")]
     return {
-        "layers": {visible(name.split("/", 1)[1].rsplit("/", 1)[0]): measured.pop(name) for name in names},
+        "layers": _layers(measured),
         "measured": measured,
         "fit": fit,
         "advice": advise(fit or trace),
         "header": trace.header,
         "trace": trace,
     }
+
+
+def _layers(measured: Columns) -> Columns:
+    """The columns of layers with a number, taken out of those of the trace, the sharpest first."""
+    layers: Columns = {}
+    for name in [name for name in measured if name.startswith("layers/")]:
+        values = measured.pop(name)
+        if np.isfinite(values).any():
+            layers[visible(name.removeprefix("layers/").rsplit("/", 1)[0])] = values
+    return dict(sorted(layers.items(), key=lambda layer: -np.median(finite(layer[1]))))
 
 
 @contextmanager

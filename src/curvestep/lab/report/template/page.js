@@ -34,7 +34,7 @@
     for (const [axis, kind] of Object.entries(scales?.[scale] || {})) shape[axis] = { title: layout[axis].title, ...kind };
     const left = new Set([...figure.parentElement.querySelectorAll("[data-pick]:not(:checked)")].map((box) => box.dataset.pick));
     const plot = figure.querySelector(".plot");
-    if (plot.clientWidth < 420 && shape.xaxis.type !== "category") shape.xaxis = { ...shape.xaxis, dtick: null, nticks: 5 };
+    if (plot.clientWidth < 420) shape.xaxis = { ...shape.xaxis, dtick: null, nticks: 5 };
     if (document.documentElement.matches(".printing")) shape.width = plot.clientWidth;
     drawn.add(figure);
     return Plotly.react(plot, paint(data.filter((curve) => !left.has(curve.legendgroup))), paint(shape),
@@ -90,17 +90,11 @@
     const curves = plot.data.filter((curve) => curve.hoverinfo !== "skip"), at = plot.at || { curve: 0, point: -1 };
     at.curve = (at.curve + turn + curves.length) % curves.length;
     const curve = curves[at.curve], xs = curve.x;
-    if (curve.type === "heatmap") {
-      at.point = Math.min(Math.max(at.point + move, 0), xs.length * curve.y.length - 1);
-      const [i, j] = [Math.floor(at.point / xs.length), at.point % xs.length];
-      say(`${curve.y[i]}, ${xs[j]}: ${curve.text ? curve.text[i][j] : curve.customdata[i][j]}`);
-    } else {
-      do { at.point += move || 1; } while (at.point >= 0 && at.point < xs.length && curve.y[at.point] === null);
-      at.point = Math.min(Math.max(at.point, 0), xs.length - 1);
-      Plotly.Fx.hover(plot, [{ curveNumber: plot.data.indexOf(curve), pointNumber: at.point }]);
-      const more = curve.customdata ? `; ${curve.customdata[at.point].join(", ")}` : "";
-      say(`${curve.name}: ${xs[at.point]}, ${curve.y[at.point]}${more}`);
-    }
+    do { at.point += move || 1; } while (at.point >= 0 && at.point < xs.length && curve.y[at.point] === null);
+    at.point = Math.min(Math.max(at.point, 0), xs.length - 1);
+    Plotly.Fx.hover(plot, [{ curveNumber: plot.data.indexOf(curve), pointNumber: at.point }]);
+    const more = curve.customdata ? `; ${curve.customdata[at.point].join(", ")}` : "";
+    say(`${curve.name}: ${xs[at.point]}, ${curve.y[at.point]}${more}`);
     plot.at = at;
   };
   document.querySelectorAll("[data-shows]").forEach((select) => select.addEventListener("change", () => {
