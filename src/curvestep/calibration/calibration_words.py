@@ -69,10 +69,8 @@ def trust(found: Calibration) -> str:
 
 def choice(found: Calibration) -> str:
     """How lr was read from the trials."""
-    rule, enough = (
-        RULES[found.last_arms[0].num_steps],
-        f"the smallest lr with {SUFFICIENT:.0%} of the best fall",
-    )
+    rule = RULES[found.last_arms[0].num_steps]
+    enough = f"the smallest lr with {SUFFICIENT:.0%} of the best fall"
     if found.confidence == "cannot tell":
         return "half of the lowest lr tried"
     if rule.takes_best:
