@@ -12,8 +12,14 @@ from curvestep.display.chart import BOLD, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import calibration_charts, comparison, run_charts
-from curvestep.lab.report.plotly_charts import TEMPLATE, rounded, to_plotly
+from curvestep.lab.report.charts import (
+    TEMPLATE,
+    calibration_charts,
+    comparison,
+    rounded,
+    run_charts,
+    to_plotly,
+)
 from curvestep.lab.report.views import RunView, find_views, seeds_by_setting, tasks_of
 from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration

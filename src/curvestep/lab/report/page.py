@@ -27,8 +27,7 @@ from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
 from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report import captions
-from curvestep.lab.report.charts import comparison, run_charts
-from curvestep.lab.report.plotly_charts import TEMPLATE, to_plotly
+from curvestep.lab.report.charts import TEMPLATE, comparison, run_charts, to_plotly
 from curvestep.lab.report.task_verdicts import verdict
 from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
