@@ -88,7 +88,7 @@ def test_every_field_of_every_recipe_is_an_option_with_words(capsys):
     for recipe in RECIPES.values():
         _, out, _ = run(capsys, "train", recipe.name, "--scale", recipe.scale, "--help")
         for name in recipe.__dataclass_fields__.keys() - set(NOT_OPTIONS):
-            assert re.search(rf"^  --(no-)?{name.replace('_', '-')}\b", out, re.MULTILINE), name
+            assert re.search(rf"^  --{name.replace('_', '-')}\b", out, re.MULTILINE), name
             assert help_texts(type(recipe))[name]
 
 
@@ -98,7 +98,8 @@ WRONG = {
     "train ptb-lstn": "there is no recipe 'ptb-lstn'. Did you mean ptb-lstm?",
     "train ptb-lstm --max-nrom 1": "there is no option --max-nrom. Did you mean --max-norm?",
     "train ptb-lstm --pooling 2": "there is no option --pooling",
-    "train ptb-awd-lstm --no-varible-bptt": "Did you mean --no-variable-bptt?",
+    "train ptb-awd-lstm --varible-bptt false": "Did you mean --variable-bptt?",
+    "train ptb-awd-lstm --variable-bptt": "--variable-bptt: expected one argument",
     "train ptb-awd-lstm --scale longer": "at `scale` 'longer'. It has: laptop, epoch, paper",
     "train ptb-lstm --learning-rate 3": "there is no option --learning-rate. Did you mean --lr? Options: ",
     "train ptb-lstm --lr fast": "--lr: needs a number or auto, got 'fast'",

@@ -7,7 +7,6 @@ import webbrowser
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ from curvestep.cli.options import (
     INTEGER,
     NUMBER,
     Parser,
-    add_fields,
-    add_grid,
     add_scale,
     one_of,
     read_with_recipe,
@@ -69,7 +66,7 @@ def train(parser: Parser, args: list[str]) -> int:
     parser.option("--threads", "Torch threads of each process", default=None, shown="torch's", kind=INTEGER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--quiet", "Show no progress")
-    chosen, recipe, given = read_with_recipe(parser, args, partial(add_fields, auto=AUTO))
+    chosen, recipe, given = read_with_recipe(parser, args, auto=AUTO)
     auto = [name for name in AUTO if given.get(name) == "auto"]
     fixed = {name: value for name, value in given.items() if name not in auto}
     recipe = with_given(parser, recipe, fixed)
@@ -93,7 +90,7 @@ def sweep(parser: Parser, args: list[str]) -> int:
     parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--quiet", "Show no progress")
-    chosen, recipe, given = read_with_recipe(parser, args, add_grid)
+    chosen, recipe, given = read_with_recipe(parser, args, several=True)
     grid = {name: tuple(values) for name, values in given.items() if len(values) > 1}
     recipe = with_given(parser, recipe, {name: given[name][0] for name in given if name not in grid})
     if not grid:
@@ -169,7 +166,7 @@ def calibrate(parser: Parser, args: list[str]) -> int:
     parser.option("--budget", budget, default=None, shown="a twentieth, at least 80", kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--json", "Print JSON instead of words")
-    chosen, recipe, given = read_with_recipe(parser, args, add_fields)
+    chosen, recipe, given = read_with_recipe(parser, args)
     recipe = with_given(parser, recipe, given)
     from curvestep.lab.run.auto import calibrate_recipe
 

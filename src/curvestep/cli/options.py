@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NoReturn, get_args, get_type_hints
@@ -58,9 +58,7 @@ KINDS = {
 class Parser(argparse.ArgumentParser):
     """The options of one command, an example, and a placeholder of the words that are no options."""
 
-    def __init__(
-        self, command: str, text: str = "", *, example: str = "", names: str = "", add_help: bool = True
-    ) -> None:
+    def __init__(self, command: str, text: str, *, example: str, names: str) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(
             prog=command,
@@ -68,7 +66,6 @@ class Parser(argparse.ArgumentParser):
             description=f"{text}\n\nExample: %(prog)s {example}",
             formatter_class=formatter,
             allow_abbrev=False,
-            add_help=add_help,
         )
 
     def option(
@@ -86,9 +83,9 @@ class Parser(argparse.ArgumentParser):
         settings = {"type": kind, "metavar": kind.metavar, "default": default, **other}
         self.add_argument(*names.split(), help=words, **settings)
 
-    def flag(self, name: str, words: str, **other: object) -> None:
+    def flag(self, name: str, words: str) -> None:
         """Add an option without a value, which is off by default."""
-        self.add_argument(name, help=f"{words} (default: off)", **{"action": "store_true", **other})
+        self.add_argument(name, help=f"{words} (default: off)", action="store_true")
 
     def positional(self, name: str, words: str, *, kind: Kind = TEXT) -> None:
         """Add the words that are no options, any number of them."""
@@ -119,16 +116,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_with_recipe(
-    parser: Parser, args: Sequence[str], add_fields: Callable[[Parser, Recipe], None]
+    parser: Parser, args: Sequence[str], *, auto: Sequence[str] = (), several: bool = False
 ) -> tuple[Namespace, Recipe, Fields]:
-    """A command's own options, the recipe that is named first, and its fields that were given."""
+    """A command's own options, the recipe that is named first, and its fields that were given.
+
+    Fields in ``auto`` may be measured; with ``several`` each field takes a list of values.
+    """
     command, names = parser.prog, recipe_names()
     if args[:1] in (["-h"], ["--help"]):
         parser.usage = f"{command} RECIPE [-h] [OPTIONS]"
         parser.prog = f"{command} {names[0]}"
         parser.epilog = f"Recipes: {', '.join(names)}.\nEvery field is an option too: {parser.prog} --help"
-        parser.print_help()
-        raise SystemExit(0)
+        parser.read(args)
     if not args or args[0].startswith("-"):
         parser.error(f"name a recipe first, one of {', '.join(names)}")
     name, *rest = args
@@ -137,15 +136,16 @@ def read_with_recipe(
             f"{command}: {name} is a script, and {command} serves built-in recipes: {', '.join(names)}. In "
             "your script call curvestep.calibrate or curvestep.SmoothnessProbe; see curvestep --help."
         )
+    without_help = [word for word in rest if word not in ("-h", "--help")]
+    scale = parser.parse_known_args(without_help)[0].scale  # which decides the other defaults
     try:
-        recipe = get_recipe(name, _scale_of(rest, command))
+        recipe = get_recipe(name, scale)
     except ValueError as error:
         raise UsageError(f"{command}: {error}") from None
-    parser.prog = f"{command} {recipe.name}"
-    add_fields(parser, recipe)
+    parser.prog = f"{command} {name}"
+    options = _add_fields(parser, recipe, auto, several)
     chosen = parser.read(rest)
-    given = [field.name for field in fields(recipe) if field.name not in NOT_OPTIONS]
-    return chosen, recipe, {name: vars(chosen)[name] for name in given if name in chosen}
+    return chosen, recipe, {name: vars(chosen)[name] for name in options if name in chosen}
 
 
 def with_given(parser: Parser, recipe: Recipe, given: Fields) -> Recipe:
@@ -156,52 +156,32 @@ def with_given(parser: Parser, recipe: Recipe, given: Fields) -> Recipe:
         parser.error(str(error))
 
 
-def _scale_of(args: Sequence[str], command: str) -> str:
-    """The scale that a command line names, which decides the other defaults."""
-    parser = Parser(command, add_help=False)
-    add_scale(parser)
-    return parser.parse_known_args(args)[0].scale
-
-
 def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") -> None:
     """Add ``--scale``."""
     parser.option("--scale", words, default="laptop", kind=one_of(*SCALES))
 
 
-def add_fields(parser: Parser, recipe: Recipe, *, auto: Sequence[str] = ()) -> None:
-    """Add an option for every field of a recipe; those in ``auto`` may be measured."""
-    for name, hint, words in _option_fields(recipe):
-        option, default = _option_name(name), getattr(recipe, name)
-        settings: Fields = {"default": SUPPRESS, "shown": _shown(default)}
-        if hint is bool and default:
-            off = f"No {words[:1].lower()}{words[1:]}"
-            parser.flag(f"--no-{option[2:]}", off, action="store_false", dest=name, default=SUPPRESS)
-        elif hint is bool:
-            parser.flag(option, words, default=SUPPRESS)
-        elif name in auto:
-            parser.option(option, f"{words}; auto: measured at the start", kind=NUMBER_OR_AUTO, **settings)
-        elif isinstance(default, tuple):
-            parser.option(option, words, kind=kind_of(hint), nargs="*", **settings)
-        else:
-            parser.option(option, words, kind=kind_of(hint), **settings)
-
-
-def add_grid(parser: Parser, recipe: Recipe) -> None:
-    """Add an option with several values for every field of a recipe that has one."""
-    for name, hint, words in _option_fields(recipe):
-        default, kind = getattr(recipe, name), kind_of(hint)
-        settings: Fields = {"default": SUPPRESS, "shown": _shown(default), "nargs": "+"}
-        if isinstance(default, tuple):
+def _add_fields(parser: Parser, recipe: Recipe, auto: Sequence[str], several: bool) -> list[str]:
+    """Add an option for every field of a recipe; the names of the fields."""
+    hints, texts = get_type_hints(type(recipe)), help_texts(type(recipe))
+    added = []
+    for field in fields(recipe):
+        name, default = field.name, getattr(recipe, field.name)
+        is_list = isinstance(default, tuple)
+        if name in NOT_OPTIONS or (several and is_list):
             continue
-        if kind.metavar.startswith("{"):  # argparse would list the choices twice
+        kind, words = KINDS.get(hints[name]) or one_of(*get_args(hints[name])), texts[name].rstrip(".")
+        settings: Fields = {"default": SUPPRESS, "shown": _shown(default)}
+        if name in auto:
+            kind, words = NUMBER_OR_AUTO, f"{words}; auto: measured at the start"
+        if several or is_list:
+            settings["nargs"] = "+" if several else "*"
+        if several and kind.metavar.startswith("{"):  # argparse would list the choices twice
             settings["metavar"] = "NAME"
             words = f"{words}; {kind.needed}"
-        parser.option(_option_name(name), words, kind=kind, **settings)
-
-
-def kind_of(hint: object) -> Kind:
-    """The kind of a recipe's field."""
-    return KINDS.get(hint) or one_of(*get_args(hint))
+        parser.option(f"--{name.replace('_', '-')}", words, kind=kind, **settings)
+        added.append(name)
+    return added
 
 
 def help_texts(recipe: type[Recipe]) -> dict[str, str]:
@@ -220,18 +200,6 @@ def help_texts(recipe: type[Recipe]) -> dict[str, str]:
     return found
 
 
-def _option_fields(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
-    """Name, type and help of each field that is an option."""
-    hints, texts = get_type_hints(type(recipe)), help_texts(type(recipe))
-    for field in fields(recipe):
-        if field.name not in NOT_OPTIONS:
-            yield field.name, hints[field.name], texts[field.name].rstrip(".")
-
-
-def _option_name(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
 def _dashed(word: str) -> str:
     """``--batch_size=20`` as ``--batch-size=20``."""
     return re.sub("^--[^=]+", lambda name: name.group().replace("_", "-"), word)
@@ -243,4 +211,6 @@ def _shown(default: object) -> str:
         return " ".join(map(_shown, default)) or "none"
     if isinstance(default, float):
         return f"{default:g}"
+    if isinstance(default, bool):
+        return str(default).lower()
     return str(default) or "none"
