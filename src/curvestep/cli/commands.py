@@ -111,7 +111,6 @@ def report(parser: Parser, args: list[str]) -> int:
     output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
     parser.option("--figures", "Folder for each figure as PNG and SVG", shown="no files")
-    parser.flag("--json", "Print the verdict as JSON instead of words")
     parser.flag("--open", "Open the page in a browser")
     chosen = parser.read(args)
     if not chosen.RUN:
@@ -121,15 +120,9 @@ def report(parser: Parser, args: list[str]) -> int:
     page = write_page(chosen.RUN, chosen.output)
     if chosen.figures:
         save_figures(page.runs, chosen.figures)
-    if chosen.json:
-        names = ("name", "setting", "status", "step", "final_loss", "clipped_fraction")
-        names += ("advice", "warnings", "doubts")
-        runs = [{name: getattr(view, name) for name in names} for view in page.runs]
-        say(dump_json({"page": str(page.path), "verdicts": page.verdicts, "runs": runs}, indent=2))
-    else:
-        for group in page.verdicts:
-            say(": ".join(filter(None, (group["title"], group["verdict"]))))
-        say(f"report: {page.path}")
+    for group in page.verdicts:
+        say(": ".join(filter(None, (group["title"], group["verdict"]))))
+    say(f"report: {page.path}")
     if chosen.open:
         webbrowser.open(page.path.resolve().as_uri())
     return OK
