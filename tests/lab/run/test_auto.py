@@ -102,6 +102,10 @@ def test_folder_without_a_calibration_has_none_and_a_foreign_file_is_refused(tmp
         read_calibration(tmp_path)
 
 
-def test_threshold_of_the_other_rule_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`auto` must be"):
-        calibrate_run(small(), tmp_path / "run", ["offset"], offline=True)
+@pytest.mark.parametrize(
+    ("optimizer", "given", "own"), [("clipped", "offset", "max_norm"), ("normalized", "max_norm", "offset")]
+)
+def test_threshold_of_the_other_rule_is_refused_by_name(tmp_path, optimizer, given, own):
+    with pytest.raises(ValueError, match=f"'{optimizer}' has no `{given}`: auto measures `lr` and `{own}`"):
+        calibrate_run(small(optimizer=optimizer), tmp_path / "run", ["lr", given], offline=True)
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from curvestep._checks import check_choice
 from curvestep.calibration.calibrate import calibrate
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.lab.recipes import OPTIMIZERS, Recipe
@@ -76,9 +75,11 @@ def calibrate_run(
     that it was begun with, and its own calibration; nothing is measured again. ``names`` are ``lr`` and
     ``max_norm``, or ``offset`` for the normalized rule.
     """
-    folder = Path(folder)
-    for name in names:
-        check_choice("auto", name, ("lr", _threshold(recipe)))
+    folder, threshold = Path(folder), _threshold(recipe)
+    if others := [name for name in names if name not in ("lr", threshold)]:
+        raise ValueError(
+            f"The optimizer {recipe.optimizer!r} has no `{others[0]}`: auto measures `lr` and `{threshold}`."
+        )
     if (folder / CONFIG).exists():
         if not resume:
             raise ValueError(f"{folder} already holds a run. Resume it, or choose another folder.")
