@@ -26,13 +26,15 @@ def words(recipe, folder):
 
 
 @pytest.mark.parametrize(
-    ("probe_every", "fills"), [(0, "metrics.jsonl"), (1, "trace.jsonl")], ids=["rows", "measurements"]
+    ("devices", "probe_every", "fills"),
+    [(1, 0, "metrics.jsonl"), (1, 1, "trace.jsonl"), (2, 0, "metrics.jsonl")],
+    ids=["rows", "measurements", "two processes"],
 )
 def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room(
-    tmp_path, probe_every, fills
+    tmp_path, devices, probe_every, fills
 ):
     recipe = small_language(tmp_path, steps=240, probe_every=probe_every)
-    command = words(recipe, tmp_path / "run")
+    command = [*words(recipe, tmp_path / "run"), "--devices", str(devices)]
     full = run_command(*command, largest_file=LIMIT)
     assert full.returncode == 1
     # The probe warns before; the command itself has one line to say.
@@ -50,7 +52,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room
     assert not list((tmp_path / "run").glob(".*.part"))  # no part of a file is left behind
 
     assert run_command(*command).returncode == 0
-    train(recipe, tmp_path / "never-full", progress=False, threads=1)
+    train(recipe, tmp_path / "never-full", progress=False, threads=1, devices=devices)
     assert_same_rows(tmp_path / "run", tmp_path / "never-full")
 
 

@@ -6,8 +6,8 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,25 +79,31 @@ def train(
     fabric = make_fabric(recipe, devices=devices)
     if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
+    with _space_in(folder), locked(folder), ignore_sigint(fabric):
+        run = open_run(folder, recipe, resume=resume)
+        process = partial(
+            _train,
+            run=run,
+            progress=progress,
+            checkpoint_seconds=checkpoint_seconds,
+            threads=threads,
+            offline=offline,
+        )
+        _launch(fabric, run, process)
+    return Run.load(folder).result
+
+
+@contextmanager
+def _space_in(folder: Path) -> Iterator[None]:
+    """Say what to do if the disk is full; inside each process: an error leaves it as text."""
     try:
-        with locked(folder), ignore_sigint(fabric):
-            run = open_run(folder, recipe, resume=resume)
-            process = partial(
-                _train,
-                run=run,
-                progress=progress,
-                checkpoint_seconds=checkpoint_seconds,
-                threads=threads,
-                offline=offline,
-            )
-            _launch(fabric, run, process)
+        yield
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
         raise OSError(
             f"No space left in {folder}. The run so far is kept: free space, then `--resume`."
         ) from error
-    return Run.load(folder).result
 
 
 def _launch(fabric: Fabric, run: Run, process: Callable[[Fabric], None]) -> None:
@@ -134,7 +140,7 @@ def _train(
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe
-    with run_context(recipe, threads=threads), stop_signal() as stop:
+    with _space_in(run.folder), run_context(recipe, threads=threads), stop_signal() as stop:
         task = make_task(recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=offline)
         session = Session(fabric, run, task)
         status_file = _StatusFile(run, session, checkpoint_seconds)
