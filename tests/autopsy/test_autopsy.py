@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import curvestep as cs
 from curvestep.autopsy.cause import CANNOT_TELL, FEWEST_STEPS, SPIKE, cause_of, share
+from curvestep.autopsy.kept_step import norms_of
 
 NUM_STEPS = 14
 
@@ -207,6 +208,12 @@ def test_writes_between_steps_cost_a_bounded_number_of_copies():
     assert run.spikes.nbytes <= FEWEST_STEPS * (model + moments + batch)
     with pytest.raises(RuntimeError, match="too few"):
         run.spikes.explain()
+
+
+def test_norm_of_a_sparse_gradient_is_that_of_its_sums():
+    rows = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (2,), check_invariants=True)
+    sparse, none, dense = norms_of([rows, None, torch.ones(4)])
+    assert (sparse.item(), none, dense.item()) == (7.0, None, 2.0)
 
 
 def test_batch_is_kept_as_it_was():

@@ -30,14 +30,6 @@ class UntrackedParametersError(NonDeterministicError):
     """The loss depends on trained tensors that the replay neither moves nor puts back."""
 
 
-class Determinism(NamedTuple):
-    """Result of a self-test: the error, the replayed gradient, and the precision of its computation."""
-
-    error: float
-    gradients: Gradients
-    eps: float
-
-
 @dataclass
 class SelfTest:
     """A probe's test that its replays are training's passes again, and what it knows from it."""
@@ -112,21 +104,16 @@ class SelfTest:
 
 
 def check_determinism(
-    replay: Replay,
-    trained: Gradients | None = None,
-    record: ObservedStep | None = None,
-    *,
-    clipped: bool = False,
-    repeat: bool = True,
-) -> Determinism:
-    r"""Relative difference between two replays of one gradient; an error that names the cause if it matters.
+    replay: Replay, trained: Gradients | None, record: ObservedStep, *, clipped: bool, repeat: bool
+) -> tuple[float, Gradients, float]:
+    r"""Relative difference between two replays of one gradient, the gradient, and the precision of its loss.
 
-    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass. The
-    open ``replay`` is where training computed the gradient ``trained``, if the closure is to give the same;
-    of one that may be ``clipped`` only the direction of each parameter's part is compared, up to clipping by
-    value. Without ``repeat`` it is replayed once, and the error is zero.
+    Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass; of
+    larger ones an error names the cause. The open ``replay`` is where training computed the gradient
+    ``trained``, if the closure is to give the same; of one that may be ``clipped`` only the direction of each
+    parameter's part is compared, up to clipping by value. Without ``repeat`` it is replayed once, and the
+    difference is zero.
     """
-    record = record or ObservedStep()
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     with forbid_untracked_parameters(replay.parameters) as found:
         first = replay.gradient().gradients
@@ -141,7 +128,7 @@ def check_determinism(
     differs = any_rank(gap > tolerance, replay.model) and not math.isnan(error)
     if trained is not None and differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
         raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
-    return Determinism(error, first, eps)  # an error that is not finite: nothing to compare
+    return error, first, eps  # an error that is not finite: nothing to compare
 
 
 def _size(gradients: Gradients) -> float:

@@ -140,7 +140,7 @@ class SmoothnessProbe:
         self.step = 0
         self._current = ProbedStep(self._setup)
         self._recent = RecentLoss()
-        self._resumed = self._closed = self._failed = False
+        self._closed = self._failed = False
         self._warned: set[str] = set()
         self._listeners: list[Callable[[Row], object]] = []
         hook = ForwardHook(self._see_forward)
@@ -338,7 +338,6 @@ class SmoothnessProbe:
         self._setup.spikes = list(state.get("spikes", ()))
         self._recent = RecentLoss(**state.get("recent", {}))
         self.schedule.load_state_dict(state["schedule"])
-        self._resumed = True
         self.trace.cut(self.step)
         self._forget_step()
 
@@ -359,8 +358,8 @@ class SmoothnessProbe:
         return (args[0],), {**kwargs, "closure": first_closure}
 
     def _measures(self) -> bool:
-        """Whether this step is measured; a run is not added to the rows of another."""
-        if self.due and self.step == 0 and not self._resumed and any_rank(len(self.trace) > 0, self.model):
+        """Whether this step is measured; a run is not added to the rows of another, nor cut from them."""
+        if self.due and self.step == 0 and any_rank(len(self.trace) > 0, self.model):
             self._part_from_other_run()
         return self.due
 

@@ -264,18 +264,16 @@ class ProbedStep:
     def _raw_gradient(self, loss: TrainingLoss, *, clipped: bool) -> Gradients:
         """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""
         gradients = gradients_of(self.setup.parameters)
-        hidden = is_empty(gradients)
-        if hidden and not any(part.summed for part in self.record.passes):
+        # A hook that leaves a step out hides the gradient that was summed.
+        if is_empty(gradients) and not any(part.summed for part in self.record.passes):
             raise ValueError(
                 "`.grad` is empty before the step. Call `loss.backward()` before it, and `zero_grad()` "
                 "after it."
             )
         if not clipped:
             return gradients
-        # A hook that leaves a step out hides the gradient: there is nothing to compare with.
-        trained = None if hidden else gradients
         with self.replaying(loss, most=1) as replay:
-            return self.setup.test.run(replay, trained, self.record, clipped=True)
+            return self.setup.test.run(replay, gradients, self.record, clipped=True)
 
     def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
         """Test the closure that is measured, where the gradient was not replayed and tested already."""

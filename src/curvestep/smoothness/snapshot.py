@@ -263,14 +263,9 @@ def _inside(values: Sequence[object]) -> list[object]:
     return list(seen.values())
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    """DDP or a compiled module: its attributes are machinery, not state of the model."""
-    return isinstance(module, DistributedDataParallel) or "_orig_mod" in module._modules
-
-
 def _state_of(owner: nn.Module) -> dict[str, object]:
     """Own attributes: public ones of any kind, and what is plain of the private ones."""
-    if _is_wrapper(owner):
+    if isinstance(owner, DistributedDataParallel):  # they say how it sums gradients now
         return {}
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
     plain = () if type(owner).__module__.startswith("torch.") else _PLAIN
