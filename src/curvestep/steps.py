@@ -30,6 +30,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 Parameter = float | np.ndarray
 # No norm of a gradient is larger: beside an array it stands for infinity, of which the ratio would be NaN.
 _LARGEST = np.finfo(np.float64).max
+CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")  # of a trace, that tell of clipping
 
 
 class ClippedParameters(TypedDict):
@@ -305,8 +306,7 @@ def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
         >>> clip_norms({"clipped": [False, True], "coefficient": 0.5, "grad_norm": 4.0})
         array([inf,  2.])
     """
-    names = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")
-    numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in names]
+    numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in CLIP_COLUMNS]
     flag, coefficient, g, length, lr = np.broadcast_arrays(*numbers)
     optimizer = columns.get("optimizer", "")
     # Adam's steps do not grow with the gradient: their length tells nothing.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor, nn
@@ -38,20 +38,18 @@ class Start:
 class Segment:
     """The step as the estimators see it."""
 
-    start: list[Tensor]
-    gradients: Gradients
-    grad_norm: float
+    start: Start
     step_norm: float
     eps: float
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    layers: Mapping[str, Row] = field(default_factory=dict)  # norms of gradient and step in each group
-    geometry: Geometry = field(default_factory=Geometry)  # the optimizer's metric
+    groups: Mapping[str, Sequence[int]]
+    layers: Mapping[str, Row]  # norms of gradient and step in each group
+    geometry: Geometry  # the optimizer's metric
 
     def metric(self, parameters: Sequence[Tensor]) -> list[ChangeInMetric]:
         """A measure of the gradient's change in the optimizer's metric; none in the plain one."""
         if self.geometry.is_euclidean:
             return []
-        return [ChangeInMetric(self.geometry, parameters, self.start)]
+        return [ChangeInMetric(self.geometry, parameters, self.start.point)]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def summary_part(row: Row) -> Row:
 
 def secant_at(segment: Segment, replay: Replay, fraction: float, visitors: Iterable[Visitor]) -> Secant:
     """The change of the gradient from the start of the step to where the parameters are."""
-    there = replay.change(segment.gradients, visitors)
+    there = replay.change(segment.start.gradients, visitors)
     size = global_norm(there.parts).item()
     return Secant(
         fraction=fraction,
@@ -131,8 +129,9 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place.
     """
     secants: dict[float, Secant] = {}
-    along, metric = SlopeAlong(replay.parameters, segment.start), segment.metric(replay.parameters)
-    for fraction in replay.along(segment.start, fractions):
+    along = SlopeAlong(replay.parameters, segment.start.point)
+    metric = segment.metric(replay.parameters)
+    for fraction in replay.along(segment.start.point, fractions):
         visitors: list[Visitor] = []
         if fraction == 1.0:  # later the start is overwritten
             visitors.append(along)
@@ -142,7 +141,7 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     ordered = [secants[fraction] for fraction in fractions]
     slopes = [s.slope for s in ordered]
     part = {
-        "smoothness": _largest(slopes),
+        "smoothness": float(np.max(slopes)),  # NaN if any is
         "fractions": list(fractions),
         "secants": slopes,
         "grad_norms": [s.grad_norm for s in ordered],
@@ -151,7 +150,8 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     if segment.layers:
         part["layers"] = {name: layer_part(name, norms, ordered) for name, norms in segment.layers.items()}
     if 1.0 in secants:
-        part |= end_part(segment, replay, secants[1.0], along)
+        part["loss_after"] = over_ranks(secants[1.0].loss, replay.model, mean=True)
+        part["curvature"] = along.total / segment.step_norm / segment.step_norm
     return part
 
 
@@ -160,27 +160,20 @@ def layer_part(name: str, norms: Row, secants: Sequence[Secant]) -> Row:
     length = norms["step_norm"]
     if not length:
         return norms
-    return {**norms, "smoothness": _largest([s.layer_sizes[name] / (s.fraction * length) for s in secants])}
+    slopes = [s.layer_sizes[name] / (s.fraction * length) for s in secants]
+    return {**norms, "smoothness": float(np.max(slopes))}
 
 
 def change_part(segment: Segment, secant: Secant, metric: Sequence[ChangeInMetric]) -> Row:
     """κ and the smoothness in the optimizer's metric."""
     part: Row = {}
-    if segment.grad_norm:
-        part["kappa"] = secant.size / segment.grad_norm
+    if segment.start.grad_norm:
+        part["kappa"] = secant.size / segment.start.grad_norm
     if segment.geometry.scales:
         part["optimizer_smoothness"] = secant.slope
     for visitor in metric:
         part["optimizer_smoothness"] = visitor.smoothness(secant.fraction)
     return part
-
-
-def end_part(segment: Segment, replay: Replay, end: Secant, along: SlopeAlong) -> Row:
-    """Loss after the step, and the signed curvature along it."""
-    return {
-        "loss_after": over_ranks(end.loss, replay.model, mean=True),
-        "curvature": along.total / segment.step_norm / segment.step_norm,
-    }
 
 
 def local_part(segment: Segment, replay: Replay) -> Row:
@@ -191,10 +184,11 @@ def local_part(segment: Segment, replay: Replay) -> Row:
     embedding can be a hundred times that. A second difference of half the length says how far the product is
     to be trusted.
     """
-    d = [p.detach() - s for p, s in zip(replay.parameters, segment.start, strict=True)]
-    length = min(central_length(segment.start, eps=segment.eps), segment.step_norm)
-    product = central_difference(replay, segment.start, d, length=length)
-    half = central_difference(replay, segment.start, d, length=length / 2)
+    x = segment.start.point
+    d = [p.detach() - s for p, s in zip(replay.parameters, x, strict=True)]
+    length = min(central_length(x, eps=segment.eps), segment.step_norm)
+    product = central_difference(replay, x, d, length=length)
+    half = central_difference(replay, x, d, length=length / 2)
     replay.return_home()
     size = global_norm(product).item()
     gap = global_norm(difference(half, product, overwrite=True)).item()
@@ -208,7 +202,7 @@ def local_part(segment: Segment, replay: Replay) -> Row:
 
 def spectral_part(segment: Segment, replay: Replay) -> Row:
     """The Hessian's norm at the start, and whether Lanczos converged."""
-    spectrum = spectral_smoothness(replay, segment.start, eps=segment.eps)
+    spectrum = spectral_smoothness(replay, segment.start.point, eps=segment.eps)
     replay.return_home()
     return {
         "spectral_smoothness": spectrum.value,
@@ -227,11 +221,6 @@ def noise_of_halves(one: Gradients, two: Gradients) -> Row:
 
 def _norm_of(tensors: Gradients, indices: Sequence[int]) -> float:
     return global_norm(tensors[i] for i in indices).item()
-
-
-def _largest(values: Sequence[float]) -> float:
-    """The largest; NaN if any is."""
-    return float(np.max(values))
 
 
 def layer_groups(model: nn.Module, parameters: Sequence[Tensor]) -> dict[str, list[int]]:

@@ -43,8 +43,6 @@ from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
 from curvestep.smoothness.trace import Trace
 
-# What to do with a file that holds a run, in the words of a trace.
-_IF_EXISTS = {"resume": "continue", "new": "new", "overwrite": "overwrite"}
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
 
 
@@ -135,8 +133,7 @@ class SmoothnessProbe:
         if layers:
             self._setup.groups = layer_groups(model, self.parameters)
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
-        check_choice("if_exists", if_exists, tuple(_IF_EXISTS))
-        self.trace = self._new_trace(trace, _IF_EXISTS[if_exists])
+        self.trace = self._new_trace(trace, if_exists)
         self.step = 0
         self._current = ProbedStep(self._setup)
         self._recent = RecentLoss()
@@ -221,13 +218,12 @@ class SmoothnessProbe:
         self,
         optimizer: Optimizer | None = None,
         *,
-        clipped: bool = False,
         batch_size: int | None = None,
         halves: tuple[Closure, Closure] | None = None,
     ) -> None:
         """Measure before the optimizer's step, if this step is due; ``optimizer`` has begun its own already.
 
-        A gradient that may have been ``clipped`` or scaled since the backward pass is computed again.
+        Then the gradient may have been clipped or scaled since the backward pass, and is computed again.
         """
         if not self._measures():
             return
@@ -235,7 +231,7 @@ class SmoothnessProbe:
         step.row = {"step": self.step, "batch_size": batch_size}
         self._check_mode()
         try:
-            self._attempt(partial(step.measure_start, clipped=clipped))
+            self._attempt(partial(step.measure_start, clipped=optimizer is not None))
             if halves is not None:
                 self._attempt(partial(step.measure_noise, halves))
         except BaseException:
@@ -295,11 +291,6 @@ class SmoothnessProbe:
         """Whether the step that comes is measured."""
         return self.step == self.schedule.next and not self._closed
 
-    @property
-    def self_test(self) -> float | None:
-        """Relative difference of one gradient replayed twice: zero or rounding; None until tested."""
-        return self._setup.test.error
-
     def __repr__(self) -> str:
         rows, spent = self.schedule.num_rows, self.schedule.num_gradients
         share = spent / max(self.step, 1)
@@ -346,13 +337,13 @@ class SmoothnessProbe:
         self._check_others()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
-            self._begin(optimizer, clipped=True)
+            self._begin(optimizer)
             return None
 
         def first_closure() -> object:
             loss = closure()
             if self._current.optimizers is None:
-                self._begin(optimizer, clipped=True)
+                self._begin(optimizer)
             return loss
 
         return (args[0],), {**kwargs, "closure": first_closure}

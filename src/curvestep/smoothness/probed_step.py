@@ -169,9 +169,7 @@ class ProbedStep:
             self.row |= {"status": ZERO_STEP}
             return
         segment = Segment(
-            start=start.point,
-            gradients=start.gradients,
-            grad_norm=start.grad_norm,
+            start=start,
             step_norm=step_norm,
             eps=eps,
             groups=setup.groups,
@@ -326,8 +324,8 @@ class ProbedStep:
         yield along
 
     def _remember_rate(self, segment: Segment, first_secant: float) -> None:
-        if segment.grad_norm > 0:
-            rate = first_secant * segment.step_norm / segment.grad_norm
+        if segment.start.grad_norm > 0:
+            rate = first_secant * segment.step_norm / segment.start.grad_norm
             if 0 < rate < math.inf:
                 self.setup.rates.append(rate)
 

@@ -201,6 +201,8 @@ class Replay:
         times = [0] * len(parts)
 
         def take(i: int, p: Tensor) -> None:
+            if not self._is_open:  # an interrupt left the hook behind: training's gradient stays
+                return
             times[i] += 1
             look(i, p.grad)
             # Not of a small one: its norm is taken later, together with others.
@@ -341,16 +343,12 @@ class Replay:
         hooks = []
         if take is not None:
             for i, p in enumerate(self.parameters):
-                hooks.append(p.register_post_accumulate_grad_hook(partial(self._hand_over, take, i)))
+                hooks.append(p.register_post_accumulate_grad_hook(partial(take, i)))
         try:
             loss.backward()
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _hand_over(self, take: Callable[[int, Tensor], None], i: int, p: Tensor) -> None:
-        if self._is_open:  # else an interrupt left the hook behind: training's gradient stays
-            take(i, p)
 
     def _forward(self, *, differentiable: bool = True) -> Tensor:
         loss = failure = None

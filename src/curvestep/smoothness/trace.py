@@ -35,7 +35,7 @@ from curvestep.smoothness import (
     ZERO_STEP as ZERO_STEP,
     Row as Row,
 )
-from curvestep.steps import clip_norms
+from curvestep.steps import CLIP_COLUMNS, clip_norms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,8 +45,6 @@ KeyPath = tuple[str, ...]
 
 FORMAT = "curvestep-trace"
 SCHEMA = 1
-# The columns that ``clip_norms`` reads.
-_CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "optimizer")
 
 
 class Trace:
@@ -58,8 +56,8 @@ class Trace:
     Args:
         path: File to write, created with its folders if need be. None keeps the rows in memory only.
         header: What was measured on what, for the first line of the file: plain JSON values.
-        if_exists: What to do with a file that holds rows: ``"continue"`` it, write to a ``"new"`` one beside
-            it (``trace-2.jsonl``), or ``"overwrite"`` it.
+        if_exists: What to do with a file that holds rows: ``"resume"`` it, write to a ``"new"`` one beside it
+            (``trace-2.jsonl``), or ``"overwrite"`` it.
 
     Example:
         >>> trace = Trace(header={"model": "lstm", "fractions": [0.5, 1.0]})
@@ -74,9 +72,9 @@ class Trace:
     """
 
     def __init__(
-        self, path: str | Path | None = None, *, header: Row | None = None, if_exists: str = "continue"
+        self, path: str | Path | None = None, *, header: Row | None = None, if_exists: str = "resume"
     ) -> None:
-        check_choice("if_exists", if_exists, ("continue", "new", "overwrite"))
+        check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
         header = header or {}
         self.path: Path | None = None
         self.header = _plain({"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **header})
@@ -203,7 +201,7 @@ class Trace:
     @property
     def clip_norm(self) -> np.ndarray:
         """The gradient norm at which each step was clipped, as :func:`curvestep.steps.clip_norms` has it."""
-        columns = {name: self.column(name) for name in _CLIP_COLUMNS}
+        columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
         if not any(columns["optimizer"]):  # older rows leave it to the header
             columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
         return self.cached("clip_norm", lambda: clip_norms(columns))
