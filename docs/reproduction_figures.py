@@ -27,9 +27,9 @@ from pathlib import Path
 
 from curvestep._files import dump_json
 from curvestep.fit.samples import final_loss
+from curvestep.lab.paper.legend import length_words, missing_words
 from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, ORIGIN, Results, load_kept
 from curvestep.lab.paper.reproduction import draw_all, make_plan
-from curvestep.lab.paper.style import length_words, missing_words
 from curvestep.lab.paper.verdicts.claims import (
     Claim,
     Spread,

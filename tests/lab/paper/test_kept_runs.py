@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from curvestep.lab.paper import reproduction
-from curvestep.lab.paper.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM
+from curvestep.lab.paper.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM, length_words
 from curvestep.lab.paper.plan import KEPT, PAPER_SIZE, load_kept
 from curvestep.lab.paper.reproduction import draw_kept, make_plan
-from curvestep.lab.paper.style import length_words
 from curvestep.lab.paper.verdicts.claims import NOT_TESTED, decided
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, STATUS, TRACE, read_json, write_json

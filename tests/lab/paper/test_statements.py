@@ -18,7 +18,7 @@ from curvestep.lab.paper.legend import (
 )
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.reproduction import make_plan
-from curvestep.lab.paper.verdicts import judges, theory_judges
+from curvestep.lab.paper.verdicts import judges
 from curvestep.lab.paper.verdicts.claims import (
     DOES_NOT_HOLD,
     HOLDS,
@@ -28,7 +28,7 @@ from curvestep.lab.paper.verdicts.claims import (
     OPEN,
     REPRODUCED,
 )
-from curvestep.lab.paper.verdicts.statements import STATEMENTS, make_claims
+from curvestep.lab.paper.verdicts.statements import STATEMENTS, certified, lower_bound_corrected, make_claims
 from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, speed_up, steps_to
 from curvestep.lab.run.folder import Run
 from curvestep.smoothness.trace import Trace
@@ -318,8 +318,8 @@ def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
 
 def test_theorems_3_and_6_hold_as_printed_and_theorem_4_does_not():
     for theorem in (theorem3, theorem6):
-        assert theory_judges.certified(None, theorem=theorem).verdict == REPRODUCED
-    found = theory_judges.lower_bound_corrected(None)
+        assert certified(None, theorem=theorem).verdict == REPRODUCED
+    found = lower_bound_corrected(None)
     assert found.numbers["on one pair"] == "printed: violated, corrected: holds"
 
 
@@ -328,7 +328,7 @@ def test_a_false_theorem_is_not_reproduced():
         true = theorem3(**numbers)
         return replace(true, bound=true.bound / 1000)
 
-    assert theory_judges.certified(None, theorem=hasty).verdict == NOT_REPRODUCED
+    assert certified(None, theorem=hasty).verdict == NOT_REPRODUCED
 
 
 def test_a_prediction_without_a_bound_is_said_in_words(tmp_path):

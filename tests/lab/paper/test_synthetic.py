@@ -127,7 +127,7 @@ def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
     for name in ("config.json", "numbers.npz"):
         (tmp_path / FOLDER / name).write_bytes((folder / name).read_bytes())
     results = SimpleNamespace(folder=tmp_path)
-    svgs = [save(picture.draw(results, "x⁴"), tmp_path / picture.name)[1] for picture in FIG7.pictures]
+    svgs = [save(picture.draw(results, "x⁴"), tmp_path / picture.name)[1] for picture in (FIG7, *FIG7.beside)]
     assert [svg.name for svg in svgs] == ["fig7.svg", "fig7_growth.svg"]
     text = svgs[0].read_text()
     assert "(f) clipped GD, |f′(x)| = 4|x|³" in text

@@ -14,26 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
-from curvestep.lab.paper.legend import (
-    ALWAYS_CLIPPED,
-    BY_HAND,
-    IMAGES,
-    LONG,
-    SMALL_LR,
-    SMALL_LR_CLIPPED,
-    legend_runs,
-    run_again,
-)
-from curvestep.lab.paper.plan import PaperFigure, Picture, Results
-from curvestep.lab.paper.style import (
-    LETTERS,
-    PANEL,
-    SMALL_PANEL,
-    TITLE_CHARACTERS,
-    described,
-    lettered,
-    setting,
-)
+from curvestep.lab.paper import legend
+from curvestep.lab.paper.plan import PaperFigure, Results
 from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
 from curvestep.lab.run.folder import Run
@@ -46,12 +28,14 @@ def scatter(
     *,
     title: str = "Smoothness against gradient norm",
     linear: Sequence[int] = (),
-    letters: str = LETTERS,
+    letters: str = legend.LETTERS,
 ) -> Figure:
     """One panel a setting, with its seeds, on axes of its own, which of the panels ``linear`` are linear."""
     charts = [scatter_chart(runs, log=panel not in linear) for panel, runs in enumerate(settings)]
-    size = SMALL_PANEL if len(charts) > 1 else PANEL
-    return described(lettered(charts, letters), list(chain(*settings)), title=title, columns=3, size=size)
+    size = legend.SMALL_PANEL if len(charts) > 1 else legend.PANEL
+    return legend.described(
+        legend.lettered(charts, letters), list(chain(*settings)), title=title, columns=3, size=size
+    )
 
 
 def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
@@ -59,12 +43,12 @@ def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
     steps, norms, smoothness = map(np.concatenate, zip(*map(measured, runs), strict=True))
     axes = Axis(GRADIENT, log=log), Axis(SMOOTHNESS, log=log)
     if len(steps) == 0:
-        return Chart("scatter", setting(runs[0]), *axes, words="nothing was measured")
+        return Chart("scatter", legend.setting_words(runs[0]), *axes, words="nothing was measured")
     if not log:
         ends = [(0.0, ROOM * float(values.max())) for values in (norms, smoothness)]
         axes = Axis(GRADIENT, range=ends[0]), Axis(SMOOTHNESS, range=ends[1])
     points = Series("", norms, smoothness, dash="", mark="circle", shade=steps)
-    title = textwrap.fill(setting(runs[0]), TITLE_CHARACTERS)
+    title = textwrap.fill(legend.setting_words(runs[0]), legend.TITLE_CHARACTERS)
     return Chart("scatter", f"{title}{_correlation_words(runs)}", *axes, (points,))
 
 
@@ -83,70 +67,55 @@ def _shown(*settings: str) -> Callable[[Results, str], Figure]:
 
     def draw(results: Results, title: str) -> Figure:
         found = results.there(settings)
-        letters = "".join(LETTERS[settings.index(setting)] for setting in found)
+        letters = "".join(legend.LETTERS[settings.index(name)] for name in found)
         return scatter(list(map(results.shown, found)), title=title, letters=letters)
 
     return draw
 
 
 def _draw_one(results: Results, title: str) -> Figure:
-    return scatter([results.shown(BY_HAND)], title=title)
+    return scatter([results.shown(legend.BY_HAND)], title=title)
 
 
 def _draw_linear_and_long(results: Results, title: str) -> Figure:
     """Figure 1 on linear axes, the panel (a); the longer run beside it where there is one."""
-    results.shown(BY_HAND)  # an error without it: (a) is the first panel
-    found = results.there([BY_HAND, LONG])
+    results.shown(legend.BY_HAND)  # an error without it: (a) is the first panel
+    found = results.there([legend.BY_HAND, legend.LONG])
     return scatter(list(map(results.shown, found)), title=title, linear=[0], letters="ab")
 
 
 FIG1 = PaperFigure(
     name="fig1",
-    runs=lambda scale: legend_runs(scale, [BY_HAND]),
-    pictures=(
-        Picture(
-            name="fig1",
-            title="Figure 1: smoothness against gradient norm, language model",
-            caption="A point is a measurement along training; later ones are lighter.",
-            draw=_draw_one,
-        ),
-    ),
+    runs=lambda scale: legend.runs_of(scale, [legend.BY_HAND]),
+    title="Figure 1: smoothness against gradient norm, language model",
+    caption="A point is a measurement along training; later ones are lighter.",
+    draw=_draw_one,
 )
 FIG2 = PaperFigure(
     name="fig2",
-    runs=lambda scale: legend_runs(scale, [BY_HAND, SMALL_LR, SMALL_LR_CLIPPED, ALWAYS_CLIPPED]),
-    pictures=(
-        Picture(
-            name="fig2",
-            title="Figure 2: smoothness against gradient norm, language model",
-            caption="A panel is one of the paper's settings, a point a measurement; later ones are lighter.",
-            draw=_shown(BY_HAND, SMALL_LR, SMALL_LR_CLIPPED),
-        ),
+    runs=lambda scale: legend.runs_of(
+        scale, [legend.BY_HAND, legend.SMALL_LR, legend.SMALL_LR_CLIPPED, legend.ALWAYS_CLIPPED]
     ),
+    title="Figure 2: smoothness against gradient norm, language model",
+    caption="A panel is one of the paper's settings, a point a measurement; later ones are lighter.",
+    draw=_shown(legend.BY_HAND, legend.SMALL_LR, legend.SMALL_LR_CLIPPED),
 )
 FIG3 = PaperFigure(
     name="fig3",
-    runs=lambda scale: legend_runs(scale, IMAGES),
-    pictures=(
-        Picture(
-            name="fig3",
-            title="Figure 3: smoothness against gradient norm, ResNet20",
-            caption="Panels show the settings (a) to (c) that this scale has, past the start of training. "
-            "Correlations are within stretches of constant learning rate.",
-            draw=_shown(*IMAGES),
-        ),
-    ),
+    runs=lambda scale: legend.runs_of(scale, legend.IMAGES),
+    title="Figure 3: smoothness against gradient norm, ResNet20",
+    caption="Panels show the settings (a) to (c) that this scale has, past the start of training. "
+    "Correlations are within stretches of constant learning rate.",
+    draw=_shown(*legend.IMAGES),
 )
 FIG5 = PaperFigure(
     name="fig5",
     # At laptop scale a run that is half as long again.
-    runs=lambda scale: [*legend_runs(scale, [BY_HAND]), *run_again(scale, LONG, steps=600, probe_every=10)],
-    pictures=(
-        Picture(
-            name="fig5",
-            title="Figure 5: figure 1 on linear axes, and more iterations",
-            caption="(a) is figure 1 on linear axes. (b) is the same setting for more iterations, if run.",
-            draw=_draw_linear_and_long,
-        ),
-    ),
+    runs=lambda scale: [
+        *legend.runs_of(scale, [legend.BY_HAND]),
+        *legend.run_again(scale, legend.LONG, steps=600, probe_every=10),
+    ],
+    title="Figure 5: figure 1 on linear axes, and more iterations",
+    caption="(a) is figure 1 on linear axes. (b) is the same setting for more iterations, if run.",
+    draw=_draw_linear_and_long,
 )

@@ -14,21 +14,8 @@ from matplotlib.figure import Figure
 from curvestep.display.chart import Axis, Chart, Series
 from curvestep.display.results import on_common_steps, over_seeds, running_mean
 from curvestep.lab.cost import steps_of
-from curvestep.lab.paper.legend import (
-    BY_HAND,
-    CALIBRATED,
-    IMAGES,
-    IMAGES_WITH_DROPS,
-    LANGUAGE,
-    NORMALIZED,
-    UNCLIPPED_EPOCH,
-    legend_runs,
-    long_runs,
-    run_again,
-    trained_name,
-)
-from curvestep.lab.paper.plan import PaperFigure, Picture, Planned, Results
-from curvestep.lab.paper.style import LEGEND_CHARACTERS, colour_of, described, length_words, lettered
+from curvestep.lab.paper import legend
+from curvestep.lab.paper.plan import PaperFigure, Planned, Results
 from curvestep.lab.recipes import ImageRecipe, LanguageRecipe, with_fields
 from curvestep.lab.run.folder import DIVERGED, Run
 from curvestep.steps import normalized_from_clipped
@@ -67,8 +54,8 @@ def curves(runs: Sequence[Run], *, title: str = "Training with and without clipp
     for kind, beside in _BESIDE.items():
         task = [run for run in runs if isinstance(run.recipe, kind)]
         if task:
-            charts += lettered(_task_charts(task, *beside), beside[0])
-    return described(charts, runs, title=title)
+            charts += legend.lettered(_task_charts(task, *beside), beside[0])
+    return legend.described(charts, runs, title=title)
 
 
 # Letters of the paper, and what it shows beside the training loss: column, split and title, and the unit.
@@ -113,7 +100,7 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
                 steps=steps / unit,
                 values=values,
                 diverged=tuple(sorted(ends, reverse=True)),
-                colour=colour_of(recipe),
+                colour=legend.colour_of(recipe),
                 dash=looks[recipe.max_norm == math.inf],
             )
         )
@@ -122,7 +109,7 @@ def gather(runs: Sequence[Run], column: str, split: str, *, smoothing: int = 1) 
 
 def _unended(runs: Sequence[Run]) -> str:
     """How far the first run came that has not ended; empty if all have."""
-    lengths = [f" ({length_words(run)})" for run in runs if not run.has_ended]
+    lengths = [f" ({legend.length_words(run)})" for run in runs if not run.has_ended]
     return "".join(lengths[:1])
 
 
@@ -145,7 +132,7 @@ def curve_chart(
     series = []
     for curve in found:
         mark = "circle" if len(curve.steps) < MARKED_POINTS else ""
-        name = textwrap.fill(curve.name, LEGEND_CHARACTERS)
+        name = textwrap.fill(curve.name, legend.LEGEND_CHARACTERS)
         look = {"colour": curve.colour, "dash": curve.dash, "mark": mark}
         series.append(over_seeds(name, curve.steps, curve.values, **look))
         if curve.diverged and limits:
@@ -168,32 +155,29 @@ def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
 
 
 def _all_runs(scale: str) -> list[Planned]:
-    short = () if scale == "paper" else (*LANGUAGE, *UNCLIPPED_EPOCH)
+    short = () if scale == "paper" else (*legend.LANGUAGE, *legend.UNCLIPPED_EPOCH)
     return [
-        *legend_runs(scale, [*short, *IMAGES, *IMAGES_WITH_DROPS]),
-        *long_runs(scale),
-        *run_again(scale, CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
+        *legend.runs_of(scale, [*short, *legend.IMAGES, *legend.IMAGES_WITH_DROPS]),
+        *legend.long_runs(scale),
+        *legend.run_again(scale, legend.CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 
 
 def _draw_curves(results: Results, title: str) -> Figure:
-    language = [trained_name(results.plan.scale, name) for name in (*LANGUAGE, *UNCLIPPED_EPOCH)]
-    settings = results.there((*language, *IMAGES, *IMAGES_WITH_DROPS))
+    language = [
+        legend.trained_name(results.plan.scale, name) for name in (*legend.LANGUAGE, *legend.UNCLIPPED_EPOCH)
+    ]
+    settings = results.there((*language, *legend.IMAGES, *legend.IMAGES_WITH_DROPS))
     return curves(list(chain.from_iterable(map(results.shown, settings))), title=title)
 
 
 FIG4 = PaperFigure(
     name="fig4",
     runs=_all_runs,
-    pictures=(
-        Picture(
-            name="fig4",
-            title="Figure 4: training with and without clipping",
-            caption="Curves show training and held-out loss, and accuracy. Training losses leave out the "
-            "weight penalty, which the paper's include.",
-            draw=_draw_curves,
-        ),
-    ),
+    title="Figure 4: training with and without clipping",
+    caption="Curves show training and held-out loss, and accuracy. Training losses leave out the "
+    "weight penalty, which the paper's include.",
+    draw=_draw_curves,
 )
 
 
@@ -204,29 +188,24 @@ def equivalence_runs(scale: str) -> list[Planned]:
     """Clipped settings, and the normalized one that corresponds to the first, at laptop scale."""
     if scale != "laptop":
         return []
-    runs = legend_runs(scale, [BY_HAND, TUNED])
-    for run in legend_runs(scale, [BY_HAND]):
+    runs = legend.runs_of(scale, [legend.BY_HAND, TUNED])
+    for run in legend.runs_of(scale, [legend.BY_HAND]):
         steps = normalized_from_clipped(lr=run.recipe.lr, max_norm=run.recipe.max_norm)
         recipe = with_fields(run.recipe, optimizer="normalized", probe_every=0, **steps)
-        runs.append(Planned(NORMALIZED, recipe))
+        runs.append(Planned(legend.NORMALIZED, recipe))
     return runs
 
 
 def _draw_equivalence(results: Results, title: str) -> Figure:
     """Training losses of clipped descent at two learning rates and of normalized descent."""
-    runs = list(chain.from_iterable(map(results.shown, (BY_HAND, TUNED, NORMALIZED))))
-    return described([loss_chart(runs)], runs, title=title)
+    runs = list(chain.from_iterable(map(results.shown, (legend.BY_HAND, TUNED, legend.NORMALIZED))))
+    return legend.described([loss_chart(runs)], runs, title=title)
 
 
 EQUIVALENCE = PaperFigure(
     name="equivalence",
     runs=equivalence_runs,
-    pictures=(
-        Picture(
-            name="equivalence",
-            title="Clipped and normalized descent from the same start",
-            caption="Both train on the same batches. The paper shows no such run.",
-            draw=_draw_equivalence,
-        ),
-    ),
+    title="Clipped and normalized descent from the same start",
+    caption="Both train on the same batches. The paper shows no such run.",
+    draw=_draw_equivalence,
 )

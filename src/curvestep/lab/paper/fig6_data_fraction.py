@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from curvestep.display.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
-from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, LONGER, PAPER_MEASURED, SHOWN_SEED, SMALL_LSTM
-from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
-from curvestep.lab.paper.style import described, lettered
+from curvestep.lab.paper import legend
+from curvestep.lab.paper.plan import PaperFigure, Planned
 from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
@@ -33,12 +32,11 @@ class Agreement:
 
 
 def data_fraction(part: Run, whole: Run, *, title: str) -> Figure:
-    """Above, estimates from a part and the whole of the data over the iterations; below, against each other.
+    """Above, estimates from a part and all of the data over the iterations; below, against each other.
 
-    The two runs must be the same training with another ``probe_data``: measuring does not change a run, so
-    they pass through the same parameters.
+    The runs are the same training with another ``probe_data``: measuring does not change a run.
     """
-    names = share(part), share(whole)
+    names = f"{part.recipe.probe_data:.0%} of the data", "all data"
     above, below = [], []
     for found, label in zip(agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
         quantity = label.rpartition(" ")[0]
@@ -54,13 +52,7 @@ def data_fraction(part: Run, whole: Run, *, title: str) -> Figure:
         axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
         words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
         below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
-    return described([*lettered(above), *below], [part, whole], title=title)
-
-
-def share(run: Run) -> str:
-    """On how much of the training data the run's probe measured, in words."""
-    words = {0.0: "the batch", 1.0: "all data"}
-    return words.get(run.recipe.probe_data, f"{run.recipe.probe_data:.0%} of the data")
+    return legend.described([*legend.lettered(above), *below], [part, whole], title=title)
 
 
 def agreement(part: Run, whole: Run) -> tuple[Agreement, Agreement]:
@@ -85,15 +77,15 @@ def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreemen
     )
 
 
-_SMALL_MODEL: dict[str, Any] = {**SMALL_LSTM, "eval_every": 0}
+_SMALL_MODEL: dict[str, Any] = {**legend.SMALL_LSTM, "eval_every": 0}
 _SHARE_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "laptop": (
         "ptb-lstm",
-        {**_SMALL_MODEL, "seed": SHOWN_SEED, "num_words": 100_000, "steps": 120, "probe_every": 10},
+        {**_SMALL_MODEL, "seed": legend.SHOWN_SEED, "num_words": 100_000, "steps": 120, "probe_every": 10},
     ),
     "longer": ("ptb-lstm", {**_SMALL_MODEL, "steps": 300, "probe_every": 25}),
     "epoch": ("ptb-awd-lstm", {"steps": 460, "probe_pieces": 0, "probe_every": 228}),
-    "paper": ("ptb-awd-lstm", {**PAPER_MEASURED, "probe_every": 60}),
+    "paper": ("ptb-awd-lstm", {**legend.PAPER_MEASURED, "probe_every": 60}),
 }
 
 
@@ -104,8 +96,8 @@ def share_runs(scale: str) -> list[Planned]:
     The longer one has all of PTB. At the scale ``epoch`` AWD-LSTM is measured at three points.
     """
     model, fields = _SHARE_RUNS[scale]
-    found = LANGUAGE[BY_HAND]
-    common = {"seed": LONGER[1], "lr": found.lr, "max_norm": found.max_norm, "fractions": (0.5,)}
+    found = legend.LANGUAGE[legend.BY_HAND]
+    common = {"seed": legend.LONGER[1], "lr": found.lr, "max_norm": found.max_norm, "fractions": (0.5,)}
     recipe = get_recipe(model, scale, **(common | fields))
     return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in DATA_SHARES.items()]
 
@@ -113,14 +105,7 @@ def share_runs(scale: str) -> list[Planned]:
 FIG6 = PaperFigure(
     name="fig6",
     runs=share_runs,
-    pictures=(
-        Picture(
-            name="fig6",
-            title="Figure 6: a tenth of the data against all of it",
-            caption="A point is measured twice in one run: on a tenth of its text and on all of it.",
-            draw=lambda results, title: data_fraction(
-                *(results.shown(name)[0] for name in DATA_SHARES), title=title
-            ),
-        ),
-    ),
+    title="Figure 6: a tenth of the data against all of it",
+    caption="A point is measured twice in one run: on a tenth of its text and on all of it.",
+    draw=lambda results, title: data_fraction(*(results.shown(name)[0] for name in DATA_SHARES), title=title),
 )

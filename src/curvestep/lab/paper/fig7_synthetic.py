@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from curvestep._files import write_atomically
 from curvestep.display.chart import NUM_COLOURS, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
+from curvestep.lab.paper.legend import PANEL, SMALL_PANEL, lettered
 from curvestep.lab.paper.plan import PaperFigure, Picture, Results
-from curvestep.lab.paper.style import PANEL, SMALL_PANEL, lettered
 from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.progress import Progress
 from curvestep.lab.run.folder import read_json, write_json
@@ -348,13 +348,10 @@ def summary_of(results: Results) -> SyntheticResult:
 FIG7 = PaperFigure(
     name="fig7",
     runs=lambda scale: (),
-    pictures=(
-        Picture(
-            name="fig7",
-            title="Figure 7: gradient descent and clipped gradient descent on x⁴",
-            caption="A line is one step size from x = 30: its distance to the minimum, value or gradient.",
-            draw=_drawn(draw_trajectories),
-        ),
+    title="Figure 7: gradient descent and clipped gradient descent on x⁴",
+    caption="A line is one step size from x = 30: its distance to the minimum, value or gradient.",
+    draw=_drawn(draw_trajectories),
+    beside=(
         Picture(
             name="fig7_growth",
             title="Theorems 3, 4 and 6: iterations against the largest gradient norm",

@@ -2,9 +2,7 @@ r"""GD against clipped GD on the 2-layer LSTM: figure 8 of the paper, and its qu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -14,9 +12,8 @@ from curvestep.display.chart import GRADIENT
 from curvestep.display.results import on_common_steps, running_mean
 from curvestep.lab.paper.fig1_scatter import scatter_chart
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
-from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, legend_runs
-from curvestep.lab.paper.plan import PaperFigure, Picture, Planned
-from curvestep.lab.paper.style import colour_of, described, lettered
+from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, colour_of, described, lettered, runs_of
+from curvestep.lab.paper.plan import PaperFigure, Planned
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
 from curvestep.lab.run.folder import Run
@@ -25,38 +22,20 @@ ROWS = 5  # measurements in the running mean of the gradient norm
 SETTINGS = ("lm-lr2", "lm-lr10clip0.25")  # gradient descent, and clipped
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    r"""How much smaller clipping makes the gradients, predicted and measured.
+def compare(gd: Run, clipped: Run) -> tuple[float, float]:
+    r"""How many times smaller clipping makes the gradients: as the paper predicts it, and measured.
 
-    The paper takes the largest smoothness :math:`L_0 + L_1 M` from GD's run and :math:`L_0` from the clipped
-    run. It prints their ratio as the prediction; its theorems bound the gradient norm by
-    :math:`\sqrt{\,\cdot\,\Delta/T}`, so the square root of the ratio is what they predict.
+    The paper takes the largest smoothness :math:`L_0 + L_1 M` from GD's run, M its largest gradient norm, and
+    :math:`L_0` from the clipped run. It prints their ratio as the prediction; its theorems bound the gradient
+    norm by :math:`\sqrt{\,\cdot\,\Delta/T}`, so the square root of the ratio is what they predict. Measured
+    are means up to the step that both reached.
     """
-
-    largest_smoothness: float  # :math:`L_0 + L_1 M` of the run without clipping, M its largest gradient norm
-    L0: float  # :math:`L_0` of the clipped run
-    printed: float  # the paper's prediction, ``largest_smoothness / L0``
-    corrected: float  # what the theorems predict, its square root
-    measured: float  # mean gradient norm without clipping over the mean with it, up to the step both reached
-
-
-def compare(gd: Run, clipped: Run) -> Comparison:
-    """The quantitative comparison of the paper, from the traces of two runs."""
-    gd_fit, clipped_fit = gd.fit, clipped.fit
     (gd_steps, gd_norms, _), (steps, norms, _) = measured(gd), measured(clipped)
-    largest = gd_fit.L0 + gd_fit.L1 * float(gd_norms.max())
+    largest = gd.fit.L0 + gd.fit.L1 * float(gd_norms.max())
     with np.errstate(divide="ignore"):
-        printed = float(np.divide(largest, clipped_fit.L0))
+        printed = float(np.divide(largest, clipped.fit.L0))
     end = min(gd_steps.max(), steps.max())
-    ratio = float(gd_norms[gd_steps <= end].mean() / norms[steps <= end].mean())
-    return Comparison(
-        largest_smoothness=largest,
-        L0=clipped_fit.L0,
-        printed=printed,
-        corrected=math.sqrt(printed),
-        measured=ratio,
-    )
+    return printed, float(gd_norms[gd_steps <= end].mean() / norms[steps <= end].mean())
 
 
 def lstm_gd(*sides: Sequence[Run], title: str = "GD against clipped GD on the 2-layer LSTM") -> Figure:
@@ -88,7 +67,7 @@ def two_layer_runs(scale: str) -> list[Planned]:
     if scale == "epoch":
         return []
     if scale != "paper":
-        return legend_runs(scale, two_layer_settings(scale))
+        return runs_of(scale, two_layer_settings(scale))
     runs = []
     for name, found in zip(two_layer_settings(scale), map(LANGUAGE.__getitem__, SETTINGS), strict=True):
         recipe = get_recipe("ptb-lstm", scale, lr=found.lr, max_norm=found.max_norm)
@@ -99,15 +78,10 @@ def two_layer_runs(scale: str) -> list[Planned]:
 FIG8 = PaperFigure(
     name="fig8",
     runs=two_layer_runs,
-    pictures=(
-        Picture(
-            name="fig8",
-            title="Figure 8: GD against clipped GD on the 2-layer LSTM",
-            caption="Plain and clipped gradient descent train the two-layer LSTM. Charts show gradient norms "
-            "on the oracle, training losses, and smoothness against gradient norm.",
-            draw=lambda results, title: lstm_gd(
-                *map(results.shown, two_layer_settings(results.plan.scale)), title=title
-            ),
-        ),
+    title="Figure 8: GD against clipped GD on the 2-layer LSTM",
+    caption="Plain and clipped gradient descent train the two-layer LSTM. Charts show gradient norms "
+    "on the oracle, training losses, and smoothness against gradient norm.",
+    draw=lambda results, title: lstm_gd(
+        *map(results.shown, two_layer_settings(results.plan.scale)), title=title
     ),
 )

@@ -74,13 +74,12 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperFigure:
-    """A figure of the paper: its runs, its pictures with captions, its claims."""
+class PaperFigure(Picture):
+    """A figure of the paper, such as ``fig2``: a picture with its runs."""
 
-    name: str  # such as ``fig2``
     # The runs that it needs at a scale. Figures share a run by giving it the same name.
     runs: Callable[[str], Iterable[Planned]]
-    pictures: tuple[Picture, ...]  # what is drawn from them
+    beside: tuple[Picture, ...] = ()  # further pictures of the same
     # What it computes without training: into the reproduction's folder, with progress or not.
     experiment: Callable[[Path, bool], None] = lambda folder, progress: None
 
@@ -96,7 +95,7 @@ class Plan:
     @property
     def pictures(self) -> list[tuple[PaperFigure, Picture]]:
         """Every picture, with its figure."""
-        return [(figure, picture) for figure in self.figures for picture in figure.pictures]
+        return [(figure, picture) for figure in self.figures for picture in (figure, *figure.beside)]
 
     def of(self, setting: str) -> list[Planned]:
         """The runs of one setting, by seed."""

@@ -25,6 +25,7 @@ from curvestep.lab.paper.fig4_curves import EQUIVALENCE, FIG4
 from curvestep.lab.paper.fig6_data_fraction import FIG6
 from curvestep.lab.paper.fig7_synthetic import FIG7
 from curvestep.lab.paper.fig8_lstm_gd import FIG8
+from curvestep.lab.paper.legend import length_words, missing_words, seed_words
 from curvestep.lab.paper.plan import (
     KEPT,
     KEPT_CLAIMS,
@@ -36,7 +37,6 @@ from curvestep.lab.paper.plan import (
     load_kept,
     plan_runs,
 )
-from curvestep.lab.paper.style import length_words, missing_words, seed_words
 from curvestep.lab.paper.verdicts.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep.lab.paper.verdicts.statements import make_claims
 from curvestep.lab.progress import Progress, duration

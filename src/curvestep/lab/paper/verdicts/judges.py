@@ -7,20 +7,9 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from curvestep.lab.paper import legend
 from curvestep.lab.paper.fig6_data_fraction import DATA_SHARES, agreement
 from curvestep.lab.paper.fig8_lstm_gd import compare, two_layer_settings
-from curvestep.lab.paper.legend import (
-    ALWAYS_CLIPPED,
-    BY_HAND,
-    CALIBRATED,
-    CLIPPED,
-    CLIPPED_IMAGES,
-    MOMENTUM,
-    NORMALIZED,
-    SMALL_LR,
-    UNCLIPPED,
-    trained_name,
-)
 from curvestep.lab.paper.plan import Results
 from curvestep.lab.paper.verdicts.claims import (
     DOES_NOT_HOLD,
@@ -114,7 +103,7 @@ def no_correlation(results: Results, *, setting: str, scales: Sequence[str]) -> 
 
 def varies(results: Results) -> Finding:
     """How much smoothness varies along the run."""
-    runs = results.all_finished(BY_HAND)
+    runs = results.all_finished(legend.BY_HAND)
     found = log_spread(runs, variation)
     margins = [found.less(math.log(factor)) for factor in (VARIES, VARIES_GREATLY)]
     return Finding(
@@ -126,7 +115,7 @@ def varies(results: Results) -> Finding:
 
 def explanation(results: Results) -> Finding:
     """Whether clipping goes through less smooth regions, and meets more of a range of them."""
-    pair = results.paired(BY_HAND, SMALL_LR)
+    pair = results.paired(legend.BY_HAND, legend.SMALL_LR)
     clipped, plain = spreads(pair, typical_smoothness, log_spread)
     widths = spreads(pair, variation, log_spread)
     level, width = clipped - plain, widths[0] - widths[1]
@@ -140,7 +129,7 @@ def explanation(results: Results) -> Finding:
 
 def at_most_linear(results: Results) -> Finding:
     """Whether the power of growth is at most 1, as the affine condition wants."""
-    runs = results.all_finished(BY_HAND)
+    runs = results.all_finished(legend.BY_HAND)
     found = spread(runs, exponent)
     margins = [found.less(limit).times(-1) for limit in (STEEPER, LINEAR)]
     return Finding(
@@ -202,7 +191,9 @@ def best_validation(results: Results) -> Finding:
 def _tuned(results: Results, score: Callable[[Run], float]) -> tuple[str, str]:
     """The best setting without clipping and the best with it; an error where there is no choice."""
     scale = results.plan.scale
-    plain, clipped = ([trained_name(scale, name) for name in names] for names in (UNCLIPPED, CLIPPED))
+    plain, clipped = (
+        [legend.trained_name(scale, name) for name in names] for names in (legend.UNCLIPPED, legend.CLIPPED)
+    )
     if sum(bool(results.plan.of(name)) for name in plain) < 2:
         raise MissingRuns("only one learning rate was run without clipping")
     return best_of(results, plain, score), best_of(results, clipped, score)
@@ -211,7 +202,7 @@ def _tuned(results: Results, score: Callable[[Run], float]) -> tuple[str, str]:
 def language_more(results: Results) -> Finding:
     """Speed-up by clipping of the language model against that on images."""
     language = _log_speed_ups(results, *_tuned(results, final_loss))
-    images = _log_speed_ups(results, MOMENTUM, CLIPPED_IMAGES)
+    images = _log_speed_ups(results, legend.MOMENTUM, legend.CLIPPED_IMAGES)
     gain = Spread(values=tuple(map(operator.sub, language, images)))  # as many seeds as both have
     means = [math.exp(Spread(values=logs).mean) for logs in (language, images)]
     return Finding(
@@ -223,21 +214,21 @@ def language_more(results: Results) -> Finding:
 
 def fastest_on_images(results: Results) -> Finding:
     """Final training loss of clipped descent against momentum, after all of the paper's epochs."""
-    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), final_loss)
+    momentum, clipped = spreads(results.paired(legend.MOMENTUM, legend.CLIPPED_IMAGES), final_loss)
     ends = f"{clipped.mean:.3g} with clipping and {momentum.mean:.3g} with momentum"
     return _only_at_size(results, momentum - clipped, f"Training loss ends at {ends}.")
 
 
 def images_accuracy(results: Results) -> Finding:
     """Test accuracy of clipped descent against momentum, after all of the paper's epochs."""
-    momentum, clipped = spreads(results.paired(MOMENTUM, CLIPPED_IMAGES), accuracy)
+    momentum, clipped = spreads(results.paired(legend.MOMENTUM, legend.CLIPPED_IMAGES), accuracy)
     sentence = f"Test accuracy is {clipped.mean:.1f} % with clipping and {momentum.mean:.1f} % with momentum."
     return _only_at_size(results, (clipped - momentum).less(-MATCHES), sentence)
 
 
 def reaches_95(results: Results) -> Finding:
     """Test accuracy of ResNet20 after the paper's epochs against the 95 % that the paper prints."""
-    runs = results.of(MOMENTUM)
+    runs = results.of(legend.MOMENTUM)
     found = spread(runs, accuracy)
     sentence = f"ResNet20 with momentum reaches {found.mean:.1f} % here."
     return _only_at_size(results, found.less(95.0 - MATCHES), sentence)
@@ -246,7 +237,7 @@ def reaches_95(results: Results) -> Finding:
 def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
     """A finding about whole runs: at a smaller scale it is not tested."""
     if not at_size(results, PAPER_ONLY):
-        steps = results.of(MOMENTUM)[0].status["step"]
+        steps = results.of(legend.MOMENTUM)[0].status["step"]
         return Finding(verdict=NOT_TESTED, sentence=f"Not run for 200 epochs; these runs have {steps} steps.")
     return Finding(verdict=decide(margin, at_size=True), sentence=sentence, numbers={"margin": str(margin)})
 
@@ -290,8 +281,9 @@ def about_three_times(results: Results) -> Finding:
     """Gradient norms of GD over those of clipped GD."""
     if not at_size(results, TWO_LAYER):
         return OTHER_MODEL
-    found = list(map(compare, *results.paired(*two_layer_settings(results.plan.scale))))
-    factor = Spread(values=tuple(one.measured for one in found))
+    pair = results.paired(*two_layer_settings(results.plan.scale))
+    printed, ratios = zip(*map(compare, *pair), strict=True)
+    factor = Spread(values=ratios)
     low, high = factor.interval
     verdict = decide(factor.less(1.0), at_size=True)
     if verdict == REPRODUCED and not low <= ABOUT_THREE <= high:
@@ -301,8 +293,8 @@ def about_three_times(results: Results) -> Finding:
         sentence=f"GD's gradients are {factor.mean:.1f} times those of clipped GD.",
         numbers={
             "ratio": str(factor),
-            "predicted as printed": _predicted([one.printed for one in found]),
-            "with the theorems' square root": _predicted([one.corrected for one in found]),
+            "predicted as printed": _predicted(printed),
+            "with the theorems' square root": _predicted(list(map(math.sqrt, printed))),
         },
     )
 
@@ -317,9 +309,9 @@ def _predicted(ratios: Sequence[float]) -> str:
 
 def same_up_to_a_factor(results: Results) -> Finding:
     """Final loss of normalized descent against the best clipped setting, as shares of the way down."""
-    clipped = best_of(results, CLIPPED)
-    missed = tuple(map(missed_share, *results.paired(clipped, NORMALIZED)))
-    ends = [spread(results.of(name), final_loss).mean for name in (clipped, NORMALIZED)]
+    clipped = best_of(results, legend.CLIPPED)
+    missed = tuple(map(missed_share, *results.paired(clipped, legend.NORMALIZED)))
+    ends = [spread(results.of(name), final_loss).mean for name in (clipped, legend.NORMALIZED)]
     room = Spread(values=tuple(SAME - abs(value) for value in missed))
     return Finding(
         verdict=decide(room, at_size=True),
@@ -337,7 +329,7 @@ def same_up_to_a_factor(results: Results) -> Finding:
 
 def beyond_control(results: Results) -> Finding:
     """Whether the exponent is above the one that a constant Hessian shows with the same steps."""
-    runs = results.all_finished(BY_HAND)
+    runs = results.all_finished(legend.BY_HAND)
     own, control = spread(runs, exponent), control_exponents(runs)
     return Finding(
         verdict=_of_addition(own - control),
@@ -348,7 +340,7 @@ def beyond_control(results: Results) -> Finding:
 
 def inside_steps(results: Results) -> Finding:
     """The elasticity inside single steps, beyond its shuffled zero."""
-    runs = results.all_finished(BY_HAND)
+    runs = results.all_finished(legend.BY_HAND)
     found = spread(runs, elasticity_beyond_zero)
     return Finding(
         verdict=_of_addition(found),
@@ -359,7 +351,7 @@ def inside_steps(results: Results) -> Finding:
 
 def equal_steps_make_it(results: Results) -> Finding:
     """Correlation where nearly every step is clipped against that at the paper's threshold."""
-    pair = results.paired(ALWAYS_CLIPPED, BY_HAND)
+    pair = results.paired(legend.ALWAYS_CLIPPED, legend.BY_HAND)
     one, other = spreads(pair, correlation)
     beyond = [spread(runs, exponent) - control_exponents(runs) for runs in pair]
     return Finding(
@@ -375,8 +367,8 @@ def equal_steps_make_it(results: Results) -> Finding:
 
 def calibrated_as_good(results: Results) -> Finding:
     """Training with numbers measured before it against the best setting by hand, same start and batches."""
-    (mine,) = results.of(CALIBRATED)
-    by_hand = best_of(results, CLIPPED)
+    (mine,) = results.of(legend.CALIBRATED)
+    by_hand = best_of(results, legend.CLIPPED)
     best = next(run for run in results.of(by_hand) if run.recipe.seed == mine.recipe.seed)
     return Finding(
         verdict=HOLDS if missed_share(best, mine) <= SAME else DOES_NOT_HOLD,
