@@ -11,7 +11,7 @@ from plotly import graph_objects
 from curvestep.display.chart import BOLD, THIN, Axis, Chart, Series
 from curvestep.display.drawing import figure_of
 from curvestep.display.results import within
-from curvestep.lab.report import captions
+from curvestep.lab.report import page_words
 from curvestep.lab.report.charts import (
     TEMPLATE,
     calibration_charts,
@@ -257,9 +257,9 @@ def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
     np.testing.assert_allclose(points.y, points.x, rtol=1e-3)
     np.testing.assert_allclose(slope.y, view.fit.within.elasticity * slope.x)
     assert set(level.y) == {0.0}
-    assert captions.within(view) == str(view.fit.within) != ""
+    assert page_words.within(view) == str(view.fit.within) != ""
     assert within(views[0].fit) is None  # one fraction a step says nothing of this
-    assert captions.within(views[0]) == ""
+    assert page_words.within(views[0]) == ""
 
 
 def test_chart_has_every_trial_and_the_choice():
@@ -284,7 +284,7 @@ def test_trial_that_broke_is_left_out_and_doubled_ones_have_a_line_of_their_own(
     assert [series.name for series in chart.series[:2]] == ["16 steps", "32 steps"]
     assert len(chart.series[0].x) == len(cal.arms) - 1
     assert json.dumps(to_plotly(chart), allow_nan=False)
-    assert "32 steps" in captions.calibration(odd)
+    assert "32 steps" in page_words.calibration(odd)
 
 
 @pytest.mark.parametrize(("optimizer", "threshold"), [
@@ -310,6 +310,6 @@ def test_the_caption_of_the_edge_counts_the_steps_above_it():
     measured = dict.fromkeys(("lr", "grad_norm", "step_norm"), np.ones(4))
     measured |= {"smoothness": np.array([1.0, 3.0, 4.0, 6.0]), "step": np.arange(4.0)}
     view = RunView(name="run", setting="lr 1", measured=measured)
-    words = captions.edge(view)
+    words = page_words.edge(view)
     assert words.startswith("The stability margin is 1.75 in the median and goes from 0.5 to 3; 75% of")
     assert words.endswith("It is lr times sharpness over 2.")

@@ -21,9 +21,9 @@ from curvestep.calibration.result import CALIBRATION, write_calibration
 from curvestep.display.results import SHOWN_ROWS, thinned
 from curvestep.fit.fit import fit_samples, fit_smoothness
 from curvestep.lab.paper.verdicts.claims import write_claims
-from curvestep.lab.report import captions
+from curvestep.lab.report import page_words
 from curvestep.lab.report.page import write_page
-from curvestep.lab.report.task_verdicts import code_for, verdict
+from curvestep.lab.report.page_words import code_for, verdict
 from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.lab.run.folder import read_json, write_status
 from curvestep.smoothness.trace import NONFINITE, Trace
@@ -69,10 +69,10 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
 def test_words_are_explained_on_hover_once_a_text_and_in_a_list(single):
     text = single[1].path.read_text()
     for word in ("Gradient norm", "Stability margin", "Sharpness"):
-        assert f'<abbr title="{captions.GLOSSARY[word.lower()]}">{word}</abbr>' in text
-        assert f"<dt>{word.lower()}</dt><dd>{captions.GLOSSARY[word.lower()]}</dd>" in text
-    assert captions.explained("sharpness and sharpness").count("<abbr") == 1
-    assert captions.explained("unsharpness <i>") == "unsharpness &lt;i&gt;"
+        assert f'<abbr title="{page_words.GLOSSARY[word.lower()]}">{word}</abbr>' in text
+        assert f"<dt>{word.lower()}</dt><dd>{page_words.GLOSSARY[word.lower()]}</dd>" in text
+    assert page_words.explained("sharpness and sharpness").count("<abbr") == 1
+    assert page_words.explained("unsharpness <i>") == "unsharpness &lt;i&gt;"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_diverged_run_and_one_without_a_trace_say_so(tmp_path):
     bare = make_run(tmp_path / "bare", traced=False)
     text = html.unescape(write_page([diverged], tmp_path / "page.html").path.read_text())
     assert "Diverged at step" in text
-    assert '<span class="badge">DIVERGED</span>lr 3, no clip: the loss passed 3 times the first one' in text
+    assert '<span class="badge">DIVERGED</span> lr 3, no clip: the loss passed 3 times the first one' in text
     assert "calibrate measures both beforehand" in text
     text = html.unescape(write_page([bare], tmp_path / "bare.html").path.read_text())
     assert "No advice: nothing was measured." in text
@@ -215,7 +215,7 @@ def test_a_trace_file_alone_makes_a_page(single, tmp_path):
     assert page.runs[0].setting == "lr 0.3, clip 0.5"
     assert page.runs[0].max_norm == pytest.approx(0.5)  # read off the clipped steps
     assert not page.runs[0].held_out
-    assert "The trace ends at step 200." in captions.run_summary(page.runs[0])
+    assert "The trace ends at step 200." in page_words.run_summary(page.runs[0])
     assert len(packed(page.path)["run-0-loss"]["data"][0]["x"]) == 40
 
 
@@ -231,7 +231,7 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     page = write_page([own], tmp_path / "page.html")
     text = html.unescape(page.path.read_text())
     assert "Held-out loss ends at 0.75." in text
-    assert text.count(captions.calibration(make_calibration())) == 1
+    assert text.count(page_words.calibration(make_calibration())) == 1
     assert "<td>SGD, momentum 0</td>" in text
     assert "run-0-calibration" in packed(page.path)
 
@@ -266,7 +266,7 @@ def test_a_trace_that_ends_in_nan_is_marked_as_diverged(tmp_path):
     (view,) = find_views([tmp_path])
     assert view.status == "diverged"
     assert "DIVERGED" in said_of(tmp_path)[0]["verdict"]
-    assert "Diverged at step 1" in captions.run_summary(view)
+    assert "Diverged at step 1" in page_words.run_summary(view)
 
 
 def test_tasks_are_compared_one_at_a_time(tmp_path):
@@ -377,7 +377,7 @@ def test_a_tie_is_told_where_the_page_says_how_sure_it_is(tmp_path):
 
 def test_a_run_is_counted_as_diverged_by_its_trace_too():
     advice = Advice(action="diverged", kind="rose-far", verdict="")
-    assert captions.subtitle([RunView(name="", setting="", advice=advice)] * 2) == "2 diverged"
+    assert page_words.subtitle([RunView(name="", setting="", advice=advice)] * 2) == "2 diverged"
 
 
 def test_nothing_is_left_out_in_silence(tmp_path):
@@ -385,7 +385,7 @@ def test_nothing_is_left_out_in_silence(tmp_path):
         make_run(tmp_path / f"bad{number}", lr=3.0, max_norm=math.inf, steps=60, seed=number)
     make_run(tmp_path / "good")
     page = write_page([tmp_path], tmp_path / "page.html")
-    said = [*page.verdicts[0]["warnings"], *page.verdicts[0]["more"]]
+    said = page.verdicts[0]["warnings"]
     lost = [
         words
         for words in said

@@ -25,7 +25,7 @@ from curvestep.display.chart import (
 )
 from curvestep.display.markup import plain
 from curvestep.lab.recipe_fields import Fields
-from curvestep.lab.report import captions
+from curvestep.lab.report import page_words
 from curvestep.lab.report.views import RunView, seeds_by_setting
 
 _MOST_COMPARED = 500  # points of a curve among others
@@ -62,7 +62,7 @@ TEMPLATE: Spec = {
 
 
 def run_charts(view: RunView) -> list[Chart]:
-    """The charts of one run, as many as its records allow, with their captions."""
+    """The charts of one run, as many as its records allow, with their page_words."""
     own = [
         results.loss(view.rows, view.held_out, is_lost=view.is_lost),
         results.norm(view.rows, max_norm=view.max_norm),
@@ -71,7 +71,7 @@ def run_charts(view: RunView) -> list[Chart]:
         view.fit and results.within(view.fit),
         layers(view),
     ]
-    charts = [replace(chart, words=captions.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
+    charts = [replace(chart, words=page_words.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
     if view.calibration:
         charts += calibration_charts(view.calibration)
     return charts
@@ -79,7 +79,7 @@ def run_charts(view: RunView) -> list[Chart]:
 
 def calibration_charts(found: Calibration) -> list[Chart]:
     """The chart of a calibration with its caption."""
-    return [replace(chart, words=captions.calibration(found)) for chart in results.calibration(found)]
+    return [replace(chart, words=page_words.calibration(found)) for chart in results.calibration(found)]
 
 
 def layers(view: RunView) -> Chart | None:
@@ -102,7 +102,7 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     if len(views) < 2:
         return []
     settings = seeds_by_setting(views)
-    words = captions.comparison(views, len(settings))
+    words = page_words.comparison(views, len(settings))
     looks = _looks([any(run.is_lost for run in runs) for runs in settings.values()])
     looks[0]["weight"] = BOLD
     charts = []

@@ -26,9 +26,8 @@ from curvestep.display.chart import Chart
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
 from curvestep.lab.recipe_fields import Fields
-from curvestep.lab.report import captions
+from curvestep.lab.report import page_words
 from curvestep.lab.report.charts import TEMPLATE, comparison, run_charts, to_plotly
-from curvestep.lab.report.task_verdicts import verdict
 from curvestep.lab.report.views import RunView, Task, find_views, tasks_of
 from curvestep.lab.run.folder import Run, read_json
 from curvestep.lab.run.sources import CLAIMS, place_of
@@ -85,9 +84,9 @@ def write_page(
     views = find_views(sources, loaded=loaded)
     _check_output(output, overwrite=overwrite)
     tasks = tasks_of(views)
-    verdicts = [verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
+    verdicts = [page_words.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
     claims = claims_of(places)
-    heading = title or captions.page_title(views, places, reproduction=claims is not None)
+    heading = title or page_words.page_title(views, places, reproduction=claims is not None)
     page = render_page(tasks, verdicts, claims=claims, figures=figures_of(places), title=heading)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
@@ -140,28 +139,23 @@ def render_page(
         lstrip_blocks=True,
         finalize=_visible_text,
     )
-    environment.filters["explained"] = captions.explained
-    assert environment.loader is not None
-    css, _, _ = environment.loader.get_source(environment, "page.css")
-    js, _, _ = environment.loader.get_source(environment, "page.js")
+    environment.filters["explained"] = page_words.explained
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     return environment.get_template("page.html.j2").render(
         title=title,
         generator=Markup(GENERATOR),
-        subtitle=captions.subtitle(views),
+        subtitle=page_words.subtitle(views),
         verdicts=verdicts,
         claims=claims,
         figures=figures,
         compared=compared,
         runs=runs,
         shown=_shown_first(runs, len(tasks) == 1 and claims is None),
-        captions=captions,
-        setup=captions.setup(views),
+        page_words=page_words,
+        setup=page_words.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
         plotly=pack(get_plotlyjs()),
         data=pack(json.dumps(specs, allow_nan=False, separators=(",", ":"))),
-        css=css,
-        js=js,
     )
 
 
@@ -214,7 +208,7 @@ def claims_of(paths: Sequence[Path]) -> Fields | None:
     found = read_json(files[0])
     notes = [f"Data: {source}." for source in found.get("data", ())]
     return {
-        "parts": captions.claim_parts(found.get("claims", ())),
+        "parts": page_words.claim_parts(found.get("claims", ())),
         "notes": [*notes, *found.get("notes", ())],
         "found": str(found.get("found", "")),
     }

@@ -19,7 +19,6 @@ from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
 from curvestep.calibration.result import Calibration, read_calibration
-from curvestep.display.markup import visible
 from curvestep.display.results import columns_of, common_threshold, finite, thinned
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
@@ -331,7 +330,7 @@ def _layers(measured: Columns) -> Columns:
     for name in [name for name in measured if name.startswith("layers/")]:
         values = measured.pop(name)
         if np.isfinite(values).any():
-            layers[visible(name.removeprefix("layers/").rsplit("/", 1)[0])] = values
+            layers[name.removeprefix("layers/").rsplit("/", 1)[0]] = values
     return dict(sorted(layers.items(), key=lambda layer: -np.median(finite(layer[1]))))
 
 
