@@ -75,7 +75,6 @@ class SmoothnessOptions(TypedDict, total=False):
     layers: bool
     on_error: str
     log: bool
-    console: bool
 
 
 def watch(trainer: Trainer, **options: Unpack[SmoothnessOptions]) -> SmoothnessCallback:
@@ -115,7 +114,6 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
             ``"raise"`` stops training.
         log: Whether rows go where ``report_to`` says, as ``curvestep/…``.
-        console: Whether they are also printed where the Trainer prints its own logs.
 
     Attributes:
         probe: The probe, from the first training step on.
@@ -136,14 +134,13 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         layers: bool = False,
         on_error: str = "off",
         log: bool = True,
-        console: bool = False,
     ) -> None:
         self._options: Options = {
             "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
             "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
             "on_error": on_error,
         }  # fmt: skip
-        self._log, self._console = log, console
+        self._log = log
         self._hooks: list[RemovableHandle] = []
 
     def on_init_end(self, *_: object, **__: object) -> None:
@@ -238,11 +235,10 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         return loss
 
     def _report(self, numbers: dict[str, float], _: int) -> None:
-        """To the callbacks at once: one more call of ``trainer.log`` would empty the metrics of TRL."""
+        """To the callbacks that do not print: one more call of ``trainer.log`` would empty TRL's metrics."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         callbacks = handler.callbacks
-        if not self._console:
-            handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
+        handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
         try:
             handler.call_event("on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers))
         finally:
